@@ -1,0 +1,1 @@
+"""Who answers: takes a request, yields events."""

@@ -1,0 +1,1 @@
+"""Step engines: llama.cpp, and a deterministic fake that runs most tests."""

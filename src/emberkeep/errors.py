@@ -1,0 +1,89 @@
+"""Every error a user can meet.
+
+    EmberkeepError
+    ├── ConfigError            a setting is unknown or has a bad value
+    ├── ModelError             something about a model file
+    │   ├── ModelNotFound      no such model here
+    │   ├── ModelBroken        the file is not a usable GGUF
+    │   └── DownloadFailed     a pull did not finish
+    ├── RequestError           the caller asked for something that cannot be done
+    │   ├── InvalidField       one named field has a bad value
+    │   ├── ContextExceeded    the prompt is longer than the context
+    │   └── TemplateFailed     the chat template refused these messages
+    ├── Overloaded             the queue is full, or the server is shutting down
+    ├── DeadlineExceeded       the request ran out of its time
+    └── EngineError            the engine could not evaluate
+
+A message is one sentence that says what is wrong and what to do about it. Foreign errors (ctypes, SQLite,
+HTTP) are translated where they enter; `server/wire.py` maps this tree to HTTP statuses.
+"""
+
+from __future__ import annotations
+
+
+class EmberkeepError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class ConfigError(EmberkeepError):
+    pass
+
+
+class ModelError(EmberkeepError):
+    pass
+
+
+class ModelNotFound(ModelError):
+    pass
+
+
+class ModelBroken(ModelError):
+    pass
+
+
+class DownloadFailed(ModelError):
+    pass
+
+
+class RequestError(EmberkeepError):
+    """`param` names the request field at fault, if there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidField(RequestError):
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}", param)
+
+
+class ContextExceeded(RequestError):
+    def __init__(self, prompt_tokens: int, context: int) -> None:
+        super().__init__(
+            f"The prompt has {prompt_tokens} tokens and the context holds {context}: "
+            "shorten the messages, or start the server with a larger --ctx.",
+            "messages",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context = context
+
+
+class TemplateFailed(RequestError):
+    pass
+
+
+class Overloaded(EmberkeepError):
+    """`retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(EmberkeepError):
+    pass
+
+
+class EngineError(EmberkeepError):
+    pass
