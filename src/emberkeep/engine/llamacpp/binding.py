@@ -1,0 +1,50 @@
+"""The one place where llama.cpp is brought up: backend, log, errors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import llama_cpp
+
+log = logging.getLogger("emberkeep.llamacpp")
+
+_LEVELS = {2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
+_recent_errors: list[str] = []
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+    line = text.decode("utf-8", "replace").rstrip()
+    if level == 4 and line:
+        _recent_errors.append(line)
+        del _recent_errors[:-8]
+    # llama.cpp tells the caller the same through return codes: its own words are for debugging.
+    if level in _LEVELS and line and log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", line)
+
+
+@functools.cache
+def start() -> None:
+    """Bring llama.cpp up once per process. Its log goes to our debug log."""
+    llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+
+
+def take_errors() -> str:
+    """What llama.cpp complained about since the last call, for an error message."""
+    text = "; ".join(_recent_errors)
+    _recent_errors.clear()
+    return text
+
+
+def system_info() -> str:
+    """llama.cpp's list of CPU features and backends it was built with."""
+    start()
+    info: bytes = llama_cpp.llama_print_system_info()
+    return info.decode().strip()
+
+
+def version() -> str:
+    return str(llama_cpp.__version__)

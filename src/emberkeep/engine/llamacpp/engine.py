@@ -1,0 +1,175 @@
+"""The llama.cpp engine: one context over one model, with a unified KV cache and flash attention."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import llama_cpp
+import numpy as np
+
+from emberkeep.engine.base import Capabilities, KvUnit, Logits, Outcome, Payload, Rows
+from emberkeep.engine.llamacpp import binding
+from emberkeep.engine.llamacpp.blob import Shape, check_blob, read_shape
+from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.rows import BatchBuffer
+from emberkeep.errors import EngineError
+
+_F16 = 1
+_FLASH_ON = 1
+_SCRATCH = 0
+"""llama.cpp's sequence that exports and imports go through; the scheduler's sequence n is its n + 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSettings:
+    context: int
+    """Longest single sequence, in tokens."""
+    cells: int
+    """Token cells shared by all sequences."""
+    sequences: int
+    """Sequences that the scheduler may use."""
+    batch: int = 512
+    """Most tokens evaluated in one step."""
+    threads: int | None = None
+
+
+class LlamaEngine:
+    """Owns `model` and its context; `close` frees both. See `Engine` for the contracts."""
+
+    def __init__(self, model: LlamaModel, settings: LlamaSettings, weights_digest: str) -> None:
+        self._model = model
+        self.vocab = model.vocab
+        self._context = _open_context(model, settings)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = BatchBuffer(settings.batch)
+        self._last_rows: list[int] = []
+        self._shape = None if model.is_recurrent else self._learn_shape()
+        self.capabilities = Capabilities(
+            kv_unit=KvUnit.SNAPSHOT if model.is_recurrent else KvUnit.RANGE,
+            can_shift=bool(llama_cpp.llama_memory_can_shift(self._memory)),
+            max_sequences=settings.sequences,
+            cells=settings.cells,
+            context=min(settings.context, settings.cells),
+            batch=settings.batch,
+            kv_bytes_per_token=self._shape.row_bytes if self._shape else 0,
+        )
+        self.fingerprint = _fingerprint(model, weights_digest, self._shape)
+
+    # ── evaluation ──
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        llama_batch, self._last_rows = self._batch.fill(batch)
+        code = llama_cpp.llama_decode(self._context, llama_batch)
+        if code == 0:
+            return Outcome.DONE
+        if code == 1:
+            return Outcome.NO_ROOM
+        raise EngineError(f"llama.cpp could not evaluate a batch (code {code}): {binding.take_errors()}.")
+
+    def logits(self, index: int) -> Logits:
+        pointer = llama_cpp.llama_get_logits_ith(self._context, self._last_rows[index])
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if address is None:
+            raise EngineError("llama.cpp has no logits for that row.")
+        array = (ctypes.c_float * self.vocab.size).from_address(address)
+        return np.frombuffer(array, np.float32)
+
+    # ── state ──
+
+    def export_kv(self, sequence: int, start: int, end: int) -> Payload:
+        llama_cpp.llama_memory_seq_cp(self._memory, sequence + 1, _SCRATCH, start, end)
+        try:
+            size = llama_cpp.llama_state_seq_get_size(self._context, _SCRATCH)
+            buffer = np.empty(size, np.uint8)
+            pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+            written = llama_cpp.llama_state_seq_get_data(self._context, pointer, size, _SCRATCH)
+        finally:
+            llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        if written != size or (self._shape and size != self._shape.blob_bytes(end - start)):
+            raise EngineError(f"llama.cpp exported {written} bytes for the positions {start} to {end}.")
+        return memoryview(buffer)
+
+    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+        if self._shape is None:
+            raise EngineError("This model's state cannot be imported by token range.")
+        if payload_start + check_blob(payload, self._shape, payload_start) < end:
+            raise EngineError("A stored KV payload ends before the positions asked for.")
+        data = np.frombuffer(payload, np.uint8)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        read = llama_cpp.llama_state_seq_set_data(self._context, pointer, len(data), _SCRATCH)
+        if read == 0:
+            llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+            return Outcome.NO_ROOM
+        llama_cpp.llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, start, end)
+        llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        return Outcome.DONE
+
+    def copy_kv(self, source: int, target: int, end: int) -> None:
+        llama_cpp.llama_memory_seq_cp(self._memory, source + 1, target + 1, 0, end)
+
+    def trim(self, sequence: int, start: int) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, -1)
+
+    def shift(self, sequence: int, start: int, end: int) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, end)
+        llama_cpp.llama_memory_seq_add(self._memory, sequence + 1, end, -1, start - end)
+
+    def close(self) -> None:
+        if self._context:
+            llama_cpp.llama_free(self._context)
+            self._context = None
+        self._model.close()
+
+    def _learn_shape(self) -> Shape:
+        """Evaluate two tokens once and read the layout off what llama.cpp exports for them."""
+        probe = self.vocab.bos if self.vocab.bos is not None else 0
+        self.evaluate([Rows(_SCRATCH - 1, 0, [probe, probe], want_logits=False)])
+        size = llama_cpp.llama_state_seq_get_size(self._context, _SCRATCH)
+        buffer = np.empty(size, np.uint8)
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        llama_cpp.llama_state_seq_get_data(self._context, pointer, size, _SCRATCH)
+        llama_cpp.llama_memory_clear(self._memory, True)
+        return read_shape(memoryview(buffer))
+
+
+def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama_context_p:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = settings.cells
+    params.n_batch = params.n_ubatch = settings.batch
+    params.n_seq_max = settings.sequences + 1
+    params.n_outputs_max = settings.sequences + 1
+    params.n_threads = params.n_threads_batch = settings.threads or os.cpu_count() or 1
+    params.flash_attn_type = _FLASH_ON
+    params.type_k = params.type_v = _F16
+    params.kv_unified = True
+    # The full-size window makes sliding-window layers range-addressable like the others.
+    params.swa_full = True
+    params.no_perf = True
+    context = llama_cpp.llama_init_from_model(model.handle, params)
+    if not context:
+        raise EngineError(
+            f"llama.cpp could not make room for a context of {settings.cells} tokens "
+            f"({binding.take_errors() or 'out of memory'}): try a smaller --ctx or --parallel."
+        )
+    return context
+
+
+def _fingerprint(model: LlamaModel, weights_digest: str, shape: Shape | None) -> bytes:
+    """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build."""
+    rope = [llama_cpp.llama_model_rope_type(model.handle), llama_cpp.llama_model_rope_freq_scale_train(model.handle)]
+    parts = [
+        "llama.cpp",
+        binding.version(),
+        platform.machine(),
+        weights_digest,
+        model.metadata("general.architecture"),
+        rope,
+        "flash, unified, full window",
+        shape,
+    ]
+    return hashlib.sha256("\0".join(repr(part) for part in parts).encode()).digest()

@@ -1,0 +1,47 @@
+"""A loaded GGUF model: the owner of one `llama_model` handle."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import llama_cpp
+
+from emberkeep.engine.llamacpp import binding
+from emberkeep.engine.llamacpp.vocab import LlamaVocab
+from emberkeep.errors import ModelBroken, ModelNotFound
+
+
+class LlamaModel:
+    """Raises ModelNotFound or ModelBroken. `close` frees the handle; contexts must be closed before."""
+
+    def __init__(self, path: Path, *, gpu_layers: int = 0) -> None:
+        binding.start()
+        binding.take_errors()
+        if not path.is_file():
+            raise ModelNotFound(f"There is no model file at {path}.")
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        self.handle = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        if not self.handle:
+            raise ModelBroken(f"llama.cpp cannot load {path.name}: {binding.take_errors() or 'unknown format'}.")
+        self.vocab = LlamaVocab(llama_cpp.llama_model_get_vocab(self.handle))
+        self.train_context: int = llama_cpp.llama_model_n_ctx_train(self.handle)
+        self.is_recurrent = bool(
+            llama_cpp.llama_model_is_recurrent(self.handle) or llama_cpp.llama_model_is_hybrid(self.handle)
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        source = llama_cpp.llama_model_chat_template(self.handle, None)
+        return source.decode("utf-8", "replace") if source else None
+
+    def metadata(self, key: str) -> str | None:
+        buffer = ctypes.create_string_buffer(1 << 12)
+        length = llama_cpp.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace") if length >= 0 else None
+
+    def close(self) -> None:
+        if self.handle:
+            llama_cpp.llama_model_free(self.handle)
+            self.handle = None

@@ -1,0 +1,57 @@
+"""Writing a model's weights in another format.
+
+As a program: `python -m emberkeep.engine.llamacpp.quantize IN OUT FORMAT`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+import llama_cpp
+
+from emberkeep.engine.llamacpp import binding
+from emberkeep.errors import EngineError
+
+
+def requantize(source: Path, target: Path, to: str) -> None:
+    """Write `source` with its weights as `to` (`Q8_0`, ...) to `target`; equal inputs give equal bytes.
+
+    Blocks on all cores. Raises EngineError; what is at `target` is then worthless.
+    """
+    binding.start()
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = _file_type(to)
+    # Without this only 16 and 32 bit sources are taken.
+    parameters.allow_requantize = True
+    binding.take_errors()
+    status = llama_cpp.llama_model_quantize(
+        os.fsencode(source), os.fsencode(target), ctypes.byref(parameters)
+    )
+    if status != 0:
+        reason = binding.take_errors() or f"status {status}"
+        raise EngineError(f"llama.cpp could not write {source.name} as {to} ({reason}); keep it as it is.")
+
+
+def _file_type(name: str) -> int:
+    number = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}", None)
+    if not isinstance(number, int):
+        raise EngineError(f"llama.cpp has no weight format {name}; use Q8_0, Q4_0 or another of its names.")
+    return number
+
+
+def main() -> None:
+    # C code does not return to Python's handler before it is done: Ctrl-C ends the process right away.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    source, target, to = sys.argv[1:]
+    try:
+        requantize(Path(source), Path(target), to)
+    except EngineError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

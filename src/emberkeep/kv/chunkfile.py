@@ -1,0 +1,202 @@
+"""The file of one chunk. What it says about itself is enough to rebuild the index and to refuse it.
+
+    0   magic "EMBERKV1"
+    8   u32 length of the description, u32 padding before the payload
+    16  u64 length of the payload
+    24  xxh3-128 of the payload
+    40  blake2b-128 of the bytes before it and the description
+    56  description: length-prefixed fields (fingerprint, namespace, key, parent, take+start, tokens, sampled)
+        padding, payload to the end of the file
+
+xxh3 guards the payload against bit rot at memory speed. What makes a payload the *right* one is the
+description, which a reader compares in full with the chunk it is looking for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, pack_fields, token_bytes, unpack_fields
+from emberkeep.kv.tree import Chunk, Span
+
+MAGIC = b"EMBERKV1"
+_FIXED = struct.Struct("<8sIIQ16s16s")
+_ALIGN = 64
+_MAX_DESCRIPTION = 1 << 20
+
+
+class Damaged(Exception):
+    """The file is not what it should be. Its message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Everything about a chunk but its bytes."""
+
+    fingerprint: bytes
+    namespace: str
+    key: ChunkKey
+    parent: ChunkKey
+    take: int
+    start: int
+    tokens: TokenArray
+    sampled: tuple[Span, ...]
+
+    def pack(self) -> bytes:
+        return pack_fields(
+            [
+                self.fingerprint,
+                self.namespace.encode(),
+                self.key,
+                self.parent,
+                struct.pack("<II", self.take, self.start),
+                token_bytes(self.tokens),
+                np.array(self.sampled, "<u4").tobytes(),
+            ]
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Description:
+        """Raises Damaged. The key is recomputed: a description cannot claim another chunk's place."""
+        try:
+            fingerprint, namespace, key, parent, place, tokens, sampled = unpack_fields(data)
+            take, start = struct.unpack("<II", place)
+            spans = np.frombuffer(sampled, "<u4").reshape(-1, 2)
+            description = cls(
+                fingerprint,
+                namespace.decode(),
+                ChunkKey(key),
+                ChunkKey(parent),
+                take,
+                start,
+                np.frombuffer(tokens, "<i4"),
+                tuple((int(a), int(b)) for a, b in spans),
+            )
+        except (ValueError, struct.error) as error:
+            raise Damaged(f"unreadable description: {error}") from None
+        d = description
+        if chunk_key(d.fingerprint, d.namespace, d.parent, d.take, d.tokens) != d.key or not len(d.tokens):
+            raise Damaged("its key does not belong to its tokens")
+        return description
+
+
+def describe(chunk: Chunk, fingerprint: bytes) -> Description:
+    assert chunk.parent is not None
+    return Description(
+        fingerprint,
+        chunk.namespace,
+        chunk.key,
+        chunk.parent.key,
+        chunk.take,
+        chunk.start,
+        chunk.tokens,
+        chunk.sampled,
+    )
+
+
+def write(path: Path, description: Description, payload: memoryview) -> int:
+    """Write a new file and force it to disk; returns its size. Raises OSError."""
+    head = _head(description.pack(), payload)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        _write_all(descriptor, memoryview(head))
+        _write_all(descriptor, payload)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return len(head) + len(payload)
+
+
+def read(path: Path, expected: Description) -> memoryview:
+    """The payload, verified. Blocks on disk. Raises FileNotFoundError, OSError, or Damaged.
+
+    The whole file is read in one call into one buffer, and the payload is a view into it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(descriptor).st_size
+        packed = expected.pack()
+        if size < _FIXED.size + len(packed):
+            raise Damaged("the file is too short")
+        buffer = memoryview(np.empty(size, np.uint8))
+        _read_all(descriptor, buffer)
+    finally:
+        os.close(descriptor)
+    description, payload, checksum = _split(buffer)
+    if description != packed:
+        raise Damaged("the file describes another chunk")
+    if xxhash.xxh3_128_digest(payload) != checksum:
+        raise Damaged("the payload's checksum is wrong")
+    return payload
+
+
+def read_description(path: Path) -> tuple[Description, int]:
+    """What a file says about itself, and its size; the payload is not read. Raises as `read` does."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(descriptor).st_size
+        fixed = os.pread(descriptor, _FIXED.size, 0)
+        if len(fixed) < _FIXED.size:
+            raise Damaged("the file is too short")
+        length, _, _ = _check_fixed(fixed, size)
+        packed = os.pread(descriptor, length, _FIXED.size)
+    finally:
+        os.close(descriptor)
+    if _FIXED.unpack(fixed)[5] != _head_digest(fixed[:40], packed):
+        raise Damaged("the description's checksum is wrong")
+    return Description.unpack(packed), size
+
+
+def _head(packed: bytes, payload: memoryview) -> bytes:
+    padding = -(_FIXED.size + len(packed)) % _ALIGN
+    checksum = xxhash.xxh3_128_digest(payload)
+    begin = _FIXED.pack(MAGIC, len(packed), padding, len(payload), checksum, b"")[:40]
+    return begin + _head_digest(begin, packed) + packed + bytes(padding)
+
+
+def _head_digest(begin: bytes, packed: bytes) -> bytes:
+    return hashlib.blake2b(begin + packed, digest_size=16).digest()
+
+
+def _split(buffer: memoryview) -> tuple[bytes, memoryview, bytes]:
+    """(description, payload, payload checksum) of a whole file."""
+    fixed = bytes(buffer[: _FIXED.size])
+    length, padding, _ = _check_fixed(fixed, len(buffer))
+    packed = bytes(buffer[_FIXED.size : _FIXED.size + length])
+    if _FIXED.unpack(fixed)[5] != _head_digest(fixed[:40], packed):
+        raise Damaged("the description's checksum is wrong")
+    if any(buffer[_FIXED.size + length : _FIXED.size + length + padding]):
+        raise Damaged("the padding is not empty")
+    return packed, buffer[_FIXED.size + length + padding :], _FIXED.unpack(fixed)[4]
+
+
+def _check_fixed(fixed: bytes, size: int) -> tuple[int, int, int]:
+    """(description length, padding, payload length), consistent with each other and the file's size."""
+    magic, length, padding, payload_length, _, _ = _FIXED.unpack(fixed)
+    if magic != MAGIC:
+        raise Damaged("it is not a chunk file")
+    if length > _MAX_DESCRIPTION or padding >= _ALIGN:
+        raise Damaged("its lengths are out of range")
+    if _FIXED.size + length + padding + payload_length != size:
+        raise Damaged("its size is not what its lengths say")
+    return length, padding, payload_length
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _read_all(descriptor: int, buffer: memoryview) -> None:
+    while buffer:
+        count = os.readv(descriptor, [buffer])
+        if count == 0:
+            raise Damaged("the file ends early")
+        buffer = buffer[count:]

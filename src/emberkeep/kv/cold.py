@@ -1,0 +1,239 @@
+"""The cold tier: one verified file per chunk under a byte budget.
+
+    <root>/<fingerprint>/chunks/ab/ab….kv    a chunk, named by its key: no outside name ever becomes a path
+                         index.db            a cache of the files' descriptions
+                         quarantine/         files that failed verification, for a person to look at
+                         tmp/<owner>/        files being written; removed once their owner is dead
+                         in-use, evict       locks: held shared while open, held alone by the one evictor
+
+A crash at any moment leaves either no file under a chunk's name or the whole file: data is written and
+forced to disk under `tmp/`, then renamed, then the folder is forced to disk. Several processes may share
+a root. All methods block on disk and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from emberkeep.kv import chunkfile
+from emberkeep.kv.chunkfile import Damaged, Description
+from emberkeep.kv.index import Index, Row
+from emberkeep.kv.keys import ChunkKey
+
+log = logging.getLogger("emberkeep.kv")
+
+
+class ColdTier:
+    """Raises OSError from the constructor when the folder cannot be used at all."""
+
+    def __init__(self, root: Path, fingerprint: bytes) -> None:
+        self.root = root
+        self.folder = root / fingerprint.hex()[:32]
+        self._fingerprint = fingerprint
+        self._chunks = self.folder / "chunks"
+        self._quarantine = self.folder / "quarantine"
+        self._tmp = self.folder / "tmp" / uuid.uuid4().hex
+        for path in (self._chunks, self._quarantine, self._tmp):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._locks = [_lock(self.folder / "in-use", fcntl.LOCK_SH), _lock(self._tmp / "owner", fcntl.LOCK_EX)]
+        self._index = Index(self.folder / "index.db", fingerprint)
+        self._index_lock = threading.Lock()
+        self._seen_seq = 0
+        self._seen_version = -1
+
+    def open_rows(self) -> tuple[list[Row], int]:
+        """Every chunk on disk, and how many files were damaged. Brings index and files into agreement."""
+        self._sweep_tmp()
+        rows, damaged = self._reconcile()
+        self._seen_seq = max((row.seq for row in rows), default=0)
+        self._seen_version = self._index.version()
+        return rows, damaged
+
+    def news(self) -> list[Row]:
+        """Chunks that other processes (or we) added since the last call."""
+        with self._index_lock:
+            version = self._index.version()
+            if version == self._seen_version:
+                return []
+            rows = self._index.rows_after(self._seen_seq)
+            self._seen_version = version
+            self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
+            return rows
+
+    def write(self, entries: Sequence[tuple[Description, memoryview]]) -> dict[ChunkKey, int]:
+        """Make chunks durable; returns the size of each file. Raises OSError: then some may be missing."""
+        staged = []
+        try:
+            for description, payload in entries:
+                temporary = self._tmp / description.key.hex()
+                staged.append((description, temporary, chunkfile.write(temporary, description, payload)))
+        except OSError:
+            for description, _ in entries:
+                with suppress(OSError):
+                    (self._tmp / description.key.hex()).unlink()
+            raise
+        self._publish([(description, temporary) for description, temporary, _ in staged])
+        with self._index_lock:
+            self._index.add((description, size) for description, _, size in staged)
+        return {description.key: size for description, _, size in staged}
+
+    def read(self, expected: Description) -> memoryview:
+        """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
+        return chunkfile.read(self._path(expected.key), expected)
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        keys = list(keys)
+        for key in keys:
+            with suppress(FileNotFoundError):
+                self._path(key).unlink()
+        with self._index_lock:
+            self._index.remove(keys)
+
+    def quarantine(self, key: ChunkKey) -> None:
+        """Put a damaged file out of reach. Best effort: a file that cannot be moved is deleted."""
+        path = self._path(key)
+        try:
+            path.rename(self._quarantine / f"{key.hex()}.{uuid.uuid4().hex[:8]}")
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError), self._index_lock:
+            self._index.remove([key])
+
+    def touch(self, uses: Iterable[tuple[int, int, ChunkKey]]) -> None:
+        with self._index_lock:
+            self._index.touch(uses)
+
+    @contextmanager
+    def evicting(self) -> Iterator[bool]:
+        """True while this process is the only evictor; the lock of a dead process is free."""
+        try:
+            descriptor = _lock(self.folder / "evict", fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            os.close(descriptor)
+
+    def shrink_other_stores(self, allowed: int) -> int:
+        """Delete stores of other fingerprints, least recently used first, down to `allowed` bytes in all.
+
+        Returns the bytes that remain. A store that any process has open stays.
+        """
+        others = [path for path in self.root.iterdir() if path.is_dir() and path != self.folder]
+        sizes = {path: sum(file.stat().st_size for file in path.glob("chunks/*/*.kv")) for path in others}
+        for path in sorted(others, key=_last_change):
+            if sum(sizes.values()) <= allowed:
+                break
+            if _remove_if_unused(path):
+                log.info("removed the stored state of a model that is no longer served (%d bytes)", sizes[path])
+                del sizes[path]
+        return sum(sizes.values())
+
+    def close(self) -> None:
+        with self._index_lock:
+            self._index.close()
+        shutil.rmtree(self._tmp, ignore_errors=True)
+        for descriptor in self._locks:
+            os.close(descriptor)
+        self._locks = []
+
+    def _path(self, key: ChunkKey) -> Path:
+        name = key.hex()
+        return self._chunks / name[:2] / f"{name}.kv"
+
+    def _publish(self, staged: Sequence[tuple[Description, Path]]) -> None:
+        folders = set()
+        for description, temporary in staged:
+            target = self._path(description.key)
+            if target.parent not in folders:
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                folders.add(target.parent)
+            temporary.rename(target)
+        for folder in folders:
+            _sync_folder(folder)
+
+    def _reconcile(self) -> tuple[list[Row], int]:
+        on_disk = self._scan()
+        known = {row.description.key for row in self._index.rows_after(0)}
+        damaged = self._adopt(on_disk - known)
+        self._index.remove(known - on_disk)
+        return self._index.rows_after(0), damaged
+
+    def _scan(self) -> set[ChunkKey]:
+        found = set()
+        for folder in os.scandir(self._chunks):
+            for entry in os.scandir(folder.path):
+                with suppress(ValueError):
+                    found.add(ChunkKey(bytes.fromhex(entry.name.removesuffix(".kv"))))
+        return found
+
+    def _adopt(self, keys: Iterable[ChunkKey]) -> int:
+        """Add files that the index does not know; returns how many were damaged."""
+        adopted, damaged = [], 0
+        for key in keys:
+            try:
+                description, size = chunkfile.read_description(self._path(key))
+                if description.key != key or description.fingerprint != self._fingerprint:
+                    raise Damaged("it stands under another chunk's name")
+                adopted.append((description, size))
+            except FileNotFoundError:
+                continue
+            except Damaged as reason:
+                log.warning("quarantined %s: %s", self._path(key).name, reason)
+                self.quarantine(key)
+                damaged += 1
+        self._index.add(adopted)
+        return damaged
+
+    def _sweep_tmp(self) -> None:
+        for path in self._tmp.parent.iterdir():
+            if path != self._tmp:
+                _remove_if_unused(path, lock_name="owner")
+
+
+def _lock(path: Path, mode: int) -> int:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
+    try:
+        descriptor = _lock(path / lock_name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _last_change(folder: Path) -> float:
+    try:
+        return (folder / "index.db").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,140 @@
+"""The cold tier's index: a SQLite cache of what the chunk files say, so that opening a store is quick.
+
+It is never trusted for correctness. A row whose file is gone is dropped, a file without a row is read and
+added, and a database that cannot be opened is thrown away and rebuilt from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import apsw
+import numpy as np
+
+from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.keys import ChunkKey, token_bytes
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS chunk (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- order of insertion: other processes ask for what is newer
+    key BLOB NOT NULL UNIQUE,
+    namespace TEXT NOT NULL,
+    parent BLOB NOT NULL,
+    take INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    tokens BLOB NOT NULL,
+    sampled BLOB NOT NULL,
+    bytes INTEGER NOT NULL,
+    last_used INTEGER NOT NULL DEFAULT 0,
+    hits INTEGER NOT NULL DEFAULT 0
+)
+"""
+_VERSION = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    seq: int
+    description: Description
+    bytes: int
+    last_used: int
+    hits: int
+
+
+class Index:
+    """One connection; used by one thread at a time. Methods raise OSError for whatever SQLite reports."""
+
+    def __init__(self, path: Path, fingerprint: bytes) -> None:
+        self._fingerprint = fingerprint
+        try:
+            self._db = _open(path)
+        except apsw.Error:
+            for leftover in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
+                with suppress(FileNotFoundError):
+                    leftover.unlink()
+            self._db = _translated(lambda: _open(path))
+
+    def rows_after(self, seq: int) -> list[Row]:
+        """Everything inserted after `seq`, in order of insertion."""
+        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, bytes, last_used, hits
+                 FROM chunk WHERE seq > ? ORDER BY seq"""
+        return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
+
+    def add(self, entries: Iterable[tuple[Description, int]]) -> None:
+        """Insert (description, file size) pairs in one transaction; known keys are left alone."""
+        sql = """INSERT OR IGNORE INTO chunk (key, namespace, parent, take, start, tokens, sampled, bytes)
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
+        self._write(sql, [_values(description, size) for description, size in entries])
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
+
+    def touch(self, uses: Iterable[tuple[int, int, ChunkKey]]) -> None:
+        """Record (last_used, hits, key)."""
+        self._write("UPDATE chunk SET last_used = ?, hits = ? WHERE key = ?", list(uses))
+
+    def version(self) -> int:
+        """A number that changes when another connection has written."""
+        return int(_translated(lambda: self._db.pragma("data_version")))
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _write(self, sql: str, values: list[tuple[object, ...]]) -> None:
+        def run() -> None:
+            with self._db:
+                self._db.executemany(sql, values)
+
+        if values:
+            _translated(run)
+
+    def _row(self, values: tuple[object, ...]) -> Row:
+        seq, key, namespace, parent, take, start, tokens, sampled, size, last_used, hits = values
+        spans = np.frombuffer(sampled, "<u4").reshape(-1, 2)  # type: ignore[call-overload]
+        description = Description(
+            self._fingerprint,
+            str(namespace),
+            ChunkKey(key),  # type: ignore[arg-type]
+            ChunkKey(parent),  # type: ignore[arg-type]
+            int(take),  # type: ignore[call-overload]
+            int(start),  # type: ignore[call-overload]
+            np.frombuffer(tokens, "<i4"),  # type: ignore[call-overload]
+            tuple((int(a), int(b)) for a, b in spans),
+        )
+        return Row(seq, description, size, last_used, hits)  # type: ignore[arg-type]
+
+
+def _values(d: Description, size: int) -> tuple[object, ...]:
+    sampled = np.array(d.sampled, "<u4").tobytes()
+    return (d.key, d.namespace, d.parent, d.take, d.start, token_bytes(d.tokens), sampled, size)
+
+
+def _open(path: Path) -> apsw.Connection:
+    db = apsw.Connection(str(path))
+    try:
+        db.set_busy_timeout(5000)
+        db.pragma("journal_mode", "wal")
+        # The files are the truth: losing the newest rows in a power cut costs a directory scan.
+        db.pragma("synchronous", "normal")
+        if db.pragma("user_version") not in (0, _VERSION):
+            db.execute("DROP TABLE IF EXISTS chunk")
+        db.execute(_SCHEMA)
+        db.pragma("user_version", _VERSION)
+        db.execute("SELECT count(*) FROM chunk").fetchall()
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _translated(action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except apsw.Error as error:
+        raise OSError(f"the store's index: {error}") from error

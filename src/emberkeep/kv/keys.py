@@ -1,0 +1,59 @@
+"""Chunk identity: a hash chain in which every field is length-prefixed, so that no two inputs collide.
+
+A key commits to the format version, the fingerprint (weights, KV layout, engine), the namespace, the
+parent's key, how many of the parent's tokens come before this chunk, and this chunk's tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+ChunkKey = NewType("ChunkKey", bytes)
+TokenArray = npt.NDArray[np.int32]
+
+FORMAT_VERSION = 1
+ROOT = ChunkKey(b"")
+"""Parent key of chunks that begin at position 0."""
+
+
+def pack_fields(fields: Iterable[bytes]) -> bytes:
+    """Each field behind its length: a concatenation that can be taken apart in one way only."""
+    return b"".join(struct.pack("<I", len(field)) + field for field in fields)
+
+
+def unpack_fields(data: bytes) -> list[bytes]:
+    """Inverse of `pack_fields`. Raises ValueError."""
+    fields = []
+    offset = 0
+    while offset < len(data):
+        if offset + 4 > len(data):
+            raise ValueError("a field's length is cut off")
+        (length,) = struct.unpack_from("<I", data, offset)
+        offset += 4
+        if offset + length > len(data):
+            raise ValueError("a field is cut off")
+        fields.append(data[offset : offset + length])
+        offset += length
+    return fields
+
+
+def chunk_key(fingerprint: bytes, namespace: str, parent: ChunkKey, take: int, tokens: TokenArray) -> ChunkKey:
+    fields = [
+        struct.pack("<I", FORMAT_VERSION),
+        fingerprint,
+        namespace.encode(),
+        parent,
+        struct.pack("<I", take),
+        token_bytes(tokens),
+    ]
+    return ChunkKey(hashlib.blake2b(pack_fields(fields), digest_size=32).digest())
+
+
+def token_bytes(tokens: TokenArray) -> bytes:
+    return tokens.astype("<i4", copy=False).tobytes()

@@ -1,0 +1,122 @@
+"""The thread that makes chunks durable, a batch at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from emberkeep.kv.chunkfile import Description, describe
+from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.tree import Chunk
+
+log = logging.getLogger("emberkeep.kv")
+
+_BATCH = 16
+_PAUSE_S = 10.0
+"""How long a disk that refused a write is left alone."""
+
+
+class Writer:
+    """`on_durable(sizes, replaced)` and `on_idle()` are called from the writer's thread."""
+
+    def __init__(
+        self,
+        cold: ColdTier,
+        fingerprint: bytes,
+        *,
+        on_durable: Callable[[dict[ChunkKey, int], list[Chunk]], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self._cold = cold
+        self._fingerprint = fingerprint
+        self._on_durable = on_durable
+        self._on_idle = on_idle
+        self._queue: list[tuple[Chunk, Chunk | None]] = []
+        self._changed = threading.Condition()
+        self._busy = False
+        self._closing = False
+        self._paused_until = 0.0
+        self.written_chunks = 0
+        self.written_bytes = 0
+        self.refused_chunks = 0
+        self.last_error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
+        self._thread.start()
+
+    def put(self, chunk: Chunk, replaces: Chunk | None) -> None:
+        """Queue a chunk. Returns at once; nobody waits for the disk."""
+        with self._changed:
+            self._queue.append((chunk, replaces))
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Block until the queue is empty and the disk has answered."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue and not self._busy)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "written_chunks": self.written_chunks,
+            "written_bytes": self.written_bytes,
+            "refused_chunks": self.refused_chunks,
+            "pending_chunks": len(self._queue),
+            "last_error": self.last_error,
+        }
+
+    def _run(self) -> None:
+        while batch := self._next_batch():
+            self._write(batch)
+            with self._changed:
+                self._busy = False
+                idle = not self._queue
+                self._changed.notify_all()
+            if idle:
+                self._tend()
+
+    def _next_batch(self) -> list[tuple[Chunk, Chunk | None]]:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+            batch, self._queue = self._queue[:_BATCH], self._queue[_BATCH:]
+            self._busy = bool(batch)
+            return batch
+
+    def _write(self, batch: list[tuple[Chunk, Chunk | None]]) -> None:
+        entries = self._entries(batch)
+        if monotonic() < self._paused_until and not self._closing:
+            self.refused_chunks += len(entries)
+            return
+        try:
+            sizes = self._cold.write(entries)
+        except OSError as error:
+            self._refused(len(entries), error)
+            return
+        self.written_chunks += len(sizes)
+        self.written_bytes += sum(sizes.values())
+        self._on_durable(sizes, [replaced for _, replaced in batch if replaced])
+
+    def _entries(self, batch: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Description, memoryview]]:
+        """What is still worth writing: evicted chunks have lost their payload by now."""
+        payloads = [(chunk, chunk.payload) for chunk, _ in batch]
+        return [(describe(chunk, self._fingerprint), payload) for chunk, payload in payloads if payload is not None]
+
+    def _refused(self, count: int, error: OSError) -> None:
+        self.refused_chunks += count
+        self.last_error = str(error)
+        self._paused_until = monotonic() + _PAUSE_S
+        log.warning("cannot write to the store, serving goes on from RAM: %s", error)
+
+    def _tend(self) -> None:
+        try:
+            self._on_idle()
+        except OSError as error:
+            self.last_error = str(error)
+            log.warning("cannot tidy the store: %s", error)
