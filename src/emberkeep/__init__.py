@@ -1,0 +1,26 @@
+"""Emberkeep: a local LLM runtime that never evaluates a token twice.
+
+from emberkeep import Emberkeep
+
+with Emberkeep.load() as llm:
+    print(llm.chat("Why is the sky blue?").text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from emberkeep.library import Emberkeep
+
+__version__ = "0.1.0"
+__all__ = ["Emberkeep", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that `import emberkeep` (and `emberkeep --help`) loads neither engine nor database.
+    if name == "Emberkeep":
+        from emberkeep.library import Emberkeep
+
+        return Emberkeep
+    raise AttributeError(f"module 'emberkeep' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +22,7 @@ from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.cost import CostModel
 from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key
+from emberkeep.kv.replay import sampled_spelling
 from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, descend, new_root, path_to
 from emberkeep.kv.writer import Writer
 
@@ -35,7 +36,7 @@ _LOW_WATER = 0.95
 
 class FetchState(Enum):
     PENDING = "pending"
-    READY = "ready"  # `chunk.payload` is set and stays while the chunk is pinned
+    READY = "ready"  # `chunk.payload` is set, and stays while the chunk is pinned and in the store
     DAMAGED = "damaged"  # failed verification; the chunk has left the store
     GONE = "gone"  # its file disappeared or cannot be read
 
@@ -130,6 +131,11 @@ class KvStore:
                 return rest
             children = sorted(cursor.chunk.children(), key=lambda child: child.last_used)
             return children[-1].tokens if children else rest
+
+    def replay(self, cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -> tuple[int, ...]:
+        """The ids that were sampled after `cursor` and spell exactly `fragment`; () when there are none."""
+        with self._lock:
+            return sampled_spelling(cursor, fragment, pieces)
 
     def refresh(self) -> None:
         """Learn what other processes stored. Reads the index: call it outside the engine's thread."""
@@ -320,6 +326,7 @@ class KvStore:
                 continue
             if gone.payload is not None:
                 self._warm_bytes -= len(gone.payload)
+                gone.payload = None
             if gone.on_disk:
                 self._cold_bytes -= gone.bytes
 
@@ -427,14 +434,19 @@ class KvStore:
                 self._make_room()
 
     def _became_durable(self, sizes: dict[ChunkKey, int], replaced: list[Chunk]) -> None:
+        assert self._cold is not None
+        unwanted = []
         with self._lock:
             for key, size in sizes.items():
                 chunk = self._chunks.get(key)
-                if chunk is not None and not chunk.on_disk:
+                if chunk is None:
+                    unwanted.append(key)
+                elif not chunk.on_disk:
                     chunk.on_disk = True
                     chunk.bytes = size
                     self._cold_bytes += size
             self._make_room()
+        self._cold.remove(unwanted)
         for tail in replaced:
             self._retire(tail)
 

@@ -1,0 +1,255 @@
+"""The Jinja dialect of chat templates, made safe to run: no growth and no loop without a bound.
+
+Jinja's immutable sandbox keeps templates away from Python. What it leaves open is cost, so on top of it
+filters and string methods are allow-lists, operators and calls pay before they build (`budget`), and loops
+pay for every turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Environment, Template, nodes, pass_context
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.filters import FILTERS, do_indent
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from emberkeep.chat.budget import spend, spend_on
+
+MAX_SOURCE = 1 << 20
+_MAX_INTEGER_BITS = 256
+
+_FILTERS = """
+    abs capitalize count d default dictsort e escape first float int items last length list lower map
+    reject rejectattr reverse round safe select selectattr title trim upper
+"""
+_WALKING_FILTERS = "max min sort string unique"
+_STRING_METHODS = """
+    capitalize count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper
+    join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip
+    split splitlines startswith strip title upper
+"""
+
+
+def compile_template(source: str) -> Template:
+    """Raises a Jinja TemplateError, or whatever Python's own parser says of hopeless sources."""
+    if len(source) > MAX_SOURCE:
+        raise TemplateError(f"it is longer than {MAX_SOURCE} characters")
+    return _ENVIRONMENT.from_string(_Meter().visit(_ENVIRONMENT.parse(source)))
+
+
+class _Meter(NodeTransformer):
+    """Puts the operations that the environment has no hook for behind filters of ours."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "_turns")
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _filtered(node.expr, "_walked")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_concatenated")
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, "_walked") if node.ctx == "load" else node
+
+
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+# ── what stands behind those filters ─────────────────────────────────────────────────────────────
+
+
+class _Turns:
+    """A loop's iterable; keeps `len`, which `loop.length` and `loop.last` want."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            spend()
+            yield item
+
+
+def _walked(value: Any) -> Any:
+    if not isinstance(value, str):
+        spend_on(value)
+    return value
+
+
+@pass_context
+def _printed(_context: Context, value: Any) -> Any:
+    """Takes the context only because Jinja would otherwise print constants while it compiles."""
+    return _walked(value)
+
+
+def _concatenated(values: list[Any]) -> str:
+    spend_on(values)
+    return "".join(map(str, values))
+
+
+# ── filters that build text ──────────────────────────────────────────────────────────────────────
+
+
+def _replace(text: object, old: str, new: str, count: int | None = None) -> str:
+    subject = str(_walked(text))
+    spend(len(subject) + subject.count(old) * len(new))
+    return subject.replace(old, new, -1 if count is None else count)
+
+
+def _join(values: Iterable[Any], separator: str = "", attribute: str | None = None) -> str:
+    items = [_ENVIRONMENT.getitem(item, attribute) if attribute else item for item in _Turns(values)]
+    spend(len(items) * len(separator))
+    spend_on(items)
+    return separator.join(map(str, items))
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    spend(len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
+    return do_indent(text, width, first, blank)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As chat templates expect it: plain JSON, with no escaping for HTML."""
+    spend_on(value)
+    if indent is not None and (indent if isinstance(indent, int) else len(indent)) > 16:
+        raise SecurityError("it indents JSON by more than 16")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _walking(name: str) -> Callable[..., Any]:
+    plain = FILTERS[name]
+
+    def walk_first(*args: Any, **options: Any) -> Any:
+        for arg in args:
+            if not isinstance(arg, Environment):
+                spend_on(arg)
+        return plain(*args, **options)
+
+    if hasattr(plain, "jinja_pass_arg"):
+        walk_first.jinja_pass_arg = plain.jinja_pass_arg  # type: ignore[attr-defined]
+    return walk_first
+
+
+# ── functions ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern[:200])
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _ChatEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            # Folding constants would run filters and operators while the template is compiled.
+            optimized=False,
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+            finalize=_printed,
+        )
+        self._string_methods = frozenset(_STRING_METHODS.split())
+        self.filters = {name: FILTERS[name] for name in _FILTERS.split()}
+        self.filters |= {name: _walking(name) for name in _WALKING_FILTERS.split()}
+        self.filters |= {"replace": _replace, "join": _join, "indent": _indent, "tojson": _tojson}
+        self.filters |= {"_turns": _Turns, "_walked": _walked, "_concatenated": _concatenated}
+        self.globals.pop("lipsum")
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        """Joins what a macro, a `set` block or the template wrote."""
+        written = list(_Turns(pieces))
+        spend(sum(map(len, written)))
+        return "".join(written)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Nothing special: `format` is no method that templates may call."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str):
+            return attr in self._string_methods
+        return not isinstance(obj, int | float) and super().is_safe_attribute(obj, attr, value)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **options: Any) -> Any:
+        spend()
+        subject = getattr(obj, "__self__", None)
+        if isinstance(subject, str):
+            match obj.__name__:
+                case "replace":
+                    return _replace(subject, *args, **options)
+                case "join":
+                    return _join(args[0], subject)
+                case _:
+                    spend(len(subject))
+        return super().call(context, obj, *args, **options)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        spend(_size_of_result(operator, left, right))
+        return _walked_tuple(super().call_binop(context, operator, left, right))
+
+
+def _size_of_result(operator: str, left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > _MAX_INTEGER_BITS:
+            raise SecurityError("it computes with very large numbers")
+        return 0
+    if operator == "%" and isinstance(left, str):
+        raise SecurityError("it formats text with %, which is not supported")
+    if operator != "*":
+        return _length(left) + _length(right)
+    times = left if isinstance(left, int) else right if isinstance(right, int) else 0
+    return (_length(left) + _length(right)) * max(times, 0)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _walked_tuple(value: Any) -> Any:
+    return _walked(value) if isinstance(value, tuple) else value
+
+
+_ENVIRONMENT = _ChatEnvironment()

@@ -1,0 +1,173 @@
+"""`emberkeep chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from emberkeep.cli.common import (
+    ConfigFlag,
+    CtxFlag,
+    DataDirFlag,
+    complain,
+    console,
+    install_model,
+    load_config,
+)
+from emberkeep.cli.conversation import Conversation
+from emberkeep.cli.lines import plain_lines, terminal_lines
+from emberkeep.cli.slash import Quit, run_command
+from emberkeep.config import Config, help_for
+from emberkeep.errors import EmberkeepError
+from emberkeep.types import FinishReason, Json, Message, ReasoningDelta, Sampling, TextDelta
+
+if TYPE_CHECKING:
+    from emberkeep.library import Emberkeep, Result, Stream
+    from emberkeep.library.requests import Options
+
+_DEFAULTS = Sampling()
+
+ModelArgument = Annotated[str | None, typer.Argument(help=help_for("model"), show_default=False)]
+SystemFlag = Annotated[str, typer.Option("--system", "-s", help="System message to begin with.")]
+TemperatureFlag = Annotated[
+    float, typer.Option("--temperature", "-t", min=0, help="0 always takes the likeliest token.")
+]
+MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")]
+
+
+def chat(
+    model: ModelArgument = None,
+    system: SystemFlag = "",
+    temperature: TemperatureFlag = _DEFAULTS.temperature,
+    max_tokens: MaxTokensFlag = 1024,
+    ctx: CtxFlag = None,
+    data_dir: DataDirFlag = None,
+    config: ConfigFlag = None,
+) -> None:
+    """Talk to a model in this terminal; /help lists what can be done there.
+
+    Lines from a pipe work too: echo "Why is the sky blue?" | emberkeep chat
+    """
+    settled = load_config(model=model, ctx=ctx, data_dir=data_dir, config=config, parallel=1)
+    install_model(settled)
+    options: Options = {"temperature": temperature, "max_tokens": max_tokens}
+    with _open(settled) as keeper:
+        session = ChatSession(
+            keeper, Conversation(system), options, sys.stdout, interactive=sys.stdin.isatty()
+        )
+        session.run(_lines(settled, session))
+
+
+def _open(config: Config) -> Emberkeep:
+    from emberkeep.library import Emberkeep
+
+    with console(stderr=True).status(f"Loading {config.model} ..."):
+        return Emberkeep.open(config)
+
+
+def _lines(config: Config, session: ChatSession) -> Iterable[str]:
+    if not session.interactive:
+        return plain_lines(sys.stdin)
+    session.aside(f"{session.keeper.card.id} · {session.keeper.card.context} tokens of context · /help")
+    return terminal_lines(config.data_dir / "chat-history")
+
+
+class ChatSession:
+    """Turns of one conversation. Answers go to `out`, remarks to stderr, so that a pipe gets answers only."""
+
+    def __init__(
+        self,
+        keeper: Emberkeep,
+        conversation: Conversation,
+        options: Options,
+        out: TextIO,
+        *,
+        interactive: bool,
+    ) -> None:
+        self.keeper = keeper
+        self.conversation = conversation
+        self.interactive = interactive
+        self._options = options
+        self._out = out
+
+    def run(self, lines: Iterable[str]) -> None:
+        """Until the lines end or the user quits. An error ends the session only when nobody is watching."""
+        for line in lines:
+            try:
+                self._handle(line)
+            except Quit:
+                return
+            except EmberkeepError as error:
+                if not self.interactive:
+                    raise
+                complain(str(error))
+
+    def stats(self) -> Mapping[str, Json]:
+        return self.keeper.stats()
+
+    def aside(self, text: str) -> None:
+        self._out.flush()
+        console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
+
+    def _handle(self, line: str) -> None:
+        if line.startswith("/"):
+            self.aside(run_command(self, line.rstrip()))
+        elif line.strip():
+            self._answer(line.strip())
+
+    def _answer(self, text: str) -> None:
+        user = Message("user", text)
+        stream = self.keeper.stream([*self.conversation.messages, user], **self._options)
+        finished = self._show(stream)
+        result = stream.result
+        # A turn without an answer is forgotten: many templates refuse two user messages in a row.
+        if result.text:
+            self.conversation.add(user, Message("assistant", result.text, result.reasoning))
+        self.aside(stats_line(result) if finished else "stopped")
+
+    def _show(self, stream: Stream) -> bool:
+        """Whether the answer came to its end; Ctrl-C at a terminal stops it, and only it."""
+        try:
+            with stream:
+                for event in stream.events():
+                    if isinstance(event, TextDelta):
+                        self._write(event.text)
+                    elif isinstance(event, ReasoningDelta):
+                        self._write_dim(event.text)
+            return True
+        except KeyboardInterrupt:
+            if not self.interactive:
+                raise
+            return False
+        finally:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        self._out.write(printable(text) if self._out.isatty() else text)
+        self._out.flush()
+
+    def _write_dim(self, text: str) -> None:
+        if self._out.isatty():
+            self._out.write(f"\033[2m{printable(text)}\033[0m")
+            self._out.flush()
+
+
+def stats_line(result: Result) -> str:
+    usage, timings = result.usage, result.timings
+    line = (
+        f"reused {usage.cached_tokens}/{usage.prompt_tokens} tokens · first token {result.ttft_ms:.0f} ms · "
+        f"{usage.completion_tokens} tokens at {timings.predicted_per_second:.0f}/s"
+    )
+    return f"{line} · cut at --max-tokens" if result.finish_reason is FinishReason.LENGTH else line
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Without control characters: what a model writes must not be able to drive the terminal."""
+    return _CONTROL.sub("", text)

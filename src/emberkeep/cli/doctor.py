@@ -1,0 +1,188 @@
+"""`emberkeep doctor`: is everything in place, and if not, what to do about it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+
+import typer
+
+from emberkeep.cli.common import ConfigFlag, DataDirFlag, console, load_config, readable_size
+from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, total_ram
+from emberkeep.errors import ConfigError, ModelError, ModelNotFound
+
+PACKAGES = (
+    "llama-cpp-python",
+    "numpy",
+    "apsw",
+    "llguidance",
+    "jinja2",
+    "fastapi",
+    "uvicorn",
+    "huggingface-hub",
+)
+_REINSTALL = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+_STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    text: str
+
+
+def doctor(data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+    """Check this machine and say what to do about what is missing. Exit status 1 only for a failure."""
+    from rich.text import Text
+
+    out = console()
+    failed = False
+    for name, finding in examine(load_config(data_dir=data_dir, config=config)):
+        failed |= finding.level is Level.FAIL
+        label = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
+        out.print(label, f"{name:<9} {finding.text}", soft_wrap=True, markup=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+def examine(config: Config) -> Iterator[tuple[str, Finding]]:
+    """Every check with its finding, one after the other."""
+    for name, check in CHECKS.items():
+        yield name, check(config)
+
+
+def _python(config: Config) -> Finding:
+    return Finding(Level.OK, f"{platform.python_version()} ({platform.python_implementation()})")
+
+
+def _platform(config: Config) -> Finding:
+    return Finding(Level.OK, platform.platform())
+
+
+def _cpu(config: Config) -> Finding:
+    try:
+        from emberkeep.engine.llamacpp import system_info
+
+        return Finding(Level.OK, " ".join(system_info().split()))
+    except (ImportError, OSError, RuntimeError) as error:
+        return Finding(Level.FAIL, f"llama.cpp cannot be loaded ({error}): run `{_REINSTALL}`.")
+
+
+def _memory(config: Config) -> Finding:
+    total, budget = total_ram(), config.ram_budget
+    text = f"{readable_size(total)}, of which {readable_size(budget)} may hold stored prompt state"
+    if budget > total // 2:
+        return Finding(Level.WARN, f"{text}: lower ram_budget, the model needs room as well.")
+    return Finding(Level.OK, text)
+
+
+def _disk(config: Config) -> Finding:
+    free = shutil.disk_usage(_existing(config.data_dir)).free
+    text = f"{readable_size(free)} free, disk_budget is {readable_size(config.disk_budget)}"
+    if free < config.disk_budget:
+        return Finding(Level.WARN, f"{text}: make room or lower disk_budget.")
+    return Finding(Level.OK, text)
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _data_dir(config: Config) -> Finding:
+    try:
+        config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=config.data_dir):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        return Finding(
+            Level.FAIL, f"{config.data_dir} cannot be written ({reason}): choose another --data-dir."
+        )
+    return Finding(Level.OK, str(config.data_dir))
+
+
+def _model(config: Config) -> Finding:
+    from emberkeep.models.library import ModelLibrary
+
+    try:
+        found = ModelLibrary(config.data_dir / "models").resolve(config.model)
+    except ModelNotFound as error:
+        if config.model == DEFAULT_MODEL:
+            return Finding(Level.WARN, f"{DEFAULT_MODEL} is not here yet: `emberkeep serve` pulls it.")
+        return Finding(Level.FAIL, str(error))
+    except ModelError as error:
+        return Finding(Level.FAIL, str(error))
+    return Finding(Level.OK, f"{found.id} ({found.path})")
+
+
+def _port(config: Config) -> Finding:
+    address = f"{config.host}:{config.port}"
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        reason = error.strerror or error
+        return Finding(
+            Level.WARN, f"{address} cannot be used now ({reason}): is a server running? else --port."
+        )
+    return Finding(Level.OK, f"{address} is free")
+
+
+def _exposure(config: Config) -> Finding:
+    try:
+        check_exposure(config)
+    except ConfigError as error:
+        return Finding(Level.FAIL, str(error))
+    return Finding(Level.OK, "an API key is set" if config.api_key else "only this machine can connect")
+
+
+def _mlock(config: Config) -> Finding:
+    try:
+        import resource
+    except ImportError:
+        return Finding(Level.OK, "this system has no limit to ask for")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding(Level.OK, "memory may be locked without limit")
+    return Finding(Level.OK, f"{readable_size(soft)} of memory may be locked (`ulimit -l` raises it)")
+
+
+def _packages(config: Config) -> Finding:
+    try:
+        return Finding(Level.OK, ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
+    except metadata.PackageNotFoundError as error:
+        return Finding(Level.FAIL, f"{error.name} is missing: `pip install {error.name}`.")
+
+
+CHECKS: dict[str, Callable[[Config], Finding]] = {
+    "python": _python,
+    "platform": _platform,
+    "packages": _packages,
+    "cpu": _cpu,
+    "memory": _memory,
+    "data dir": _data_dir,
+    "disk": _disk,
+    "mlock": _mlock,
+    "model": _model,
+    "port": _port,
+    "access": _exposure,
+}

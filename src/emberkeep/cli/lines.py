@@ -1,0 +1,57 @@
+"""Where the user's messages come from: a terminal with editing and history, or any stream of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+
+def plain_lines(source: TextIO) -> Iterator[str]:
+    """One message per line."""
+    return (line.rstrip("\n") for line in source)
+
+
+def terminal_lines(history: Path) -> Iterator[str]:
+    """Messages typed at a prompt until Ctrl-D, or Ctrl-C twice. A pasted text is one message."""
+    session = _session(history)
+    interrupted = False
+    while True:
+        try:
+            line = session.prompt("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            print("Ctrl-C again or Ctrl-D quits.")
+            continue
+        interrupted = False
+        yield line
+
+
+def _session(history: Path) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+
+    history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    history.touch(mode=0o600)
+    history.chmod(0o600)
+    return PromptSession(history=FileHistory(history), key_bindings=_keys())
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys

@@ -1,0 +1,191 @@
+"""`emberkeep models`: what is here, getting more, looking closer, making room."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from emberkeep.cli.common import DataDirFlag, JsonFlag, console, load_config, readable_size
+from emberkeep.cli.reporters import pull_reporter
+from emberkeep.models.digest import weights_digest
+from emberkeep.models.gguf import read_header
+from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
+from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.types import Json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["app", "pull_reporter"]
+
+TEMPLATE_LINES = 5
+PIPE_WIDTH = 1000
+
+app = typer.Typer(help="List, pull, show and remove models.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("list")
+def list_models(data_dir: DataDirFlag = None, as_json: JsonFlag = False) -> None:
+    """Every model on this machine."""
+    models = _library(data_dir).list()
+    if as_json:
+        print(json.dumps([_facts(model) for model in models], indent=2))
+    elif models:
+        _print_table(models)
+    else:
+        print("No models yet; `emberkeep models pull smollm2-135m` fetches the default one.")
+
+
+@app.command("pull")
+def pull_model(
+    spec: Annotated[
+        str,
+        typer.Argument(
+            help="smollm2-135m, hf:owner/repo/file.gguf[@revision], an http(s) address, or the path of a file"
+        ),
+    ],
+    name: Annotated[str | None, typer.Option("--name", help="Name to keep it under.")] = None,
+    optimize: Annotated[
+        bool | None,
+        typer.Option(
+            "--optimize/--no-optimize",
+            help="Requantise formats that are slow on CPUs (default: only smollm2-135m).",
+        ),
+    ] = None,
+    data_dir: DataDirFlag = None,
+) -> None:
+    """Fetch a model; an interrupted pull goes on where it stopped."""
+    # Imported here: only this command needs the HTTP client.
+    from emberkeep.models.pull import pull
+
+    with pull_reporter() as reporter:
+        model = pull(spec, _library(data_dir), name=name, optimize=optimize, reporter=reporter)
+    print(f"{model.id}: {model.path} ({readable_size(model.record.size)})")
+
+
+@app.command("show")
+def show_model(
+    model: Annotated[str, typer.Argument(help="A model's name, or the path of a .gguf file.")],
+    template: Annotated[bool, typer.Option("--template", help="Print the whole chat template only.")] = False,
+    data_dir: DataDirFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What a model is: architecture, size, context, chat template, cost per token."""
+    library = _library(data_dir)
+    file = library.resolve(model)
+    found = profile(read_header(file.path))
+    if template:
+        print(_printable(found.chat_template or ""))
+    elif as_json:
+        facts = _facts(file) | {"sha256": weights_digest(file.path, library.digests)}
+        print(json.dumps(facts | {"profile": asdict(found)}, indent=2))
+    else:
+        _print_facts(file, found, weights_digest(file.path, library.digests))
+
+
+@app.command("remove")
+def remove_model(
+    model: Annotated[str, typer.Argument(help="A model's name.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    data_dir: DataDirFlag = None,
+) -> None:
+    """Delete a model's file."""
+    library = _library(data_dir)
+    if library.holds(model) and not yes:
+        typer.confirm(f"Delete {model}?", abort=True, err=True)
+    library.remove(model)
+    print(f"{model} is removed.")
+
+
+def _library(data_dir: Path | None) -> ModelLibrary:
+    return ModelLibrary(load_config(data_dir=data_dir).data_dir / "models")
+
+
+def _facts(file: ModelFile) -> dict[str, Json]:
+    facts = {"id": file.id, "file": str(file.path)}
+    return facts | asdict(file.record) if isinstance(file, InstalledModel) else facts
+
+
+def _print_table(models: Sequence[InstalledModel]) -> None:
+    from rich.table import Table
+
+    table = Table("model", "format", "size", "pulled", "from", box=None, pad_edge=False)
+    for model in models:
+        record = model.record
+        was = f" (was {record.optimized_from})" if record.optimized_from else ""
+        pulled = f"{datetime.fromtimestamp(record.pulled_at):%Y-%m-%d %H:%M}"
+        size = readable_size(record.size)
+        table.add_row(*_texts(model.id, record.quantisation + was, size, pulled, record.source))
+    _print(table)
+
+
+def _print_facts(file: ModelFile, found: ModelProfile, digest: str) -> None:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    for label, value in _lines(file, found, digest):
+        grid.add_row(*_texts(label, value))
+    _print(grid)
+
+
+def _lines(file: ModelFile, found: ModelProfile, digest: str) -> Iterator[tuple[str, str]]:
+    yield "model", file.id
+    yield "name", found.name
+    yield "architecture", f"{found.architecture}, {found.layers} layers"
+    yield "kind", _kind(found)
+    yield "parameters", f"{found.parameters / 1e6:,.0f} M"
+    yield "quantisation", found.quantisation
+    yield "context", f"{found.context_length} tokens"
+    yield "vocabulary", f"{found.vocab_size} tokens"
+    yield "KV per token", f"{readable_size(found.kv_bytes_per_token)} at 16 bits"
+    yield "file", f"{file.path} ({readable_size(found.size)})"
+    yield "sha256", digest
+    if isinstance(file, InstalledModel):
+        yield "from", file.record.source
+        if file.record.optimized_from:
+            yield "optimised", f"requantised from {file.record.optimized_from}"
+    yield "chat template", _beginning(found.chat_template)
+
+
+def _kind(found: ModelProfile) -> str:
+    details = []
+    if found.sliding_window:
+        details.append(f"window of {found.sliding_window} tokens")
+    if found.expert_count:
+        details.append(f"{found.expert_count} experts")
+    return f"{found.kind} ({', '.join(details)})" if details else str(found.kind)
+
+
+def _beginning(template: str | None) -> str:
+    if template is None:
+        return "none: messages cannot be formatted for this model"
+    lines = template.splitlines()
+    rest = "\n… (--template prints all of it)" if len(lines) > TEMPLATE_LINES else ""
+    return "\n".join(lines[:TEMPLATE_LINES]) + rest
+
+
+def _texts(*cells: str) -> list[Text]:
+    """Cells as they are: a model's own words must neither be styled nor reach the terminal's controls."""
+    from rich.text import Text
+
+    return [Text(_printable(cell), overflow="fold") for cell in cells]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _print(table: Table) -> None:
+    output = console()
+    if not output.is_terminal:
+        # A pipe has no width: nothing may be folded or cut there.
+        output.width = PIPE_WIDTH
+    output.print(table)

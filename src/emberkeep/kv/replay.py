@@ -1,0 +1,39 @@
+"""Sampled tokens found again by their text.
+
+A model does not always spell a text the way the tokenizer would. When a client sends an assistant's text back,
+the ids that were really sampled must be used, or the stored state behind them is lost. They are in the
+tree: this walks it by the bytes of its tokens instead of by their ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emberkeep.kv.tree import Chunk, Cursor, Span
+
+
+def sampled_spelling(cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -> tuple[int, ...]:
+    """Stored ids after `cursor` that spell exactly `fragment`, some of them sampled; () if there are none."""
+    todo: list[tuple[Chunk, int, int, tuple[int, ...], bool]] = [(cursor.chunk, cursor.used, 0, (), False)]
+    while todo:
+        chunk, used, offset, path, sampled = todo.pop()
+        spelled: list[int] = []
+        for index in range(used, len(chunk.tokens) + 1):
+            for group in chunk.branches.get(index, {}).values():
+                todo += ((child, 0, offset, path + tuple(spelled), sampled) for child in group)
+            if offset == len(fragment) or index == len(chunk.tokens):
+                break
+            token = int(chunk.tokens[index])
+            piece = pieces[token]
+            if not piece or not fragment.startswith(piece, offset):
+                break
+            spelled.append(token)
+            offset += len(piece)
+            sampled = sampled or _covers(chunk.sampled, index)
+        if offset == len(fragment) and sampled:
+            return path + tuple(spelled)
+    return ()
+
+
+def _covers(spans: tuple[Span, ...], index: int) -> bool:
+    return any(begin <= index < end for begin, end in spans)

@@ -1,0 +1,116 @@
+"""`Emberkeep`: a loaded model with its stored state, for ordinary (not async) Python."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import replace
+from types import TracebackType
+from typing import Unpack
+
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.config import Config, load_config
+from emberkeep.library.bridge import Bridge
+from emberkeep.library.install import ensure_model
+from emberkeep.library.requests import Messages, Options, Tools, build_request
+from emberkeep.library.results import Result, VerifyReport, WarmResult
+from emberkeep.library.stream import Stream
+from emberkeep.types import Json, Request
+
+
+class Emberkeep:
+    """Every method blocks and may be called from any thread; concurrent calls share one batch.
+
+    The model stays in memory until `close`, which also writes what is not yet on disk.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._bridge = Bridge()
+        self._closed = False
+        atexit.register(self.close)
+
+    @classmethod
+    def load(cls, model: str | None = None, **settings: object) -> Emberkeep:
+        """Load `model` (a name, a .gguf file, or None for the configured one).
+
+        `settings` are the keys of `Config`; what is not given comes from the environment and the
+        configuration file. The default model is pulled when it is missing. Raises ConfigError, ModelError,
+        EngineError.
+        """
+        config = load_config({"model": model, **settings}).config
+        ensure_model(config)
+        return cls.open(config)
+
+    @classmethod
+    def open(cls, config: Config) -> Emberkeep:
+        """Load a model that is here, with settings that are settled. Raises ModelError, EngineError."""
+        from emberkeep.runtime import open_backend
+
+        return cls(open_backend(config))
+
+    @property
+    def card(self) -> ModelCard:
+        return self._backend.card
+
+    def generate(self, prompt: str, **options: Unpack[Options]) -> Result:
+        """Continue a raw text; no chat template is applied. Raises RequestError, EngineError."""
+        return self._finish(build_request(prompt=prompt, **options))
+
+    def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Result:
+        """Answer a conversation: a text, or messages in OpenAI's shape. Raises RequestError, EngineError."""
+        return self._finish(build_request(messages=messages, tools=tools, **options))
+
+    def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Stream:
+        """Answer a conversation piece by piece."""
+        return self._start(build_request(messages=messages, tools=tools, **options))
+
+    def warm(self, prompt_or_messages: Messages, *, tools: Tools | None = None) -> WarmResult:
+        """Evaluate a prefix now so that later requests find it stored. A text is a raw prompt."""
+        result = self._finish(_prefix(prompt_or_messages, tools, max_tokens=0))
+        return WarmResult(result.usage.prompt_tokens, result.usage.cached_tokens, result.total_ms)
+
+    def verify(self, prompt_or_messages: Messages, max_tokens: int = 32) -> VerifyReport:
+        """Compare a greedy answer from stored state with a freshly evaluated one. A text is a raw prompt."""
+        self.warm(prompt_or_messages)
+        greedy = _prefix(prompt_or_messages, None, max_tokens=max_tokens, temperature=0.0)
+        return VerifyReport(self._finish(greedy), self._finish(replace(greedy, use_cache=False)))
+
+    def stats(self) -> dict[str, Json]:
+        return self._bridge.run(self._stats())
+
+    def close(self) -> None:
+        """Finish or fail what runs and write what is not yet on disk. Calling it twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            self._bridge.run(self._backend.close())
+        finally:
+            self._bridge.close()
+
+    def __enter__(self) -> Emberkeep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, request: Request) -> Stream:
+        return Stream(self._bridge.iterate(lambda: self._backend.generate(request)))
+
+    def _finish(self, request: Request) -> Result:
+        with self._start(request) as stream:
+            for _ in stream.events():
+                pass
+            return stream.result
+
+    async def _stats(self) -> dict[str, Json]:
+        return self._backend.stats()
+
+
+def _prefix(prompt_or_messages: Messages, tools: Tools | None, **options: Unpack[Options]) -> Request:
+    if isinstance(prompt_or_messages, str):
+        return build_request(prompt=prompt_or_messages, **options)
+    return build_request(messages=prompt_or_messages, tools=tools, **options)

@@ -1,0 +1,37 @@
+"""Writing files so that a crash leaves the old content or the new, and nobody else can read them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def private_folder(path: Path) -> Path:
+    """Make `path`, which only its owner can enter, with parents where they are missing; return it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` atomically and durably, with mode 0600. After an OSError nothing has changed."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the file or folder at `path` is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

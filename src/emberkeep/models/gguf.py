@@ -1,0 +1,257 @@
+"""Reads the header of a GGUF file: metadata and the list of tensors, never the weights.
+
+    magic  version  tensor count  metadata count
+    metadata:  key, value type, value              (x metadata count)
+    tensors:   name, dims, weight format, offset   (x tensor count)
+    padding to the alignment
+    tensor data
+
+Files come from strangers, so every count and length is checked before it is used: time and memory are
+bounded by `MAX_HEADER`, whatever the file says.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from emberkeep.errors import ModelBroken, ModelNotFound
+from emberkeep.models.tensor_types import TENSOR_TYPES, TensorType
+
+MAX_HEADER = 64 << 20
+MAX_METADATA = 1 << 16
+MAX_TENSORS = 1 << 16
+MAX_KEY = 1 << 16
+MAX_STRING = 4 << 20
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 20
+KEPT_ARRAY = 1024
+"""Longer arrays (vocabulary, merges) are skipped: only their element type and length are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedArray:
+    element: str
+    length: int
+
+
+Scalar = int | float | bool | str
+Value = Scalar | tuple[Scalar, ...] | SkippedArray
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    offset: int
+    """Where its bytes begin, counted from the header's `data_offset`."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        return self.elements // self.type.block * self.type.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    version: int
+    metadata: Mapping[str, Value]
+    tensors: tuple[TensorInfo, ...]
+    data_offset: int
+
+    @property
+    def file_size(self) -> int:
+        """The fewest bytes a file with this header has."""
+        return self.data_offset + max((t.offset + t.size for t in self.tensors), default=0)
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The header of the file at `path`, whose tensors all lie inside the file.
+
+    Blocks for one pass over the header. Raises ModelNotFound when the file cannot be read and ModelBroken
+    when it is not a complete GGUF file.
+    """
+    try:
+        with path.open("rb") as file:
+            header = _Reader(file, path.name).header()
+            missing = header.file_size - os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
+    if missing > 0:
+        raise ModelBroken(
+            f"{path.name} is broken: the file is {missing} bytes shorter than its header says; pull it again."
+        )
+    return header
+
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    number: (name, struct.Struct(f"<{code}"))
+    for number, name, code in (
+        (0, "u8", "B"),
+        (1, "i8", "b"),
+        (2, "u16", "H"),
+        (3, "i16", "h"),
+        (4, "u32", "I"),
+        (5, "i32", "i"),
+        (6, "f32", "f"),
+        (7, "bool", "?"),
+        (10, "u64", "Q"),
+        (11, "i64", "q"),
+        (12, "f64", "d"),
+    )
+}
+_U32 = _SCALARS[4][1]
+_U64 = _SCALARS[10][1]
+
+
+class _Reader:
+    """A cursor over the header that knows how much it has consumed."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._position = 0
+
+    def header(self) -> GgufHeader:
+        version = self._version()
+        tensor_count = self._count(MAX_TENSORS, "tensors")
+        metadata = self._metadata(self._count(MAX_METADATA, "metadata entries"))
+        alignment = self._alignment(metadata)
+        tensors = tuple(self._tensor(alignment) for _ in range(tensor_count))
+        if len({t.name for t in tensors}) != tensor_count:
+            raise self._broken("two tensors have the same name")
+        return GgufHeader(version, metadata, tensors, -(-self._position // alignment) * alignment)
+
+    def _version(self) -> int:
+        if self._take(4) != b"GGUF":
+            raise ModelBroken(f"{self._name} is not a GGUF file; Emberkeep runs models in GGUF format only.")
+        version = self._u32()
+        if version in (2, 3):
+            return version
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3):
+            raise ModelBroken(
+                f"{self._name} is a big-endian GGUF file; get the little-endian file of the same model."
+            )
+        raise ModelBroken(
+            f"{self._name} has GGUF version {version} and versions 2 and 3 are known; get a newer file."
+        )
+
+    def _metadata(self, count: int) -> dict[str, Value]:
+        metadata: dict[str, Value] = {}
+        for _ in range(count):
+            key = self._string(MAX_KEY)
+            if key in metadata:
+                raise self._broken(f"the metadata key {key[:64]!r} appears twice")
+            metadata[key] = self._value(self._u32())
+        return metadata
+
+    def _value(self, kind: int) -> Value:
+        return self._array() if kind == _ARRAY else self._scalar(kind)
+
+    def _scalar(self, kind: int) -> Scalar:
+        if kind == _STRING:
+            return self._string(MAX_STRING)
+        scalar: Scalar
+        (scalar,) = self._layout(kind).unpack(self._take(self._layout(kind).size))
+        return scalar
+
+    def _array(self) -> Value:
+        # An array of arrays fails in `_layout`, as it does in llama.cpp: nobody writes them.
+        kind = self._u32()
+        length = self._count(MAX_HEADER, "array elements")
+        if length <= KEPT_ARRAY:
+            return tuple(self._scalar(kind) for _ in range(length))
+        if kind != _STRING:
+            self._skip(length * self._layout(kind).size)
+            return SkippedArray(_SCALARS[kind][0], length)
+        self._skip_strings(length)
+        return SkippedArray("string", length)
+
+    def _skip_strings(self, count: int) -> None:
+        # Vocabularies have hundreds of thousands of entries: this loop is most of the time of a read.
+        read, seek, unpack = self._file.read, self._file.seek, _U64.unpack
+        for _ in range(count):
+            self._consume(8)
+            prefix = read(8)
+            if len(prefix) < 8:
+                raise self._ended()
+            (length,) = unpack(prefix)
+            self._consume(length)
+            seek(length, os.SEEK_CUR)
+
+    def _tensor(self, alignment: int) -> TensorInfo:
+        name = self._string(MAX_KEY)
+        dimensions = self._u32()
+        if dimensions > MAX_DIMENSIONS:
+            raise self._broken(f"the tensor {name[:64]!r} has {dimensions} dimensions")
+        shape = tuple(self._u64() for _ in range(dimensions))
+        number, offset = self._u32(), self._u64()
+        if number not in TENSOR_TYPES:
+            raise self._broken(f"the tensor {name[:64]!r} has the unknown weight format {number}")
+        tensor = TensorInfo(name, shape, TENSOR_TYPES[number], offset)
+        if offset % alignment or (shape[0] if shape else 1) % tensor.type.block:
+            raise self._broken(f"the tensor {name[:64]!r} is not aligned")
+        return tensor
+
+    def _alignment(self, metadata: Mapping[str, Value]) -> int:
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is int and 0 < alignment <= MAX_ALIGNMENT and alignment.bit_count() == 1:
+            return alignment
+        raise self._broken("its alignment is not a power of two")
+
+    def _layout(self, kind: int) -> struct.Struct:
+        if kind not in _SCALARS:
+            raise self._broken(f"it has a metadata value of the unknown type {kind}")
+        return _SCALARS[kind][1]
+
+    def _count(self, most: int, what: str) -> int:
+        count = self._u64()
+        if count > most:
+            raise self._broken(f"it claims {count} {what}")
+        return count
+
+    def _string(self, most: int) -> str:
+        return self._take(self._count(most, "bytes in a string")).decode("utf-8", "replace")
+
+    def _u32(self) -> int:
+        value: int
+        (value,) = _U32.unpack(self._take(4))
+        return value
+
+    def _u64(self) -> int:
+        value: int
+        (value,) = _U64.unpack(self._take(8))
+        return value
+
+    def _take(self, count: int) -> bytes:
+        self._consume(count)
+        data = self._file.read(count)
+        if len(data) < count:
+            raise self._ended()
+        return data
+
+    def _skip(self, count: int) -> None:
+        """Go past `count` bytes; if the file ends before them, the next `_take` or the size check says so."""
+        self._consume(count)
+        self._file.seek(count, os.SEEK_CUR)
+
+    def _consume(self, count: int) -> None:
+        self._position += count
+        if self._position > MAX_HEADER:
+            raise self._broken(f"its header is larger than {MAX_HEADER >> 20} MiB")
+
+    def _ended(self) -> ModelBroken:
+        return self._broken("the file ends inside its header")
+
+    def _broken(self, what: str) -> ModelBroken:
+        return ModelBroken(f"{self._name} is broken: {what}; pull it again.")

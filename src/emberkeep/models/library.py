@@ -1,0 +1,172 @@
+"""The models kept on this machine.
+
+<root>/<id>/model.json      the record: written before the folder gets its name, so a folder is complete
+<root>/<id>/<id>.gguf       the weights
+<root>/.pulls/<key>/        work in progress of one pull, kept for resuming
+<root>/.digests/            digests of the weights, for `weights_digest`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
+from emberkeep.models.digest import remember
+from emberkeep.models.files import private_folder, replace_file, sync
+
+RECORD = "model.json"
+_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """Weights that can be loaded, whether the library keeps them or not."""
+
+    id: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the library knows about a model beyond its file."""
+
+    source: str
+    """Where it was pulled from, without credentials."""
+    sha256: str
+    size: int
+    quantisation: str
+    pulled_at: int
+    """Unix seconds."""
+    optimized_from: str | None = None
+    """The weight format of the pulled file, where the kept one was requantised from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledModel(ModelFile):
+    record: Record
+
+
+class ModelLibrary:
+    """Blocks on disk. Any number of processes may use one root: models appear and disappear as a whole."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def digests(self) -> Path:
+        """The `cache_dir` in which `weights_digest` already knows every pulled model."""
+        return self._root / ".digests"
+
+    def list(self) -> Sequence[InstalledModel]:
+        """Every usable model, by id. Folders with a damaged record are left out."""
+        if not self._root.is_dir():
+            return []
+        ids = sorted(p.name for p in self._root.iterdir() if is_model_id(p.name))
+        found = (self._read(id) for id in ids)
+        return [model for model in found if model is not None]
+
+    def holds(self, id: str) -> bool:
+        """Whether there is a model called `id`, be it damaged."""
+        return is_model_id(id) and self._folder(id).is_dir()
+
+    def get(self, id: str) -> InstalledModel:
+        """Raises ModelNotFound, or ModelBroken when the folder is there and its content is not usable."""
+        model = self._read(self._known(id))
+        if model is None:
+            raise ModelBroken(
+                f"The folder of {id} is damaged; `emberkeep models remove {id}` and pull it again."
+            )
+        return model
+
+    def resolve(self, name_or_path: str) -> ModelFile:
+        """An installed model by its id, or any file by its path. Raises ModelNotFound or ModelBroken."""
+        path = Path(name_or_path)
+        if self.holds(name_or_path):
+            return self.get(name_or_path)
+        if path.is_file():
+            return ModelFile(id_from(path.name), path)
+        if path.suffix == ".gguf" or path.name != name_or_path:
+            raise ModelNotFound(f"There is no file at {path}; `emberkeep models list` shows the models here.")
+        return self.get(name_or_path)
+
+    def remove(self, id: str) -> None:
+        """Delete a model, also a damaged one. Raises ModelNotFound."""
+        self._discard(self._folder(self._known(id)))
+
+    def install(self, id: str, weights: Path, record: Record) -> InstalledModel:
+        """Move `weights`, a file in a `workspace`, in as model `id`, in the place of one with that id."""
+        staged = weights.parent / "ready"
+        shutil.rmtree(staged, ignore_errors=True)
+        _make_private(weights)
+        weights.rename(private_folder(staged) / f"{checked_id(id)}.gguf")
+        replace_file(staged / RECORD, json.dumps(asdict(record), indent=2).encode())
+        if self.holds(id):
+            self._discard(self._folder(id))
+        staged.rename(self._folder(id))
+        sync(self._root)
+        model = InstalledModel(id, self._folder(id) / f"{id}.gguf", record)
+        remember(model.path, record.sha256, self.digests)
+        return model
+
+    def workspace(self, source: str) -> Path:
+        """A private folder on the library's file system; the same source gives the same folder."""
+        key = hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        return private_folder(private_folder(private_folder(self._root) / ".pulls") / key)
+
+    def _known(self, id: str) -> str:
+        if self.holds(id):
+            return id
+        raise ModelNotFound(
+            f"No model called {id}; `emberkeep models list` shows what is here, "
+            f"`emberkeep models pull {id}` fetches one."
+        )
+
+    def _read(self, id: str) -> InstalledModel | None:
+        path = self._folder(id) / f"{id}.gguf"
+        try:
+            record = Record(**json.loads((self._folder(id) / RECORD).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+        return InstalledModel(id, path, record) if path.is_file() else None
+
+    def _discard(self, folder: Path) -> None:
+        # Renamed first: a half-deleted folder must never be found under its id.
+        folder.rename(self._root / f".trash-{uuid.uuid4().hex}")
+        for trash in self._root.glob(".trash-*"):
+            shutil.rmtree(trash, ignore_errors=True)
+
+    def _folder(self, id: str) -> Path:
+        """The only place where an id becomes a path."""
+        return self._root / checked_id(id)
+
+
+def _make_private(weights: Path) -> None:
+    # A hard link shares its mode with the user's own file, which is not ours to change.
+    if weights.stat().st_nlink == 1:
+        weights.chmod(0o600)
+
+
+def is_model_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
+def checked_id(text: str) -> str:
+    """`text`, which can be a model's id. Raises ModelError when it cannot."""
+    if is_model_id(text):
+        return text
+    raise ModelError(
+        f"{text!r} cannot be a model's name; use lower-case letters, digits, dots, dashes and underscores."
+    )
+
+
+def id_from(file_name: str) -> str:
+    """The id that a file gets when nobody gives it one: its name, as far as an id allows it."""
+    stem = file_name.lower().removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9._-]+", "-", stem).strip(".-_")[:128] or "model"

@@ -1,0 +1,162 @@
+"""A model from a web address: one streaming GET, continued where it broke off.
+
+The bytes so far are in `part`; `part.json` says which version of the remote file they belong to. A part is
+only ever continued with `If-Range`, so bytes of two versions never meet in one file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+
+from emberkeep.errors import DownloadFailed
+from emberkeep.models.files import replace_file
+from emberkeep.models.reporting import Reporter
+from emberkeep.models.spec import UrlFile
+
+ATTEMPTS = 5
+"""Connections in a row that may break without bringing a single byte."""
+PAUSE_S = 1.0
+TIMEOUT_S = 30.0
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """One version of the remote file."""
+
+    validator: str | None
+    """A strong ETag or a date; None when the server gives neither, and a part cannot be continued."""
+    total: int | None
+
+
+def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> Path:
+    """The complete file. Blocks. Raises DownloadFailed.
+
+    What an interrupted call has downloaded stays in `folder` for the next.
+    """
+    download = _Download(source, folder, reporter)
+    failures = 0
+    while True:
+        before = download.received
+        try:
+            return download.attempt()
+        except (httpx.TransportError, _ServerTrouble) as error:
+            failures = 0 if download.received > before else failures + 1
+            if failures == ATTEMPTS:
+                reason = str(error) or type(error).__name__
+                raise DownloadFailed(
+                    f"{source.label} could not be downloaded ({reason}); pull again to resume."
+                ) from error
+            time.sleep(PAUSE_S * failures)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise DownloadFailed(f"{source.label} cannot be fetched ({error}); check the address.") from error
+
+
+class _ServerTrouble(Exception):
+    """The server cannot answer now and may be able to later."""
+
+
+class _Download:
+    def __init__(self, source: UrlFile, folder: Path, reporter: Reporter) -> None:
+        self._source = source
+        self._part = folder / "part"
+        self._sidecar = folder / "part.json"
+        self._reporter = reporter
+
+    @property
+    def received(self) -> int:
+        return self._part.stat().st_size if self._part.exists() else 0
+
+    def attempt(self) -> Path:
+        """One connection. Returns the complete file, or raises with everything received kept."""
+        remote = self._known()
+        headers = {"Accept-Encoding": "identity"}
+        if self.received and remote.validator:
+            headers |= {"Range": f"bytes={self.received}-", "If-Range": remote.validator}
+        with httpx.stream(
+            "GET", self._source.url, headers=headers, follow_redirects=True, timeout=TIMEOUT_S
+        ) as response:
+            if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return self._nothing_left(response)
+            self._require_success(response)
+            remote = self._begin(response, remote)
+            self._receive(response, remote)
+        return self._finish(remote)
+
+    def _require_success(self, response: httpx.Response) -> None:
+        status = f"{response.status_code} {response.reason_phrase}".strip()
+        if response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            raise _ServerTrouble(f"the server answered {status}")
+        if not response.is_success:
+            raise DownloadFailed(f"{self._source.label} answered {status}; check the address.")
+
+    def _begin(self, response: httpx.Response, known: _Remote) -> _Remote:
+        """Keep the part when the server continues it, else start over with what it sends."""
+        if response.status_code == httpx.codes.PARTIAL_CONTENT:
+            start, total = _content_range(response)
+            if start == self.received:
+                return _Remote(known.validator, total)
+            self._forget()
+            raise _ServerTrouble("the server sent another range than it was asked for")
+        remote = _Remote(_validator(response), _content_length(response))
+        self._forget()
+        replace_file(self._sidecar, json.dumps(asdict(remote)).encode())
+        return remote
+
+    def _receive(self, response: httpx.Response, remote: _Remote) -> None:
+        with self._part.open("ab") as part:
+            for block in response.iter_raw(BLOCK):
+                part.write(block)
+                self._reporter.progress("Downloading", part.tell(), remote.total)
+
+    def _nothing_left(self, response: httpx.Response) -> Path:
+        """The part is as long as the file, or belongs to a file that no longer exists."""
+        _, total = _content_range(response)
+        if total is not None and total == self.received:
+            return self._finish(_Remote(None, total))
+        self._forget()
+        raise _ServerTrouble("the file has changed on the server")
+
+    def _finish(self, remote: _Remote) -> Path:
+        received = self.received
+        if remote.total is not None and received != remote.total:
+            self._forget()
+            raise DownloadFailed(
+                f"{self._source.label} sent {received} bytes and had announced {remote.total}; pull it again."
+            )
+        return self._part
+
+    def _known(self) -> _Remote:
+        try:
+            return _Remote(**json.loads(self._sidecar.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return _Remote(None, None)
+
+    def _forget(self) -> None:
+        self._part.unlink(missing_ok=True)
+        self._sidecar.unlink(missing_ok=True)
+
+
+def _validator(response: httpx.Response) -> str | None:
+    etag: str = response.headers.get("ETag", "")
+    date: str | None = response.headers.get("Last-Modified")
+    # RFC 9110: a weak ETag must not be used for ranges.
+    return etag if etag and not etag.startswith("W/") else date
+
+
+def _content_length(response: httpx.Response) -> int | None:
+    length = response.headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() else None
+
+
+def _content_range(response: httpx.Response) -> tuple[int | None, int | None]:
+    """Where the sent bytes begin and how long the whole file is, as far as the server says."""
+    match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(?:(\d+)|\*)", response.headers.get("Content-Range", ""))
+    start, total = match.groups() if match else (None, None)
+    return (int(start) if start else None), (int(total) if total else None)

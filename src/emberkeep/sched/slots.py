@@ -1,0 +1,99 @@
+"""The hot tier: which sequence lives in which of the engine's slots.
+
+A finished sequence stays in its slot, so that its next turn continues without moving a byte. Everything it holds is
+in the store as well, so that giving its slot away costs a reload and never an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import monotonic
+
+from emberkeep.engine.base import Engine, KvUnit
+from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.tree import common_prefix
+from emberkeep.sched.sequence import Phase, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class HotMatch:
+    """`tokens` leading tokens of a prompt are (or will soon be) in `sequence`."""
+
+    sequence: Sequence | None
+    tokens: int
+
+
+class Slots:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._whole_only = engine.capabilities.kv_unit is KvUnit.SNAPSHOT
+        self._by_slot: dict[int, Sequence] = {}
+
+    def __iter__(self) -> Iterable[Sequence]:  # type: ignore[misc]
+        return iter(list(self._by_slot.values()))
+
+    @property
+    def active(self) -> list[Sequence]:
+        return [s for s in self._by_slot.values() if s.is_active]
+
+    @property
+    def idle(self) -> list[Sequence]:
+        return [s for s in self._by_slot.values() if not s.is_active]
+
+    def computed_match(self, namespace: str, tokens: TokenArray) -> HotMatch:
+        """The sequence that shares the longest computed prefix with `tokens`."""
+        best = HotMatch(None, 0)
+        for sequence in self._by_slot.values():
+            if sequence.namespace != namespace or sequence.phase is Phase.LOADING:
+                continue
+            length = common_prefix(sequence.tokens[: sequence.computed], tokens)
+            if self._whole_only and length != sequence.computed:
+                continue
+            if (length, not sequence.is_active) > (best.tokens, False):
+                best = HotMatch(sequence, length)
+        return best
+
+    def coming_match(self, namespace: str, tokens: TokenArray) -> HotMatch:
+        """The active sequence that will have computed the longest shared prefix when its prompt is done."""
+        best = HotMatch(None, 0)
+        for sequence in self.active:
+            if sequence.namespace == namespace and not self._whole_only:
+                length = common_prefix(sequence.tokens[:], tokens)
+                if length > max(best.tokens, sequence.computed):
+                    best = HotMatch(sequence, length)
+        return best
+
+    def claim(self, avoid: Sequence | None = None) -> int | None:
+        """A free slot, taken from the least valuable idle sequence (not `avoid`) if it must be."""
+        for slot in range(self._engine.capabilities.max_sequences):
+            if slot not in self._by_slot:
+                return slot
+        victim = self._least_valuable(avoid)
+        if victim is None:
+            return None
+        self.drop(victim)
+        return victim.slot
+
+    def occupy(self, sequence: Sequence) -> None:
+        self._by_slot[sequence.slot] = sequence
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence's state in the engine."""
+        self._engine.trim(sequence.slot, 0)
+        del self._by_slot[sequence.slot]
+
+    def free_cells(self, avoid: Sequence | None = None) -> bool:
+        """Give up one idle sequence; False when there is none left."""
+        victim = self._least_valuable(avoid)
+        if victim is not None:
+            self.drop(victim)
+        return victim is not None
+
+    def _least_valuable(self, avoid: Sequence | None) -> Sequence | None:
+        # Tokens per second of rest: a burst of short requests displaces itself, not a long conversation.
+        now = monotonic()
+        idle = [s for s in self.idle if s is not avoid]
+        return min(idle, key=lambda s: s.computed / (now - s.last_used + 1), default=None)

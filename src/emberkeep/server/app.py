@@ -1,0 +1,52 @@
+"""The application: routes, error shapes and the two gates in front of them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.backend.base import Backend
+from emberkeep.config import Config
+from emberkeep.errors import EmberkeepError
+from emberkeep.server.drain import Drain, DrainMiddleware
+from emberkeep.server.feed import ClientGone
+from emberkeep.server.openapi import DescribedApp
+from emberkeep.server.respond import failure_response
+from emberkeep.server.routes.native import native_routes
+from emberkeep.server.routes.openai import openai_routes
+from emberkeep.server.security import SecurityMiddleware
+from emberkeep.server.wire.errors import Failure, failure_of
+
+
+def create_app(backend: Backend, config: Config) -> FastAPI:
+    """The caller keeps the backend and closes it. `app.state.drain` is the `Drain` of this application."""
+    drain = Drain()
+    app = DescribedApp(title="Emberkeep", docs_url=None, redoc_url=None)
+    app.state.drain = drain
+    app.include_router(openai_routes(backend, config))
+    app.include_router(native_routes(backend, drain))
+    app.add_middleware(DrainMiddleware, drain=drain)
+    app.add_middleware(SecurityMiddleware, config=config)  # added last: it comes first
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(EmberkeepError, _on_error)
+    app.add_exception_handler(Exception, _on_error)  # the web server logs what nobody expected
+    return app
+
+
+async def _on_error(http: HttpRequest, error: Exception) -> Response:
+    return failure_response(failure_of(error))
+
+
+async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
+    """404 and 405 of the router."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {http.method} {http.url.path[:200]} does not exist here."
+    headers = dict(error.headers or {})
+    return failure_response(Failure(error.status_code, "invalid_request_error", message, headers=headers))
+
+
+async def _on_client_gone(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it

@@ -1,0 +1,73 @@
+"""Stopping in good order: new work is refused while what runs may finish."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from emberkeep.errors import Overloaded
+from emberkeep.server.respond import failure_response
+from emberkeep.server.wire.errors import failure_of
+
+RETRY_AFTER_S = 5.0
+
+
+class Drain:
+    """Shared by the server, which begins it, and the middleware, which keeps count."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.running = 0
+
+    def begin(self) -> None:
+        self.draining = True
+
+
+class DrainMiddleware:
+    """ASGI. Answers 503 to every POST once draining; reading (health, stats) goes on."""
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self.app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif self._drain.draining and scope["method"] == "POST":
+            error = Overloaded("The server is shutting down: try again in a moment.", RETRY_AFTER_S)
+            await failure_response(failure_of(error))(scope, receive, send)
+        else:
+            await self._counted(scope, receive, send)
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = _Begun(send)
+        self._drain.running += 1
+        try:
+            await self.app(scope, receive, begun)
+        except asyncio.CancelledError:
+            # Only the end of the drain cancels a request: the client is owed a reason.
+            await begun.give_up(scope, receive)
+        finally:
+            self._drain.running -= 1
+
+
+class _Begun:
+    """A `send` that knows how far the response got."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if self._start is None:
+            self._start = message
+        await self._send(message)
+
+    async def give_up(self, scope: Scope, receive: Receive) -> None:
+        error = Overloaded("The server stopped before this answer was complete: ask again.", RETRY_AFTER_S)
+        failure = failure_of(error)
+        if self._start is None:
+            await failure_response(failure)(scope, receive, self._send)
+        else:
+            await self._send({"type": "http.response.body", "body": failure.frame(), "more_body": False})

@@ -1,0 +1,132 @@
+"""Running until told to stop: signals, drain, and the backend's own end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import uvicorn
+from fastapi import FastAPI
+
+from emberkeep.backend.base import Backend
+from emberkeep.config import Config
+from emberkeep.server.drain import Drain
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 65
+"""Longer than the idle time of usual client pools, so that it is the client who closes an idle connection."""
+LAST_WORDS_S = 1
+"""After the drain: time to tell cut-off requests why."""
+HURRY_S = 5.0
+"""After the second signal: time for the backend to write what it has."""
+
+
+class Server(uvicorn.Server):
+    """Goes on listening while it drains, so that new requests hear 503 instead of a closed port."""
+
+    def __init__(self, app: FastAPI, config: Config) -> None:
+        debug = config.log_level == "debug"
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="debug" if debug else "warning",
+                access_log=debug,
+                ws="none",
+                lifespan="off",
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=LAST_WORDS_S,
+            )
+        )
+        self.hurry = asyncio.Event()
+        self._drain: Drain = app.state.drain
+        self._drain_s = config.drain_s
+        self._deadline = 0.0
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        """Not here: signals must also be heard while the backend closes."""
+        return nullcontext()
+
+    def stop(self) -> None:
+        """The first call begins the drain, the second one ends it. Call it in the loop's thread."""
+        if self._drain.draining:
+            self.should_exit = self.force_exit = True
+            self.hurry.set()
+            return
+        self._drain.begin()
+        self._deadline = time.monotonic() + self._drain_s
+        if self._drain.running:
+            count, limit = self._drain.running, self._drain_s
+            log.info("Finishing %d running request(s), up to %g s; stop again to quit now.", count, limit)
+
+    async def on_tick(self, counter: int) -> bool:
+        over = self._drain.running == 0 or time.monotonic() >= self._deadline
+        if self._drain.draining and over:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def run_until_stopped(server: Server, backend: Backend, listener: socket.socket) -> None:
+    """Blocks until SIGINT or SIGTERM, then drains and closes the backend. Call it in the main thread."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_run(server, backend, listener))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not on Windows
+        return None
+    return uvloop.new_event_loop
+
+
+async def _run(server: Server, backend: Backend, listener: socket.socket) -> None:
+    with _signals(server.stop):
+        try:
+            await server.serve(sockets=[listener])
+            await _end(server.server_state.tasks)
+        finally:
+            await _close(backend, server.hurry)
+
+
+async def _end(tasks: set[asyncio.Task[None]]) -> None:
+    """Requests that a second signal cut off have not been cancelled yet."""
+    left = list(tasks)
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=LAST_WORDS_S)
+
+
+async def _close(backend: Backend, hurry: asyncio.Event) -> None:
+    closing = asyncio.ensure_future(backend.close())
+    hurried = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait((closing, hurried), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((closing,), timeout=HURRY_S)
+    hurried.cancel()
+    if not closing.done():
+        # Stored state survives this as it survives a crash; waiting for engine threads may take for ever.
+        log.warning("Stopped before everything was written.")
+        os._exit(1)
+    closing.result()
+
+
+@contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = {sig: signal.signal(sig, lambda *_: loop.call_soon_threadsafe(stop)) for sig in handled}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)

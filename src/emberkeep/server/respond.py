@@ -1,0 +1,110 @@
+"""From requests to an HTTP response: all at once, or as a stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import cast
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from emberkeep.backend.base import Backend
+from emberkeep.errors import EmberkeepError
+from emberkeep.server.feed import ClientGone, Feed
+from emberkeep.server.wire.answer import Answer
+from emberkeep.server.wire.errors import Failure, failure_of
+from emberkeep.server.wire.frames import Frames
+from emberkeep.types import Completed, Event, Json, Progress, Request
+
+log = logging.getLogger(__name__)
+
+
+def json_response(value: Json, status: int = 200) -> Response:
+    return Response(json.dumps(value).encode(), status, media_type="application/json")
+
+
+def failure_response(failure: Failure) -> Response:
+    response = json_response(failure.json(), failure.status)
+    response.headers.update(failure.headers)
+    return response
+
+
+async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Answer:
+    """Waits for the whole answer. Raises what the backend raises, and ClientGone."""
+    answer = Answer(sum(request.n for request in requests))
+    async with Feed(_sources(backend, requests), http.receive) as feed:
+        while batch := await feed.take():
+            answer.add(batch)
+    return answer
+
+
+async def stream(
+    http: HttpRequest, backend: Backend, requests: Sequence[Request], frames: Frames
+) -> EventStream:
+    """Waits for the first event, so that an error before it still gets its HTTP status."""
+    feed = Feed(_sources(backend, requests), http.receive)
+    try:
+        return EventStream(feed, await feed.take(), frames)
+    except BaseException:
+        await feed.close()
+        raise
+
+
+class EventStream(Response):
+    """Server-sent events. Owns the feed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: Feed, first: list[Event], frames: Frames) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._feed = feed
+        self._first = first
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with self._feed:
+            try:
+                await self._write(send)
+            except ClientGone:
+                pass
+            except Exception as error:
+                if not isinstance(error, EmberkeepError):
+                    log.exception("A stream failed.")
+                await send(_part(failure_of(error).frame(), last=True))
+
+    async def _write(self, send: Send) -> None:
+        batch = self._first
+        while True:
+            parts = [self._frames.frame(event) for event in batch]
+            if self._feed.ended:
+                parts.append(self._frames.end())
+                await send(_part(b"".join(parts), last=True))
+                return
+            await send(_part(b"".join(parts), last=False))
+            batch = await self._feed.take()
+
+
+def _part(body: bytes, *, last: bool) -> dict[str, Json]:
+    return {"type": "http.response.body", "body": body, "more_body": not last}
+
+
+def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterator[Event]]:
+    """One per prompt, with the choices numbered through."""
+    first, *others = (backend.generate(request) for request in requests)
+    return [first, *(_renumbered(other, (i + 1) * requests[0].n) for i, other in enumerate(others))]
+
+
+async def _renumbered(source: AsyncIterator[Event], offset: int) -> AsyncIterator[Event]:
+    async with aclosing(cast("AsyncGenerator[Event, None]", source)):
+        async for event in source:
+            if isinstance(event, (Progress, Completed)):
+                yield event
+            else:
+                yield replace(event, index=event.index + offset)

@@ -1,0 +1,60 @@
+"""Endpoints outside OpenAI's API: health, stats, and llama.cpp's tokenize, detokenize and apply-template."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.backend.base import Backend
+from emberkeep.server.drain import Drain
+from emberkeep.server.openapi import takes
+from emberkeep.server.reading import read
+from emberkeep.server.respond import json_response
+from emberkeep.server.wire.messages import to_messages
+from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
+from emberkeep.types import Json
+
+
+def native_routes(backend: Backend, drain: Drain) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        if drain.draining:
+            return json_response({"status": "draining"}, 503)
+        return json_response({"status": "ok"})
+
+    @router.get("/v1/stats")
+    async def stats() -> Response:
+        return json_response(backend.stats())
+
+    # Long texts take a while: a thread keeps the loop free for the streams.
+
+    @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+    async def tokenize(http: HttpRequest) -> Response:
+        body = await read(http, TokenizeBody)
+        return json_response({"tokens": await asyncio.to_thread(_tokens, backend, body)})
+
+    @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+    async def detokenize(http: HttpRequest) -> Response:
+        body = await read(http, DetokenizeBody)
+        return json_response({"content": await asyncio.to_thread(backend.detokenize, body.tokens)})
+
+    @router.post("/apply-template", openapi_extra=takes(TemplateBody))
+    async def apply_template(http: HttpRequest) -> Response:
+        body = await read(http, TemplateBody)
+        tools = [tool.to_tool() for tool in body.tools or ()]
+        prompt = await asyncio.to_thread(backend.apply_template, to_messages(body.messages), tools)
+        return json_response({"prompt": prompt})
+
+    return router
+
+
+def _tokens(backend: Backend, body: TokenizeBody) -> list[Json]:
+    ids = backend.tokenize(body.content, add_special=body.add_special, parse_special=body.parse_special)
+    if body.with_pieces:
+        return [{"id": token, "piece": backend.detokenize([token])} for token in ids]
+    return list(ids)

@@ -1,0 +1,81 @@
+"""OpenAI's endpoints: chat completions, completions, models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.config import Config
+from emberkeep.errors import ModelNotFound
+from emberkeep.server.openapi import takes
+from emberkeep.server.reading import read
+from emberkeep.server.respond import gather, json_response, stream
+from emberkeep.server.wire.chat import ChatBody
+from emberkeep.server.wire.completions import CompletionBody
+from emberkeep.server.wire.envelope import new_envelope
+from emberkeep.server.wire.frames import ChatFrames, TextFrames
+from emberkeep.types import Json, Request
+
+
+def openai_routes(backend: Backend, config: Config) -> APIRouter:
+    router = APIRouter()
+
+    def limited(requests: Sequence[Request]) -> list[Request]:
+        return [replace(request, deadline_s=config.deadline_s) for request in requests]
+
+    @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
+    async def chat_completions(http: HttpRequest) -> Response:
+        body = await read(http, ChatBody)
+        check_model(body.model, backend.card)
+        requests = limited([body.to_request()])
+        envelope = new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
+        if body.stream:
+            frames = ChatFrames(envelope, include_usage=body.include_usage)
+            return await stream(http, backend, requests, frames)
+        answer = await gather(http, backend, requests)
+        return json_response(answer.chat_json(envelope))
+
+    @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
+    async def completions(http: HttpRequest) -> Response:
+        body = await read(http, CompletionBody)
+        check_model(body.model, backend.card)
+        requests = limited(body.to_requests())
+        envelope = new_envelope("cmpl", backend.card, requests[0].conversation_id)
+        if body.stream:
+            frames = TextFrames(envelope, include_usage=body.include_usage)
+            return await stream(http, backend, requests, frames)
+        answer = await gather(http, backend, requests)
+        return json_response(answer.text_json(envelope))
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [card_json(backend.card)]})
+
+    @router.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        check_model(model_id, backend.card)
+        return json_response(card_json(backend.card))
+
+    return router
+
+
+def check_model(name: str | None, card: ModelCard) -> None:
+    """None, an empty name and `default` mean the one that is served. Raises ModelNotFound."""
+    if name and name not in ("default", card.id):
+        raise ModelNotFound(f"The model {name[:100]!r} is not served here: use {card.id!r} or 'default'.")
+
+
+def card_json(card: ModelCard) -> dict[str, Json]:
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": card.owned_by,
+        "context_length": card.context,
+        "details": dict(card.details or {}),
+    }

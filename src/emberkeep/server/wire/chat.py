@@ -1,0 +1,58 @@
+"""The body of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator
+
+from emberkeep.errors import InvalidField
+from emberkeep.server.wire.fields import Count, GenerationBody
+from emberkeep.server.wire.messages import ChoiceField, Messages, Tools, check_choice, to_messages
+from emberkeep.types import Request, ToolChoice
+
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (dict, list)) or (isinstance(value, str) and len(value) > 4096):
+        raise ValueError("give a short string, a number, true, false or null")
+    return value
+
+
+Scalar = Annotated[Any, PlainValidator(_plain, json_schema_input_type=bool | float | str | None)]
+
+
+class ChatBody(GenerationBody):
+    messages: Messages
+    tools: Tools | None = None
+    tool_choice: ChoiceField = ToolChoice()
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: Annotated[dict[TemplateName, Scalar], Field(max_length=64)] | None = None
+
+    def to_request(self) -> Request:
+        """Raises InvalidField where fields contradict each other."""
+        tools = tuple(tool.to_tool() for tool in self.tools or ())
+        check_choice(self.tool_choice, tools)
+        base = self.to_base()
+        return replace(
+            base,
+            messages=to_messages(self.messages),
+            tools=tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            max_tokens=base.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            top_logprobs=self._top_logprobs(),
+            template_args=self.chat_template_kwargs or {},
+        )
+
+    def _top_logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs to be true.")
+        return None

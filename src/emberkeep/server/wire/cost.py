@@ -1,0 +1,90 @@
+"""What a request cost, in OpenAI's, llama.cpp's and our own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from emberkeep.types import Completed, Json, LookupRecord, MissReason, Timings, Usage
+
+
+def total(parts: Sequence[Completed]) -> Completed:
+    """One bill for several prompts of one HTTP request."""
+    if len(parts) == 1:
+        return parts[0]
+    return Completed(
+        _total_usage([part.usage for part in parts]),
+        _total_timings([part.timings for part in parts]),
+        _total_lookup([part.lookup for part in parts]),
+    )
+
+
+def _total_usage(parts: Sequence[Usage]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+        cached_tokens=sum(part.cached_tokens for part in parts),
+        reasoning_tokens=sum(part.reasoning_tokens for part in parts),
+    )
+
+
+def _total_timings(parts: Sequence[Timings]) -> Timings:
+    return Timings(
+        cache_n=sum(part.cache_n for part in parts),
+        prompt_n=sum(part.prompt_n for part in parts),
+        prompt_ms=sum(part.prompt_ms for part in parts),
+        predicted_n=sum(part.predicted_n for part in parts),
+        predicted_ms=sum(part.predicted_ms for part in parts),
+        ttft_ms=min(part.ttft_ms for part in parts),
+        queue_ms=max(part.queue_ms for part in parts),
+    )
+
+
+def _total_lookup(parts: Sequence[LookupRecord]) -> LookupRecord:
+    """The reason and the divergence are those of the first prompt that missed something."""
+    missed = next((part for part in parts if part.reason is not MissReason.NONE), parts[0])
+    return LookupRecord(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        hot_tokens=sum(part.hot_tokens for part in parts),
+        warm_tokens=sum(part.warm_tokens for part in parts),
+        cold_tokens=sum(part.cold_tokens for part in parts),
+        load_ms=sum(part.load_ms for part in parts),
+        reason=missed.reason,
+        divergence=missed.divergence,
+    )
+
+
+def usage_json(usage: Usage) -> dict[str, Json]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def timings_json(timings: Timings) -> dict[str, Json]:
+    return {
+        "cache_n": timings.cache_n,
+        "prompt_n": timings.prompt_n,
+        "prompt_ms": timings.prompt_ms,
+        "prompt_per_second": timings.prompt_per_second,
+        "predicted_n": timings.predicted_n,
+        "predicted_ms": timings.predicted_ms,
+        "predicted_per_second": timings.predicted_per_second,
+    }
+
+
+def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, Json]:
+    """The `emberkeep` object: what was reused, from where, and why not more."""
+    lookup, timings = completed.lookup, completed.timings
+    return {
+        "reused": {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens},
+        "load_ms": lookup.load_ms,
+        "reason": lookup.reason,
+        "divergence": asdict(lookup.divergence) if lookup.divergence else None,
+        "ttft_ms": timings.ttft_ms,
+        "queue_ms": timings.queue_ms,
+        "conversation_id": conversation_id,
+    }

@@ -1,0 +1,69 @@
+"""From the error tree to OpenAI's error object and its HTTP status."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from emberkeep.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    EmberkeepError,
+    ModelNotFound,
+    Overloaded,
+    RequestError,
+)
+from emberkeep.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the client is told."""
+
+    status: int
+    type: str
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Json]:
+        inner = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": inner}
+
+    def frame(self) -> bytes:
+        """The last event of a stream that failed."""
+        return b"data: " + json.dumps(self.json()).encode() + b"\n\n"
+
+
+class Refused(EmberkeepError):
+    """Something about the HTTP request itself: who asks, from where, how much."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Errors that are not ours keep their details to themselves."""
+    message = str(error)
+    match error:
+        case Refused():
+            return error.failure
+        case ContextExceeded():
+            return Failure(400, "invalid_request_error", message, "context_length_exceeded", error.param)
+        case RequestError():
+            return Failure(400, "invalid_request_error", message, None, error.param)
+        case ModelNotFound():
+            return Failure(404, "invalid_request_error", message, "model_not_found", "model")
+        case Overloaded():
+            seconds = str(max(1, math.ceil(error.retry_after)))
+            return Failure(503, "overloaded", message, "overloaded", headers={"Retry-After": seconds})
+        case DeadlineExceeded():
+            return Failure(504, "deadline", message, "deadline_exceeded")
+        case EmberkeepError():
+            return Failure(500, "server_error", message)
+        case _:
+            return Failure(500, "server_error", "The server failed on this request: its log says why.")

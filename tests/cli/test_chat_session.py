@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import io
+import json
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
+
+from emberkeep.cli.chat import ChatSession, printable, stats_line
+from emberkeep.cli.conversation import Conversation
+from emberkeep.errors import ContextExceeded
+from emberkeep.library import Emberkeep
+from emberkeep.types import Message, ReasoningDelta, Request, TextDelta
+
+
+class Bench:
+    """A chat over a scripted backend, with what it printed."""
+
+    def __init__(self, script: Iterable[Step] | None = None, *, system: str = "", interactive: bool = True) -> None:
+        self.backend = ScriptedBackend(lambda request: script or answer(f"re: {request.messages[-1].content}"))
+        self.out: io.StringIO = io.StringIO()
+        self.keeper = Emberkeep(self.backend)
+        self.interactive = interactive
+        self.conversation = Conversation(system)
+
+    def say(self, *lines: str) -> None:
+        options = {"temperature": 0.0, "max_tokens": 9}
+        chat = ChatSession(self.keeper, self.conversation, options, self.out, interactive=self.interactive)
+        chat.run(lines)
+
+    @property
+    def last(self) -> Request:
+        return self.backend.requests[-1]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.keeper.close()
+
+
+def test_an_answer_is_printed_and_becomes_part_of_the_conversation(bench: Bench) -> None:
+    bench.say("one", "two")
+    assert bench.out.getvalue() == "re: one\nre: two\n"
+    assert bench.last.messages == (Message("user", "one"), Message("assistant", "re: one"), Message("user", "two"))
+    assert (bench.last.max_tokens, bench.last.sampling.temperature) == (9, 0.0)
+
+
+def test_blank_lines_are_not_messages(bench: Bench) -> None:
+    bench.say("", "   ")
+    assert bench.backend.requests == []
+
+
+def test_a_pasted_text_is_one_message(bench: Bench) -> None:
+    bench.say("def f():\n    return 1\n")
+    assert bench.last.messages == (Message("user", "def f():\n    return 1"),)
+
+
+def test_remarks_go_to_stderr_so_that_a_pipe_gets_answers_only(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.say("hi")
+    assert bench.out.getvalue() == "re: hi\n"
+    assert capsys.readouterr().err == "reused 0/10 tokens · first token 38 ms · 2 tokens at 200/s\n"
+
+
+def test_the_stats_line_says_when_an_answer_was_cut(bench: Bench) -> None:
+    steps = answer("a b")
+    cut = [step if not hasattr(step, "reason") else type(step)(0, "length") for step in steps]
+    keeper = Emberkeep(ScriptedBackend(lambda request: cut))
+    with keeper:
+        assert stats_line(keeper.chat("hi")).endswith("2 tokens at 200/s · cut at --max-tokens")
+
+
+class InterruptedOut(io.StringIO):
+    """The user presses Ctrl-C when the marked text appears."""
+
+    def write(self, text: str) -> int:
+        if "half" in text:
+            super().write(text)
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench([TextDelta(0, "half an"), FOREVER])
+    bench.out = InterruptedOut()
+    with bench.keeper:
+        bench.say("hi", "/system")
+    assert bench.backend.cancelled == 1
+    assert bench.conversation.messages == [Message("user", "hi"), Message("assistant", "half an")]
+    assert capsys.readouterr().err.startswith("stopped\n")
+
+
+def test_ctrl_c_ends_a_chat_that_reads_from_a_pipe() -> None:
+    bench = Bench([TextDelta(0, "half an"), FOREVER], interactive=False)
+    bench.out = InterruptedOut()
+    with bench.keeper, pytest.raises(KeyboardInterrupt):
+        bench.say("hi")
+    assert bench.backend.cancelled == 1
+
+
+def test_an_error_is_explained_and_the_turn_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench([ContextExceeded(9000, 8192)])
+    with bench.keeper:
+        bench.say("hi")
+    assert "The prompt has 9000 tokens" in capsys.readouterr().err
+    assert bench.conversation.messages == []
+
+
+def test_an_error_ends_a_chat_that_reads_from_a_pipe() -> None:
+    bench = Bench([ContextExceeded(9000, 8192)], interactive=False)
+    with bench.keeper, pytest.raises(ContextExceeded):
+        bench.say("hi", "again")
+    assert len(bench.backend.requests) == 1
+
+
+def test_reasoning_stays_out_of_a_pipe_and_in_the_conversation() -> None:
+    bench = Bench([ReasoningDelta(0, "hm"), *answer("yes")])
+    with bench.keeper:
+        bench.say("hi")
+    assert bench.out.getvalue() == "yes\n"
+    assert bench.conversation.messages[-1] == Message("assistant", "yes", "hm")
+
+
+def test_system_sets_and_shows_the_system_message(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.say("/system", "/system Be brief.", "/system", "hi")
+    assert "There is no system message" in (said := capsys.readouterr().err)
+    assert "\nBe brief.\n" in said
+    assert bench.last.messages[0] == Message("system", "Be brief.")
+
+
+def test_clear_forgets_the_turns_and_keeps_the_system_message() -> None:
+    bench = Bench(system="Be brief.")
+    with bench.keeper:
+        bench.say("one", "/clear", "two")
+    assert bench.last.messages == (Message("system", "Be brief."), Message("user", "two"))
+
+
+def test_quit_ends_the_chat(bench: Bench) -> None:
+    bench.say("/quit", "hi")
+    assert bench.backend.requests == []
+
+
+def test_help_lists_every_command(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.say("/help")
+    listed = {line.split()[0] for line in capsys.readouterr().err.splitlines() if line.startswith("/")}
+    assert listed == {"/help", "/stats", "/system", "/save", "/clear", "/quit"}
+
+
+def test_an_unknown_command_is_not_sent_to_the_model(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.say("/hlep")
+    assert "There is no command /hlep" in capsys.readouterr().err
+    assert bench.backend.requests == []
+
+
+def test_a_space_lets_a_message_begin_with_a_slash(bench: Bench) -> None:
+    bench.say(" /etc/hosts is what?")
+    assert bench.last.messages == (Message("user", "/etc/hosts is what?"),)
+
+
+def test_stats_show_the_backends_counters(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.say("/stats")
+    assert capsys.readouterr().err == "requests: 0\nkv.warm_bytes: 1,048,576\n"
+
+
+def test_save_writes_json_or_markdown(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.say("hällo", f"/save {tmp_path / 'talk.json'}", f"/save {tmp_path / 'talk.md'}")
+    saved = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))
+    assert saved["messages"] == [
+        {"role": "user", "content": "hällo"},
+        {"role": "assistant", "content": "re: hällo"},
+    ]
+    assert (tmp_path / "talk.md").read_text(encoding="utf-8") == "## user\n\nhällo\n\n## assistant\n\nre: hällo\n"
+    assert f"Saved 2 messages to {tmp_path / 'talk.md'}." in capsys.readouterr().err
+
+
+def test_a_save_that_fails_does_not_end_the_chat(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.say(f"/save {tmp_path / 'no' / 'talk.md'}", "/save", "hi")
+    said = capsys.readouterr().err
+    assert "Cannot write" in said
+    assert "Say where" in said
+    assert bench.out.getvalue() == "re: hi\n"
+
+
+def test_a_model_cannot_drive_the_terminal() -> None:
+    assert printable("a\033[2Jb\x07\x9b1m\tc\n👩‍💻") == "a[2Jb1m\tc\n👩‍💻"

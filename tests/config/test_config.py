@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from emberkeep.config import Config, check_exposure, help_for, load_config, parse_size, public_values, total_ram
+from emberkeep.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_user_config(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+
+
+def load(cwd: Path, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> Config:
+    return load_config(flags or {}, env=env or {}, cwd=cwd).config
+
+
+def refusal(cwd: Path, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(cwd, flags, env)
+    return str(caught.value)
+
+
+def test_without_any_source_every_value_is_the_default(tmp_path: Path) -> None:
+    loaded = load_config({}, env={}, cwd=tmp_path)
+    assert (loaded.config.model, loaded.config.port, loaded.config.ctx) == ("smollm2-135m", 8080, None)
+    assert loaded.config.ram_budget == total_ram() // 4
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_a_flag_beats_a_variable_beats_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "emberkeep.toml"
+    path.write_text('port = 1\nqueue = 2\nparallel = 3\nmodel = "tiny"\n')
+    env = {"EMBERKEEP_PORT": "11", "EMBERKEEP_QUEUE": "12"}
+    loaded = load_config({"port": "21", "threads": None}, env=env, cwd=tmp_path)
+    assert (loaded.config.port, loaded.config.queue, loaded.config.parallel) == (21, 12, 3)
+    assert loaded.origins["port"] == "flag --port"
+    assert loaded.origins["queue"] == "env EMBERKEEP_QUEUE"
+    assert loaded.origins["parallel"] == f"file {path}"
+    assert loaded.origins["threads"] == "default"
+
+
+def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
+    (tmp_path / "emberkeep.json").write_text(json.dumps({"ram_budget": "2G", "allowed_hosts": ["a", "b"]}))
+    config = load(tmp_path)
+    assert (config.ram_budget, config.allowed_hosts) == (2 << 30, ("a", "b"))
+
+
+def test_a_named_file_is_read_instead_of_the_usual_ones(tmp_path: Path) -> None:
+    (tmp_path / "emberkeep.toml").write_text("port = 1")
+    (tmp_path / "flag.toml").write_text("port = 2")
+    (tmp_path / "env.toml").write_text("port = 3")
+    env = {"EMBERKEEP_CONFIG": "env.toml"}
+    assert load(tmp_path, env=env).port == 3
+    assert load(tmp_path, {"config": Path("flag.toml")}, env).port == 2
+
+
+def test_the_users_own_file_counts_where_the_folder_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home" / "emberkeep").mkdir(parents=True)
+    (tmp_path / "home" / "emberkeep" / "emberkeep.toml").write_text("port = 7")
+    monkeypatch.setattr("platformdirs.user_config_path", lambda *_, **__: tmp_path / "home" / "emberkeep")
+    assert load(tmp_path).port == 7
+    (tmp_path / "emberkeep.toml").write_text("port = 8")
+    assert load(tmp_path).port == 8
+
+
+def test_a_relative_data_dir_starts_where_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "emberkeep.toml").write_text('data_dir = "state"')
+    assert load(tmp_path, {"config": "etc/emberkeep.toml"}).data_dir == tmp_path / "etc" / "state"
+    assert load(tmp_path, {"data_dir": Path("here")}).data_dir == tmp_path / "here"
+
+
+def test_an_unknown_key_in_a_file_names_key_file_and_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "emberkeep.toml"
+    path.write_text('ram_buget = "1G"')
+    assert refusal(tmp_path) == f"Unknown key 'ram_buget' in {path}: did you mean ram_budget?"
+
+
+def test_an_unknown_variable_names_the_nearest(tmp_path: Path) -> None:
+    message = refusal(tmp_path, env={"EMBERKEEP_PROT": "1"})
+    assert message == "Unknown environment variable EMBERKEEP_PROT: did you mean EMBERKEEP_PORT?"
+
+
+def test_variables_for_tests_are_left_alone(tmp_path: Path) -> None:
+    assert load(tmp_path, env={"EMBERKEEP_TEST_MODEL": "x", "OTHER": "y"}) == load(tmp_path)
+
+
+def test_an_unknown_setting_of_the_library_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, {"contxt": 1}).startswith("Unknown setting 'contxt'")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("port", "http"),
+        ("port", 65536),
+        ("port", True),
+        ("port", 80.5),
+        ("parallel", 0),
+        ("ctx", "big"),
+        ("ctx", 1),
+        ("ram_budget", "-1"),
+        ("ram_budget", "4 apples"),
+        ("ram_budget", 1.5),
+        ("disk_budget", "auto"),
+        ("deadline_s", "nan"),
+        ("drain_s", "inf"),
+        ("allowed_hosts", 5),
+        ("allowed_hosts", [5]),
+        ("log_level", "loud"),
+        ("log_level", ["info"]),
+        ("model", ""),
+        ("host", " "),
+        ("data_dir", 3),
+    ],
+)
+def test_a_bad_value_is_refused_with_key_value_and_origin(tmp_path: Path, key: str, value: object) -> None:
+    message = refusal(tmp_path, {key: value})
+    assert message.startswith(f"{key} = {value!r} (flag --{key.replace('_', '-')}) is not ")
+
+
+def test_a_bad_value_tells_what_is_accepted(tmp_path: Path) -> None:
+    message = refusal(tmp_path, env={"EMBERKEEP_CTX": "x"})
+    expected = "a whole number from 128 to 16777216, or auto"
+    assert message == f"ctx = 'x' (env EMBERKEEP_CTX) is not {expected}."
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GiB", 4 << 30),
+        ("512MB", 512_000_000),
+        ("2G", 2 << 30),
+        ("2g", 2 << 30),
+        ("1.5 KiB", 1536),
+        ("1TB", 10**12),
+        ("10B", 10),
+        ("123", 123),
+        (123, 123),
+        (0, 0),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_auto_and_none_bring_the_default_back(tmp_path: Path) -> None:
+    (tmp_path / "emberkeep.toml").write_text('ctx = 1024\nthreads = 2\nram_budget = "1G"\ndeadline_s = 5')
+    flags: dict[str, object] = dict(ctx="auto", threads="auto", ram_budget="auto", deadline_s="none")
+    config = load(tmp_path, flags)
+    assert (config.ctx, config.threads, config.deadline_s) == (None, None, None)
+    assert config.ram_budget == total_ram() // 4
+
+
+def test_lists_in_a_variable_are_separated_by_commas(tmp_path: Path) -> None:
+    env = {"EMBERKEEP_ALLOWED_ORIGINS": "http://a:1, http://b,", "EMBERKEEP_ALLOWED_HOSTS": ""}
+    config = load(tmp_path, env=env)
+    assert (config.allowed_origins, config.allowed_hosts) == (("http://a:1", "http://b"), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("broken.toml", "port = "),
+        ("broken.json", "{"),
+        ("list.json", "[1]"),
+        ("deep.json", "[" * 100_000),
+        ("settings.yaml", "port: 1"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert str(tmp_path / name) in refusal(tmp_path, {"config": name})
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path, {"config": "no.toml"}) == f"Cannot read {tmp_path / 'no.toml'}: No such file or directory."
+
+
+def test_the_api_key_is_never_shown(tmp_path: Path) -> None:
+    loaded = load_config({"api_key": "canary-1"}, env={}, cwd=tmp_path)
+    assert loaded.config.api_key == "canary-1"
+    assert "canary-1" not in repr(loaded) + str(loaded.config) + json.dumps(public_values(loaded.config))
+    (tmp_path / "emberkeep.json").write_text('{"api_key": ["canary-2"]}')
+    assert "canary-2" not in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_this_machine_may_connect_without_a_key(host: str) -> None:
+    check_exposure(Config(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", "localhost.example.org"])
+def test_other_machines_need_a_key(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="set --api-key or EMBERKEEP_API_KEY"):
+        check_exposure(load(tmp_path, {"host": host}, {"EMBERKEEP_API_KEY": ""}))
+    check_exposure(load(tmp_path, {"host": host, "api_key": "k"}))
+
+
+def test_every_setting_has_a_help_text() -> None:
+    assert all(help_for(key).endswith(".") for key in public_values(Config()))

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+
+import pytest
+from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
+
+from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded
+from emberkeep.library import Emberkeep
+from emberkeep.types import (
+    Finished,
+    FinishReason,
+    JsonFormat,
+    Message,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+)
+
+
+def keeper(*steps: Step) -> tuple[Emberkeep, ScriptedBackend]:
+    backend = ScriptedBackend(lambda request: steps)
+    return Emberkeep(backend), backend
+
+
+def test_a_chat_gives_text_and_what_it_cost() -> None:
+    llm, _ = keeper(*answer("warm as embers", prompt_tokens=8, cached_tokens=6, tokens=(1, 2, 3)))
+    with llm:
+        result = llm.chat("hi")
+    assert result.text == "warm as embers"
+    assert result.finish_reason is FinishReason.STOP
+    assert result.kv_reuse_ratio == 0.75
+    assert result.tokens == (1, 2, 3)
+    assert result.ttft_ms == 38.0
+    assert result.total_ms > 0
+
+
+def test_generate_sends_a_raw_prompt_and_chat_sends_messages() -> None:
+    llm, backend = keeper(*answer("x"))
+    with llm:
+        llm.generate("Once", max_tokens=7, temperature=0, stop="\n", seed=3, json_schema={"type": "object"})
+        llm.chat("hi")
+    raw, chat = backend.requests
+    assert (raw.prompt, raw.messages, raw.max_tokens, raw.stop) == ("Once", (), 7, ("\n",))
+    assert (raw.sampling.temperature, raw.sampling.seed) == (0, 3)
+    assert raw.format == JsonFormat({"type": "object"})
+    assert (chat.prompt, chat.messages) == (None, (Message("user", "hi"),))
+
+
+def test_messages_and_tools_may_have_openais_shape() -> None:
+    llm, backend = keeper(*answer("x"))
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    with llm:
+        llm.chat(messages, tools=[tool])
+    assert backend.requests[0].messages == (
+        Message("user", "add"),
+        Message("assistant", tool_calls=(ToolCall("c1", "add", '{"a": 1}'),)),
+        Message("tool", "2", tool_call_id="c1"),
+    )
+    assert backend.requests[0].tools == (Tool("add", "", {"type": "object"}),)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field"),
+    [
+        ([{"role": "robot", "content": "x"}], {}, "messages[0].role"),
+        ([{"content": "x"}], {}, "messages[0].role"),
+        ([{"role": "user", "content": 5}], {}, "messages[0].content"),
+        ([{"role": "assistant", "tool_calls": [{}]}], {}, "messages[0].tool_calls"),
+        ("hi", {"tools": [{"name": "add"}]}, "tools[0]"),
+        ("hi", {"max_tokens": -1}, "max_tokens"),
+        ("hi", {"temperature": -0.1}, "temperature"),
+    ],
+)
+def test_a_bad_request_names_its_field(messages: object, options: dict[str, object], field: str) -> None:
+    llm, backend = keeper(*answer("x"))
+    with llm, pytest.raises(InvalidField) as caught:
+        llm.chat(messages, **options)  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert backend.requests == []
+
+
+def test_reasoning_and_tool_calls_are_put_together() -> None:
+    llm, _ = keeper(
+        ReasoningDelta(0, "let me "),
+        ReasoningDelta(0, "see"),
+        ToolCallDelta(0, 0, "c1", "add", '{"a"'),
+        ToolCallDelta(0, 1, "c2", "sub", "{}"),
+        ToolCallDelta(0, 0, None, None, ": 1}"),
+        Finished(0, FinishReason.TOOL_CALLS),
+    )
+    with llm:
+        result = llm.chat("hi")
+    assert result.reasoning == "let me see"
+    assert result.tool_calls == (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "sub", "{}"))
+    assert result.finish_reason is FinishReason.TOOL_CALLS
+
+
+def test_an_error_of_the_backend_reaches_the_caller() -> None:
+    llm, _ = keeper(TextDelta(0, "a"), Overloaded("The queue is full: try again."))
+    with llm, pytest.raises(Overloaded, match="queue is full"):
+        llm.chat("hi")
+
+
+def test_a_stream_gives_text_in_pieces_and_then_the_result() -> None:
+    llm, _ = keeper(ReasoningDelta(0, "hm"), *answer("warm as embers"))
+    with llm, llm.stream("hi") as stream:
+        pieces = [piece for piece in stream if piece]
+        assert pieces == ["warm", " as", " embers"]
+        assert stream.result.text == "warm as embers"
+        assert stream.result.reasoning == "hm"
+
+
+@pytest.mark.parametrize("way", ["close", "with", "drop"])
+def test_leaving_a_stream_early_cancels_the_request(way: str) -> None:
+    llm, backend = keeper(TextDelta(0, "first"), FOREVER)
+    with llm:
+        stream = llm.stream("hi")
+        assert next(iter(stream)) == "first"
+        if way == "close":
+            stream.close()
+        elif way == "with":
+            with stream:
+                pass
+        else:
+            del stream
+            gc.collect()
+        assert backend.cancelled == 1
+
+
+def test_a_stopped_stream_still_tells_what_was_read() -> None:
+    llm, _ = keeper(TextDelta(0, "half", tokens=(4,)), FOREVER)
+    with llm:
+        stream = llm.stream("hi")
+        next(iter(stream))
+        stream.close()
+    assert (stream.result.text, stream.result.tokens, stream.result.finish_reason) == ("half", (4,), None)
+
+
+def test_warm_evaluates_the_prompt_and_generates_nothing() -> None:
+    llm, backend = keeper(*answer("", prompt_tokens=100, cached_tokens=40))
+    with llm:
+        warmed = llm.warm("You are a helpful assistant.")
+        llm.warm([{"role": "system", "content": "Be brief."}])
+    assert (warmed.tokens, warmed.cached_tokens) == (100, 40)
+    assert [request.max_tokens for request in backend.requests] == [0, 0]
+    assert backend.requests[0].prompt == "You are a helpful assistant."
+    assert backend.requests[1].messages == (Message("system", "Be brief."),)
+
+
+def test_verify_compares_stored_state_with_fresh_evaluation() -> None:
+    def script(request: Request) -> Iterable[Step]:
+        tokens = (1, 2, 3, 4) if request.use_cache else (1, 2, 9, 9)
+        return answer("a" if request.use_cache else "b", cached_tokens=7, tokens=tokens)
+
+    backend = ScriptedBackend(script)
+    with Emberkeep(backend) as llm:
+        report = llm.verify("Once", max_tokens=4)
+    assert (report.equal, report.first_difference, report.agreement) == (False, 2, 0.5)
+    assert report.reused_tokens == 7
+    warmed, cached, fresh = backend.requests
+    assert (warmed.max_tokens, cached.use_cache, fresh.use_cache) == (0, True, False)
+    assert cached.sampling.temperature == fresh.sampling.temperature == 0
+
+
+def test_verify_reports_agreement() -> None:
+    llm, _ = keeper(*answer("same", tokens=(1, 2)))
+    with llm:
+        report = llm.verify("Once")
+    assert (report.equal, report.first_difference, report.agreement) == (True, None, 1.0)
+
+
+def test_several_threads_share_one_keeper() -> None:
+    backend = ScriptedBackend(lambda request: answer(request.messages[0].content))
+    texts: dict[int, str] = {}
+    with Emberkeep(backend) as llm:
+        threads = [
+            threading.Thread(target=lambda index=index: texts.update({index: llm.chat(f"say {index}").text}))
+            for index in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == {index: f"say {index}" for index in range(8)}
+
+
+def test_closing_closes_the_backend_once_and_ends_the_thread() -> None:
+    before = threading.active_count()
+    llm, backend = keeper(*answer("x"))
+    llm.close()
+    llm.close()
+    assert backend.closed
+    assert threading.active_count() == before
+
+
+def test_a_closed_keeper_says_so() -> None:
+    llm, _ = keeper(*answer("x"))
+    llm.close()
+    with pytest.raises(EmberkeepError, match="closed: load a new one"):
+        llm.chat("hi")
+    with pytest.raises(EmberkeepError, match="closed: load a new one"):
+        llm.stats()
+
+
+def test_closing_ends_a_stream_that_is_being_read() -> None:
+    llm, backend = keeper(TextDelta(0, "first"), FOREVER)
+    stream = iter(llm.stream("hi"))
+    assert next(stream) == "first"
+    llm.close()
+    with pytest.raises(EmberkeepError, match="closed"):
+        next(stream)
+    assert backend.cancelled == 1
+
+
+def test_stats_come_from_the_backend() -> None:
+    llm, _ = keeper(*answer("x"))
+    with llm:
+        llm.chat("hi")
+        assert llm.stats()["requests"] == 1
+
+
+def test_load_refuses_unknown_settings() -> None:
+    with pytest.raises(ConfigError, match="did you mean ram_budget"):
+        Emberkeep.load(ram_bugdet="1G")
+
+
+def test_importing_emberkeep_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, emberkeep; assert emberkeep.__version__;"
+        "heavy = {'torch', 'llama_cpp', 'apsw', 'fastapi', 'numpy', 'httpx'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_emberkeep_has_no_other_names() -> None:
+    import emberkeep
+
+    assert emberkeep.Emberkeep is Emberkeep
+    with pytest.raises(AttributeError):
+        emberkeep.Nothing  # noqa: B018

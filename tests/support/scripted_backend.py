@@ -1,0 +1,89 @@
+"""A backend that answers from a script: what a test says is what happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.errors import EmberkeepError
+from emberkeep.types import (
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    Json,
+    LookupRecord,
+    Message,
+    Request,
+    TextDelta,
+    Timings,
+    Tool,
+    Usage,
+)
+
+FOREVER = "forever"
+"""In a script: nothing more comes until the request is cancelled."""
+
+Step = Event | EmberkeepError | str
+
+
+def answer(text: str, *, prompt_tokens: int = 10, cached_tokens: int = 0, tokens: Sequence[int] = ()) -> list[Step]:
+    """A whole answer, one word per event."""
+    words = [TextDelta(0, word) for word in text.split(" ")]
+    spaced = [TextDelta(0, word.text if index == 0 else f" {word.text}") for index, word in enumerate(words)]
+    return [
+        *spaced,
+        TextDelta(0, "", tokens=tuple(tokens)),
+        Finished(0, FinishReason.STOP),
+        Completed(
+            Usage(prompt_tokens, len(spaced), cached_tokens),
+            Timings(predicted_n=len(spaced), predicted_ms=10.0, ttft_ms=38.0),
+            LookupRecord(prompt_tokens=prompt_tokens, hot_tokens=cached_tokens),
+        ),
+    ]
+
+
+class ScriptedBackend:
+    def __init__(self, script: Callable[[Request], Iterable[Step]]) -> None:
+        self._script = script
+        self.requests: list[Request] = []
+        self.cancelled = 0
+        self.closed = False
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard("scripted", 0, 4096)
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        self.requests.append(request)
+        try:
+            for step in self._script(request):
+                await self._play(step)
+                assert not isinstance(step, (str, EmberkeepError))
+                yield step
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _play(self, step: Step) -> None:
+        if isinstance(step, EmberkeepError):
+            raise step
+        if step == FOREVER:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return list(text.encode())
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode()
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return "\n".join(message.content for message in messages)
+
+    def stats(self) -> dict[str, Json]:
+        return {"requests": len(self.requests), "kv": {"warm_bytes": 1048576}}
+
+    async def close(self) -> None:
+        self.closed = True
