@@ -221,12 +221,12 @@ class Config:
     deadline_s: float | None = field(
         default=None,
         metadata=_about(
-            _or_word(_seconds(0.001, 1e6), "none", lambda: None), "Longest time one request may take."
+            _or_word(_seconds(0.001, 86_400), "none", lambda: None), "Longest time one request may take."
         ),
     )
     drain_s: float = field(
         default=20.0,
-        metadata=_about(_seconds(0, 1e6), "Time that running requests get to finish when the server stops."),
+        metadata=_about(_seconds(0, 86_400), "Time that running requests get to finish when the server stops."),
     )
     allowed_hosts: tuple[str, ...] = field(
         default=(),

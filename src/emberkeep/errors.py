@@ -15,7 +15,7 @@
     └── EngineError            the engine could not evaluate
 
 A message is one sentence that says what is wrong and what to do about it. Foreign errors (ctypes, SQLite,
-HTTP) are translated where they enter; `server/wire.py` maps this tree to HTTP statuses.
+HTTP) are translated where they enter; `server/wire/errors.py` maps this tree to HTTP statuses.
 """
 
 from __future__ import annotations

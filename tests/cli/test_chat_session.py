@@ -4,23 +4,28 @@ import io
 import json
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 from emberkeep.cli.chat import ChatSession, printable, stats_line
 from emberkeep.cli.conversation import Conversation
 from emberkeep.errors import ContextExceeded
 from emberkeep.library import Emberkeep
-from emberkeep.types import Message, ReasoningDelta, Request, TextDelta
+from emberkeep.types import FinishReason, Message, ReasoningDelta, Request, TextDelta
+from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 
 class Bench:
     """A chat over a scripted backend, with what it printed."""
 
-    def __init__(self, script: Iterable[Step] | None = None, *, system: str = "", interactive: bool = True) -> None:
-        self.backend = ScriptedBackend(lambda request: script or answer(f"re: {request.messages[-1].content}"))
+    def __init__(
+        self, script: Iterable[Step] | None = None, *, system: str = "", interactive: bool = True
+    ) -> None:
+        self.backend = ScriptedBackend(
+            lambda request: script or answer(f"re: {request.messages[-1].content}")
+        )
         self.out: io.StringIO = io.StringIO()
         self.keeper = Emberkeep(self.backend)
         self.interactive = interactive
@@ -46,7 +51,11 @@ def bench() -> Iterator[Bench]:
 def test_an_answer_is_printed_and_becomes_part_of_the_conversation(bench: Bench) -> None:
     bench.say("one", "two")
     assert bench.out.getvalue() == "re: one\nre: two\n"
-    assert bench.last.messages == (Message("user", "one"), Message("assistant", "re: one"), Message("user", "two"))
+    assert bench.last.messages == (
+        Message("user", "one"),
+        Message("assistant", "re: one"),
+        Message("user", "two"),
+    )
     assert (bench.last.max_tokens, bench.last.sampling.temperature) == (9, 0.0)
 
 
@@ -69,11 +78,9 @@ def test_remarks_go_to_stderr_so_that_a_pipe_gets_answers_only(
 
 
 def test_the_stats_line_says_when_an_answer_was_cut(bench: Bench) -> None:
-    steps = answer("a b")
-    cut = [step if not hasattr(step, "reason") else type(step)(0, "length") for step in steps]
-    keeper = Emberkeep(ScriptedBackend(lambda request: cut))
-    with keeper:
-        assert stats_line(keeper.chat("hi")).endswith("2 tokens at 200/s · cut at --max-tokens")
+    whole = bench.keeper.chat("hi")
+    cut = replace(whole, finish_reason=FinishReason.LENGTH)
+    assert stats_line(cut) == f"{stats_line(whole)} · cut at --max-tokens"
 
 
 class InterruptedOut(io.StringIO):
@@ -152,7 +159,9 @@ def test_help_lists_every_command(bench: Bench, capsys: pytest.CaptureFixture[st
     assert listed == {"/help", "/stats", "/system", "/save", "/clear", "/quit"}
 
 
-def test_an_unknown_command_is_not_sent_to_the_model(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_not_sent_to_the_model(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.say("/hlep")
     assert "There is no command /hlep" in capsys.readouterr().err
     assert bench.backend.requests == []
@@ -168,14 +177,18 @@ def test_stats_show_the_backends_counters(bench: Bench, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "requests: 0\nkv.warm_bytes: 1,048,576\n"
 
 
-def test_save_writes_json_or_markdown(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_writes_json_or_markdown(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.say("hällo", f"/save {tmp_path / 'talk.json'}", f"/save {tmp_path / 'talk.md'}")
     saved = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))
     assert saved["messages"] == [
         {"role": "user", "content": "hällo"},
         {"role": "assistant", "content": "re: hällo"},
     ]
-    assert (tmp_path / "talk.md").read_text(encoding="utf-8") == "## user\n\nhällo\n\n## assistant\n\nre: hällo\n"
+    assert (tmp_path / "talk.md").read_text(
+        encoding="utf-8"
+    ) == "## user\n\nhällo\n\n## assistant\n\nre: hällo\n"
     assert f"Saved 2 messages to {tmp_path / 'talk.md'}." in capsys.readouterr().err
 
 

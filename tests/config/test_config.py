@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config, check_exposure, help_for, load_config, parse_size, public_values, total_ram
+from emberkeep.config import (
+    Config,
+    check_exposure,
+    help_for,
+    load_config,
+    parse_size,
+    public_values,
+    total_ram,
+)
 from emberkeep.errors import ConfigError
 
 
@@ -152,7 +160,7 @@ def test_sizes_are_read_as_people_write_them(text: object, size: int) -> None:
 
 def test_auto_and_none_bring_the_default_back(tmp_path: Path) -> None:
     (tmp_path / "emberkeep.toml").write_text('ctx = 1024\nthreads = 2\nram_budget = "1G"\ndeadline_s = 5')
-    flags: dict[str, object] = dict(ctx="auto", threads="auto", ram_budget="auto", deadline_s="none")
+    flags: dict[str, object] = {"ctx": "auto", "threads": "auto", "ram_budget": "auto", "deadline_s": "none"}
     config = load(tmp_path, flags)
     assert (config.ctx, config.threads, config.deadline_s) == (None, None, None)
     assert config.ram_budget == total_ram() // 4
@@ -180,7 +188,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert refusal(tmp_path, {"config": "no.toml"}) == f"Cannot read {tmp_path / 'no.toml'}: No such file or directory."
+    assert (
+        refusal(tmp_path, {"config": "no.toml"})
+        == f"Cannot read {tmp_path / 'no.toml'}: No such file or directory."
+    )
 
 
 def test_the_api_key_is_never_shown(tmp_path: Path) -> None:

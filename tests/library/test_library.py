@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 
 import pytest
-from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded
 from emberkeep.library import Emberkeep
@@ -23,6 +22,7 @@ from emberkeep.types import (
     ToolCall,
     ToolCallDelta,
 )
+from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 
 def keeper(*steps: Step) -> tuple[Emberkeep, ScriptedBackend]:

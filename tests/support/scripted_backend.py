@@ -28,7 +28,9 @@ FOREVER = "forever"
 Step = Event | EmberkeepError | str
 
 
-def answer(text: str, *, prompt_tokens: int = 10, cached_tokens: int = 0, tokens: Sequence[int] = ()) -> list[Step]:
+def answer(
+    text: str, *, prompt_tokens: int = 10, cached_tokens: int = 0, tokens: Sequence[int] = ()
+) -> list[Step]:
     """A whole answer, one word per event."""
     words = [TextDelta(0, word) for word in text.split(" ")]
     spaced = [TextDelta(0, word.text if index == 0 else f" {word.text}") for index, word in enumerate(words)]

@@ -38,7 +38,7 @@ class StopScanner:
 
 
 class _Automaton:
-    """Knuth-Morris-Pratt: `matched` characters of `word` are the longest beginning that the text ends with."""
+    """Knuth-Morris-Pratt: the text ends with the first `matched` characters of `word`, and no more."""
 
     __slots__ = ("_fallback", "matched", "word")
 

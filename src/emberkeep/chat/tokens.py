@@ -36,8 +36,8 @@ class PromptTokenizer:
     ) -> list[int]:
         """Token ids of `text`; `replay` is asked once for every stretch between special tokens.
 
-        `on_prefix` is called with the growing list whenever it has grown, so that stored state can be
-        fetched ahead. Blocks; mutates nothing but the memory of fragments.
+        `on_prefix` is called with the growing list after each of them, so that stored state can be fetched
+        ahead. Blocks; mutates nothing but the memory of fragments.
         """
         ids: list[int] = []
         for fragment, special in self._fragments(text):

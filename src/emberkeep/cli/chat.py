@@ -23,7 +23,7 @@ from emberkeep.cli.lines import plain_lines, terminal_lines
 from emberkeep.cli.slash import Quit, run_command
 from emberkeep.config import Config, help_for
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import FinishReason, Json, Message, ReasoningDelta, Sampling, TextDelta
+from emberkeep.types import Event, FinishReason, Json, Message, ReasoningDelta, Sampling, TextDelta
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep, Result, Stream
@@ -56,9 +56,7 @@ def chat(
     install_model(settled)
     options: Options = {"temperature": temperature, "max_tokens": max_tokens}
     with _open(settled) as keeper:
-        session = ChatSession(
-            keeper, Conversation(system), options, sys.stdout, interactive=sys.stdin.isatty()
-        )
+        session = ChatSession(keeper, Conversation(system), options, sys.stdout, interactive=sys.stdin.isatty())
         session.run(_lines(settled, session))
 
 
@@ -133,11 +131,7 @@ class ChatSession:
         """Whether the answer came to its end; Ctrl-C at a terminal stops it, and only it."""
         try:
             with stream:
-                for event in stream.events():
-                    if isinstance(event, TextDelta):
-                        self._write(event.text)
-                    elif isinstance(event, ReasoningDelta):
-                        self._write_dim(event.text)
+                self._show_events(stream.events())
             return True
         except KeyboardInterrupt:
             if not self.interactive:
@@ -145,6 +139,18 @@ class ChatSession:
             return False
         finally:
             self._write("\n")
+
+    def _show_events(self, events: Iterable[Event]) -> None:
+        thinking = False
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                thinking = True
+                self._write_dim(event.text)
+            elif isinstance(event, TextDelta) and event.text:
+                if thinking:
+                    self._write_dim("\n\n")
+                    thinking = False
+                self._write(event.text)
 
     def _write(self, text: str) -> None:
         self._out.write(printable(text) if self._out.isatty() else text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,7 +55,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def complain(sentence: str) -> None:
     """One sentence on stderr, red where a person reads it."""
-    red = sys.stderr.isatty()
+    red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     print(f"\033[31m{sentence}\033[0m" if red else sentence, file=sys.stderr)
 
 

@@ -110,9 +110,7 @@ def _data_dir(config: Config) -> Finding:
             pass
     except OSError as error:
         reason = error.strerror or error
-        return Finding(
-            Level.FAIL, f"{config.data_dir} cannot be written ({reason}): choose another --data-dir."
-        )
+        return Finding(Level.FAIL, f"{config.data_dir} cannot be written ({reason}): choose another --data-dir.")
     return Finding(Level.OK, str(config.data_dir))
 
 
@@ -133,17 +131,13 @@ def _model(config: Config) -> Finding:
 def _port(config: Config) -> Finding:
     address = f"{config.host}:{config.port}"
     try:
-        family, kind, proto, _, target = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM
-        )[0]
+        family, kind, proto, _, target = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
     except OSError as error:
         reason = error.strerror or error
-        return Finding(
-            Level.WARN, f"{address} cannot be used now ({reason}): is a server running? else --port."
-        )
+        return Finding(Level.WARN, f"{address} cannot be used now ({reason}): is a server running? else --port.")
     return Finding(Level.OK, f"{address} is free")
 
 

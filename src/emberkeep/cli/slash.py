@@ -35,9 +35,7 @@ def run_command(chat: Chat, line: str) -> str:
     name, _, argument = line[1:].partition(" ")
     command = COMMANDS.get(name)
     if command is None:
-        return (
-            f"There is no command /{name}: /help lists them; a message may begin with a slash after a space."
-        )
+        return f"There is no command /{name}: /help lists them; a message may begin with a slash after a space."
     return command.run(chat, argument.strip())
 
 

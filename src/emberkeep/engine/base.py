@@ -47,7 +47,7 @@ class Rows:
 
     sequence: int
     start: int
-    tokens: Sequence[int]
+    tokens: npt.NDArray[np.int32]
     want_logits: bool
     """Whether logits are needed after the last of these tokens."""
 

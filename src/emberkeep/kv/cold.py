@@ -43,7 +43,10 @@ class ColdTier:
         self._tmp = self.folder / "tmp" / uuid.uuid4().hex
         for path in (self._chunks, self._quarantine, self._tmp):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._locks = [_lock(self.folder / "in-use", fcntl.LOCK_SH), _lock(self._tmp / "owner", fcntl.LOCK_EX)]
+        self._locks = [
+            _lock(self.folder / "in-use", fcntl.LOCK_SH),
+            _lock(self._tmp / "owner", fcntl.LOCK_EX),
+        ]
         self._index = Index(self.folder / "index.db", fingerprint)
         self._index_lock = threading.Lock()
         self._seen_seq = 0

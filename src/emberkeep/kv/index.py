@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import apsw
 import numpy as np
@@ -86,7 +86,7 @@ class Index:
     def close(self) -> None:
         self._db.close()
 
-    def _write(self, sql: str, values: list[tuple[object, ...]]) -> None:
+    def _write(self, sql: str, values: list[tuple[Any, ...]]) -> None:
         def run() -> None:
             with self._db:
                 self._db.executemany(sql, values)
@@ -94,23 +94,23 @@ class Index:
         if values:
             _translated(run)
 
-    def _row(self, values: tuple[object, ...]) -> Row:
+    def _row(self, values: tuple[Any, ...]) -> Row:
         seq, key, namespace, parent, take, start, tokens, sampled, size, last_used, hits = values
-        spans = np.frombuffer(sampled, "<u4").reshape(-1, 2)  # type: ignore[call-overload]
+        spans = np.frombuffer(sampled, "<u4").reshape(-1, 2)
         description = Description(
             self._fingerprint,
             str(namespace),
-            ChunkKey(key),  # type: ignore[arg-type]
-            ChunkKey(parent),  # type: ignore[arg-type]
-            int(take),  # type: ignore[call-overload]
-            int(start),  # type: ignore[call-overload]
-            np.frombuffer(tokens, "<i4"),  # type: ignore[call-overload]
+            ChunkKey(key),
+            ChunkKey(parent),
+            int(take),
+            int(start),
+            np.frombuffer(tokens, "<i4"),
             tuple((int(a), int(b)) for a, b in spans),
         )
-        return Row(seq, description, size, last_used, hits)  # type: ignore[arg-type]
+        return Row(seq, description, size, last_used, hits)
 
 
-def _values(d: Description, size: int) -> tuple[object, ...]:
+def _values(d: Description, size: int) -> tuple[Any, ...]:
     sampled = np.array(d.sampled, "<u4").tobytes()
     return (d.key, d.namespace, d.parent, d.take, d.start, token_bytes(d.tokens), sampled, size)
 

@@ -35,5 +35,25 @@ def sampled_spelling(cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -
     return ()
 
 
+def spelled_chunks(root: Chunk, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
+    """Chunks whose text lies along the beginning of `text`: what a lookup of its tokens will most likely want.
+
+    Only a guess made before the text is tokenised, a whole chunk per comparison.
+    """
+    found = []
+    todo = [(root, 0)]
+    while todo:
+        chunk, offset = todo.pop()
+        for take, by_first in chunk.branches.items():
+            begin = offset + sum(len(pieces[t]) for t in chunk.tokens[:take].tolist())
+            for child in (child for group in by_first.values() for child in group):
+                first = pieces[int(child.tokens[0])]
+                if text.startswith(first, begin):
+                    found.append(child)
+                    if text.startswith(b"".join([pieces[t] for t in child.tokens.tolist()]), begin):
+                        todo.append((child, begin))
+    return found
+
+
 def _covers(spans: tuple[Span, ...], index: int) -> bool:
     return any(begin <= index < end for begin, end in spans)

@@ -22,7 +22,7 @@ from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.cost import CostModel
 from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key
-from emberkeep.kv.replay import sampled_spelling
+from emberkeep.kv.replay import sampled_spelling, spelled_chunks
 from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, descend, new_root, path_to
 from emberkeep.kv.writer import Writer
 
@@ -148,13 +148,17 @@ class KvStore:
             return
         self._adopt(rows)
 
-    def readahead(self, namespace: str, tokens: TokenArray) -> None:
-        """Begin to read what is stored for this beginning of a prompt. Returns at once."""
+    def readahead(self, namespace: str, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
+        """Begin to read from disk what is probably stored for `text`; returns what it began to read.
+
+        Never blocks: it runs while the prompt is still being tokenised.
+        """
         with self._lock:
-            cursor = descend(Cursor(self._root(namespace), 0), tokens)
-            cold = [s.chunk for s in path_to(cursor) if s.chunk.payload is None]
+            likely = spelled_chunks(self._root(namespace), text, pieces)
+            cold = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self._fetches]
             for chunk in cold:
                 self._start_fetch(chunk)
+            return {chunk.key for chunk in cold}
 
     def fetch(self, chunk: Chunk, notify: Callable[[], None]) -> Fetch:
         """Bring a pinned chunk's payload into RAM. `notify` is called once, from any thread, when it is there.
@@ -169,6 +173,15 @@ class KvStore:
             fetch = self._start_fetch(chunk)
             fetch.waiting.append(notify)
             return fetch
+
+    def reject(self, chunk: Chunk) -> None:
+        """The engine refused this chunk's bytes: treat its file as damaged."""
+        with self._lock:
+            self.counters.damaged_chunks += 1
+            if chunk.key in self._chunks:
+                self._drop(chunk)
+        if self._cold:
+            self._cold.quarantine(chunk.key)
 
     # ── storing ──
 
@@ -285,7 +298,12 @@ class KvStore:
         return root
 
     def _new_chunk(
-        self, key: ChunkKey, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: tuple[Span, ...]
+        self,
+        key: ChunkKey,
+        cursor: Cursor,
+        tokens: TokenArray,
+        payload: memoryview,
+        sampled: tuple[Span, ...],
     ) -> Chunk:
         chunk = Chunk(
             key=key,
@@ -309,10 +327,10 @@ class KvStore:
         assert chunk.parent is not None
         for sibling in chunk.parent.branches[chunk.take][int(chunk.tokens[0])]:
             size = len(sibling.tokens)
-            if size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf:
-                if np.array_equal(sibling.tokens, chunk.tokens[:size]):
-                    chunk.sampled = _merged(sibling.sampled + chunk.sampled)
-                    return sibling
+            replaceable = size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf
+            if replaceable and np.array_equal(sibling.tokens, chunk.tokens[:size]):
+                chunk.sampled = _merged(sibling.sampled + chunk.sampled)
+                return sibling
         return None
 
     def _drop(self, chunk: Chunk) -> None:

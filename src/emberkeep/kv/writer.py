@@ -106,7 +106,9 @@ class Writer:
     def _entries(self, batch: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Description, memoryview]]:
         """What is still worth writing: evicted chunks have lost their payload by now."""
         payloads = [(chunk, chunk.payload) for chunk, _ in batch]
-        return [(describe(chunk, self._fingerprint), payload) for chunk, payload in payloads if payload is not None]
+        return [
+            (describe(chunk, self._fingerprint), payload) for chunk, payload in payloads if payload is not None
+        ]
 
     def _refused(self, count: int, error: OSError) -> None:
         self.refused_chunks += count

@@ -80,9 +80,7 @@ class ModelLibrary:
         """Raises ModelNotFound, or ModelBroken when the folder is there and its content is not usable."""
         model = self._read(self._known(id))
         if model is None:
-            raise ModelBroken(
-                f"The folder of {id} is damaged; `emberkeep models remove {id}` and pull it again."
-            )
+            raise ModelBroken(f"The folder of {id} is damaged; `emberkeep models remove {id}` and pull it again.")
         return model
 
     def resolve(self, name_or_path: str) -> ModelFile:

@@ -113,9 +113,7 @@ class _Metadata:
         attends_every = self._int("full_attention_interval") or 1
         # The last layers of some models read the state of earlier ones instead of keeping their own.
         own = layers - (self._int("attention.shared_kv_layers") or 0)
-        return tuple(
-            n if layer < own and (layer + 1) % attends_every == 0 else 0 for layer, n in enumerate(heads)
-        )
+        return tuple(n if layer < own and (layer + 1) % attends_every == 0 else 0 for layer, n in enumerate(heads))
 
     def _layers(self) -> int:
         layers = self._required("block_count")

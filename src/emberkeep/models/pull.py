@@ -48,9 +48,7 @@ def pull(
 
 
 class _Pull:
-    def __init__(
-        self, id: str, source: Source, optimize: bool, library: ModelLibrary, reporter: Reporter
-    ) -> None:
+    def __init__(self, id: str, source: Source, optimize: bool, library: ModelLibrary, reporter: Reporter) -> None:
         self._id = id
         self._source = source
         self._optimize = optimize

@@ -7,7 +7,7 @@ requests look at a few dozen candidates, so the vocabulary is cut down before an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,7 +34,9 @@ class Matcher(Protocol):
 class Sampler:
     """One sequence's way of choosing tokens. Deterministic for a given seed."""
 
-    def __init__(self, settings: Sampling, matcher: Matcher | None = None, top_logprobs: int | None = None) -> None:
+    def __init__(
+        self, settings: Sampling, matcher: Matcher | None = None, top_logprobs: int | None = None
+    ) -> None:
         self._settings = settings
         self._matcher = matcher
         self._top_logprobs = top_logprobs
@@ -46,7 +48,7 @@ class Sampler:
             settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
         )
 
-    def sample(self, logits: Floats, pieces: tuple[bytes, ...]) -> tuple[int, TokenLogprob | None]:
+    def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
         adjusted = self._adjust(logits)
         token = self._choose(adjusted)
@@ -96,7 +98,7 @@ class Sampler:
         return int(ids[min(np.searchsorted(cumulative, drawn, side="right"), len(ids) - 1)])
 
 
-def describe(logits: Floats, token: int, top: int, pieces: tuple[bytes, ...]) -> TokenLogprob:
+def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> TokenLogprob:
     """Log-probabilities under the model's own distribution, before any sampling setting."""
     shifted = logits.astype(np.float64) - float(logits.max())
     total = float(np.log(np.exp(shifted).sum()))
@@ -146,5 +148,6 @@ def _typical(logits: Floats, mass: float) -> Ints:
 
 
 def _softmax(logits: Floats) -> Floats:
-    weights: Floats = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    weights = np.exp(logits - logits.max())
+    normalised: Floats = weights / weights.sum()
+    return normalised

@@ -68,6 +68,7 @@ class Sequence:
         self.divergence: Divergence | None = None
         self.match: Match | None = None
         self.loads: deque[tuple[Segment, Fetch]] = deque()
+        self.from_disk: set[Segment] = set()
         self.started = monotonic()
         self.load_seconds = 0.0
         self.first_token_at: float | None = None

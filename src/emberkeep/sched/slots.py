@@ -1,12 +1,11 @@
 """The hot tier: which sequence lives in which of the engine's slots.
 
-A finished sequence stays in its slot, so that its next turn continues without moving a byte. Everything it holds is
-in the store as well, so that giving its slot away costs a reload and never an evaluation.
+A finished sequence stays in its slot, so that its next turn continues without moving a byte. Everything it
+holds is in the store as well, so that giving its slot away costs a reload and never an evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
 
@@ -31,9 +30,6 @@ class Slots:
         self._engine = engine
         self._whole_only = engine.capabilities.kv_unit is KvUnit.SNAPSHOT
         self._by_slot: dict[int, Sequence] = {}
-
-    def __iter__(self) -> Iterable[Sequence]:  # type: ignore[misc]
-        return iter(list(self._by_slot.values()))
 
     @property
     def active(self) -> list[Sequence]:

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from emberkeep import __version__
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
@@ -23,7 +24,7 @@ from emberkeep.server.wire.errors import Failure, failure_of
 def create_app(backend: Backend, config: Config) -> FastAPI:
     """The caller keeps the backend and closes it. `app.state.drain` is the `Drain` of this application."""
     drain = Drain()
-    app = DescribedApp(title="Emberkeep", docs_url=None, redoc_url=None)
+    app = DescribedApp(title="Emberkeep", version=__version__, docs_url=None, redoc_url=None)
     app.state.drain = drain
     app.include_router(openai_routes(backend, config))
     app.include_router(native_routes(backend, drain))

@@ -21,6 +21,11 @@ class ClientGone(Exception):
     """Nobody is left to answer."""
 
 
+def closing(source: AsyncIterator[Event]) -> aclosing[AsyncGenerator[Event, None]]:
+    """A backend's iterator can be closed, although its type does not say so."""
+    return aclosing(cast("AsyncGenerator[Event, None]", source))
+
+
 class Feed:
     """Starts reading at once; needs a running loop. Close it, also after an error."""
 
@@ -65,7 +70,7 @@ class Feed:
         await self.close()
 
     async def _read(self, source: AsyncIterator[Event]) -> None:
-        async with aclosing(cast("AsyncGenerator[Event, None]", source)):
+        async with closing(source):
             try:
                 await self._read_to_completed(source)
             except Exception as error:

@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
@@ -52,9 +52,10 @@ class Server(uvicorn.Server):
         self._drain_s = config.drain_s
         self._deadline = 0.0
 
-    def capture_signals(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
         """Not here: signals must also be heard while the backend closes."""
-        return nullcontext()
+        yield
 
     def stop(self) -> None:
         """The first call begins the drain, the second one ends it. Call it in the loop's thread."""
@@ -99,10 +100,11 @@ async def _run(server: Server, backend: Backend, listener: socket.socket) -> Non
 
 
 async def _end(tasks: set[asyncio.Task[None]]) -> None:
-    """Requests that a second signal cut off have not been cancelled yet."""
+    """Waits for the last words of cut-off requests; those that a second signal cut off are still running."""
     left = list(tasks)
     for task in left:
-        task.cancel()
+        if not task.cancelling():
+            task.cancel()
     if left:
         await asyncio.wait(left, timeout=LAST_WORDS_S)
 
@@ -121,7 +123,7 @@ async def _close(backend: Backend, hurry: asyncio.Event) -> None:
 
 
 @contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
+def _signals(stop: Callable[[], None]) -> Generator[None, None, None]:
     loop = asyncio.get_running_loop()
     handled = (signal.SIGINT, signal.SIGTERM)
     before = {sig: signal.signal(sig, lambda *_: loop.call_soon_threadsafe(stop)) for sig in handled}

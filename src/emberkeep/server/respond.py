@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
-from typing import cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError
-from emberkeep.server.feed import ClientGone, Feed
+from emberkeep.server.feed import ClientGone, Feed, closing
 from emberkeep.server.wire.answer import Answer
 from emberkeep.server.wire.errors import Failure, failure_of
 from emberkeep.server.wire.frames import Frames
@@ -102,7 +100,7 @@ def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterato
 
 
 async def _renumbered(source: AsyncIterator[Event], offset: int) -> AsyncIterator[Event]:
-    async with aclosing(cast("AsyncGenerator[Event, None]", source)):
+    async with closing(source):
         async for event in source:
             if isinstance(event, (Progress, Completed)):
                 yield event

@@ -77,7 +77,7 @@ class LlamaEngine:
         if address is None:
             raise EngineError("llama.cpp has no logits for that row.")
         array = (ctypes.c_float * self.vocab.size).from_address(address)
-        return np.frombuffer(array, np.float32)
+        return np.frombuffer(memoryview(array), np.float32)
 
     # ── state ──
 
@@ -128,7 +128,7 @@ class LlamaEngine:
     def _learn_shape(self) -> Shape:
         """Evaluate two tokens once and read the layout off what llama.cpp exports for them."""
         probe = self.vocab.bos if self.vocab.bos is not None else 0
-        self.evaluate([Rows(_SCRATCH - 1, 0, [probe, probe], want_logits=False)])
+        self.evaluate([Rows(_SCRATCH - 1, 0, np.full(2, probe, np.int32), want_logits=False)])
         size = llama_cpp.llama_state_seq_get_size(self._context, _SCRATCH)
         buffer = np.empty(size, np.uint8)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -161,14 +161,14 @@ def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama
 
 def _fingerprint(model: LlamaModel, weights_digest: str, shape: Shape | None) -> bytes:
     """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build."""
-    rope = [llama_cpp.llama_model_rope_type(model.handle), llama_cpp.llama_model_rope_freq_scale_train(model.handle)]
     parts = [
         "llama.cpp",
         binding.version(),
         platform.machine(),
         weights_digest,
         model.metadata("general.architecture"),
-        rope,
+        llama_cpp.llama_model_rope_type(model.handle),
+        llama_cpp.llama_model_rope_freq_scale_train(model.handle),
         "flash, unified, full window",
         shape,
     ]

@@ -28,9 +28,7 @@ def requantize(source: Path, target: Path, to: str) -> None:
     # Without this only 16 and 32 bit sources are taken.
     parameters.allow_requantize = True
     binding.take_errors()
-    status = llama_cpp.llama_model_quantize(
-        os.fsencode(source), os.fsencode(target), ctypes.byref(parameters)
-    )
+    status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(parameters))
     if status != 0:
         reason = binding.take_errors() or f"status {status}"
         raise EngineError(f"llama.cpp could not write {source.name} as {to} ({reason}); keep it as it is.")

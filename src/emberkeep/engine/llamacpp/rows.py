@@ -48,4 +48,4 @@ class BatchBuffer:
 
 
 def _pointer(array: np.ndarray[tuple[int], np.dtype[np.generic]], to: type) -> object:
-    return ctypes.cast(array.ctypes.data, ctypes.POINTER(to))  # type: ignore[type-var]
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(to))

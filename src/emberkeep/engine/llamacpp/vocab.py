@@ -48,9 +48,7 @@ class LlamaVocab:
         count = llama_cpp.llama_tokenize(self._handle, data, len(data), buffer, room, False, parse_special)
         if count < 0:
             buffer = (ctypes.c_int32 * -count)()
-            count = llama_cpp.llama_tokenize(
-                self._handle, data, len(data), buffer, -count, False, parse_special
-            )
+            count = llama_cpp.llama_tokenize(self._handle, data, len(data), buffer, -count, False, parse_special)
         return buffer[:count]
 
 

@@ -20,10 +20,9 @@ from emberkeep.models.reporting import Reporter
 from emberkeep.models.spec import UrlFile
 
 ATTEMPTS = 5
-"""Connections in a row that may break without bringing a single byte."""
+"""Connections in a row that may break without getting further than any before."""
 PAUSE_S = 1.0
 TIMEOUT_S = 30.0
-BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +39,31 @@ def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> Path:
 
     What an interrupted call has downloaded stays in `folder` for the next.
     """
-    download = _Download(source, folder, reporter)
-    failures = 0
-    while True:
-        before = download.received
+    with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S) as client:
+        download = _Download(source, folder, client, reporter)
         try:
-            return download.attempt()
+            return _persist(download)
         except (httpx.TransportError, _ServerTrouble) as error:
-            failures = 0 if download.received > before else failures + 1
-            if failures == ATTEMPTS:
-                reason = str(error) or type(error).__name__
-                raise DownloadFailed(
-                    f"{source.label} could not be downloaded ({reason}); pull again to resume."
-                ) from error
-            time.sleep(PAUSE_S * failures)
+            reason = str(error) or type(error).__name__
+            raise DownloadFailed(
+                f"{source.label} could not be downloaded ({reason}); pull again to resume."
+            ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise DownloadFailed(f"{source.label} cannot be fetched ({error}); check the address.") from error
+
+
+def _persist(download: _Download) -> Path:
+    """Try until the file is complete or connections stop bringing anything new."""
+    furthest, failures = download.received, 0
+    while True:
+        try:
+            return download.attempt()
+        except (httpx.TransportError, _ServerTrouble):
+            failures = 0 if download.received > furthest else failures + 1
+            furthest = max(furthest, download.received)
+            if failures == ATTEMPTS:
+                raise
+        time.sleep(PAUSE_S * failures)
 
 
 class _ServerTrouble(Exception):
@@ -63,8 +71,9 @@ class _ServerTrouble(Exception):
 
 
 class _Download:
-    def __init__(self, source: UrlFile, folder: Path, reporter: Reporter) -> None:
+    def __init__(self, source: UrlFile, folder: Path, client: httpx.Client, reporter: Reporter) -> None:
         self._source = source
+        self._client = client
         self._part = folder / "part"
         self._sidecar = folder / "part.json"
         self._reporter = reporter
@@ -79,9 +88,7 @@ class _Download:
         headers = {"Accept-Encoding": "identity"}
         if self.received and remote.validator:
             headers |= {"Range": f"bytes={self.received}-", "If-Range": remote.validator}
-        with httpx.stream(
-            "GET", self._source.url, headers=headers, follow_redirects=True, timeout=TIMEOUT_S
-        ) as response:
+        with self._client.stream("GET", self._source.url, headers=headers) as response:
             if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return self._nothing_left(response)
             self._require_success(response)
@@ -111,7 +118,7 @@ class _Download:
 
     def _receive(self, response: httpx.Response, remote: _Remote) -> None:
         with self._part.open("ab") as part:
-            for block in response.iter_raw(BLOCK):
+            for block in response.iter_raw():
                 part.write(block)
                 self._reporter.progress("Downloading", part.tell(), remote.total)
 

@@ -179,5 +179,5 @@ class TextFrames:
         return self._chunks.chunk([_text_choice(event.index, event.text, logprobs)])
 
 
-def _text_choice(index: int, text: str, logprobs: Json = None, finish: str | None = None) -> dict[str, Json]:
+def _text_choice(index: int, text: str, logprobs: Json = None, finish: Json = None) -> dict[str, Json]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}

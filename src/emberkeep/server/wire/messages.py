@@ -44,6 +44,9 @@ class ToolCallBody(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    def to_call(self) -> ToolCall:
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
 
 class MessageBody(Body):
     role: Role
@@ -73,9 +76,7 @@ Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
 def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
     for index, body in enumerate(bodies):
         if body.role != "assistant" and "content" not in body.model_fields_set:
-            raise InvalidField(
-                f"messages[{index}].content", "is required: only the assistant's may be left out."
-            )
+            raise InvalidField(f"messages[{index}].content", "is required for this role.")
     return tuple(body.to_message() for body in bodies)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from dataclasses import replace
 from types import TracebackType
 from typing import Unpack
@@ -27,7 +26,6 @@ class Emberkeep:
         self._backend = backend
         self._bridge = Bridge()
         self._closed = False
-        atexit.register(self.close)
 
     @classmethod
     def load(cls, model: str | None = None, **settings: object) -> Emberkeep:
@@ -83,7 +81,6 @@ class Emberkeep:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
         try:
             self._bridge.run(self._backend.close())
         finally:

@@ -1,0 +1,60 @@
+# make run is all it takes; make help lists the rest.
+
+.DEFAULT_GOAL := help
+.PHONY: help run chat test test-fast check bench clean
+
+BIN := .venv/bin
+STAMP := .venv/.emberkeep-installed
+
+# The multimodal library is not used; leaving it out saves minutes of compiling.
+CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+export CMAKE_ARGS
+
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@echo "  ARGS passes flags on: make run ARGS='--port 9000'"
+
+run: $(STAMP) ## install what is missing and serve on http://127.0.0.1:8080
+	@$(BIN)/emberkeep serve $(ARGS)
+
+chat: $(STAMP) ## install what is missing and chat in this terminal
+	@$(BIN)/emberkeep chat $(ARGS)
+
+test: check ## every check and every test
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP) ## the tests that need neither a real model nor other processes
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: $(STAMP) ## formatting, lint, types, layers
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## measure: make bench ARGS=all
+	@$(BIN)/emberkeep bench $(ARGS)
+
+clean: ## remove what was installed and cached here (models and stored state stay)
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	@command -v c++ >/dev/null || { echo "A C++ compiler is needed to build llama.cpp: install g++ or clang."; exit 1; }
+	@echo "Installing Emberkeep into .venv."
+	@echo "Compiling llama.cpp once, about 7 minutes on two cores; later installs take it from pip's cache."
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(BIN)/python:
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+		"$$python" -c '$(IS_NEW_ENOUGH)' 2>/dev/null || continue; \
+		echo "Creating .venv with $$("$$python" --version)."; \
+		"$$python" -m venv .venv && exit 0; \
+		rm -rf .venv; \
+		echo "Python could not create .venv: install its venv module (Debian and Ubuntu: python3-venv)."; \
+		exit 1; \
+	done; \
+	echo "Emberkeep needs Python 3.11 or newer: install it, or name it with make PYTHON=/path/to/python3."; \
+	exit 1

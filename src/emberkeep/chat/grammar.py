@@ -1,0 +1,223 @@
+"""Structured output: which tokens may come next, so that the answer fits a schema or is a tool call."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.chat.dialects import Reasoning, hidden_tokens
+from emberkeep.chat.messages import CALL_END, CALL_START, sorted_keys
+from emberkeep.errors import InvalidField
+from emberkeep.types import Json, Request, Tool, Vocab
+
+Mask = npt.NDArray[np.uint32]
+"""One bit per token, lowest bit first; set means allowed."""
+
+MAX_SCHEMA_CHARS = 256 << 10
+MAX_SCHEMA_DEPTH = 64
+_COMPILE_SECONDS = 5.0
+_REMEMBERED = 32
+# One line, as `json.dumps` writes it: free whitespace invites small models to write nothing else.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_STRICT = {**_ONE_LINE, "coerce_one_of": True}
+# Tools check their arguments themselves, so a keyword that cannot be enforced is no reason to refuse.
+_LENIENT = {**_STRICT, "lenient": True}
+
+
+class Grammars:
+    """Compiles constraints for one vocabulary, and remembers the latest. Safe to use from several threads."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[str, Constraint] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint_for(self, request: Request) -> Constraint | None:
+        """What the answer must look like; None when anything goes.
+
+        Blocks: a second or so the first time, then for as long as the schema takes to compile, which is
+        limited. Raises InvalidField when the schema or the tool choice cannot be used.
+        """
+        if request.tool_choice.mode in ("required", "named"):
+            return self._compile(_calls_grammar(request), "tools")
+        if request.format is not None:
+            return self._compile(_json_grammar(request.format.schema), "response_format")
+        return None
+
+    def _compile(self, grammar: str, param: str) -> Constraint:
+        # One at a time: a hostile schema may take seconds, and must not take all cores.
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is None:
+                known = Constraint(self._vocab, self._matcher(grammar, param), param)
+                self._compiled[grammar] = known
+                if len(self._compiled) > _REMEMBERED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return known
+
+    def _matcher(self, grammar: str, param: str) -> llguidance.LLMatcher:
+        """Runs the compiler in a thread that is left to itself when it takes too long (its memory and steps
+        are limited, so it does end)."""
+        tokenizer = self._tokenizer = self._tokenizer or _lltokenizer(self._vocab)
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        done: list[llguidance.LLMatcher] = []
+
+        def compile() -> None:
+            done.append(llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits))
+
+        worker = threading.Thread(target=compile, name="grammar", daemon=True)
+        worker.start()
+        worker.join(_COMPILE_SECONDS)
+        if not done:
+            raise InvalidField(param, "the schema takes too long to compile: make it smaller.")
+        if done[0].is_error():
+            reason = done[0].get_error().partition("\n")[0][:200].rstrip(".")
+            raise InvalidField(param, f"the schema cannot be used ({reason}): change or remove that part.")
+        return done[0]
+
+
+class Constraint:
+    """A compiled grammar. Immutable; safe to use from several threads."""
+
+    def __init__(self, vocab: Vocab, compiled: llguidance.LLMatcher, param: str) -> None:
+        self._vocab = vocab
+        self._compiled = compiled
+        self._param = param
+
+    def matcher(self, reasoning: Reasoning | None = None) -> Matcher:
+        """At the beginning of an answer; behind `reasoning`, when the prompt has opened such a block."""
+        return Matcher(self._vocab, self._compiled.deep_copy(), self._param, reasoning)
+
+
+class Matcher:
+    """Follows one answer, token by token. Not thread-safe."""
+
+    def __init__(
+        self, vocab: Vocab, state: llguidance.LLMatcher, param: str, reasoning: Reasoning | None
+    ) -> None:
+        self._pieces = vocab.pieces
+        self._param = param
+        self._state = state
+        self._bits = np.zeros((vocab.size + 31) // 32, dtype=np.uint32)
+        self._free_until = reasoning.end.encode() if reasoning else b""
+        self._tail = b""
+
+    @property
+    def finished(self) -> bool:
+        """The answer is complete: only end-of-generation tokens are left."""
+        return not self._free_until and bool(self._state.is_stopped())
+
+    def mask(self) -> Mask | None:
+        """What may come next; None for anything. A view that is valid until the next call.
+
+        Raises InvalidField when the grammar turns out to need more work per token than is allowed.
+        """
+        if self._free_until:
+            return None
+        self._state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        return self._bits
+
+    def advance(self, token: int) -> None:
+        """`token` was sampled; it must be one that the mask allowed."""
+        if self._free_until:
+            self._read_freely(token)
+            return
+        self._state.consume_token(token)
+        self._check()
+
+    def _read_freely(self, token: int) -> None:
+        self._tail += self._pieces[token]
+        if self._free_until in self._tail:
+            self._free_until = b""
+        self._tail = self._tail[-len(self._free_until) :]
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            raise InvalidField(self._param, "the schema is too complex to follow: make it simpler.")
+
+
+# ── grammars ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _json_grammar(schema: Mapping[str, Json] | None) -> str:
+    text = json.dumps(_checked(schema if schema is not None else {"type": "object"}, "response_format"))
+    return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_STRICT))
+
+
+def _calls_grammar(request: Request) -> str:
+    """One call, or several where allowed, in the form that `dialects.TAGGED` reads."""
+    tools = _callable_tools(request)
+    more = '("\\n" call)*' if request.parallel_tool_calls else ""
+    names = " | ".join(f"call_{i}" for i in range(len(tools)))
+    rules = [f"start: call {more}", f"call: {names}"]
+    end = json.dumps(f"}}\n{CALL_END}")
+    for i, tool in enumerate(tools):
+        start = json.dumps(f'{CALL_START}\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+        rules.append(f"call_{i}: {start} arguments_{i} {end}")
+        rules.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(tool))}")
+    return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules)))
+
+
+def _callable_tools(request: Request) -> list[Tool]:
+    name = request.tool_choice.name
+    tools = [tool for tool in request.tools if request.tool_choice.mode != "named" or tool.name == name]
+    if not tools:
+        missing = f"there is no tool named {name!r}" if name else "a call is required but there are no tools"
+        raise InvalidField("tool_choice", f"{missing}: add it to tools.")
+    return tools
+
+
+def _arguments_schema(tool: Tool) -> dict[str, Json]:
+    schema = sorted_keys(_checked(tool.parameters, "tools"))
+    return {"type": "object", **schema, "x-guidance": _LENIENT}
+
+
+def _checked(schema: Mapping[str, Json], param: str) -> Mapping[str, Json]:
+    if _depth_exceeds(schema, MAX_SCHEMA_DEPTH):
+        raise InvalidField(param, f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: flatten it.")
+    if len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
+        raise InvalidField(param, f"the schema is longer than {MAX_SCHEMA_CHARS} characters: shorten it.")
+    return schema
+
+
+def _depth_exceeds(value: Json, limit: int) -> bool:
+    if limit < 0:
+        return True
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, list) and any(_depth_exceeds(item, limit - 1) for item in value)
+
+
+# ── the vocabulary, as llguidance wants it ───────────────────────────────────────────────────────
+
+
+class _Wrapped:
+    """The attributes that `LLTokenizer` reads from a Python tokenizer."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        hidden = hidden_tokens(vocab)
+        # 0xff is never valid UTF-8: it keeps the texts of control tokens out of the grammar's reach.
+        self.tokens = [b"\xff" + piece if i in hidden else piece for i, piece in enumerate(vocab.pieces)]
+        self.eos_token_id = vocab.eos if vocab.eos is not None else min(vocab.eog)
+        self.bos_token_id = vocab.bos
+        self.special_token_ids: list[int] = []
+        self._vocab = vocab
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        decoded = text if isinstance(text, str) else text.decode()
+        return self._vocab.tokenize(decoded, parse_special=False)
+
+
+def _lltokenizer(vocab: Vocab) -> llguidance.LLTokenizer:
+    """Takes about a second for a large vocabulary."""
+    wrapped = llguidance.TokenizerWrapper(_Wrapped(vocab))
+    return llguidance.LLTokenizer(wrapped, n_vocab=vocab.size, eos_token=sorted(vocab.eog))

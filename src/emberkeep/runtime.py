@@ -1,0 +1,116 @@
+"""The composition root: a Config becomes a running backend."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from time import time
+
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.local import LocalBackend
+from emberkeep.chat.template import ChatTemplate
+from emberkeep.config import Config, total_ram
+from emberkeep.engine.base import Engine
+from emberkeep.errors import ModelBroken, TemplateFailed
+from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.store import KvStore
+from emberkeep.models.digest import weights_digest
+from emberkeep.models.gguf import read_header
+from emberkeep.models.library import ModelLibrary
+from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.sched.loop import EngineLoop, LoopSettings
+
+log = logging.getLogger("emberkeep")
+
+_DEFAULT_CONTEXT = 32_768
+"""Cap on a context nobody asked for: models that allow a million tokens exist, machines for them less so."""
+_KV_SHARE_OF_RAM = 4
+"""At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
+
+
+def open_backend(config: Config) -> Backend:
+    """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError."""
+    library = ModelLibrary(config.data_dir / "models")
+    model = library.resolve(config.model)
+    shape = profile(read_header(model.path))
+    context = _context(config, shape)
+    digest = weights_digest(model.path, library.digests)
+    engine, source = _open_llamacpp(model.path, config, shape, context, digest)
+    card = ModelCard(model.id, int(model.path.stat().st_mtime or time()), context)
+    return assemble(config, engine, source, card)
+
+
+def assemble(config: Config, engine: Engine, template_source: str | None, card: ModelCard) -> Backend:
+    """A backend over any engine. The engine belongs to it from now on."""
+    template = _template(engine, template_source)
+    store = open_store(config, engine.fingerprint)
+    slice_ = min(config.prefill_slice, engine.capabilities.batch)
+    settings = LoopSettings(parallel=config.parallel, prefill_slice=slice_, waiting=config.queue)
+    return LocalBackend(
+        card,
+        engine.vocab,
+        template,
+        EngineLoop(engine, store, settings),
+        store,
+        context=engine.capabilities.context,
+        deadline_s=config.deadline_s,
+        drain_s=config.drain_s,
+    )
+
+
+def open_store(config: Config, fingerprint: bytes) -> KvStore:
+    """Without a usable folder the store lives in RAM: serving goes on."""
+    cold = None
+    if config.disk_budget:
+        try:
+            cold = ColdTier(config.data_dir / "kv", fingerprint)
+        except OSError as error:
+            log.warning("stored state is kept in RAM only: %s", error)
+    return KvStore(fingerprint, warm_budget=config.ram_budget, cold=cold, cold_budget=config.disk_budget)
+
+
+def _open_llamacpp(
+    path: Path, config: Config, shape: ModelProfile, context: int, digest: str
+) -> tuple[Engine, str | None]:
+    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+
+    model = LlamaModel(path, gpu_layers=config.gpu_layers)
+    settings = LlamaSettings(
+        context=context,
+        cells=_cells(config, shape, context),
+        sequences=2 * config.parallel,
+        batch=max(config.prefill_slice, 2 * config.parallel),
+        threads=config.threads,
+    )
+    return LlamaEngine(model, settings, digest), model.chat_template
+
+
+def _context(config: Config, shape: ModelProfile) -> int:
+    if config.ctx is None:
+        return min(shape.context_length, _DEFAULT_CONTEXT)
+    if config.ctx > shape.context_length:
+        log.warning(
+            "--ctx %d is more than the %d tokens this model was trained for", config.ctx, shape.context_length
+        )
+    return config.ctx
+
+
+def _cells(config: Config, shape: ModelProfile, context: int) -> int:
+    """Room for `parallel` full contexts if RAM allows, and always for one."""
+    affordable = total_ram() // _KV_SHARE_OF_RAM // max(shape.kv_bytes_per_token, 1)
+    return max(context, min(config.parallel * context, affordable))
+
+
+def _template(engine: Engine, source: str | None) -> ChatTemplate:
+    vocab = engine.vocab
+    bos, eos = (
+        vocab.pieces[t].decode("utf-8", "replace") if t is not None else "" for t in (vocab.bos, vocab.eos)
+    )
+    if source is None:
+        log.warning("the model has no chat template: ChatML is used")
+        return ChatTemplate.default(bos=bos, eos=eos)
+    try:
+        return ChatTemplate(source, bos=bos, eos=eos)
+    except TemplateFailed as error:
+        engine.close()
+        raise ModelBroken(f"{error} Choose another model file.") from error

@@ -1,0 +1,42 @@
+"""What the store can do for a prompt that is still text: read ahead, and replay what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.store import KvStore
+from emberkeep.types import Vocab
+
+
+class Lookahead:
+    """One prompt's view of the store. Used by one thread; never blocks on disk."""
+
+    def __init__(self, store: KvStore, vocab: Vocab, namespace: str) -> None:
+        self._store = store
+        self._pieces = vocab.pieces
+        self._namespace = namespace
+        self._cursor = store.origin(namespace)
+        self._ids = np.empty(1024, np.int32)
+        self._count = 0
+
+    def read_ahead(self, text: str) -> set[ChunkKey]:
+        return self._store.readahead(self._namespace, text.encode("utf-8", "surrogatepass"), self._pieces)
+
+    def replay(self, ids: Sequence[int], fragment: str) -> tuple[int, ...]:
+        """The ids that were sampled for `fragment` when it stood after `ids`, which may only grow."""
+        if self._cursor.position < self._count:
+            return ()  # the prompt has left what is stored: nothing can follow
+        self._take(ids)
+        self._cursor = self._store.advance(self._cursor, self._ids[: self._count])
+        if self._cursor.position < self._count:
+            return ()
+        return self._store.replay(self._cursor, fragment.encode("utf-8", "surrogatepass"), self._pieces)
+
+    def _take(self, ids: Sequence[int]) -> None:
+        if len(ids) > len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty(len(ids), np.int32)])
+        self._ids[self._count : len(ids)] = ids[self._count :]
+        self._count = len(ids)

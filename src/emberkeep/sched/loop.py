@@ -1,0 +1,398 @@
+"""The step loop: plan, run, absorb. One thread owns the engine; everything else talks to it through a queue."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from time import monotonic
+from typing import TypeVar
+
+from emberkeep.engine.base import Engine, Outcome, Rows
+from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.job import Ending, EndReason, Job
+from emberkeep.sched.keeper import Keeper
+from emberkeep.sched.loader import Loader
+from emberkeep.sched.queue import WaitingLine
+from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.slots import Slots
+from emberkeep.types import Progress
+
+log = logging.getLogger("emberkeep.sched")
+
+T = TypeVar("T")
+
+_SHUTTING_DOWN = "The server is shutting down: try again in a moment."
+_SLICE_BESIDE_DECODES = 128
+"""Prompt tokens per step while answers are being written: they wait for a slice, so it is kept short."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    parallel: int
+    """Jobs in the engine at once."""
+    prefill_slice: int
+    """Prompt tokens per step while nothing else runs."""
+    waiting: int
+    """Jobs that may wait; more are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    action: Callable[[], None]
+
+
+class _Wake:
+    pass
+
+
+class _Stop:
+    pass
+
+
+_Command = Job | _Cancel | _Call | _Wake | _Stop
+
+
+@dataclass(slots=True)
+class LoopCounters:
+    jobs: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    steps: int = 0
+    evaluated_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_hot_tokens: int = 0
+    reused_warm_tokens: int = 0
+    reused_cold_tokens: int = 0
+    sampled_tokens: int = 0
+
+
+class EngineLoop:
+    """`submit`, `cancel`, `call`, `stats` and `close` may be called from any thread."""
+
+    def __init__(self, engine: Engine, store: KvStore, settings: LoopSettings) -> None:
+        self._engine = engine
+        self._store = store
+        self._settings = settings
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._line = WaitingLine(settings.waiting)
+        self._slots = Slots(engine)
+        self._keeper = Keeper(engine, store)
+        self._loader = Loader(engine, store, self._slots, wake=lambda: self._inbox.put(_Wake()))
+        self._stopping = False
+        self.counters = LoopCounters()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ── from any thread ──
+
+    def submit(self, job: Job) -> None:
+        """Raises Overloaded when too many wait already."""
+        if self._stopping:
+            raise Overloaded(_SHUTTING_DOWN)
+        self._line.reserve()
+        self._inbox.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """Stop within one step. What was computed is kept; the consumer hears nothing more."""
+        self._inbox.put(_Cancel(job))
+
+    def call(self, action: Callable[[], T]) -> Future[T]:
+        """Run `action` on the engine's thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(action())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._inbox.put(_Call(run))
+        return future
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """No new jobs; let running ones finish until the deadline, keep what they computed, free the engine."""
+        self._stopping = True
+        deadline = monotonic() + drain_seconds
+        while self._thread.is_alive() and monotonic() < deadline and self.call(self._is_busy).result():
+            self._thread.join(0.02)
+        self._inbox.put(_Stop())
+        self._thread.join()
+
+    def stats(self) -> dict[str, object]:
+        active = self._slots.active
+        return {
+            "active": len(active),
+            "waiting": len(self._line),
+            "idle_sequences": len(self._slots.idle),
+            "resident_tokens": sum(s.computed for s in [*active, *self._slots.idle]),
+            **asdict(self.counters),
+        }
+
+    # ── the loop ──
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._admit()
+                self._step()
+        except Exception:
+            log.exception("the engine's thread failed")
+            self._fail_everything(EngineError("The engine failed: restart the server."))
+        finally:
+            self._keep_everything()
+            self._engine.close()
+
+    def _step(self) -> None:
+        batch = self._plan()
+        if batch and self._evaluate(batch):
+            self._absorb(batch)
+
+    def _plan(self) -> list[tuple[Sequence, Rows]]:
+        """One row for every sequence that decodes, then prompt slices in equal shares."""
+        runnable = [s for s in self._slots.active if s.is_runnable]
+        decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
+        filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
+        room = min(self._settings.prefill_slice, self._engine.capabilities.batch - len(decoding))
+        if decoding:
+            room = min(room, _SLICE_BESIDE_DECODES)
+        plan = [(s, *s.next_slice(1)) for s in decoding]
+        for index, sequence in enumerate(sorted(filling, key=lambda s: s.pending)):
+            share = room // (len(filling) - index)
+            tokens, wants = sequence.next_slice(share)
+            room -= len(tokens)
+            plan.append((sequence, tokens, wants))
+        return [(s, Rows(s.slot, s.computed, tokens, wants)) for s, tokens, wants in plan if len(tokens)]
+
+    def _evaluate(self, batch: list[tuple[Sequence, Rows]]) -> bool:
+        begin = monotonic()
+        try:
+            while self._engine.evaluate([rows for _, rows in batch]) is Outcome.NO_ROOM:
+                if not self._slots.free_cells():
+                    raise EngineError("The context memory is full: try again with fewer requests.")
+        except EngineError as error:
+            for sequence, _ in batch:
+                self._fail(sequence, error)
+            return False
+        count = sum(len(rows.tokens) for _, rows in batch)
+        self.counters.steps += 1
+        self.counters.evaluated_tokens += count
+        if count >= _SLICE_BESIDE_DECODES // 2:
+            self._store.costs.evaluate.measure(count, monotonic() - begin)
+        return True
+
+    def _absorb(self, batch: list[tuple[Sequence, Rows]]) -> None:
+        for index, (sequence, rows) in enumerate(batch):
+            sequence.computed += len(rows.tokens)
+            self._keeper.keep_full_chunks(sequence)
+            if rows.want_logits:
+                self._sample(sequence, index)
+            elif sequence.phase is Phase.CLOSING:
+                self._rest_if_closed(sequence)
+            elif not sequence.pending:
+                self._end(sequence, EndReason.LENGTH)
+            else:
+                self._report_progress(sequence)
+
+    def _sample(self, sequence: Sequence, index: int) -> None:
+        job = sequence.job
+        assert job is not None
+        try:
+            token, logprob = job.sampler.sample(self._engine.logits(index), self._engine.vocab.pieces)
+        except EmberkeepError as error:  # a grammar that cannot go on concerns this request alone
+            self._put_to_rest(sequence)
+            job.consumer.failed(error)
+            return
+        if sequence.first_token_at is None:
+            sequence.first_token_at = monotonic()
+            self._report_progress(sequence)
+        if token in self._engine.vocab.eog:
+            self._end(sequence, EndReason.END_OF_TURN)
+            return
+        sequence.add_sampled(token)
+        self.counters.sampled_tokens += 1
+        if job.consumer.token(token, logprob):
+            self._forget_past(sequence, sequence.prompt_length + job.consumer.kept_tokens())
+            self._end(sequence, EndReason.STOPPED)
+        elif sequence.sampled_count >= job.max_new:
+            self._end(sequence, EndReason.LENGTH)
+
+    def _forget_past(self, sequence: Sequence, length: int) -> None:
+        """Drop sampled tokens that are not part of the answer (a stop string), here and in the engine."""
+        sequence.tokens.cut(length)
+        sequence.answer_end = len(sequence.tokens)
+        if sequence.computed > length:
+            self._engine.trim(sequence.slot, length)
+            sequence.computed = length
+
+    # ── beginnings ──
+
+    def _take_commands(self) -> bool:
+        """Everything in the inbox; waits for something when there is nothing to run. False: stop."""
+        while True:
+            idle = not any(s.is_runnable for s in self._slots.active)
+            try:
+                command = self._inbox.get(block=idle, timeout=self._line.next_deadline() if idle else None)
+            except queue.Empty:
+                break
+            if isinstance(command, _Stop):
+                return False
+            self._obey(command)
+            if self._inbox.empty():
+                break
+        self._pump_loads()
+        self._expire()
+        return True
+
+    def _obey(self, command: _Command) -> None:
+        if isinstance(command, Job):
+            self.counters.jobs += 1
+            self._line.add(command)
+        elif isinstance(command, _Cancel):
+            self._cancel(command.job)
+        elif isinstance(command, _Call):
+            command.action()
+
+    def _admit(self) -> None:
+        """Start waiting jobs in order, passing over those for whom waiting saves work."""
+        for job in self._line:
+            busy = self._slots.active
+            taken = sum(s.job.cells for s in busy if s.job is not None)
+            if len(busy) >= self._settings.parallel or taken + job.cells > self._engine.capabilities.cells:
+                return
+            if self._line.still_waits(job):
+                continue
+            if coming := self._loader.worth_waiting_for(job):
+                self._line.wait_for(job, coming)
+                continue
+            self._keep_before_fork(job)
+            if self._loader.start(job) is None:
+                return
+            self._line.remove(job)
+
+    def _keep_before_fork(self, job: Job) -> None:
+        hot = self._slots.computed_match(job.namespace, job.tokens[: job.reusable])
+        if job.use_cache and hot.sequence and hot.sequence.is_active:
+            self._keeper.keep_fork(hot.sequence, hot.tokens)
+
+    def _pump_loads(self) -> None:
+        for sequence in self._slots.active:
+            if sequence.phase is Phase.LOADING:
+                self._loader.pump(sequence)
+
+    def _report_progress(self, sequence: Sequence) -> None:
+        job = sequence.job
+        if job is None or not job.want_progress or sequence.sampled_count:
+            return
+        job.consumer.progress(
+            Progress(
+                total=sequence.prompt_length,
+                cached=sequence.lookup_record().reused_tokens,
+                processed=sequence.computed,
+                elapsed_ms=1e3 * (monotonic() - sequence.started),
+            )
+        )
+
+    # ── endings ──
+
+    def _end(self, sequence: Sequence, reason: EndReason) -> None:
+        """Answer first; then the turn's closing tokens are evaluated off the critical path."""
+        job = sequence.job
+        assert job is not None
+        self._count(sequence)
+        job.consumer.ended(self._ending(sequence, reason))
+        sequence.phase = Phase.CLOSING
+        if reason is not EndReason.STOPPED and job.max_new:
+            sequence.tokens.extend(job.closing)
+        sequence.job = None
+        self._rest_if_closed(sequence)
+
+    def _rest_if_closed(self, sequence: Sequence) -> None:
+        if not sequence.pending:
+            self._keeper.keep_all(sequence)
+            sequence.rest()
+
+    def _ending(self, sequence: Sequence, reason: EndReason) -> Ending:
+        job, now = sequence.job, monotonic()
+        assert job is not None
+        first = sequence.first_token_at or now
+        return Ending(
+            reason=reason,
+            prompt_tokens=sequence.prompt_length,
+            sampled_tokens=sequence.sampled_count,
+            queue_ms=1e3 * (sequence.started - job.submitted),
+            prompt_ms=1e3 * (first - sequence.started),
+            ttft_ms=1e3 * (first - job.submitted),
+            decode_ms=1e3 * (now - first),
+            lookup=sequence.lookup_record(),
+        )
+
+    def _count(self, sequence: Sequence) -> None:
+        self.counters.prompt_tokens += sequence.prompt_length
+        self.counters.reused_hot_tokens += sequence.hot_tokens
+        self.counters.reused_warm_tokens += sequence.warm_tokens
+        self.counters.reused_cold_tokens += sequence.cold_tokens
+
+    def _cancel(self, job: Job) -> None:
+        self._line.remove(job)
+        for sequence in self._slots.active:
+            if sequence.job is job:
+                self.counters.cancelled += 1
+                self._count(sequence)
+                self._put_to_rest(sequence)
+
+    def _put_to_rest(self, sequence: Sequence) -> None:
+        self._loader.abandon(sequence)
+        self._keeper.keep_all(sequence)
+        sequence.rest()
+
+    def _fail(self, sequence: Sequence, error: EmberkeepError) -> None:
+        """The state of a failed step is unknown: nothing of it is kept."""
+        self.counters.failed += 1
+        job = sequence.job
+        self._loader.abandon(sequence)
+        self._slots.drop(sequence)
+        if job is not None:
+            job.consumer.failed(error)
+
+    def _expire(self) -> None:
+        now = monotonic()
+        late = DeadlineExceeded("The request ran out of its time: allow more, or ask for fewer tokens.")
+        for job in self._line.expired(now):
+            self._line.remove(job)
+            job.consumer.failed(late)
+        for sequence in self._slots.active:
+            running = sequence.job
+            if running is not None and running.deadline is not None and now > running.deadline:
+                self._put_to_rest(sequence)
+                running.consumer.failed(late)
+
+    def _is_busy(self) -> bool:
+        return bool(self._slots.active) or len(self._line) > 0
+
+    def _fail_everything(self, error: EmberkeepError) -> None:
+        self._stopping = True
+        for job in self._line:
+            self._line.remove(job)
+            job.consumer.failed(error)
+        for sequence in self._slots.active:
+            self._fail(sequence, error)
+
+    def _keep_everything(self) -> None:
+        for job in self._line:
+            self._line.remove(job)
+            job.consumer.failed(Overloaded(_SHUTTING_DOWN))
+        for sequence in self._slots.active:
+            running = sequence.job
+            self._put_to_rest(sequence)
+            if running is not None:
+                running.consumer.failed(Overloaded(_SHUTTING_DOWN))

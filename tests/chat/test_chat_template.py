@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from emberkeep.chat.messages import canonical_tools
+from emberkeep.chat.template import CHATML, ChatTemplate
+from emberkeep.errors import TemplateFailed
+from emberkeep.types import Message, Tool, ToolCall
+
+LLAMA3 = """{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+
+GEMMA = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
+    {%- set role = 'model' if m.role == 'assistant' else m.role %}
+    {{- '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+MISTRAL = """{{ bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}
+    {%- else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}
+{%- endfor %}"""
+
+PHI3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor -%}
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+WITH_TOOLS = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}
+{%- for call in m.tool_calls or [] %}CALL {{ call.function.name }}
+{%- for key, value in call.function.arguments | items %} {{ key }}={{ value }}{% endfor %}{% endfor %}
+{% endfor %}"""
+
+# Wants JSON text as arguments, a null content, and ids of nine characters.
+PICKY_TOOLS = """{% if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}
+    {%- if m.tool_call_id is defined and m.tool_call_id | length != 9 %}{{ raise_exception('bad id') }}{% endif %}
+    {%- if m.role == 'assistant' and m.content is none %}
+        {%- for call in m.tool_calls %}{{ call.function.name + ': ' + call.function.arguments }}{% endfor %}
+    {%- else %}{{ m.content }}{% endif %}
+{% endfor %}"""
+
+HELLO = [Message("user", "Hello")]
+WEATHER = Tool("weather", "The weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
+CALLED = [
+    Message("user", "Is it warm?"),
+    Message("assistant", "", tool_calls=(ToolCall("call_1", "weather", '{"city":"Bern"}'),)),
+    Message("tool", "21 C", tool_call_id="call_1"),
+]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, bos="<s>", eos="</s>")
+
+
+@pytest.mark.parametrize(
+    ("source", "turn_end"),
+    [
+        (CHATML, "<|im_end|>\n"),
+        (LLAMA3, "<|eot_id|>"),
+        (GEMMA, "<end_of_turn>\n"),
+        (MISTRAL, "</s>"),
+        (PHI3, "<|end|>\n"),
+        ("{{ messages[0].content }}", ""),
+        ("{{ raise_exception('never') }}", ""),
+    ],
+)
+def test_the_end_of_a_turn_is_found_without_the_next_header(source: str, turn_end: str) -> None:
+    assert template(source).turn_end == turn_end
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, GEMMA, MISTRAL])
+def test_a_finished_turn_is_a_prefix_of_the_next_prompt(source: str) -> None:
+    chat = template(source)
+    prompt = chat.render(HELLO)
+    following = chat.render([*HELLO, Message("assistant", "Hi!"), Message("user", "Bye")])
+    written = following.index("Hi!")
+    assert following.startswith(prompt)
+    assert following[written:].startswith("Hi!" + chat.turn_end)
+
+
+def test_a_prompt_has_its_special_texts_and_the_generation_header() -> None:
+    prompt = template(LLAMA3).render([Message("system", " Be kind. "), *HELLO])
+    assert prompt == (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_a_developer_message_is_a_system_message() -> None:
+    assert "<|im_start|>system\nBe kind." in ChatTemplate.default().render([Message("developer", "Be kind.")])
+
+
+def test_a_template_that_refuses_system_messages_gets_them_before_the_users_text() -> None:
+    prompt = template(GEMMA).render([Message("system", "Be kind."), *HELLO])
+    assert "<start_of_turn>user\nBe kind.\n\nHello<end_of_turn>" in prompt
+
+
+def test_a_refusal_tells_the_templates_reason() -> None:
+    with pytest.raises(TemplateFailed, match="Roles must alternate") as failure:
+        template(GEMMA).render([*HELLO, *HELLO])
+    assert failure.value.param == "messages"
+
+
+def test_template_arguments_reach_the_template_but_cannot_replace_the_messages() -> None:
+    chat = template("{{ enable_thinking }}{{ messages | length }}{{ bos_token }}")
+    args = {"enable_thinking": "no", "messages": [], "bos_token": "X"}
+    assert chat.render(HELLO, args=args) == "no1<s>"
+
+
+def test_reasoning_is_there_for_templates_that_ask() -> None:
+    chat = template("{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}")
+    assert chat.render([Message("assistant", "4", reasoning="2+2")]) == "2+2|4"
+
+
+# ── tools ──
+
+
+def test_tools_in_another_key_order_give_the_same_prompt() -> None:
+    a = Tool("f", "d", {"type": "object", "properties": {"x": {"type": "string", "enum": ["b", "a"]}}})
+    b = Tool("f", "d", {"properties": {"x": {"enum": ["b", "a"], "type": "string"}}, "type": "object"})
+    assert json.dumps(canonical_tools([a])) == json.dumps(canonical_tools([b]))
+    for source in (CHATML, WITH_TOOLS):
+        assert template(source).render(HELLO, [a]) == template(source).render(HELLO, [b])
+
+
+def test_the_order_of_tools_is_kept() -> None:
+    assert [t["function"]["name"] for t in canonical_tools([Tool("z"), Tool("a")])] == ["z", "a"]
+
+
+def test_a_template_with_tools_writes_them_itself() -> None:
+    chat = template(WITH_TOOLS)
+    prompt = chat.render(CALLED, [WEATHER])
+    assert chat.supports_tools
+    assert '"name": "weather"' in prompt
+    assert "[assistant]CALL weather city=Bern" in prompt
+    assert "[tool]21 C" in prompt
+
+
+def test_a_template_with_wishes_about_calls_gets_them() -> None:
+    chat = template(PICKY_TOOLS)
+    assert chat.supports_tools
+    assert 'weather: {"city":"Bern"}' in chat.render(CALLED, [WEATHER])
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    chat = ChatTemplate.default()
+    prompt = chat.render([Message("system", "Be kind."), *CALLED], [WEATHER])
+    assert not chat.supports_tools
+    assert prompt.startswith("<|im_start|>system\nBe kind.\n\n")
+    assert prompt.count("<|im_start|>system") == 1
+    assert json.dumps(canonical_tools([WEATHER])[0]) in prompt
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city":"Bern"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{call}<|im_end|>" in prompt
+    assert "<|im_start|>user\n<tool_response>\n21 C\n</tool_response><|im_end|>" in prompt
+
+
+def test_tools_as_text_open_a_conversation_that_has_no_system_message() -> None:
+    assert ChatTemplate.default().render(HELLO, [WEATHER]).startswith("<|im_start|>system\n")
+
+
+# ── what Hugging Face templates use ──
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),
+        ("{{ [1] | tojson(indent=2) }}", "[\n  1\n]"),
+        ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{{ loop.last }}{% endfor %}", "1False3True"),
+        ("{% for x in 'abc' | reverse %}{{ x }}{{ loop.length }}{% endfor %}", "c3b3a3"),
+        ("{% generation %}{{ messages[0].content.split('l')[-1] }}{% endgeneration %}", "o"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+        ("{% macro f(x, context) %}{{ x ~ context }}{% endmacro %}{{ f('a', context='b') }}", "ab"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}", "Hello"),
+        ("{{ messages[0]['content'].replace('l', 'L') | replace('H', 'h') }}{{ tools is none }}", "heLLoTrue"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+    ],
+)  # fmt: skip
+def test_the_jinja_of_model_templates_works(source: str, text: str) -> None:
+    assert template(source).render(HELLO) == text
+
+
+# ── hostile templates ──
+
+
+@pytest.mark.parametrize("source", ["{{ (", "{% for %}", "{{ " + "(" * 5000 + " }}", "{{ x | nosuch }}", "x" * (2 << 20)])
+def test_a_source_that_is_no_template_is_refused_at_once(source: str) -> None:
+    with pytest.raises(TemplateFailed, match="not valid Jinja"):
+        template(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ messages[0] | attr('__class__') }}",
+    ],
+)
+def test_a_template_cannot_reach_python(source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        template(source).render(HELLO)
+
+
+DOUBLE = "{{% set ns = namespace(x={0}, y={0}) %}}{{% for i in range(64) %}}{1}{{% endfor %}}{2}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10**9 }}",
+        "{{ 10 ** 10 ** 8 }}",
+        "{{ [1] * 10**9 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ 'a'.center(10**9) }}",
+        "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}",
+        "{% set a = 'a' * 1000000 %}{{ a | replace('a', a) }}",
+        "{% set a = 'a' * 1000000 %}{{ (a, a, a) | join(a * 200) }}",
+        "{{ '\n' * 1000000 | indent(1000000) }}",
+        "{% set x %}{% for i in range(9999) %}{{ 'abcdefghij' * 10000 }}{% endfor %}{% endset %}{{ x }}",
+        DOUBLE.format("'aaaaaaaa'", "{% set ns.x = ns.x ~ ns.x %}", ""),
+        DOUBLE.format("'aaaaaaaa'", "{% set ns.x = ns.x + ns.x %}", ""),
+        "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}",
+    ],
+)
+def test_a_template_that_builds_too_much_is_stopped(source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        template(source).render(HELLO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n < 40 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}",
+        "{% for x in [1] recursive %}{% if loop.depth < 40 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+        DOUBLE.format("[1]", "{% set ns.x = [ns.x, ns.x] %}", "{{ ns.x }}"),
+        DOUBLE.format("[1]", "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}", "{{ ns.x == ns.y }}"),
+        DOUBLE.format("(1,)", "{% set ns.x = (ns.x, ns.x) %}", "{{ {ns.x: 1} }}"),
+    ],
+)
+def test_a_template_that_loops_is_stopped(source: str) -> None:
+    with pytest.raises(TemplateFailed, match="takes too long"):
+        template(source).render(HELLO)
+
+
+def test_other_threads_render_while_one_template_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = template("{% if messages[0].content == 'go' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+                    "{% endfor %}{% endfor %}{% endif %}")  # fmt: skip
+    failures: list[TemplateFailed] = []
+
+    def explode() -> None:
+        try:
+            bomb.render([Message("user", "go")])
+        except TemplateFailed as failure:
+            failures.append(failure)
+
+    looping = threading.Thread(target=explode)
+    looping.start()
+    rendered = ChatTemplate.default().render(HELLO)
+    assert looping.is_alive()
+    looping.join()
+    assert rendered.endswith("<|im_start|>assistant\n")
+    assert failures

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from emberkeep.cli.doctor import CHECKS, Finding, Level, examine
+from emberkeep.cli.main import app
+from emberkeep.config import Config, total_ram
+
+
+def findings(tmp_path: Path, **settings: object) -> dict[str, Finding]:
+    settings = {"data_dir": tmp_path / "data", "port": 0, "disk_budget": 1, **settings}
+    return dict(examine(Config(**settings)))  # type: ignore[arg-type]
+
+
+def test_a_fresh_machine_is_fine_but_for_the_model(tmp_path: Path) -> None:
+    found = findings(tmp_path)
+    assert {name for name, finding in found.items() if finding.level is not Level.OK} <= {"model", "cpu"}
+    assert found["model"].level is Level.WARN
+    assert "`emberkeep serve` pulls it" in found["model"].text
+
+
+def test_a_missing_model_that_was_asked_for_is_a_failure(tmp_path: Path) -> None:
+    assert findings(tmp_path, model="nothing-like-it")["model"].level is Level.FAIL
+
+
+def test_a_model_given_as_a_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert findings(tmp_path, model=str(tmp_path / "m.gguf"))["model"].level is Level.OK
+
+
+def test_a_data_dir_that_cannot_be_made_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = findings(tmp_path, data_dir=tmp_path / "file" / "data")["data dir"]
+    assert found.level is Level.FAIL
+    assert "choose another --data-dir" in found.text
+
+
+def test_a_full_disk_and_a_large_budget_are_warnings(tmp_path: Path) -> None:
+    found = findings(tmp_path, disk_budget=1 << 60, ram_budget=total_ram())
+    assert (found["disk"].level, found["memory"].level) == (Level.WARN, Level.WARN)
+
+
+def test_a_port_in_use_is_a_warning(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = findings(tmp_path, port=taken.getsockname()[1])["port"]
+    assert found.level is Level.WARN
+    assert "--port" in found.text
+
+
+def test_listening_beyond_this_machine_without_a_key_is_a_failure(tmp_path: Path) -> None:
+    assert findings(tmp_path, host="0.0.0.0")["access"].level is Level.FAIL
+    assert findings(tmp_path, host="0.0.0.0", api_key="canary")["access"].level is Level.OK
+
+
+def test_a_library_that_does_not_load_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "emberkeep.engine.llamacpp", None)
+    found = findings(tmp_path)["cpu"]
+    assert found.level is Level.FAIL
+    assert "llama.cpp cannot be loaded" in found.text
+
+
+def test_only_a_failure_gives_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "emberkeep.engine.llamacpp", None)
+    result = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "fail  cpu " in result.output
+    monkeypatch.setitem(CHECKS, "cpu", lambda config: Finding(Level.WARN, "so"))
+    result = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "warn  cpu       so" in result.output

@@ -1,0 +1,90 @@
+"""Tiny GGUF files with the metadata of every kind of model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+EMBEDDING = 64
+HEADS = 4
+KV_HEADS = 2
+LAYERS = 2
+FEED_FORWARD = 128
+VOCAB = 96
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+KV_BYTES_PER_TOKEN = LAYERS * KV_HEADS * 2 * (EMBEDDING // HEADS) * 2
+
+
+def tiny_llama(path: Path, *, weights: str = "F32", **extra: Any) -> Path:
+    """A complete llama with random weights in the given format; `extra` adds or replaces `llama.*` keys."""
+    metadata = {
+        "block_count": LAYERS,
+        "context_length": 256,
+        "embedding_length": EMBEDDING,
+        "feed_forward_length": FEED_FORWARD,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": EMBEDDING // HEADS,
+    }
+    return tiny_model(path, "llama", metadata | extra, weights=weights)
+
+
+def tiny_model(path: Path, architecture: str, metadata: Mapping[str, Any], *, weights: str = "F32") -> Path:
+    """`metadata` without the architecture's prefix; keys of `general`, `tokenizer` and `split` as they are."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_name(f"tiny {architecture}")
+    writer.add_token_list([f"t{i}" for i in range(VOCAB)])
+    for key, value in {"tokenizer.chat_template": TEMPLATE, **metadata}.items():
+        full = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{key}"
+        _add(writer, full, value)
+    _add_tensors(writer, GGMLQuantizationType[weights])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_mutated(path: Path, header: bytes, size: int) -> None:
+    """A file of `size` bytes that begins with `header`; the weights are a hole, which costs no writing."""
+    path.write_bytes(header)
+    os.truncate(path, size)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
+def _add_tensors(writer: GGUFWriter, weights: GGMLQuantizationType) -> None:
+    random = np.random.default_rng(0)
+    kv = KV_HEADS * EMBEDDING // HEADS
+    matrices = {"token_embd.weight": (VOCAB, EMBEDDING)}
+    for layer in range(LAYERS):
+        matrices |= {
+            f"blk.{layer}.attn_q.weight": (EMBEDDING, EMBEDDING),
+            f"blk.{layer}.attn_k.weight": (kv, EMBEDDING),
+            f"blk.{layer}.attn_v.weight": (kv, EMBEDDING),
+            f"blk.{layer}.attn_output.weight": (EMBEDDING, EMBEDDING),
+            f"blk.{layer}.ffn_gate.weight": (FEED_FORWARD, EMBEDDING),
+            f"blk.{layer}.ffn_up.weight": (FEED_FORWARD, EMBEDDING),
+            f"blk.{layer}.ffn_down.weight": (EMBEDDING, FEED_FORWARD),
+        }
+    for name, shape in matrices.items():
+        data = random.standard_normal(shape, dtype=np.float32)
+        writer.add_tensor(name, quants.quantize(data, weights), raw_dtype=weights)
+    norms = [f"blk.{layer}.{part}_norm.weight" for layer in range(LAYERS) for part in ("attn", "ffn")]
+    for name in [*norms, "output_norm.weight"]:
+        writer.add_tensor(name, np.ones(EMBEDDING, dtype=np.float32))

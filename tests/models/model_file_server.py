@@ -1,0 +1,95 @@
+"""A web server for one file, with the faults that real ones have."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class ServedFile:
+    content: bytes
+    etag: str | None = '"v1"'
+    last_modified: str | None = None
+    understands_ranges: bool = True
+    shifts_ranges: bool = False
+    """Ranges begin one byte later than asked."""
+    announces: int | None = None
+    """A Content-Length other than the true one, with the connection closed at the true end."""
+    extra_headers: dict[str, str] = field(default_factory=dict)
+    cuts: list[int] = field(default_factory=list)
+    """After how many bytes of the body the next answers break off, one each."""
+    statuses: list[int] = field(default_factory=list)
+    """What the next answers say instead of sending the file, one each."""
+    ranges: list[str | None] = field(default_factory=list)
+    """The Range header of every GET so far."""
+    url: str = ""
+
+
+@contextmanager
+def serving(file: ServedFile) -> Iterator[ServedFile]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(file))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    file.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield file
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _handler(file: ServedFile) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._send_head(file.statuses.pop(0) if file.statuses else 200, len(file.content))
+
+        def do_GET(self) -> None:
+            file.ranges.append(self.headers.get("Range"))
+            if file.statuses:
+                self.send_response(file.statuses.pop(0))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self._send(self._start())
+
+        def _start(self) -> int:
+            """Where the answer begins: the range counts only for the version the client knows."""
+            wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+            current = file.etag or file.last_modified
+            if not file.understands_ranges or wanted is None or self.headers["If-Range"] not in (None, current):
+                return 0
+            return int(wanted[1]) + file.shifts_ranges
+
+        def _send(self, start: int) -> None:
+            body = file.content[start:]
+            total = len(file.content)
+            if start and not body:
+                self._send_head(416, 0, {"Content-Range": f"bytes */{total}"})
+                return
+            extra = {"Content-Range": f"bytes {start}-{total - 1}/{total}"} if start else {}
+            self._send_head(206 if start else 200, file.announces or len(body), extra)
+            self.wfile.write(body[: file.cuts.pop(0)] if file.cuts else body)
+            self.close_connection = True
+
+        def _send_head(self, status: int, length: int, extra: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(length))
+            if file.etag:
+                self.send_header("ETag", file.etag)
+            if file.last_modified:
+                self.send_header("Last-Modified", file.last_modified)
+            for name, value in {**file.extra_headers, **(extra or {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler

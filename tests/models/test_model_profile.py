@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+from gguf_builders import (
+    HEADS,
+    KV_BYTES_PER_TOKEN,
+    KV_HEADS,
+    LAYERS,
+    TEMPLATE,
+    VOCAB,
+    tiny_llama,
+    tiny_model,
+    write_mutated,
+)
+
+from emberkeep.errors import ModelBroken
+from emberkeep.models.gguf import read_header
+from emberkeep.models.profile import ModelKind, ModelProfile, profile
+
+BASE = {
+    "block_count": 4,
+    "context_length": 512,
+    "embedding_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+}
+
+
+def _profile(tmp_path: Path, architecture: str, **metadata: Any) -> ModelProfile:
+    return profile(read_header(tiny_model(tmp_path / "m.gguf", architecture, {**BASE, **metadata})))
+
+
+def test_a_dense_model(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m.gguf", weights="Q4_1")
+    found = profile(read_header(path))
+    assert (found.architecture, found.name, found.kind) == ("llama", "tiny llama", ModelKind.DENSE)
+    assert (found.layers, found.kv_heads) == (LAYERS, (KV_HEADS,) * LAYERS)
+    assert (found.key_length, found.value_length) == (16, 16)
+    assert found.kv_bytes_per_token == KV_BYTES_PER_TOKEN
+    assert found.quantisation == "Q4_1"
+    assert found.size == path.stat().st_size
+    assert found.parameters == sum(t.elements for t in read_header(path).tensors) > 60_000
+    assert (found.context_length, found.vocab_size) == (256, VOCAB)
+    assert found.chat_template == TEMPLATE
+    assert (found.sliding_window, found.expert_count) == (None, 0)
+
+
+def test_every_head_keeps_kv_when_the_file_names_no_kv_heads(tmp_path: Path) -> None:
+    metadata = {key: value for key, value in BASE.items() if key != "attention.head_count_kv"}
+    found = profile(read_header(tiny_model(tmp_path / "m.gguf", "llama", metadata)))
+    assert found.kv_heads == (HEADS,) * 4
+
+
+def test_head_lengths_may_differ_from_the_embedding(tmp_path: Path) -> None:
+    found = _profile(tmp_path, "gemma3", **{"attention.key_length": 256, "attention.value_length": 128})
+    assert (found.key_length, found.value_length) == (256, 128)
+    assert found.kv_bytes_per_token == 4 * 2 * (256 + 128) * 2
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    found = _profile(tmp_path, "qwen3moe", expert_count=8, expert_used_count=2)
+    assert (found.kind, found.expert_count) == (ModelKind.MOE, 8)
+
+
+def test_a_sliding_window_outranks_experts(tmp_path: Path) -> None:
+    found = _profile(tmp_path, "gpt-oss", expert_count=32, **{"attention.sliding_window": 128})
+    assert (found.kind, found.sliding_window, found.expert_count) == (ModelKind.SLIDING_WINDOW, 128, 32)
+
+
+def test_a_recurrent_model_keeps_no_kv(tmp_path: Path) -> None:
+    metadata = {"block_count": 4, "context_length": 512, "embedding_length": 64, "attention.head_count": 0}
+    path = tiny_model(tmp_path / "m.gguf", "mamba", metadata | {"ssm.state_size": 16, "ssm.conv_kernel": 4})
+    found = profile(read_header(path))
+    assert (found.kind, found.kv_bytes_per_token) == (ModelKind.RECURRENT, 0)
+
+
+def test_a_hybrid_with_heads_per_layer_counts_only_its_attention_layers(tmp_path: Path) -> None:
+    found = _profile(tmp_path, "jamba", **{"ssm.state_size": 16, "attention.head_count_kv": [0, 2, 0, 2]})
+    assert (found.kind, found.kv_heads) == (ModelKind.HYBRID, (0, 2, 0, 2))
+    assert found.kv_bytes_per_token == 2 * 2 * (16 + 16) * 2
+
+
+def test_a_hybrid_with_an_attention_interval_counts_every_nth_layer(tmp_path: Path) -> None:
+    found = _profile(tmp_path, "qwen3next", full_attention_interval=4, **{"ssm.state_size": 16})
+    assert (found.kind, found.kv_heads) == (ModelKind.HYBRID, (0, 0, 0, 2))
+
+
+def test_layers_that_share_kv_are_not_counted(tmp_path: Path) -> None:
+    found = _profile(tmp_path, "gemma3n", **{"attention.shared_kv_layers": 3})
+    assert found.kv_heads == (2, 0, 0, 0)
+
+
+def test_a_latent_model_stores_keys_only(tmp_path: Path) -> None:
+    latent = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": 512,
+        "attention.key_length": 576,
+        "attention.value_length": 512,
+        "attention.key_length_mla": 192,
+        "attention.value_length_mla": 128,
+    }
+    found = _profile(tmp_path, "deepseek2", expert_count=64, **latent)
+    assert (found.kind, found.kv_bytes_per_token) == (ModelKind.MLA, 4 * 576 * 2)
+
+
+def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
+    found = _profile(tmp_path, "llama", **{"tokenizer.chat_template": ""})
+    assert found.chat_template is None
+
+
+def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelBroken, match="one of 3 parts"):
+        _profile(tmp_path, "llama", **{"split.count": 3})
+
+
+def test_a_projector_is_not_a_language_model(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "m.gguf", "clip", {"vision.block_count": 4})
+    with pytest.raises(ModelBroken, match=r"clip\.block_count"):
+        profile(read_header(path))
+
+
+def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    for key, value in BASE.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    path.write_bytes(path.read_bytes() + bytes(32))
+    with pytest.raises(ModelBroken, match="no weights"):
+        profile(read_header(path))
+
+
+def test_an_absurd_layer_count_is_refused_before_it_costs_memory(tmp_path: Path) -> None:
+    with pytest.raises(ModelBroken, match="4000000000 layers"):
+        _profile(tmp_path, "llama", block_count=4_000_000_000)
+
+
+def test_flipped_bytes_give_a_profile_or_a_refusal(tmp_path: Path) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    header = read_header(path)
+    data = path.read_bytes()[: header.data_offset]
+    chance = random.Random(11)
+    refused = 0
+    for _ in range(250):
+        mutated = bytearray(data)
+        mutated[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        write_mutated(path, mutated, header.file_size)
+        try:
+            assert profile(read_header(path)).layers <= 4096
+        except ModelBroken:
+            refused += 1
+    assert refused > 20

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emberkeep.errors import ModelNotFound
+from emberkeep.models.spec import DEFAULT_SOURCE, HubFile, LocalFile, UrlFile, parse
+
+
+def test_the_default_model_comes_from_its_wheel() -> None:
+    assert parse("smollm2-135m") == ("smollm2-135m", DEFAULT_SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "id", "source"),
+    [
+        ("hf:o/r/M.Q4_0.gguf", "m.q4_0", HubFile("o/r", "M.Q4_0.gguf")),
+        ("hf:o/r/sub/dir/m.gguf@v1.0", "m", HubFile("o/r", "sub/dir/m.gguf", "v1.0")),
+        ("hf:o/r/m.gguf@refs/pr/7", "m", HubFile("o/r", "m.gguf", "refs/pr/7")),
+    ],
+)
+def test_a_hub_file(spec: str, id: str, source: HubFile) -> None:
+    assert parse(spec) == (id, source)
+    assert source.label == spec
+
+
+def test_an_address() -> None:
+    assert parse("https://h/a%20b/My%20M.gguf?x=1") == ("my-m", UrlFile("https://h/a%20b/My%20M.gguf?x=1"))
+
+
+def test_the_label_of_an_address_has_no_secrets() -> None:
+    assert UrlFile("https://me:pass@h:8/m.gguf?token=s3cret#f").label == "https://h:8/m.gguf"
+
+
+def test_a_local_file(tmp_path: Path) -> None:
+    path = tmp_path / "Mine.gguf"
+    path.touch()
+    assert parse(str(path)) == ("mine", LocalFile(path))
+
+
+@pytest.mark.parametrize("spec", ["qwen", "hf:o/r", "hf:o/m.gguf", "hf:o/r/model.bin", "/no/file.gguf", ""])
+def test_anything_else_is_explained(spec: str) -> None:
+    with pytest.raises(ModelNotFound, match="hf:owner/repo/file"):
+        parse(spec)

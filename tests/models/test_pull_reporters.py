@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from emberkeep.cli.reporters import Bars, Lines
+
+
+def _report(reporter: Bars | Lines) -> None:
+    reporter.say("Fetching [x]")
+    reporter.progress("Downloading", 0, None)
+    reporter.progress("Downloading", 500, 1000)
+    reporter.progress("Downloading", 1000, 1000)
+    reporter.progress("Checking", 1000, 1000)
+    reporter.say("Done")
+    reporter.close()
+
+
+def test_a_log_gets_one_line_per_step() -> None:
+    output = io.StringIO()
+    _report(Lines(Console(file=output)))
+    assert output.getvalue().splitlines() == ["Fetching [x]", "Downloading", "Checking", "Done"]
+
+
+def test_a_terminal_gets_a_bar_per_step_that_ends_full() -> None:
+    output = io.StringIO()
+    _report(Bars(Console(file=output, force_terminal=True, width=100, color_system=None)))
+    frames = output.getvalue()
+    assert "Downloading" in frames and "Checking" in frames
+    assert "1.0/1.0 kB" in frames
+    assert frames.rstrip().endswith("Done")

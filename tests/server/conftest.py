@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from scripted import Running, ScriptedBackend, running
+
+from emberkeep.config import Config
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    with running(ScriptedBackend(), Config(deadline_s=60.0)) as server:
+        yield server
+
+
+@pytest.fixture
+def backend(server: Running) -> ScriptedBackend:
+    server.backend.reset()
+    return server.backend
+
+
+@pytest.fixture(scope="session")
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -1,0 +1,133 @@
+"""A backend that does what a test says, and a real server around it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.config import Config
+from emberkeep.server.app import create_app
+from emberkeep.server.lifecycle import Server
+from emberkeep.server.listener import bind
+from emberkeep.types import (
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    Json,
+    LookupRecord,
+    Message,
+    MissReason,
+    Request,
+    TextDelta,
+    Timings,
+    Tool,
+    Usage,
+)
+
+WAIT_S = 10.0
+HANG = "wait until released or closed"
+
+BILL = Completed(
+    Usage(prompt_tokens=12, completion_tokens=3, cached_tokens=8, reasoning_tokens=1),
+    Timings(cache_n=8, prompt_n=4, prompt_ms=20.0, predicted_n=3, predicted_ms=30.0, ttft_ms=21.0, queue_ms=1.0),
+    LookupRecord(
+        prompt_tokens=12, hot_tokens=1, warm_tokens=2, cold_tokens=5, load_ms=0.5, reason=MissReason.NONE
+    ),
+)
+
+Step = Event | Exception | str
+
+
+def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
+    return [*(TextDelta(0, text) for text in texts), Finished(0, reason), BILL]
+
+
+class ScriptedBackend:
+    """Plays `script` for every request and remembers what it was asked."""
+
+    def __init__(self, script: Sequence[Step] = ()) -> None:
+        self.script: Sequence[Step] = script or says("Hello", " world")
+        self.requests: list[Request] = []
+        self.hanging = threading.Event()
+        self.stopped_early = threading.Event()
+        self.release = threading.Event()
+        self.closed = threading.Event()
+        self.card = ModelCard("org/tiny", 1_700_000_000, 4096, details={"quantization": "Q4_1"})
+
+    @property
+    def last(self) -> Request:
+        return self.requests[-1]
+
+    def reset(self, *script: Step) -> None:
+        self.__init__(script)  # type: ignore[misc]
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        self.requests.append(request)
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, str):
+                    self.hanging.set()
+                    await asyncio.to_thread(self.release.wait, WAIT_S)
+                else:
+                    yield step
+        except (asyncio.CancelledError, GeneratorExit):
+            self.stopped_early.set()
+            self.release.set()
+            raise
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return [1] * add_special + [ord(letter) for letter in text]
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        lines = [f"{message.role}: {message.content}" for message in messages]
+        return "\n".join([*(tool.name for tool in tools), *lines])
+
+    def stats(self) -> dict[str, Json]:
+        return {"requests": len(self.requests)}
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+class Running:
+    """A server in a thread of its own."""
+
+    def __init__(self, backend: ScriptedBackend, config: Config) -> None:
+        self.backend = backend
+        self._listener = bind("127.0.0.1", 0)
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = Server(create_app(backend, config), config)
+        self._loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Like one signal."""
+        self._loop.call_soon_threadsafe(self._server.stop)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._server.serve(sockets=[self._listener]))
+
+
+@contextmanager
+def running(backend: ScriptedBackend, config: Config) -> Iterator[Running]:
+    server = Running(backend, config)
+    try:
+        yield server
+    finally:
+        if server.thread.is_alive():
+            server.stop()
+            server.stop()
+            server.thread.join(WAIT_S)
+        assert not server.thread.is_alive()

@@ -1,0 +1,110 @@
+"""Text completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted import BILL, ScriptedBackend, says
+
+from emberkeep.errors import ContextExceeded
+from emberkeep.types import Finished, FinishReason, TextDelta, TokenLogprob
+
+
+def test_a_completion_has_openais_shape(backend: ScriptedBackend, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="default", prompt="Once", max_tokens=5, echo=True)
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == "Hello world"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 15
+    assert (backend.last.prompt, backend.last.max_tokens, backend.last.echo) == ("Once", 5, True)
+    assert backend.last.messages == ()
+
+
+def test_a_completion_streams(backend: ScriptedBackend, client: openai.OpenAI) -> None:
+    chunks = list(client.completions.create(model="default", prompt="Once", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello world"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [(1, 2)]),
+        ([[1, 2], [3]], [(1, 2), (3,)]),
+    ],
+)
+def test_every_form_of_prompt(
+    backend: ScriptedBackend, client: openai.OpenAI, prompt: Any, expected: list[Any]
+) -> None:
+    client.completions.create(model="default", prompt=prompt)
+    assert [request.prompt for request in backend.requests] == expected
+
+
+def test_choices_of_several_prompts_are_numbered_through(backend: ScriptedBackend, client: openai.OpenAI) -> None:
+    backend.reset(TextDelta(0, "x"), TextDelta(1, "y"), *(Finished(i, FinishReason.STOP) for i in (0, 1)), BILL)
+    answer = client.completions.create(model="default", prompt=["a", "b"], n=2)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "x"), (1, "y"), (2, "x"), (3, "y")]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 2 * BILL.usage.prompt_tokens
+    texts = ["", "", "", ""]
+    for chunk in client.completions.create(model="default", prompt=["a", "b"], n=2, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["x", "y", "x", "y"]
+
+
+def test_one_bad_prompt_fails_the_whole_request(backend: ScriptedBackend, http: httpx.Client) -> None:
+    backend.reset(ContextExceeded(9000, 4096))
+    response = http.post("/v1/completions", json={"prompt": ["a", "b"]})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_logprobs_have_the_older_shape(backend: ScriptedBackend, client: openai.OpenAI) -> None:
+    tokens = [TokenLogprob(1, b"He", -0.5, top=(TokenLogprob(2, b"Ho", -1.5),)), TokenLogprob(3, b"y", -0.1)]
+    backend.reset(*(TextDelta(0, t.piece.decode(), logprobs=(t,)) for t in tokens), *says()[-2:])
+    answer = client.completions.create(model="default", prompt="a", logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert (logprobs.tokens, logprobs.token_logprobs) == (["He", "y"], [-0.5, -0.1])
+    assert logprobs.top_logprobs == [{"Ho": -1.5}, {}]
+    assert logprobs.text_offset == [0, 2]
+    chunks = list(client.completions.create(model="default", prompt="a", logprobs=1, stream=True))
+    assert [chunk.choices[0].logprobs.text_offset for chunk in chunks if chunk.choices[0].logprobs] == [[0], [2]]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", [-1]),
+        ("prompt", [1, "a"]),
+        ("prompt", [True]),
+        ("prompt", ["a", 1]),
+        ("prompt", 7),
+        ("prompt", ["a"] * 33),
+        ("suffix", "end"),
+        ("best_of", 3),
+        ("logprobs", 21),
+        ("logprobs", True),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(
+    backend: ScriptedBackend, http: httpx.Client, field: str, value: Any
+) -> None:
+    response = http.post("/v1/completions", content=json.dumps({"prompt": "a", field: value}))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert backend.requests == []
+
+
+def test_best_of_equal_to_n_is_fine(backend: ScriptedBackend, http: httpx.Client) -> None:
+    backend.reset(Finished(0, FinishReason.STOP), Finished(1, FinishReason.STOP), BILL)
+    assert http.post("/v1/completions", json={"prompt": "a", "n": 2, "best_of": 2}).status_code == 200

@@ -1,0 +1,73 @@
+"""A client that goes away takes its work with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import httpx
+import pytest
+from scripted import HANG, WAIT_S, Running, ScriptedBackend
+
+from emberkeep.types import TextDelta
+
+
+def send_raw(port: int, path: str, **fields: object) -> socket.socket:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+    connection = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_before_the_first_token_stops_the_work(
+    server: Running, backend: ScriptedBackend, stream: bool
+) -> None:
+    backend.reset(HANG)
+    connection = send_raw(server.port, "/v1/chat/completions", stream=stream)
+    assert backend.hanging.wait(WAIT_S)
+    connection.close()
+    assert backend.stopped_early.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_in_the_middle_stops_the_work(server: Running, backend: ScriptedBackend, stream: bool) -> None:
+    backend.reset(TextDelta(0, "Hel"), HANG)
+    connection = send_raw(server.port, "/v1/chat/completions", stream=stream)
+    if stream:
+        assert b"200 OK" in connection.recv(1 << 16)
+    assert backend.hanging.wait(WAIT_S)
+    connection.close()
+    assert backend.stopped_early.wait(WAIT_S)
+
+
+def test_leaving_stops_every_prompt_of_the_request(server: Running, backend: ScriptedBackend) -> None:
+    backend.reset(HANG)
+    connection = send_raw(server.port, "/v1/completions", prompt=["a", "b"])
+    assert backend.hanging.wait(WAIT_S)
+    connection.close()
+    assert backend.stopped_early.wait(WAIT_S)
+
+
+def test_the_server_goes_on(server: Running, backend: ScriptedBackend, http: httpx.Client) -> None:
+    backend.reset(HANG)
+    connection = send_raw(server.port, "/v1/chat/completions")
+    assert backend.hanging.wait(WAIT_S)
+    connection.close()
+    assert backend.stopped_early.wait(WAIT_S)
+    backend.reset()
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_the_first_token_is_not_held_back(server: Running, backend: ScriptedBackend) -> None:
+    backend.reset(TextDelta(0, "Hel"), HANG)
+    connection = send_raw(server.port, "/v1/chat/completions", stream=True)
+    received = b""
+    while b"Hel" not in received:
+        received += connection.recv(1 << 16)
+    assert backend.hanging.is_set()
+    assert not backend.release.is_set()
+    connection.close()
+    assert backend.stopped_early.wait(WAIT_S)

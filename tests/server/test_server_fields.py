@@ -1,0 +1,199 @@
+"""The bounds of every field, and what a body becomes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from emberkeep.errors import InvalidField
+from emberkeep.server.wire.body import parse_body
+from emberkeep.server.wire.chat import ChatBody
+from emberkeep.types import Request, Sampling
+
+HELLO = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "t"}}
+
+
+def request_of(**fields: Any) -> Request:
+    return parse_body(ChatBody, json.dumps({"messages": HELLO, **fields}).encode()).to_request()
+
+
+BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
+    ("n", [1, 16, None], [0, 17, 1.5, "1", True]),
+    ("stop", ["a", ["a"] * 16, ["a" * 256], [], None], ["", [""], ["a"] * 17, ["a" * 257], 5, [5]]),
+    ("max_tokens", [0, 1, 2**31 - 1], [-1, 2**31, 1.5, "1"]),
+    ("max_completion_tokens", [0, 1], [-1, "1"]),
+    ("temperature", [0, 0.0, 5, 1.5], [-0.1, 5.1, "1", True]),
+    ("top_p", [0.01, 1], [0, 1.1]),
+    ("top_k", [0, 40], [-1, 1.5]),
+    ("min_p", [0, 1], [-0.1, 1.1]),
+    ("typical_p", [0.1, 1], [0, 1.1]),
+    ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
+    ("presence_penalty", [-2, 2], [-2.1, 2.1]),
+    ("repetition_penalty", [0.1, 10], [0, 10.1]),
+    ("seed", [-(2**63), 0, 2**63 - 1], [2**63, -(2**63) - 1, 1.5, "1"]),
+    ("logit_bias", [{}, {"5": -100, "6": 100}], [{"5": 101}, {"-1": 1}, {"x": 1}, {"5": "1"}, [1]]),
+    ("user_id", ["", "a-B_9", "a" * 512], ["a b", "é", "../x", "a\n", "a" * 513, 5]),
+    ("llama_user_id", ["", "a-B_9"], ["a b", "a" * 513]),
+    ("cache_salt", ["s"], ["", "s" * 513, 5]),
+    ("conversation_id", ["c", ""], ["c" * 513, 5]),
+    ("prompt_cache_key", ["c"], ["c" * 513, 5]),
+    ("prompt_cache_retention", ["in_memory", "in-memory", "24h", None], ["1h", 24]),
+    ("cache_prompt", [True, False, None], ["yes", 1]),
+    ("stream", [True, False, None], ["true", 1]),
+    ("parallel_tool_calls", [True, False, None], ["true"]),
+    ("messages", [HELLO, HELLO * 10_000], [[], HELLO * 10_001, "hi", None]),
+    ("tools", [[], None, [TOOL] * 256], [[TOOL] * 257, [{"type": "retrieval"}], "t"]),
+    ("tool_choice", ["none", "auto", None], ["all", "required", {"type": "function"}, 5]),
+    ("response_format", [{"type": "text"}, {"type": "json_object"}], ["json", {"type": "xml"}, {}]),
+    ("logprobs", [True, False], [1, "true"]),
+    ("top_logprobs", [0, None], [5, 21, -1, "1"]),
+    ("chat_template_kwargs", [{"enable_thinking": False, "a": 1, "b": "x", "c": None}], [{"a": []}, {"a b": 1}]),
+    ("id_slot", [0, -1, 7], []),
+    ("an_unknown_field", [{"anything": []}], []),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, v) for name, good, _ in BOUNDS for v in good])
+def test_a_value_inside_the_bounds_is_taken(field: str, value: Any) -> None:
+    assert request_of(**{field: value}).messages[0].content == "hi"
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, v) for name, _, bad in BOUNDS for v in bad])
+def test_a_value_outside_the_bounds_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(**{field: value})
+    assert caught.value.param is not None
+    assert caught.value.param.split(".")[0].split("[")[0] == field
+    assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls[0].function"),
+    ],
+)
+def test_a_bad_message_is_refused_with_its_place(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(messages=[message])
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a" * 129, "a/b", "é"])
+def test_a_bad_tool_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(tools=[{"type": "function", "function": {"name": name}}])
+    assert caught.value.param == "tools[0].function.name"
+
+
+def test_a_choice_must_name_one_of_the_tools() -> None:
+    choice = {"type": "function", "function": {"name": "t"}}
+    assert request_of(tools=[TOOL], tool_choice=choice).tool_choice.name == "t"
+    with pytest.raises(InvalidField):
+        request_of(tools=[], tool_choice=choice)
+
+
+def test_a_huge_schema_is_refused() -> None:
+    schema = {"type": "object", "description": "x" * 300_000}
+    with pytest.raises(InvalidField) as caught:
+        request_of(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    assert caught.value.param == "response_format.json_schema.schema"
+    with pytest.raises(InvalidField):
+        request_of(tools=[{"type": "function", "function": {"name": "t", "parameters": schema}}])
+
+
+def test_too_many_biases_are_refused() -> None:
+    assert len(request_of(logit_bias={str(i): 1 for i in range(1024)}).sampling.logit_bias) == 1024
+    with pytest.raises(InvalidField):
+        request_of(logit_bias={str(i): 1 for i in range(1025)})
+
+
+def test_a_json_schema_format_needs_its_schema_object() -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(response_format={"type": "json_schema"})
+    assert caught.value.param == "response_format.json_schema"
+
+
+def test_an_error_never_repeats_a_long_name() -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(logit_bias={"x" * 100_000: 1})
+    assert len(str(caught.value)) < 300
+
+
+def test_sampling_fields_reach_the_request() -> None:
+    given = request_of(
+        temperature=1, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, seed=7
+    ).sampling
+    assert given == Sampling(1, 3, 0.5, 0.1, 0.9, 1.1, seed=7)
+    assert request_of(logit_bias={"42": -1.5}).sampling.logit_bias == {42: -1.5}
+
+
+def test_fields_left_out_and_nulls_mean_the_defaults() -> None:
+    nulls = {name: None for name in ChatBody.model_fields if name != "messages"}
+    assert request_of(**nulls) == request_of()
+    assert request_of().sampling == Sampling()
+
+
+def test_negative_seeds_are_seeds_of_their_own() -> None:
+    assert request_of(seed=-1).sampling.seed == 2**64 - 1
+
+
+def test_max_completion_tokens_wins() -> None:
+    assert request_of(max_tokens=5, max_completion_tokens=0).max_tokens == 0
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    assert request_of(logprobs=True).top_logprobs == 0
+    assert request_of(logprobs=True, top_logprobs=20).top_logprobs == 20
+    assert request_of(logprobs=False).top_logprobs is None
+
+
+def test_template_arguments_reach_the_request() -> None:
+    assert request_of(chat_template_kwargs={"enable_thinking": False}).template_args == {"enable_thinking": False}
+
+
+def test_cache_prompt_false_means_afresh() -> None:
+    assert request_of().use_cache is True
+    assert request_of(cache_prompt=False).use_cache is False
+
+
+def test_a_conversation_is_the_most_specific_thing_given() -> None:
+    assert request_of(conversation_id="c", prompt_cache_key="k", user="u").conversation_id == "c"
+    assert request_of(prompt_cache_key="k", user="u").conversation_id == "k"
+    assert request_of(user="u").conversation_id == "u"
+    assert request_of().conversation_id is None
+
+
+def test_user_and_affinity_do_not_isolate() -> None:
+    assert request_of(user="u", prompt_cache_key="k", conversation_id="c").namespace == ""
+    assert request_of(user_id="").namespace == ""
+
+
+def test_namespaces_are_equal_exactly_when_user_and_salt_are() -> None:
+    given = [
+        {},
+        {"user_id": "a"},
+        {"user_id": "b"},
+        {"cache_salt": "a"},
+        {"user_id": "a", "cache_salt": "a"},
+        {"user_id": "a", "cache_salt": "b"},
+        {"cache_salt": '["a", "b"]'},
+        {"cache_salt": '", "'},
+    ]
+    assert len({request_of(**fields).namespace for fields in given}) == len(given)
+    assert request_of(user_id="a").namespace == request_of(llama_user_id="a").namespace
+
+
+def test_two_different_users_in_one_request_are_refused() -> None:
+    assert request_of(user_id="a", llama_user_id="a").namespace
+    with pytest.raises(InvalidField):
+        request_of(user_id="a", llama_user_id="b")

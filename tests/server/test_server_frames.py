@@ -1,0 +1,55 @@
+"""The fast token path says exactly what the plain encoding would say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import BILL
+
+from emberkeep.server.wire.envelope import Envelope
+from emberkeep.server.wire.frames import ChatFrames, Frames, TextFrames
+from emberkeep.types import Event, ReasoningDelta, TextDelta
+
+ENVELOPE = Envelope("id", 5, 'mo"del', "fp", None)
+TEXT = st.text(min_size=1)
+
+
+def payload(frame: bytes) -> dict[str, object]:
+    assert frame.startswith(b"data: ")
+    assert frame.endswith(b"\n\n")
+    assert frame.count(b"\n") == 2
+    decoded = json.loads(frame.removeprefix(b"data: "))
+    assert isinstance(decoded, dict)
+    return decoded
+
+
+@given(TEXT, TEXT, st.integers(0, 15), st.booleans())
+def test_a_later_chat_chunk_differs_from_the_first_in_text_and_role_only(
+    first: str, later: str, index: int, include_usage: bool
+) -> None:
+    frames = ChatFrames(ENVELOPE, include_usage=include_usage)
+    one = payload(frames.frame(TextDelta(index, first)))
+    for delta, event in [
+        ({"content": later}, TextDelta(index, later)),
+        ({"reasoning_content": later}, ReasoningDelta(index, later)),
+    ]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        assert payload(frames.frame(event)) == one | {"choices": [choice]}
+
+
+@given(TEXT, st.integers(0, 15))
+def test_a_text_chunk_holds_the_text(text: str, index: int) -> None:
+    frame = TextFrames(ENVELOPE, include_usage=False).frame(TextDelta(index, text))
+    choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+    assert payload(frame) == ENVELOPE.head("text_completion") | {"choices": [choice]}
+
+
+@pytest.mark.parametrize(
+    "frames", [ChatFrames(ENVELOPE, include_usage=True), TextFrames(ENVELOPE, include_usage=True)]
+)
+@pytest.mark.parametrize("event", [TextDelta(0, ""), BILL])
+def test_nothing_is_sent_for_what_has_nothing_to_show(frames: Frames, event: Event) -> None:
+    assert frames.frame(event) == b""

@@ -1,0 +1,92 @@
+"""Models, health, stats, llama.cpp's endpoints, the OpenAPI document, unknown routes."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from scripted import ScriptedBackend
+
+
+def test_models_are_listed(backend: ScriptedBackend, client: openai.OpenAI, http: httpx.Client) -> None:
+    assert [model.id for model in client.models.list()] == ["org/tiny"]
+    entry = http.get("/v1/models").json()["data"][0]
+    assert entry == {
+        "id": "org/tiny",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "emberkeep",
+        "context_length": 4096,
+        "details": {"quantization": "Q4_1"},
+    }
+
+
+def test_a_model_is_found_by_a_name_with_a_slash(
+    backend: ScriptedBackend, client: openai.OpenAI, http: httpx.Client
+) -> None:
+    assert client.models.retrieve("org/tiny").id == "org/tiny"
+    assert http.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("org/other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_health_and_stats(backend: ScriptedBackend, http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/v1/stats").json() == {"requests": 0}
+
+
+def test_tokenize_and_back(backend: ScriptedBackend, http: httpx.Client) -> None:
+    assert http.post("/tokenize", json={"content": "ab"}).json() == {"tokens": [97, 98]}
+    with_bos = http.post("/tokenize", json={"content": "a", "add_special": True}).json()
+    assert with_bos == {"tokens": [1, 97]}
+    pieces = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
+    assert pieces == {"tokens": [{"id": 97, "piece": "a"}]}
+    assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"content": 5}, "content"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/apply-template", {"messages": []}, "messages"),
+    ],
+)
+def test_bad_values_are_refused_by_name(http: httpx.Client, path: str, body: object, param: str) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_apply_template(backend: ScriptedBackend, http: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "t"}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    assert http.post("/apply-template", json=body).json() == {"prompt": "t\nuser: hi"}
+
+
+def test_the_openapi_document_describes_every_body(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    assert "ChatBody" in document["components"]["schemas"]
+    assert "/v1/chat/completions" in document["paths"]
+    text = json.dumps(document)
+    used = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert used <= set(document["components"]["schemas"])
+    assert {"ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody", "TemplateBody"} <= used
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/docs", 404), ("GET", "/v1/chat/completions", 405)],
+)
+def test_unknown_routes_and_methods_have_the_error_shape(
+    http: httpx.Client, method: str, path: str, status: int
+) -> None:
+    response = http.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert path in response.json()["error"]["message"]
