@@ -12,6 +12,8 @@ export CMAKE_ARGS
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
+HAS_LLAMA_CPP := import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)
+
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo "  ARGS passes flags on: make run ARGS='--port 9000'"
@@ -43,7 +45,8 @@ clean: ## remove what was installed and cached here (models and stored state sta
 $(STAMP): pyproject.toml | $(BIN)/python
 	@command -v c++ >/dev/null || { echo "A C++ compiler is needed to build llama.cpp: install g++ or clang."; exit 1; }
 	@echo "Installing Emberkeep into .venv."
-	@echo "Compiling llama.cpp once, about 7 minutes on two cores; later installs take it from pip's cache."
+	@$(BIN)/python -c '$(HAS_LLAMA_CPP)' || \
+		echo "Compiling llama.cpp once, about 7 minutes on two cores; later installs take it from pip's cache."
 	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
 

@@ -178,13 +178,16 @@ def test_tools_as_text_open_a_conversation_that_has_no_system_message() -> None:
     [
         ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),
         ("{{ [1] | tojson(indent=2) }}", "[\n  1\n]"),
-        ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{{ loop.last }}{% endfor %}", "1False3True"),
-        ("{% for x in 'abc' | reverse %}{{ x }}{{ loop.length }}{% endfor %}", "c3b3a3"),
+        ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}", "13"),
+        ("{% for x in 'ab' | reverse %}{{ x }}{{ loop.length }}{{ loop.last }}{% endfor %}", "b2Falsea2True"),
         ("{% generation %}{{ messages[0].content.split('l')[-1] }}{% endgeneration %}", "o"),
-        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+        ("{% set n = namespace(x=0) %}{% for m in messages %}{% set n.x = n.x + 1 %}{% endfor %}{{ n.x }}", "1"),
         ("{% macro f(x, context) %}{{ x ~ context }}{% endmacro %}{{ f('a', context='b') }}", "ab"),
-        ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}", "Hello"),
+        ("{{ messages | selectattr('role', '==', 'user') | map(attribute='content') | join(', ') }}", "Hello"),
         ("{{ messages[0]['content'].replace('l', 'L') | replace('H', 'h') }}{{ tools is none }}", "heLLoTrue"),
+        ("{% for m in messages %}{{ m.content.replace('l', '') ~ ''.join(['a', 'b']) }}{% endfor %}", "Heoab"),
+        ("{% for m in messages %}{{ '{} {0} {x}'.format(m.content, x=1) }}{% endfor %}", "Hello Hello 1"),
+        ("{% for tool in tools %}{{ tool.name }}{% endfor %}no tools", "no tools"),
         ("{{ strftime_now('%Y') | length }}", "4"),
     ],
 )  # fmt: skip
@@ -195,7 +198,9 @@ def test_the_jinja_of_model_templates_works(source: str, text: str) -> None:
 # ── hostile templates ──
 
 
-@pytest.mark.parametrize("source", ["{{ (", "{% for %}", "{{ " + "(" * 5000 + " }}", "{{ x | nosuch }}", "x" * (2 << 20)])
+@pytest.mark.parametrize(
+    "source", ["{{ (", "{% for %}", "{{ " + "(" * 5000 + " }}", "{{ x | nosuch }}", "x" * (2 << 20)]
+)
 def test_a_source_that_is_no_template_is_refused_at_once(source: str) -> None:
     with pytest.raises(TemplateFailed, match="not valid Jinja"):
         template(source)
@@ -207,7 +212,7 @@ def test_a_source_that_is_no_template_is_refused_at_once(source: str) -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
         "{{ messages.append(1) }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__.os }}",
         "{{ '{0.__class__}'.format(1) }}",
         "{% include '/etc/passwd' %}",
         "{{ messages[0] | attr('__class__') }}",
@@ -232,7 +237,7 @@ DOUBLE = "{{% set ns = namespace(x={0}, y={0}) %}}{{% for i in range(64) %}}{1}{
         "{{ 'a'.center(10**9) }}",
         "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}",
         "{% set a = 'a' * 1000000 %}{{ a | replace('a', a) }}",
-        "{% set a = 'a' * 1000000 %}{{ (a, a, a) | join(a * 200) }}",
+        "{% set a = 'a' * 1000000 %}{{ range(99) | join(a * 9) }}",
         "{{ '\n' * 1000000 | indent(1000000) }}",
         "{% set x %}{% for i in range(9999) %}{{ 'abcdefghij' * 10000 }}{% endfor %}{% endset %}{{ x }}",
         DOUBLE.format("'aaaaaaaa'", "{% set ns.x = ns.x ~ ns.x %}", ""),
@@ -262,7 +267,7 @@ def test_a_template_that_loops_is_stopped(source: str) -> None:
         template(source).render(HELLO)
 
 
-def test_other_threads_render_while_one_template_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_render_while_one_template_loops() -> None:
     bomb = template("{% if messages[0].content == 'go' %}{% for i in range(99999) %}{% for j in range(99999) %}"
                     "{% endfor %}{% endfor %}{% endif %}")  # fmt: skip
     failures: list[TemplateFailed] = []

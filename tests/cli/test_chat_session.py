@@ -23,9 +23,7 @@ class Bench:
     def __init__(
         self, script: Iterable[Step] | None = None, *, system: str = "", interactive: bool = True
     ) -> None:
-        self.backend = ScriptedBackend(
-            lambda request: script or answer(f"re: {request.messages[-1].content}")
-        )
+        self.backend = ScriptedBackend(lambda request: script or answer(f"re: {request.messages[-1].content}"))
         self.out: io.StringIO = io.StringIO()
         self.keeper = Emberkeep(self.backend)
         self.interactive = interactive
@@ -159,9 +157,7 @@ def test_help_lists_every_command(bench: Bench, capsys: pytest.CaptureFixture[st
     assert listed == {"/help", "/stats", "/system", "/save", "/clear", "/quit"}
 
 
-def test_an_unknown_command_is_not_sent_to_the_model(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_command_is_not_sent_to_the_model(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.say("/hlep")
     assert "There is no command /hlep" in capsys.readouterr().err
     assert bench.backend.requests == []
@@ -177,18 +173,14 @@ def test_stats_show_the_backends_counters(bench: Bench, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "requests: 0\nkv.warm_bytes: 1,048,576\n"
 
 
-def test_save_writes_json_or_markdown(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_save_writes_json_or_markdown(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench.say("hällo", f"/save {tmp_path / 'talk.json'}", f"/save {tmp_path / 'talk.md'}")
     saved = json.loads((tmp_path / "talk.json").read_text(encoding="utf-8"))
     assert saved["messages"] == [
         {"role": "user", "content": "hällo"},
         {"role": "assistant", "content": "re: hällo"},
     ]
-    assert (tmp_path / "talk.md").read_text(
-        encoding="utf-8"
-    ) == "## user\n\nhällo\n\n## assistant\n\nre: hällo\n"
+    assert (tmp_path / "talk.md").read_text(encoding="utf-8") == "## user\n\nhällo\n\n## assistant\n\nre: hällo\n"
     assert f"Saved 2 messages to {tmp_path / 'talk.md'}." in capsys.readouterr().err
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -254,3 +255,17 @@ def test_emberkeep_has_no_other_names() -> None:
     assert emberkeep.Emberkeep is Emberkeep
     with pytest.raises(AttributeError):
         emberkeep.Nothing  # noqa: B018
+
+
+def test_a_program_may_end_in_the_middle_of_a_stream() -> None:
+    program = (
+        "from emberkeep.library import Emberkeep; from emberkeep.types import TextDelta;"
+        "from support.scripted_backend import FOREVER, ScriptedBackend;"
+        "llm = Emberkeep(ScriptedBackend(lambda request: [TextDelta(0, 'first'), FOREVER]));"
+        "stream = iter(llm.stream('hi')); print(next(stream))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True, env=env
+    )
+    assert (done.stdout, done.stderr) == ("first\n", "")

@@ -9,7 +9,7 @@ from emberkeep.cli.reporters import Bars, Lines
 
 def _report(reporter: Bars | Lines) -> None:
     reporter.say("Fetching [x]")
-    reporter.progress("Downloading", 0, None)
+    reporter.progress("Requantising", 0, None)
     reporter.progress("Downloading", 500, 1000)
     reporter.progress("Downloading", 1000, 1000)
     reporter.progress("Checking", 1000, 1000)
@@ -20,7 +20,7 @@ def _report(reporter: Bars | Lines) -> None:
 def test_a_log_gets_one_line_per_step() -> None:
     output = io.StringIO()
     _report(Lines(Console(file=output)))
-    assert output.getvalue().splitlines() == ["Fetching [x]", "Downloading", "Checking", "Done"]
+    assert output.getvalue().splitlines() == ["Fetching [x]", "Requantising", "Downloading", "Checking", "Done"]
 
 
 def test_a_terminal_gets_a_bar_per_step_that_ends_full() -> None:

@@ -12,7 +12,7 @@ from emberkeep.config import Config
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Running]:
-    with running(ScriptedBackend(), Config(deadline_s=60.0)) as server:
+    with running(ScriptedBackend(), Config()) as server:
         yield server
 
 

@@ -14,8 +14,7 @@ CHAT = "/v1/chat/completions"
 
 
 def nested(depth: int) -> bytes:
-    body = b'{"messages": [{"role": "user", "content": "x"}], "x": ' + b"[" * depth + b"]" * depth + b"}"
-    return body
+    return b'{"messages": [{"role": "user", "content": "x"}], "x": ' + b"[" * depth + b"]" * depth + b"}"
 
 
 @pytest.mark.parametrize(

@@ -292,11 +292,6 @@ def test_progress_chunks_come_while_the_prompt_is_evaluated(backend: ScriptedBac
     assert first["prompt_progress"] == {"total": 100, "cache": 40, "processed": 60, "time_ms": 1.5}
 
 
-def test_the_deadline_of_the_configuration_is_passed_on(backend: ScriptedBackend, http: httpx.Client) -> None:
-    ask(http)
-    assert backend.last.deadline_s == 60.0
-
-
 FAILURES = [
     (InvalidField("tools", "no."), 400, "invalid_request_error", "tools", None),
     (TemplateFailed("The template refused."), 400, "invalid_request_error", None, None),

@@ -79,6 +79,16 @@ def test_logprobs_have_the_older_shape(backend: ScriptedBackend, client: openai.
     assert [chunk.choices[0].logprobs.text_offset for chunk in chunks if chunk.choices[0].logprobs] == [[0], [2]]
 
 
+def test_text_offsets_count_an_echoed_prompt(backend: ScriptedBackend, client: openai.OpenAI) -> None:
+    token = TokenLogprob(1, b"lo", -0.5)
+    backend.reset(TextDelta(0, "Hel"), TextDelta(0, "lo", logprobs=(token,)), *says()[-2:])
+    answer = client.completions.create(model="default", prompt="Hel", logprobs=0, echo=True)
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.text_offset == [3]
+    chunks = list(client.completions.create(model="default", prompt="Hel", logprobs=0, echo=True, stream=True))
+    assert [chunk.choices[0].logprobs.text_offset for chunk in chunks if chunk.choices[0].logprobs] == [[3]]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

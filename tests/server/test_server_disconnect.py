@@ -50,6 +50,16 @@ def test_leaving_stops_every_prompt_of_the_request(server: Running, backend: Scr
     assert backend.stopped_early.wait(WAIT_S)
 
 
+def test_leaving_in_the_middle_of_the_body_is_not_an_error(
+    server: Running, backend: ScriptedBackend, http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as connection:
+        connection.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"')
+    assert http.get("/health").status_code == 200
+    assert caplog.records == []
+    assert backend.requests == []
+
+
 def test_the_server_goes_on(server: Running, backend: ScriptedBackend, http: httpx.Client) -> None:
     backend.reset(HANG)
     connection = send_raw(server.port, "/v1/chat/completions")

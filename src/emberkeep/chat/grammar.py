@@ -100,9 +100,7 @@ class Constraint:
 class Matcher:
     """Follows one answer, token by token. Not thread-safe."""
 
-    def __init__(
-        self, vocab: Vocab, state: llguidance.LLMatcher, param: str, reasoning: Reasoning | None
-    ) -> None:
+    def __init__(self, vocab: Vocab, state: llguidance.LLMatcher, param: str, reasoning: Reasoning | None) -> None:
         self._pieces = vocab.pieces
         self._param = param
         self._state = state

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from functools import partial
+from string import Formatter
 from typing import Any
 
 from jinja2 import Environment, Template, nodes, pass_context
@@ -32,7 +34,7 @@ _FILTERS = """
 """
 _WALKING_FILTERS = "max min sort string unique"
 _STRING_METHODS = """
-    capitalize count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper
+    capitalize count endswith find format index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper
     join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip
     split splitlines startswith strip title upper
 """
@@ -138,9 +140,27 @@ def _tojson(
     spend_on(value)
     if indent is not None and (indent if isinstance(indent, int) else len(indent)) > 16:
         raise SecurityError("it indents JSON by more than 16")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _format(pattern: str, *values: Any, **named: Any) -> str:
+    """`str.format` with plain fields only: no attributes, no widths."""
+    parts: list[Any] = []
+    unnamed = iter(values)
+    for literal, field, spec, conversion in Formatter().parse(pattern):
+        parts.append(literal)
+        if spec or conversion:
+            raise SecurityError("it formats text with more than plain fields")
+        if field is not None:
+            parts.append(named[field] if field in named else values[int(field)] if field else next(unnamed))
+    return _concatenated(parts)
+
+
+_BUILDING_METHODS: dict[str, Callable[..., str]] = {
+    "format": _format,
+    "join": lambda separator, values: _join(values, separator),
+    "replace": _replace,
+}
 
 
 def _walking(name: str) -> Callable[..., Any]:
@@ -205,7 +225,7 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         return "".join(written)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Nothing special: `format` is no method that templates may call."""
+        """Jinja's own safe `format` knows field widths, which have no bound: ours stands in `call`."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
@@ -213,16 +233,12 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         return not isinstance(obj, int | float) and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **options: Any) -> Any:
-        spend()
         subject = getattr(obj, "__self__", None)
         if isinstance(subject, str):
-            match obj.__name__:
-                case "replace":
-                    return _replace(subject, *args, **options)
-                case "join":
-                    return _join(args[0], subject)
-                case _:
-                    spend(len(subject))
+            spend(len(subject))
+            own = _BUILDING_METHODS.get(obj.__name__)
+            obj = partial(own, subject) if own else obj
+        spend()
         return super().call(context, obj, *args, **options)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

@@ -44,10 +44,10 @@ class ChatTemplate:
             self._template = compile_template(source)
         # Foreign code: Jinja, Python's parser and its recursion limit all have their say.
         except Exception as error:
-            raise TemplateFailed(
-                f"The model's chat template is not valid Jinja: {_reason(error)}."
-            ) from error
+            raise TemplateFailed(f"The model's chat template is not valid Jinja: {_reason(error)}.") from error
         self._specials = {"bos_token": bos, "eos_token": eos}
+        # Most templates compare with none; some loop over the tools without asking.
+        self._no_tools: list[Json] | None = None
         self._probe()
 
     @classmethod
@@ -93,7 +93,7 @@ class ChatTemplate:
             **variables,
             **self._specials,
             "messages": [as_dict(message, form) for message in messages],
-            "tools": canonical_tools(tools) or None,
+            "tools": canonical_tools(tools) or self._no_tools,
         }
         try:
             with budget(seconds):
@@ -114,6 +114,8 @@ class ChatTemplate:
     # ── probing: never raises ──
 
     def _probe(self) -> None:
+        if not self._tried(_ASK):
+            self._no_tools = []
         written = self._tried([Message("system", "ember7s"), Message("user", "ember7u")])
         self.supports_system = "ember7s" in written
         self.turn_end = self._find_turn_end()

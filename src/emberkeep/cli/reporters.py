@@ -60,7 +60,7 @@ class Bars:
     def progress(self, step: str, done: int, total: int | None) -> None:
         if self._bar is None or self._task is None or step != self._step:
             self.close()
-            self._bar, self._step = _bar(self._output), step
+            self._bar, self._step = _bar(self._output, total), step
             self._bar.start()
             self._task = self._bar.add_task(step, total=total)
         self._bar.update(self._task, completed=done, total=total)
@@ -71,14 +71,16 @@ class Bars:
             self._bar = None
 
 
-def _bar(output: Console) -> Progress:
+def _bar(output: Console, total: int | None) -> Progress:
     from rich import progress
 
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=output,
-    )
+    columns = [progress.TextColumn("{task.description}"), progress.BarColumn()]
+    if total is None:
+        columns += [progress.TimeElapsedColumn()]
+    else:
+        columns += [
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+        ]
+    return progress.Progress(*columns, console=output)

@@ -167,11 +167,14 @@ class ColdTier:
             _sync_folder(folder)
 
     def _reconcile(self) -> tuple[list[Row], int]:
+        # The index first: a file that another process adds in between is then seen twice, not never.
+        rows = self._index.rows_after(0)
         on_disk = self._scan()
-        known = {row.description.key for row in self._index.rows_after(0)}
+        known = {row.description.key for row in rows}
         damaged = self._adopt(on_disk - known)
         self._index.remove(known - on_disk)
-        return self._index.rows_after(0), damaged
+        present = [row for row in rows if row.description.key in on_disk]
+        return present + self._index.rows_after(max((row.seq for row in rows), default=0)), damaged
 
     def _scan(self) -> set[ChunkKey]:
         found = set()

@@ -85,7 +85,8 @@ class KvStore:
         self._cold = cold
         self._warm_budget = warm_budget
         self._cold_budget = cold_budget
-        self._other_stores = 0
+        self._other_stores: int | None = None
+        """Bytes of other fingerprints' stores; None until looked at."""
         self._lock = threading.Lock()
         self._roots: dict[str, Chunk] = {}
         self._chunks: dict[ChunkKey, Chunk] = {}
@@ -215,11 +216,14 @@ class KvStore:
         """Add a chunk of `tokens` at `cursor`; returns the place at its end. The bytes go to disk later.
 
         `sampled` are spans relative to the chunk. A tail that the chunk contains is retired once it is safe.
+        When the parent has been evicted meanwhile nothing is added, and the result is the tree's beginning.
         """
         parent = cursor.chunk
         tokens = np.ascontiguousarray(tokens, np.int32)
         key = chunk_key(self.fingerprint, parent.namespace, parent.key, cursor.used, tokens)
         with self._lock:
+            if not parent.is_root and parent.key not in self._chunks:
+                return Cursor(self._root(parent.namespace), 0)
             known = self._chunks.get(key)
             if known is None:
                 known = self._new_chunk(key, cursor, tokens, payload, tuple(sampled))
@@ -480,16 +484,26 @@ class KvStore:
     def _tend_disk(self) -> None:
         """Bring the disk under its budget. Runs on the writer's thread when it has nothing to write."""
         assert self._cold is not None
-        self._other_stores = self._cold.shrink_other_stores(max(self._cold_budget - self._cold_bytes, 0))
-        if self._cold_bytes + self._other_stores <= self._cold_budget:
-            return
-        with self._cold.evicting() as alone:
-            if alone:
-                self._evict_cold()
+        if self._other_stores is None or self._cold_bytes + self._other_stores > self._cold_budget:
+            with self._cold.evicting() as alone:
+                if alone:
+                    self._discard_orphans()
+                    allowed = max(self._cold_budget - self._cold_bytes, 0)
+                    self._other_stores = self._cold.shrink_other_stores(allowed)
+                    self._evict_cold(self._cold_budget - self._other_stores)
 
-    def _evict_cold(self) -> None:
+    def _discard_orphans(self) -> None:
+        """Remove files that no lookup can reach: their parent was lost, so they never can be used again."""
         assert self._cold is not None
-        target = self._cold_budget * _LOW_WATER - self._other_stores
+        with self._lock:
+            lost = [row.description.key for rows in self._orphans.values() for row in rows]
+            self._orphans.clear()
+        self._cold.remove(lost)
+
+    def _evict_cold(self, budget: int) -> None:
+        """Nothing while the budget holds; else down to its low-water mark, deepest and least worth first."""
+        assert self._cold is not None
+        target = budget * _LOW_WATER if self._cold_bytes > budget else budget
         while self._cold_bytes > target:
             with self._lock:
                 leaves = [c for c in self._chunks.values() if c.on_disk and c.is_leaf and not c.pins]

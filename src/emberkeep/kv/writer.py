@@ -55,7 +55,7 @@ class Writer:
     def flush(self) -> None:
         """Block until the queue is empty and the disk has answered."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue and not self._busy)
+            self._changed.wait_for(lambda: (not self._queue or self._is_paused) and not self._busy)
 
     def close(self) -> None:
         with self._changed:
@@ -82,22 +82,24 @@ class Writer:
             if idle:
                 self._tend()
 
+    @property
+    def _is_paused(self) -> bool:
+        return monotonic() < self._paused_until and not self._closing
+
     def _next_batch(self) -> list[tuple[Chunk, Chunk | None]]:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+            while self._is_paused:
+                self._changed.wait(self._paused_until - monotonic())
             batch, self._queue = self._queue[:_BATCH], self._queue[_BATCH:]
             self._busy = bool(batch)
             return batch
 
     def _write(self, batch: list[tuple[Chunk, Chunk | None]]) -> None:
-        entries = self._entries(batch)
-        if monotonic() < self._paused_until and not self._closing:
-            self.refused_chunks += len(entries)
-            return
         try:
-            sizes = self._cold.write(entries)
+            sizes = self._cold.write(self._entries(batch))
         except OSError as error:
-            self._refused(len(entries), error)
+            self._refused(batch, error)
             return
         self.written_chunks += len(sizes)
         self.written_bytes += sum(sizes.values())
@@ -110,10 +112,14 @@ class Writer:
             (describe(chunk, self._fingerprint), payload) for chunk, payload in payloads if payload is not None
         ]
 
-    def _refused(self, count: int, error: OSError) -> None:
-        self.refused_chunks += count
+    def _refused(self, batch: list[tuple[Chunk, Chunk | None]], error: OSError) -> None:
+        """Leave the disk alone for a while, then try again: a chunk is no use without those before it."""
+        self.refused_chunks += len(batch)
         self.last_error = str(error)
-        self._paused_until = monotonic() + _PAUSE_S
+        with self._changed:
+            self._paused_until = monotonic() + _PAUSE_S
+            if not self._closing:
+                self._queue = batch + self._queue
         log.warning("cannot write to the store, serving goes on from RAM: %s", error)
 
     def _tend(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from emberkeep.library.install import ensure_model
 from emberkeep.library.emberkeep import Emberkeep
+from emberkeep.library.install import ensure_model
 from emberkeep.library.results import Result, VerifyReport, WarmResult
 from emberkeep.library.stream import Stream
 

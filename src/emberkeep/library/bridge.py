@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ class Bridge:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="emberkeep-loop", daemon=True)
         self._thread.start()
+        # Daemon threads stand still once the interpreter shuts down: a stream that is still open then would wait
+        # for ever to be cancelled.
+        atexit.register(self.close)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. An interrupted wait (Ctrl-C) cancels it."""
@@ -47,7 +51,7 @@ class Bridge:
         except BaseException:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(pump.cancel)
-            pump.wait()
+                pump.wait()
             raise
         if item.error is not None:
             raise item.error
@@ -55,6 +59,7 @@ class Bridge:
     def close(self) -> None:
         """Cancel what still runs and stop the loop. Calling it twice is harmless."""
         if not self._loop.is_closed():
+            atexit.unregister(self.close)
             self.run(_cancel_others())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

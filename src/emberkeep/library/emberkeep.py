@@ -19,7 +19,8 @@ from emberkeep.types import Json, Request
 class Emberkeep:
     """Every method blocks and may be called from any thread; concurrent calls share one batch.
 
-    The model stays in memory until `close`, which also writes what is not yet on disk.
+    Use it in a `with` block or call `close`: the model stays in memory until then, and what is not yet on
+    disk is written then (a program that ends without it evaluates that again, no more).
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -37,8 +37,8 @@ class Keeper:
         if not self._enabled:
             return
         tokens = sequence.tokens[:end]
-        cursor = self._store.advance(sequence.cursor, tokens)
-        while cursor.position < end:
+        cursor = sequence.cursor
+        while (cursor := self._store.advance(cursor, tokens)).position < end:
             begin = self._store.growth_point(cursor)
             stop = min(begin.position + CHUNK_TOKENS, end)
             if stop - begin.position < CHUNK_TOKENS and not tail:

@@ -36,9 +36,8 @@ class Loader:
         coming = self._slots.coming_match(job.namespace, wanted)
         if coming.sequence is None:
             return None
-        stored = self._store.match(job.namespace, wanted)
-        self._store.release(stored)
-        now = max(stored.tokens, self._slots.computed_match(job.namespace, wanted).tokens)
+        stored = self._store.advance(self._store.origin(job.namespace), wanted)
+        now = max(stored.position, self._slots.computed_match(job.namespace, wanted).tokens)
         return coming if coming.tokens >= now + _WORTH_WAITING else None
 
     def start(self, job: Job) -> Sequence | None:

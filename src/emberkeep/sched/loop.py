@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import TypeVar
@@ -89,6 +90,8 @@ class EngineLoop:
         self._keeper = Keeper(engine, store)
         self._loader = Loader(engine, store, self._slots, wake=lambda: self._inbox.put(_Wake()))
         self._stopping = False
+        self._place_freed = False
+        """Something ended since waiting jobs were last looked at."""
         self.counters = LoopCounters()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -123,7 +126,7 @@ class EngineLoop:
         """No new jobs; let running ones finish until the deadline, keep what they computed, free the engine."""
         self._stopping = True
         deadline = monotonic() + drain_seconds
-        while self._thread.is_alive() and monotonic() < deadline and self.call(self._is_busy).result():
+        while self._thread.is_alive() and monotonic() < deadline and self._is_busy():
             self._thread.join(0.02)
         self._inbox.put(_Stop())
         self._thread.join()
@@ -142,7 +145,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            while self._take_commands():
+            while self._take_commands(wait=not self._has_work()):
                 self._admit()
                 self._step()
         except Exception:
@@ -195,7 +198,7 @@ class EngineLoop:
             sequence.computed += len(rows.tokens)
             self._keeper.keep_full_chunks(sequence)
             if rows.want_logits:
-                self._sample(sequence, index)
+                self._sample_safely(sequence, index)
             elif sequence.phase is Phase.CLOSING:
                 self._rest_if_closed(sequence)
             elif not sequence.pending:
@@ -203,15 +206,24 @@ class EngineLoop:
             else:
                 self._report_progress(sequence)
 
-    def _sample(self, sequence: Sequence, index: int) -> None:
+    def _sample_safely(self, sequence: Sequence, index: int) -> None:
+        """What goes wrong with one answer (a grammar that cannot go on) concerns that request alone."""
         job = sequence.job
         assert job is not None
         try:
-            token, logprob = job.sampler.sample(self._engine.logits(index), self._engine.vocab.pieces)
-        except EmberkeepError as error:  # a grammar that cannot go on concerns this request alone
+            self._sample(sequence, index)
+        except Exception as error:
+            if not isinstance(error, EmberkeepError):
+                log.exception("an answer failed")
+                error = EngineError("The answer could not be continued: the server's log says why.")
             self._put_to_rest(sequence)
+            self.counters.failed += 1
             job.consumer.failed(error)
-            return
+
+    def _sample(self, sequence: Sequence, index: int) -> None:
+        job = sequence.job
+        assert job is not None
+        token, logprob = job.sampler.sample(self._engine.logits(index), self._engine.vocab.pieces)
         if sequence.first_token_at is None:
             sequence.first_token_at = monotonic()
             self._report_progress(sequence)
@@ -236,19 +248,19 @@ class EngineLoop:
 
     # ── beginnings ──
 
-    def _take_commands(self) -> bool:
-        """Everything in the inbox; waits for something when there is nothing to run. False: stop."""
-        while True:
-            idle = not any(s.is_runnable for s in self._slots.active)
-            try:
-                command = self._inbox.get(block=idle, timeout=self._line.next_deadline() if idle else None)
-            except queue.Empty:
-                break
-            if isinstance(command, _Stop):
-                return False
-            self._obey(command)
-            if self._inbox.empty():
-                break
+    def _has_work(self) -> bool:
+        can_admit = self._place_freed and len(self._line) > 0
+        return can_admit or any(s.is_runnable for s in self._slots.active)
+
+    def _take_commands(self, *, wait: bool) -> bool:
+        """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
+        with suppress(queue.Empty):
+            while True:
+                command = self._inbox.get(block=wait, timeout=self._next_deadline() if wait else None)
+                if isinstance(command, _Stop):
+                    return False
+                self._obey(command)
+                wait = False
         self._pump_loads()
         self._expire()
         return True
@@ -264,9 +276,10 @@ class EngineLoop:
 
     def _admit(self) -> None:
         """Start waiting jobs in order, passing over those for whom waiting saves work."""
+        self._place_freed = False
         for job in self._line:
             busy = self._slots.active
-            taken = sum(s.job.cells for s in busy if s.job is not None)
+            taken = sum(s.reserved for s in busy)
             if len(busy) >= self._settings.parallel or taken + job.cells > self._engine.capabilities.cells:
                 return
             if self._line.still_waits(job):
@@ -318,8 +331,14 @@ class EngineLoop:
 
     def _rest_if_closed(self, sequence: Sequence) -> None:
         if not sequence.pending:
-            self._keeper.keep_all(sequence)
-            sequence.rest()
+            self._rest(sequence)
+
+    def _rest(self, sequence: Sequence) -> None:
+        self._keeper.keep_all(sequence)
+        sequence.rest()
+        if not sequence.computed:
+            self._slots.drop(sequence)
+        self._place_freed = True
 
     def _ending(self, sequence: Sequence, reason: EndReason) -> Ending:
         job, now = sequence.job, monotonic()
@@ -352,8 +371,7 @@ class EngineLoop:
 
     def _put_to_rest(self, sequence: Sequence) -> None:
         self._loader.abandon(sequence)
-        self._keeper.keep_all(sequence)
-        sequence.rest()
+        self._rest(sequence)
 
     def _fail(self, sequence: Sequence, error: EmberkeepError) -> None:
         """The state of a failed step is unknown: nothing of it is kept."""
@@ -361,6 +379,7 @@ class EngineLoop:
         job = sequence.job
         self._loader.abandon(sequence)
         self._slots.drop(sequence)
+        self._place_freed = True
         if job is not None:
             job.consumer.failed(error)
 
@@ -375,6 +394,12 @@ class EngineLoop:
             if running is not None and running.deadline is not None and now > running.deadline:
                 self._put_to_rest(sequence)
                 running.consumer.failed(late)
+
+    def _next_deadline(self) -> float | None:
+        """Seconds until the first job, waiting or loading, runs out of time."""
+        loading = [s.job for s in self._slots.active if s.job is not None]
+        deadlines = [job.deadline for job in [*self._line, *loading] if job.deadline is not None]
+        return max(min(deadlines) - monotonic(), 0.001) if deadlines else None
 
     def _is_busy(self) -> bool:
         return bool(self._slots.active) or len(self._line) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from time import monotonic
 
 from emberkeep.errors import Overloaded
 from emberkeep.sched.job import Job
@@ -57,8 +56,3 @@ class WaitingLine:
 
     def expired(self, now: float) -> list[Job]:
         return [job for job in self._jobs if job.deadline is not None and now > job.deadline]
-
-    def next_deadline(self) -> float | None:
-        """Seconds until the first waiting job expires."""
-        deadlines = [job.deadline for job in self._jobs if job.deadline is not None]
-        return max(min(deadlines) - monotonic(), 0.001) if deadlines else None

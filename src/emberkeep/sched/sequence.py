@@ -98,6 +98,11 @@ class Sequence:
         return self.answer_end - self.prompt_length
 
     @property
+    def reserved(self) -> int:
+        """The most token cells it can come to use."""
+        return self.job.cells if self.job else len(self.tokens)
+
+    @property
     def unsaved(self) -> int:
         return self.computed - self.cursor.position
 

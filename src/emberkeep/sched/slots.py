@@ -33,11 +33,11 @@ class Slots:
 
     @property
     def active(self) -> list[Sequence]:
-        return [s for s in self._by_slot.values() if s.is_active]
+        return [s for s in list(self._by_slot.values()) if s.is_active]
 
     @property
     def idle(self) -> list[Sequence]:
-        return [s for s in self._by_slot.values() if not s.is_active]
+        return [s for s in list(self._by_slot.values()) if not s.is_active]
 
     def computed_match(self, namespace: str, tokens: TokenArray) -> HotMatch:
         """The sequence that shares the longest computed prefix with `tokens`."""
@@ -48,7 +48,7 @@ class Slots:
             length = common_prefix(sequence.tokens[: sequence.computed], tokens)
             if self._whole_only and length != sequence.computed:
                 continue
-            if (length, not sequence.is_active) > (best.tokens, False):
+            if length and (length, not sequence.is_active) > (best.tokens, False):
                 best = HotMatch(sequence, length)
         return best
 

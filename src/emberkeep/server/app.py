@@ -1,11 +1,15 @@
-"""The application: routes, error shapes and the two gates in front of them."""
+"""The application: routes, error shapes and the gates in front of them."""
 
 from __future__ import annotations
 
+import logging
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emberkeep import __version__
 from emberkeep.backend.base import Backend
@@ -20,21 +24,38 @@ from emberkeep.server.routes.openai import openai_routes
 from emberkeep.server.security import SecurityMiddleware
 from emberkeep.server.wire.errors import Failure, failure_of
 
+log = logging.getLogger(__name__)
+
 
 def create_app(backend: Backend, config: Config) -> FastAPI:
     """The caller keeps the backend and closes it. `app.state.drain` is the `Drain` of this application."""
     drain = Drain()
     app = DescribedApp(title="Emberkeep", version=__version__, docs_url=None, redoc_url=None)
     app.state.drain = drain
-    app.include_router(openai_routes(backend, config))
+    app.include_router(openai_routes(backend))
     app.include_router(native_routes(backend, drain))
+    app.add_middleware(LastResort)
     app.add_middleware(DrainMiddleware, drain=drain)
-    app.add_middleware(SecurityMiddleware, config=config)  # added last: it comes first
+    app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(EmberkeepError, _on_error)
-    app.add_exception_handler(Exception, _on_error)  # the web server logs what nobody expected
     return app
+
+
+class LastResort:
+    """ASGI. Logs what nobody expected; left to the framework, it would also cost the client its connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Exception as error:
+            log.exception("A request failed.")
+            await failure_response(failure_of(error))(scope, receive, send)
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:

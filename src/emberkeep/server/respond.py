@@ -41,9 +41,7 @@ async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request
     return answer
 
 
-async def stream(
-    http: HttpRequest, backend: Backend, requests: Sequence[Request], frames: Frames
-) -> EventStream:
+async def stream(http: HttpRequest, backend: Backend, requests: Sequence[Request], frames: Frames) -> EventStream:
     """Waits for the first event, so that an error before it still gets its HTTP status."""
     feed = Feed(_sources(backend, requests), http.receive)
     try:

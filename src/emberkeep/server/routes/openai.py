@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.config import Config
 from emberkeep.errors import ModelNotFound
 from emberkeep.server.openapi import takes
 from emberkeep.server.reading import read
@@ -19,20 +15,17 @@ from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.server.wire.envelope import new_envelope
 from emberkeep.server.wire.frames import ChatFrames, TextFrames
-from emberkeep.types import Json, Request
+from emberkeep.types import Json
 
 
-def openai_routes(backend: Backend, config: Config) -> APIRouter:
+def openai_routes(backend: Backend) -> APIRouter:
     router = APIRouter()
-
-    def limited(requests: Sequence[Request]) -> list[Request]:
-        return [replace(request, deadline_s=config.deadline_s) for request in requests]
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
     async def chat_completions(http: HttpRequest) -> Response:
         body = await read(http, ChatBody)
         check_model(body.model, backend.card)
-        requests = limited([body.to_request()])
+        requests = [body.to_request()]
         envelope = new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
         if body.stream:
             frames = ChatFrames(envelope, include_usage=body.include_usage)
@@ -44,7 +37,7 @@ def openai_routes(backend: Backend, config: Config) -> APIRouter:
     async def completions(http: HttpRequest) -> Response:
         body = await read(http, CompletionBody)
         check_model(body.model, backend.card)
-        requests = limited(body.to_requests())
+        requests = body.to_requests()
         envelope = new_envelope("cmpl", backend.card, requests[0].conversation_id)
         if body.stream:
             frames = TextFrames(envelope, include_usage=body.include_usage)

@@ -43,7 +43,15 @@ class _Choice:
     reasoning: str = ""
     calls: dict[int, _Call] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs_start: int = 0
+    """Characters of `text` before the first token with a log probability: an echoed prompt has none."""
     finish: FinishReason | None = None
+
+    def add_text(self, delta: TextDelta) -> None:
+        if not self.logprobs:
+            self.logprobs_start = len(self.text)
+        self.text += delta.text
+        self.logprobs.extend(delta.logprobs)
 
     def message(self) -> dict[str, Json]:
         message: dict[str, Json] = {"role": "assistant", "content": self.text}
@@ -66,8 +74,7 @@ class Answer:
         for event in events:
             match event:
                 case TextDelta():
-                    self._choices[event.index].text += event.text
-                    self._choices[event.index].logprobs.extend(event.logprobs)
+                    self._choices[event.index].add_text(event)
                 case ReasoningDelta():
                     self._choices[event.index].reasoning += event.text
                 case ToolCallDelta():
@@ -94,7 +101,7 @@ class Answer:
             {
                 "index": index,
                 "text": choice.text,
-                "logprobs": text_logprobs(choice.logprobs, 0),
+                "logprobs": text_logprobs(choice.logprobs, choice.logprobs_start),
                 "finish_reason": choice.finish,
             }
             for index, choice in enumerate(self._choices)

@@ -127,9 +127,7 @@ class ChatFrames:
         return self._chunks.chunk([_chat_choice(index, delta, logprobs, finish)])
 
 
-def _chat_choice(
-    index: int, delta: Json, logprobs: Json = None, finish: str | None = None
-) -> dict[str, Json]:
+def _chat_choice(index: int, delta: Json, logprobs: Json = None, finish: str | None = None) -> dict[str, Json]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -163,20 +161,18 @@ class TextFrames:
         return self._chunks.end(_text_choice(0, ""))
 
     def _piece(self, event: TextDelta) -> bytes:
+        offset = self._offsets.get(event.index, 0)
+        self._offsets[event.index] = offset + len(event.text)
         if event.logprobs:
-            return self._piece_with_logprobs(event)
-        if not event.text:
-            return b""
+            logprobs = text_logprobs(event.logprobs, offset)
+            return self._chunks.chunk([_text_choice(event.index, event.text, logprobs)])
+        return self._plain(event) if event.text else b""
+
+    def _plain(self, event: TextDelta) -> bytes:
         around = self._around.get(event.index)
         if around is None:
             around = self._around[event.index] = self._chunks.around(_text_choice(event.index, "\0"))
         return around[0] + json.dumps(event.text).encode() + around[1]
-
-    def _piece_with_logprobs(self, event: TextDelta) -> bytes:
-        offset = self._offsets.get(event.index, 0)
-        self._offsets[event.index] = offset + len(event.text)
-        logprobs = text_logprobs(event.logprobs, offset)
-        return self._chunks.chunk([_text_choice(event.index, event.text, logprobs)])
 
 
 def _text_choice(index: int, text: str, logprobs: Json = None, finish: Json = None) -> dict[str, Json]:

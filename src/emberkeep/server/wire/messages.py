@@ -57,9 +57,7 @@ class MessageBody(Body):
     name: Label | None = None
 
     def to_message(self) -> Message:
-        calls = (
-            ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
-        )
+        calls = (ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ())
         return Message(
             role=self.role,
             content=self.content,
@@ -120,9 +118,7 @@ def _to_choice(value: Any) -> ToolChoice:
 
 ChoiceField = Annotated[
     ToolChoice,
-    PlainValidator(
-        _to_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice | None
-    ),
+    PlainValidator(_to_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice | None),
 ]
 
 

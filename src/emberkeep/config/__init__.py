@@ -1,0 +1,30 @@
+"""The settings: what there is (`settings`), what is accepted (`kinds`), where values come from (`loading`)."""
+
+from __future__ import annotations
+
+from emberkeep.config.kinds import parse_size
+from emberkeep.config.loading import LoadedConfig, load_config
+from emberkeep.config.settings import (
+    DEFAULT_MODEL,
+    Config,
+    accepts,
+    check_exposure,
+    help_for,
+    is_loopback,
+    public_values,
+    total_ram,
+)
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "Config",
+    "LoadedConfig",
+    "accepts",
+    "check_exposure",
+    "help_for",
+    "is_loopback",
+    "load_config",
+    "parse_size",
+    "public_values",
+    "total_ram",
+]

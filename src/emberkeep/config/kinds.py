@@ -1,0 +1,109 @@
+"""What a setting may hold: how a value is read, and how to say what is accepted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`parse` takes what a flag, a variable or a file holds; it raises ValueError for everything else."""
+
+    parse: Callable[[object], Any]
+    accepts: str
+
+
+def _parse_text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError
+    return value.strip()
+
+
+def _parse_secret(value: object) -> str | None:
+    # An empty variable means "unset" to most shells and service managers; it must never count as a key.
+    return None if value == "" else _parse_text(value)
+
+
+def _parse_path(value: object) -> Path:
+    return Path(value if isinstance(value, Path) else _parse_text(value)).expanduser()
+
+
+def _parse_names(value: object) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        raise ValueError
+    return tuple(_parse_text(part) for part in parts if part != "")
+
+
+def _parse_int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError
+    return int(value)
+
+
+def _parse_float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError
+    return float(value)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE)
+
+
+def parse_size(value: object) -> int:
+    """Bytes. `KiB MiB GiB TiB` and bare `K M G T` are powers of 1024, `KB MB GB TB` of 1000."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(_parse_text(value))
+    if match is None:
+        raise ValueError
+    number, prefix, suffix = match.groups()
+    if prefix is None:
+        return int(number)
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    return int(float(number) * base ** (1 + "KMGT".index(prefix.upper())))
+
+
+def whole(low: int, high: int) -> Kind:
+    return Kind(_between(_parse_int, low, high), f"a whole number from {low} to {high}")
+
+
+def seconds(low: float, high: float) -> Kind:
+    return Kind(_between(_parse_float, low, high), f"seconds from {low:g} to {high:g}")
+
+
+def _between(parse: Callable[[object], Any], low: float, high: float) -> Callable[[object], Any]:
+    def checked(value: object) -> Any:
+        number = parse(value)
+        if not low <= number <= high:
+            raise ValueError
+        return number
+
+    return checked
+
+
+def or_word(kind: Kind, word: str, stands_for: Callable[[], Any]) -> Kind:
+    def parse(value: object) -> Any:
+        return stands_for() if value == word else kind.parse(value)
+
+    return Kind(parse, f"{kind.accepts}, or {word}")
+
+
+def one_of(*words: str) -> Kind:
+    def parse(value: object) -> str:
+        if value not in words:
+            raise ValueError
+        return str(value)
+
+    return Kind(parse, f"one of {', '.join(words)}")
+
+
+TEXT = Kind(_parse_text, "a text that is not empty")
+SECRET = Kind(_parse_secret, "a text")
+PATH = Kind(_parse_path, "a path")
+NAMES = Kind(_parse_names, "a list of names (in a variable: separated by commas)")
+BYTES = Kind(parse_size, "a size such as 512MB, 4GiB or a number of bytes")

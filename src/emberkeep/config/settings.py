@@ -1,0 +1,169 @@
+"""Every setting, said once: name, default, what is accepted, help text."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from emberkeep.config.kinds import BYTES, NAMES, PATH, SECRET, TEXT, Kind, one_of, or_word, seconds, whole
+from emberkeep.errors import ConfigError
+from emberkeep.types import Json
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_RAM_IF_UNKNOWN = 8 << 30
+
+
+def total_ram() -> int:
+    """Bytes of RAM of this machine, or of the container it is in."""
+    try:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        machine = _RAM_IF_UNKNOWN
+    try:
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return machine
+
+
+def _quarter_of_ram() -> int:
+    return total_ram() // 4
+
+
+def _user_data_dir() -> Path:
+    return platformdirs.user_data_path("emberkeep", appauthor=False)
+
+
+def _about(kind: Kind, help: str) -> Mapping[str, object]:
+    return {"kind": kind, "help": help}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Config:
+    model: str = field(
+        default=DEFAULT_MODEL, metadata=_about(TEXT, "Model to load: an installed name or a .gguf file.")
+    )
+    host: str = field(default="127.0.0.1", metadata=_about(TEXT, "Address to listen on."))
+    port: int = field(default=8080, metadata=_about(whole(0, 65535), "Port to listen on; 0 takes any free one."))
+    api_key: str | None = field(
+        default=None,
+        metadata=_about(SECRET, "Key that clients must send; required when listening beyond this machine."),
+    )
+    data_dir: Path = field(
+        default_factory=_user_data_dir,
+        metadata=_about(PATH, "Folder for models, stored state and chat history."),
+    )
+    ctx: int | None = field(
+        default=None,
+        metadata=_about(
+            or_word(whole(128, 1 << 24), "auto", lambda: None),
+            "Longest conversation in tokens; auto takes the model's own length, capped.",
+        ),
+    )
+    parallel: int = field(
+        default=4, metadata=_about(whole(1, 256), "Requests that are generated at the same time.")
+    )
+    threads: int | None = field(
+        default=None,
+        metadata=_about(or_word(whole(1, 1024), "auto", lambda: None), "CPU threads; auto takes every core."),
+    )
+    gpu_layers: int = field(
+        default=0,
+        metadata=_about(
+            whole(0, 100_000),
+            "Layers to put on the GPU, where this build of llama.cpp has one; a large number means all.",
+        ),
+    )
+    prefill_slice: int = field(
+        default=512,
+        metadata=_about(
+            whole(1, 1 << 16), "Most prompt tokens evaluated in one step, so that others are not held up."
+        ),
+    )
+    ram_budget: int = field(
+        default_factory=_quarter_of_ram,
+        metadata=_about(
+            or_word(BYTES, "auto", _quarter_of_ram),
+            "RAM for stored prompt state; auto takes a quarter of the memory.",
+        ),
+    )
+    disk_budget: int = field(default=20 << 30, metadata=_about(BYTES, "Disk space for stored prompt state."))
+    queue: int = field(
+        default=64, metadata=_about(whole(0, 100_000), "Requests that may wait before new ones are refused.")
+    )
+    deadline_s: float | None = field(
+        default=None,
+        metadata=_about(
+            or_word(seconds(0.001, 86_400), "none", lambda: None), "Longest time one request may take."
+        ),
+    )
+    drain_s: float = field(
+        default=20.0,
+        metadata=_about(seconds(0, 86_400), "Time that running requests get to finish when the server stops."),
+    )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(NAMES, "Names, besides this machine's own, that clients may call the server by."),
+    )
+    allowed_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(NAMES, "Origins of web pages, such as http://localhost:3000, that may call the server."),
+    )
+    log_level: str = field(
+        default="info", metadata=_about(one_of("debug", "info", "warning", "error"), "How much is logged.")
+    )
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{key}={value!r}" for key, value in public_values(self).items())
+        return f"Config({values})"
+
+
+FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Config)}
+
+
+def help_for(key: str) -> str:
+    return str(FIELDS[key].metadata["help"])
+
+
+def accepts(key: str) -> str:
+    return str(kind_of(key).accepts)
+
+
+def public_values(config: Config) -> dict[str, Json]:
+    """Every setting as JSON, secrets masked."""
+    return {key: public_value(key, getattr(config, key)) for key in FIELDS}
+
+
+def check_exposure(config: Config) -> None:
+    """Raises ConfigError when others could reach the server without a key."""
+    if config.api_key is None and not is_loopback(config.host):
+        raise ConfigError(
+            f"Listening on {config.host} lets other machines in: set --api-key or EMBERKEEP_API_KEY."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def kind_of(key: str) -> Kind:
+    kind = FIELDS[key].metadata["kind"]
+    assert isinstance(kind, Kind)
+    return kind
+
+
+def public_value(key: str, value: Any) -> Json:
+    if kind_of(key) is SECRET and value is not None:
+        return "***"
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_vocab import TinyVocab
+
+from emberkeep.chat.dialects import REASONING
+from emberkeep.chat.grammar import Grammars, Matcher
+from emberkeep.chat.stream import TextStream
+from emberkeep.errors import InvalidField
+from emberkeep.types import JsonFormat, Request, Tool, ToolCallDelta, ToolChoice, Vocab
+
+VOCAB = TinyVocab()
+GRAMMARS = Grammars(VOCAB)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
+TOOLS = (Tool("weather", "", {**CITY, "additionalProperties": False}), Tool("time"))
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    mask = matcher.mask()
+    assert mask is not None
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return [int(i) for i in np.flatnonzero(bits)]
+
+
+def walk(vocab: Vocab, matcher: Matcher, seed: int, limit: int = 400) -> list[int]:
+    """Sampled tokens of a model that knows nothing but the mask."""
+    rng = random.Random(seed)
+    ids: list[int] = []
+    while len(ids) < limit and not matcher.finished:
+        choices = allowed(matcher)
+        ending = [token for token in choices if token in vocab.eog]
+        token = rng.choice(ending or choices)
+        matcher.advance(token)
+        if token in vocab.eog:
+            break
+        ids.append(token)
+    return ids
+
+
+def matcher_for(request: Request) -> Matcher:
+    constraint = GRAMMARS.constraint_for(request)
+    assert constraint is not None
+    return constraint.matcher()
+
+
+def fits_person(value: Any) -> bool:
+    return list(value) == ["name", "age"] and len(value["name"]) <= 4 and 0 <= value["age"] <= 99
+
+
+def test_a_random_walk_under_the_mask_fits_the_schema() -> None:
+    for seed in range(20):
+        ids = walk(VOCAB, matcher_for(Request(prompt="", format=JsonFormat(PERSON))), seed)
+        assert fits_person(json.loads(VOCAB.text(ids)))
+
+
+def test_json_without_a_schema_is_an_object() -> None:
+    matcher = matcher_for(Request(prompt="", format=JsonFormat()))
+    assert {VOCAB.pieces[token][:1] for token in allowed(matcher)} == {b"{"}
+
+
+def test_a_complete_answer_allows_only_the_end() -> None:
+    matcher = matcher_for(Request(prompt="", format=JsonFormat({"const": 7})))
+    matcher.advance(ord("7"))
+    assert matcher.finished
+    assert set(allowed(matcher)) == VOCAB.eog
+
+
+def test_matchers_of_one_constraint_do_not_disturb_each_other() -> None:
+    constraint = GRAMMARS.constraint_for(Request(prompt="", format=JsonFormat({"enum": ["a", "b"]})))
+    assert constraint is not None
+    first, second = constraint.matcher(), constraint.matcher()
+    for token in b'"a"':
+        first.advance(token)
+    assert first.finished
+    assert not second.finished
+    assert allowed(second) == [ord('"')]
+
+
+def test_nothing_is_constrained_without_a_reason() -> None:
+    assert GRAMMARS.constraint_for(Request(prompt="", tools=TOOLS)) is None
+    assert GRAMMARS.constraint_for(Request(prompt="")) is None
+
+
+def test_reasoning_that_the_prompt_opened_is_free() -> None:
+    constraint = GRAMMARS.constraint_for(Request(prompt="", format=JsonFormat(PERSON)))
+    assert constraint is not None
+    matcher = constraint.matcher(REASONING[0])
+    for token in VOCAB.tokenize("Hello? </think>"):
+        assert matcher.mask() is None
+        assert not matcher.finished
+        matcher.advance(token)
+    assert VOCAB.pieces[allowed(matcher)[0]].startswith(b"{")
+
+
+def test_a_required_call_is_one_that_the_stream_reads() -> None:
+    request = Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("required"), parallel_tool_calls=False)
+    names = set()
+    for seed in range(12):
+        ids = walk(VOCAB, matcher_for(request), seed, limit=3000)
+        stream = TextStream(VOCAB, tools=frozenset({"weather", "time"}))
+        events = [event for token in ids for event in stream.push(token)[0]] + stream.finish()
+        (call,) = events
+        assert isinstance(call, ToolCallDelta)
+        names.add(call.name)
+        if call.name == "weather":
+            assert json.loads(call.arguments)["city"] in ("Bern", "Rome")
+    assert names == {"weather", "time"}
+
+
+def test_a_named_tool_is_the_only_one_that_can_be_called() -> None:
+    matcher = matcher_for(Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("named", "weather")))
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    for token in VOCAB.tokenize(text):
+        assert token in allowed(matcher)
+        matcher.advance(token)
+    assert not matcher.finished
+    assert VOCAB.eog < set(allowed(matcher))
+
+
+def test_one_call_is_the_end_when_calls_are_not_parallel() -> None:
+    choice = ToolChoice("named", "weather")
+    matcher = matcher_for(Request(prompt="", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False))
+    for byte in b'<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>':
+        matcher.advance(byte)
+    assert matcher.finished
+
+
+def test_a_keyword_that_cannot_be_enforced_does_not_stop_a_tool() -> None:
+    tool = Tool("f", "", {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
+    assert matcher_for(Request(prompt="", tools=(tool,), tool_choice=ToolChoice("required")))
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "nonsense"}, "nonsense"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"$ref": "http://example.invalid/schema"}, "cannot be used"),
+        (deep(100), "nested deeper"),
+        (deep(5000), "nested deeper"),
+        ({"enum": ["x" * 300_000]}, "longer than"),
+        ({"type": "string", "pattern": "("}, "cannot be used"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused_with_a_reason(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidField, match=reason) as failure:
+        GRAMMARS.constraint_for(Request(prompt="", format=JsonFormat(schema)))
+    assert failure.value.param == "response_format"
+
+
+@pytest.mark.parametrize("choice", [ToolChoice("named", "nosuch"), ToolChoice("named", "weather")])
+def test_a_choice_of_a_tool_that_is_not_there_is_refused(choice: ToolChoice) -> None:
+    with pytest.raises(InvalidField, match=f"no tool named '{choice.name}'"):
+        GRAMMARS.constraint_for(Request(prompt="", tools=(Tool("time"),), tool_choice=choice))
+
+
+def test_a_required_call_needs_tools() -> None:
+    with pytest.raises(InvalidField, match="no tools"):
+        GRAMMARS.constraint_for(Request(prompt="", tool_choice=ToolChoice("required")))
+
+
+def test_a_schema_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.chat.grammar._COMPILE_SECONDS", 0.0)
+    huge = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    with pytest.raises(InvalidField, match="too long"):
+        GRAMMARS.constraint_for(Request(prompt="", format=JsonFormat(huge)))
+
+
+@pytest.mark.slow
+def test_a_random_walk_over_a_real_vocabulary_fits_the_schema(real_vocab: Vocab) -> None:
+    constraint = Grammars(real_vocab).constraint_for(Request(prompt="", format=JsonFormat(PERSON)))
+    assert constraint is not None
+    for seed in range(20):
+        ids = walk(real_vocab, constraint.matcher(), seed)
+        text = b"".join(real_vocab.pieces[token] for token in ids).decode()
+        assert fits_person(json.loads(text))

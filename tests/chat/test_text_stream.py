@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_vocab import TinyVocab
+
+from emberkeep.chat.dialects import open_reasoning
+from emberkeep.chat.stream import TextStream
+from emberkeep.types import (
+    Event,
+    Message,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    TokenLogprob,
+    Tool,
+    ToolCallDelta,
+    ToolChoice,
+)
+
+VOCAB = TinyVocab(("<|eot|>", "[THINK]", "[/THINK]", "<|im_end|>"))
+TOOLS = frozenset({"weather", "read_file"})
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+
+
+@dataclass
+class Answer:
+    text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str | None, Any]] = field(default_factory=list)
+    ids: list[str | None] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[int] = field(default_factory=list)
+    stopped: bool = False
+    pushed: int = 0
+
+    def add(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case TextDelta():
+                    self.text += event.text
+                    self.tokens += event.tokens
+                    self.logprobs += [logprob.token_id for logprob in event.logprobs]
+                case ReasoningDelta():
+                    self.reasoning += event.text
+                case ToolCallDelta():
+                    assert event.call_index == len(self.calls)
+                    self.calls.append((event.name, json.loads(event.arguments)))
+                    self.ids.append(event.id)
+
+
+def read(stream: TextStream, ids: list[int]) -> Answer:
+    answer = Answer()
+    for token in ids:
+        events, answer.stopped = stream.push(token, TokenLogprob(token, VOCAB.pieces[token], -1.0))
+        answer.add(events)
+        answer.pushed += 1
+        if answer.stopped:
+            break
+    answer.add(stream.finish())
+    return answer
+
+
+def answered(text: str, **options: Any) -> Answer:
+    """The answer when `text` is sampled byte by byte, which must not differ from word by word."""
+    by_byte = read(TextStream(VOCAB, **options), list(text.encode()))
+    by_word = read(TextStream(VOCAB, **options), VOCAB.tokenize(text))
+    for one in ("text", "reasoning", "calls"):
+        assert getattr(by_byte, one) == getattr(by_word, one)
+    return by_byte
+
+
+# ── text ──
+
+
+@given(
+    st.lists(st.sampled_from(["Hello", "é", "🔥", " ", "\n", "<think", "```json", "{"]), max_size=8).map("".join)
+)
+def test_plain_text_comes_through_with_every_token_and_logprob_once(text: str) -> None:
+    ids = VOCAB.tokenize(text)
+    answer = read(TextStream(VOCAB), ids)
+    assert (answer.text, answer.tokens, answer.logprobs) == (text, ids, ids)
+
+
+def test_a_character_is_never_cut() -> None:
+    stream = TextStream(VOCAB)
+    outs = [stream.push(byte)[0] for byte in "🔥".encode()]
+    assert outs[:3] == [[], [], []]
+    assert outs[3] == [TextDelta(0, "🔥", (), tuple("🔥".encode()))]
+
+
+def test_bytes_that_are_no_text_become_replacement_characters() -> None:
+    answer = read(TextStream(VOCAB), [*b"a\xff", *"🔥".encode()[:2]])
+    assert answer.text == "a��"
+    assert len(answer.logprobs) == 4
+
+
+def test_control_tokens_are_invisible() -> None:
+    ids = [ord("a"), VOCAB.specials["<|eot|>"], ord("b"), VOCAB.specials["<|im_end|>"]]
+    answer = read(TextStream(VOCAB), ids)
+    assert (answer.text, answer.tokens) == ("ab", [ord("a"), ord("b")])
+
+
+def test_raw_prompts_get_raw_text() -> None:
+    text = f" <think>x</think>{CALL}"
+    assert answered(text, raw=True).text == text
+
+
+# ── stop strings ──
+
+
+def test_text_ends_before_a_stop_string_that_spans_tokens() -> None:
+    stream = TextStream(VOCAB, stop=("STOP",))
+    answer = read(stream, [*VOCAB.tokenize("Hello worldSTOP"), ord("!")])
+    assert answer.stopped
+    assert answer.text == "Hello world"
+    assert answer.pushed == 4
+    assert stream.text_kept_tokens == 2
+
+
+def test_a_token_that_reaches_into_the_stop_string_is_visible_but_not_kept() -> None:
+    vocab = TinyVocab(words=["end.ST"])
+    stream = TextStream(vocab, stop=("STOP",))
+    ids = vocab.tokenize("The end.STOP")
+    events = [event for token in ids for event in stream.push(token)[0]] + stream.finish()
+    texts = [event for event in events if isinstance(event, TextDelta)]
+    assert "".join(event.text for event in texts) == "The end."
+    assert [token for event in texts for token in event.tokens] == [*b"The ", 256]
+    assert stream.text_kept_tokens == 4
+
+
+def test_all_tokens_are_kept_when_nothing_stopped_the_text() -> None:
+    stream = TextStream(VOCAB, stop=("STOP",))
+    read(stream, [*VOCAB.tokenize("Hello ST"), VOCAB.eos])
+    assert stream.text_kept_tokens == 4
+
+
+def test_a_stop_string_that_never_completes_is_text() -> None:
+    assert answered("Hello STO", stop=("STOP",)).text == "Hello STO"
+
+
+# ── reasoning ──
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>\nWhy?\n</think>\n\nSo.", " <thinking>Why?</thinking>So.", "[THINK]Why?[/THINK]So."]
+)
+def test_reasoning_is_separated(text: str) -> None:
+    answer = answered(text)
+    assert (answer.reasoning, answer.text) == ("Why?", "So.")
+
+
+def test_markers_that_are_control_tokens_still_separate() -> None:
+    think = [VOCAB.specials["[THINK]"], *b"Why?", VOCAB.specials["[/THINK]"], *b"So."]
+    answer = read(TextStream(VOCAB), think)
+    assert (answer.reasoning, answer.text) == ("Why?", "So.")
+
+
+def test_reasoning_that_the_prompt_opened_needs_no_start_marker() -> None:
+    block = open_reasoning("<|im_start|>assistant\n<think>\n")
+    stream = TextStream(VOCAB, reasoning=block)
+    answer = read(stream, list(b"Why?</think>So."))
+    assert (answer.reasoning, answer.text) == ("Why?", "So.")
+    assert stream.reasoning_tokens == 4
+    assert answer.logprobs == list(b"So.")
+
+
+def test_a_prompt_with_a_closed_block_opens_nothing() -> None:
+    assert open_reasoning("<think>\n\n</think>\n\n") is None
+
+
+def test_reasoning_streams_before_it_ends() -> None:
+    stream = TextStream(VOCAB)
+    events = [event for byte in b"<think>Because" for event in stream.push(byte)[0]]
+    assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "Because"
+
+
+def test_reasoning_without_an_end_stays_reasoning() -> None:
+    answer = answered("<think>Why </thi")
+    assert (answer.reasoning, answer.text) == ("Why </thi", "")
+
+
+def test_a_marker_in_the_middle_of_an_answer_is_text() -> None:
+    text = "Use <think>tags</think> here."
+    assert answered(text).text == text
+
+
+# ── tool calls ──
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        '```json\n{"name": "weather", "arguments": {"city": "Bern"}}\n```',
+        '```json\n[{"name": "weather", "parameters": {"city": "Bern"}}]\n```',
+        ' {"name": "weather", "arguments": {"city": "Bern"}}\n',
+        '[{"arguments": {"city": "Bern"}, "name": "weather"}]',
+        '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Bern\\"}"}}',
+        '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}',
+        '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_',
+    ],
+)
+def test_a_call_is_read_from_what_models_write(text: str) -> None:
+    answer = answered(text, tools=TOOLS)
+    assert answer.calls == [("weather", {"city": "Bern"})]
+    assert answer.text == ""
+    assert re.fullmatch(r"call_[0-9a-f]{24}", answer.ids[0] or "")
+
+
+def test_text_before_a_call_and_several_calls() -> None:
+    answer = answered(f"<think>Hm.</think>Let me look.\n\n{CALL}\n{CALL}\n", tools=TOOLS)
+    assert (answer.reasoning, answer.text) == ("Hm.", "Let me look.")
+    assert [name for name, _ in answer.calls] == ["weather", "weather"]
+    assert len(set(answer.ids)) == 2
+
+
+def test_text_after_a_call_is_text() -> None:
+    answer = answered(f"{CALL}\nDone.", tools=TOOLS)
+    assert len(answer.calls) == 1
+    assert answer.text == "\nDone."
+
+
+def test_end_markers_inside_arguments_do_not_end_the_call() -> None:
+    content = 'Say </tool_call> or "```" \\ and ```json.'
+    arguments = {"path": "a.md", "text": content}
+    body = json.dumps({"name": "read_file", "arguments": arguments})
+    for text in (f"<tool_call>{body}</tool_call>", f"```json\n{body}\n```"):
+        assert answered(text, tools=TOOLS).calls == [("read_file", arguments)]
+
+
+def test_arguments_are_passed_on_as_they_were_written() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city" :"Bern",  "n":1.0}}</tool_call>'
+    stream = TextStream(VOCAB, tools=TOOLS)
+    events = [event for byte in text.encode() for event in stream.push(byte)[0]]
+    assert [event.arguments for event in events if isinstance(event, ToolCallDelta)] == [
+        '{"city" :"Bern",  "n":1.0}'
+    ]
+
+
+def test_newlines_in_strings_are_repaired() -> None:
+    text = '<tool_call>{"name": "read_file", "arguments": {"text": "a\nb"}}</tool_call>'
+    assert answered(text, tools=TOOLS).calls == [("read_file", {"text": "a\nb"})]
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    assert answered('<tool_call>{"name": "weather"}</tool_call>', tools=TOOLS).calls == [("weather", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```json\n{"name": "Alice", "age": 3}\n```\nThat is Alice.',
+        '```json\n{"name": "unknown", "arguments": {}}\n```',
+        "```json\n[1, 2]\n``` and ```python\nx\n```",
+        '{"name": "Alice", "arguments": {}} is JSON',
+        '{"weather": "warm"}',
+        "[1] is a citation.",
+        "<tool_call>none</tool_call>",
+        '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "weather", "argum',
+        "An open <tool_call>",
+        "  spaces at both ends  ",
+        "{",
+    ],
+)
+def test_what_is_no_call_comes_through_as_text(text: str) -> None:
+    answer = answered(text, tools=TOOLS)
+    assert (answer.text, answer.calls) == (text, [])
+    assert answer.logprobs == list(text.encode())
+
+
+def test_ordinary_json_is_not_held_back_until_the_end() -> None:
+    stream = TextStream(VOCAB, tools=TOOLS)
+    events = [event for byte in b'{"city": "Bern' for event in stream.push(byte)[0]]
+    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == '{"city": "Bern'
+
+
+def test_without_tools_a_call_is_text() -> None:
+    assert answered(CALL).text == CALL
+
+
+def test_one_call_only_stops_after_the_first() -> None:
+    stream = TextStream(VOCAB, tools=TOOLS, one_call=True)
+    answer = read(stream, list(f"{CALL}{CALL}".encode()))
+    assert answer.stopped
+    assert answer.pushed == len(CALL)
+    assert len(answer.calls) == 1
+    assert stream.saw_tool_calls
+
+
+def test_a_list_of_calls_is_cut_to_the_first_when_only_one_is_wanted() -> None:
+    two = '[{"name": "weather", "arguments": {}}, {"name": "read_file", "arguments": {}}]'
+    assert len(answered(two, tools=TOOLS).calls) == 2
+    assert len(answered(two, tools=TOOLS, one_call=True).calls) == 1
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [CALL, "<tool_call>", "</tool_call>", '"', "\\", "{", "```json", "```", "a ", "<think>", "é"]
+        )
+    ).map("".join)
+)
+def test_nothing_is_lost_whatever_is_written(text: str) -> None:
+    answer = answered(text, tools=TOOLS)
+    assert (answer.text == text) == (not answer.calls and not text.lstrip().startswith("<think>"))
+
+
+# ── requests ──
+
+
+@pytest.mark.parametrize(
+    ("request_", "calls"),
+    [
+        (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),)), 1),
+        (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),), tool_choice=ToolChoice("none")), 0),
+        (Request(messages=(Message("user", "?"),)), 0),
+        (Request(prompt="?", tools=(Tool("weather"),)), 0),
+    ],
+)
+def test_a_request_says_whether_calls_are_read(request_: Request, calls: int) -> None:
+    stream = TextStream.for_request(VOCAB, request_, index=2, prompt="")
+    answer = read(stream, list(CALL.encode()))
+    assert len(answer.calls) == calls
+
+
+def test_events_carry_the_choice_they_belong_to() -> None:
+    stream = TextStream.for_request(VOCAB, Request(prompt="?"), index=2, prompt="?")
+    assert stream.push(ord("a"))[0] == [TextDelta(2, "a", (), (ord("a"),))]

@@ -1,0 +1,34 @@
+"""What `serve` says before it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripted import ScriptedBackend
+
+from emberkeep.config import Config
+from emberkeep.errors import ConfigError, EmberkeepError
+from emberkeep.server.listener import bind
+from emberkeep.server.serve import banner, serve
+
+
+def test_the_world_is_not_let_in_without_a_key() -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        serve(Config(host="0.0.0.0"))
+
+
+def test_a_taken_port_is_noticed_before_the_model_is_opened() -> None:
+    with bind("127.0.0.1", 0) as taken, pytest.raises(EmberkeepError, match="in use"):
+        serve(Config(model="/nowhere/none.gguf", port=taken.getsockname()[1]))
+
+
+def test_the_banner_tells_where_what_and_how_to_stop() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        text = banner(Config(port=0, data_dir=Path("/data")), ScriptedBackend(), listener)
+    assert f"http://127.0.0.1:{port}/v1" in text
+    assert "org/tiny" in text
+    assert "4,096" in text
+    assert "/data" in text
+    assert "Ctrl-C" in text
