@@ -212,6 +212,7 @@ def test_a_source_that_is_no_template_is_refused_at_once(source: str) -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
         "{{ messages.append(1) }}",
+        "{{ namespace(a=1).__class__.__mro__ }}",
         "{{ raise_exception.__globals__.os }}",
         "{{ '{0.__class__}'.format(1) }}",
         "{% include '/etc/passwd' %}",

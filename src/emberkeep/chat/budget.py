@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from jinja2.exceptions import SecurityError
 
 MAX_SECONDS = 2.0
+MORE_SECONDS_PER_MESSAGE = 0.01
+"""Some templates look at all messages again for each message."""
 MAX_CHARS = 256 << 20
 """Built in total; a template that appends to one string message by message builds far more than it writes."""
 MAX_OUTPUT = 32 << 20

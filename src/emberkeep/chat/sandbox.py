@@ -21,6 +21,7 @@ from jinja2.filters import FILTERS, do_indent
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from emberkeep.chat.budget import spend, spend_on
@@ -230,6 +231,10 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
             return attr in self._string_methods
+        if type(obj) is Namespace:
+            # Holds only what the template put there. Templates that scan all messages for each message
+            # come here a million times, and Jinja's own check is slow.
+            return not attr.startswith("_")
         return not isinstance(obj, int | float) and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Final
 
 from jinja2 import TemplateError
 
-from emberkeep.chat.budget import MAX_OUTPUT, MAX_SECONDS, OutOfBudget, budget
+from emberkeep.chat.budget import MAX_OUTPUT, MAX_SECONDS, MORE_SECONDS_PER_MESSAGE, OutOfBudget, budget
 from emberkeep.chat.messages import (
     CALL_FORMS,
     CallForm,
@@ -79,7 +79,8 @@ class ChatTemplate:
         if not self.supports_system:
             messages = system_in_first_user(messages)
         variables = {**args, "add_generation_prompt": add_generation_prompt}
-        return self._write(messages, tools, variables, self._form, MAX_SECONDS)
+        seconds = MAX_SECONDS + MORE_SECONDS_PER_MESSAGE * len(messages)
+        return self._write(messages, tools, variables, self._form, seconds)
 
     def _write(
         self,

@@ -17,6 +17,7 @@ import typer
 from emberkeep.cli.common import ConfigFlag, DataDirFlag, console, load_config, readable_size
 from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, total_ram
 from emberkeep.errors import ConfigError, ModelError, ModelNotFound
+from emberkeep.files import private_folder
 
 PACKAGES = (
     "llama-cpp-python",
@@ -105,7 +106,7 @@ def _existing(path: Path) -> Path:
 
 def _data_dir(config: Config) -> Finding:
     try:
-        config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(config.data_dir)
         with tempfile.TemporaryFile(dir=config.data_dir):
             pass
     except OSError as error:

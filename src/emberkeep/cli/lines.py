@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from emberkeep.files import private_folder
+
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -39,7 +41,7 @@ def _session(history: Path) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
 
-    history.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_folder(history.parent)
     history.touch(mode=0o600)
     history.chmod(0o600)
     return PromptSession(history=FileHistory(history), key_bindings=_keys())

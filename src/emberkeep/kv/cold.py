@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
 from emberkeep.kv.index import Index, Row
@@ -42,7 +43,7 @@ class ColdTier:
         self._quarantine = self.folder / "quarantine"
         self._tmp = self.folder / "tmp" / uuid.uuid4().hex
         for path in (self._chunks, self._quarantine, self._tmp):
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_folder(path)
         self._locks = [
             _lock(self.folder / "in-use", fcntl.LOCK_SH),
             _lock(self._tmp / "owner", fcntl.LOCK_EX),
@@ -164,7 +165,7 @@ class ColdTier:
                 folders.add(target.parent)
             temporary.rename(target)
         for folder in folders:
-            _sync_folder(folder)
+            sync(folder)
 
     def _reconcile(self) -> tuple[list[Row], int]:
         # The index first: a file that another process adds in between is then seen twice, not never.
@@ -235,11 +236,3 @@ def _last_change(folder: Path) -> float:
         return (folder / "index.db").stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken, ModelNotFound
-from emberkeep.models.files import private_folder, replace_file
+from emberkeep.files import private_folder, replace_file
 
 BLOCK = 4 << 20
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
+from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models.digest import remember
-from emberkeep.models.files import private_folder, replace_file, sync
 
 RECORD = "model.json"
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
+from emberkeep.files import sync
 from emberkeep.models.digest import sha256_of
-from emberkeep.models.files import sync
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary, Record, checked_id
 from emberkeep.models.optimize import FAST_FORMAT, SLOW_FORMATS, requantize_apart

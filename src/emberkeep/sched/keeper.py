@@ -6,6 +6,9 @@ from emberkeep.engine.base import Engine, KvUnit
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.sched.sequence import Sequence
 
+_WORTH_A_CHUNK = 16
+"""Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
+
 
 class Keeper:
     """Runs on the engine's thread between steps. Exports copy bytes; the disk is somebody else's work."""
@@ -30,7 +33,7 @@ class Keeper:
 
         Ending a chunk there keeps the branches from each storing the shared part of it.
         """
-        if sequence.cursor.position < position:
+        if position - sequence.cursor.position >= _WORTH_A_CHUNK:
             self._keep(sequence, position, tail=True, fork=True)
 
     def _keep(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:

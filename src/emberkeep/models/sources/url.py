@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from emberkeep.errors import DownloadFailed
-from emberkeep.models.files import replace_file
+from emberkeep.files import replace_file
 from emberkeep.models.reporting import Reporter
 from emberkeep.models.spec import UrlFile
 

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old content or the new, and nobody else can read them."""
+"""Files and folders that only their owner can read, written so that a crash leaves the old or the new."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def private_folder(path: Path) -> Path:
-    """Make `path`, which only its owner can enter, with parents where they are missing; return it."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make `path`, and whatever is missing above it, so that only its owner can enter; return it."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
