@@ -7,24 +7,33 @@ pay for every turn.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
-from string import Formatter
 from typing import Any
 
-from jinja2 import Environment, Template, nodes, pass_context
+from jinja2 import Environment, Template, nodes, pass_context, pass_environment
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
-from jinja2.filters import FILTERS, do_indent
+from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from emberkeep.chat.budget import spend, spend_on
+from emberkeep.chat.budget import spend
+from emberkeep.chat.building import (
+    Turns,
+    concatenated,
+    formatted,
+    indented,
+    joined,
+    replaced,
+    tojson,
+    walked,
+    walking,
+)
 
 MAX_SOURCE = 1 << 20
 _MAX_INTEGER_BITS = 256
@@ -74,111 +83,22 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-# ── what stands behind those filters ─────────────────────────────────────────────────────────────
-
-
-class _Turns:
-    """A loop's iterable; keeps `len`, which `loop.length` and `loop.last` want."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            spend()
-            yield item
-
-
-def _walked(value: Any) -> Any:
-    if not isinstance(value, str):
-        spend_on(value)
-    return value
+# ── filters and functions ────────────────────────────────────────────────────────────────────────
 
 
 @pass_context
 def _printed(_context: Context, value: Any) -> Any:
     """Takes the context only because Jinja would otherwise print constants while it compiles."""
-    return _walked(value)
+    return walked(value)
 
 
-def _concatenated(values: list[Any]) -> str:
-    spend_on(values)
-    return "".join(map(str, values))
-
-
-# ── filters that build text ──────────────────────────────────────────────────────────────────────
-
-
-def _replace(text: object, old: str, new: str, count: int | None = None) -> str:
-    subject = str(_walked(text))
-    spend(len(subject) + subject.count(old) * len(new))
-    return subject.replace(old, new, -1 if count is None else count)
-
-
-def _join(values: Iterable[Any], separator: str = "", attribute: str | None = None) -> str:
-    items = [_ENVIRONMENT.getitem(item, attribute) if attribute else item for item in _Turns(values)]
-    spend(len(items) * len(separator))
-    spend_on(items)
-    return separator.join(map(str, items))
-
-
-def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    spend(len(text) + (text.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
-    return do_indent(text, width, first, blank)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+@pass_environment
+def _join(
+    environment: Environment, values: Iterable[Any], separator: str = "", attribute: str | None = None
 ) -> str:
-    """As chat templates expect it: plain JSON, with no escaping for HTML."""
-    spend_on(value)
-    if indent is not None and (indent if isinstance(indent, int) else len(indent)) > 16:
-        raise SecurityError("it indents JSON by more than 16")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _format(pattern: str, *values: Any, **named: Any) -> str:
-    """`str.format` with plain fields only: no attributes, no widths."""
-    parts: list[Any] = []
-    unnamed = iter(values)
-    for literal, field, spec, conversion in Formatter().parse(pattern):
-        parts.append(literal)
-        if spec or conversion:
-            raise SecurityError("it formats text with more than plain fields")
-        if field is not None:
-            parts.append(named[field] if field in named else values[int(field)] if field else next(unnamed))
-    return _concatenated(parts)
-
-
-_BUILDING_METHODS: dict[str, Callable[..., str]] = {
-    "format": _format,
-    "join": lambda separator, values: _join(values, separator),
-    "replace": _replace,
-}
-
-
-def _walking(name: str) -> Callable[..., Any]:
-    plain = FILTERS[name]
-
-    def walk_first(*args: Any, **options: Any) -> Any:
-        for arg in args:
-            if not isinstance(arg, Environment):
-                spend_on(arg)
-        return plain(*args, **options)
-
-    if hasattr(plain, "jinja_pass_arg"):
-        walk_first.jinja_pass_arg = plain.jinja_pass_arg  # type: ignore[attr-defined]
-    return walk_first
-
-
-# ── functions ────────────────────────────────────────────────────────────────────────────────────
+    if attribute is None:
+        return joined(values, separator)
+    return joined((environment.getitem(item, attribute) for item in values), separator)
 
 
 def _raise_exception(message: str) -> None:
@@ -199,6 +119,13 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+_BUILDING_METHODS: dict[str, Callable[..., str]] = {
+    "format": formatted,
+    "join": lambda separator, values: joined(values, separator),
+    "replace": replaced,
+}
+
+
 class _ChatEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -213,15 +140,15 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
         )
         self._string_methods = frozenset(_STRING_METHODS.split())
         self.filters = {name: FILTERS[name] for name in _FILTERS.split()}
-        self.filters |= {name: _walking(name) for name in _WALKING_FILTERS.split()}
-        self.filters |= {"replace": _replace, "join": _join, "indent": _indent, "tojson": _tojson}
-        self.filters |= {"_turns": _Turns, "_walked": _walked, "_concatenated": _concatenated}
+        self.filters |= {name: walking(name) for name in _WALKING_FILTERS.split()}
+        self.filters |= {"replace": replaced, "join": _join, "indent": indented, "tojson": tojson}
+        self.filters |= {"_turns": Turns, "_walked": walked, "_concatenated": concatenated}
         self.globals.pop("lipsum")
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Joins what a macro, a `set` block or the template wrote."""
-        written = list(_Turns(pieces))
+        written = list(Turns(pieces))
         spend(sum(map(len, written)))
         return "".join(written)
 
@@ -270,7 +197,7 @@ def _length(value: Any) -> int:
 
 
 def _walked_tuple(value: Any) -> Any:
-    return _walked(value) if isinstance(value, tuple) else value
+    return walked(value) if isinstance(value, tuple) else value
 
 
 _ENVIRONMENT = _ChatEnvironment()
