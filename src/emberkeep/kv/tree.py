@@ -44,15 +44,16 @@ class Chunk:
         self,
         *,
         key: ChunkKey,
-        namespace: str,
         parent: Chunk | None,
         take: int,
         tokens: TokenArray,
         sampled: tuple[Span, ...] = (),
         size: int = 0,
+        namespace: str = "",
     ) -> None:
+        """`namespace` is a root's; every other chunk has its parent's."""
         self.key = key
-        self.namespace = namespace
+        self.namespace: str = parent.namespace if parent else namespace
         self.parent = parent
         self.take = take
         self.start: int = parent.start + take if parent else 0

@@ -7,7 +7,8 @@ from time import monotonic, perf_counter
 
 from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError
-from emberkeep.kv.store import FetchState, KvStore, Match
+from emberkeep.kv.fetch import FetchState
+from emberkeep.kv.store import KvStore, Match
 from emberkeep.kv.tree import Cursor, Segment
 from emberkeep.sched.job import Job
 from emberkeep.sched.sequence import Phase, Sequence

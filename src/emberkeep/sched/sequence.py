@@ -9,8 +9,9 @@ from time import monotonic
 
 import numpy as np
 
+from emberkeep.kv.fetch import Fetch
 from emberkeep.kv.keys import TokenArray
-from emberkeep.kv.store import Fetch, Match
+from emberkeep.kv.store import Match
 from emberkeep.kv.tree import Cursor, Segment, Span
 from emberkeep.sched.job import Job
 from emberkeep.types import Divergence, LookupRecord, MissReason

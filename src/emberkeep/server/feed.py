@@ -45,7 +45,7 @@ class Feed:
     async def take(self) -> list[Event]:
         """Everything that came since the last call; waits for something; empty at the end.
 
-        Raises what a source raised, after the events before it, and ClientGone as soon as the client left.
+        Raises, after the events that came before, what a source raised, or ClientGone.
         """
         await self._news.wait()
         batch, self._events = self._events, []
@@ -81,9 +81,8 @@ class Feed:
 
     async def _read_to_completed(self, source: AsyncIterator[Event]) -> None:
         async for event in source:
-            if self._error is None:
-                self._events.append(event)
-                self._news.set()
+            self._events.append(event)
+            self._news.set()
             if type(event) is Completed:
                 return
         raise RuntimeError("the backend's events ended without Completed")
@@ -92,5 +91,4 @@ class Feed:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._error = ClientGone()
-        self._events.clear()
         self._news.set()

@@ -1,0 +1,1 @@
+"""Measuring the product from outside: real servers, real disks, ratios taken side by side in one run."""

@@ -1,0 +1,182 @@
+"""A small HTTP client for the loopback: it shares the cores with what it measures, so it does little.
+
+While an answer arrives it only collects bytes and stamps the time; everything is parsed afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from emberkeep.errors import EmberkeepError
+from emberkeep.types import Json
+
+Messages = Sequence[Mapping[str, str]]
+
+_FIRST_TOKEN = re.compile(rb'"(?:content|text)": ?"[^"]')
+"""An event that carries text; the role alone does not count."""
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and everything that came back. Times are on the performance counter, in seconds."""
+
+    sent: float
+    first: float
+    """When the first byte of the first event with text was here; the end, if there was none."""
+    ended: float
+    raw: bytes
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.first - self.sent)
+
+    def body(self) -> bytes:
+        """Raises EmberkeepError when the server answered with an error."""
+        head, _, body = self.raw.partition(b"\r\n\r\n")
+        if b"transfer-encoding: chunked" in head.lower():
+            body = b"".join(_chunks(body))
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise EmberkeepError(f"The server under test answered with an error: {body.decode(errors='replace')}")
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a generation said and cost."""
+
+    ttft_ms: float
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    tier: str
+    """Where most of what was reused came from: `hot`, `warm`, `cold` or `-`."""
+    decode_step_ms: float
+
+
+class Client:
+    """Every request opens a connection before its clock starts. Raises EmberkeepError for failed requests."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def chat(self, messages: Messages, max_tokens: int) -> Reply:
+        return parse_stream(await self.post("/v1/chat/completions", chat_body(messages, max_tokens)))
+
+    async def stats(self) -> dict[str, Json]:
+        return dict(json.loads((await self._exchange("GET", "/v1/stats", b"")).body()))
+
+    async def prompt_tokens(self, messages: Messages) -> list[int]:
+        """The token ids that a fresh conversation with these messages is evaluated as."""
+        prompt = json.loads((await self.post("/apply-template", {"messages": messages})).body())["prompt"]
+        return list(json.loads((await self.post("/tokenize", {"content": prompt})).body())["tokens"])
+
+    async def settled(self) -> dict[str, Json]:
+        """Wait until nothing runs and everything computed is on disk; the stats at that moment."""
+        while not is_settled(stats := await self.stats()):
+            await asyncio.sleep(_POLL_S)
+        return stats
+
+    async def post(self, path: str, body: Json) -> Exchange:
+        return await self._exchange("POST", path, json.dumps(body).encode())
+
+    async def _exchange(self, method: str, path: str, body: bytes) -> Exchange:
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            sent = perf_counter()
+            writer.write(head.encode() + body)
+            return await _read(reader, sent)
+        finally:
+            writer.close()
+
+
+def chat_body(messages: Messages, max_tokens: int) -> dict[str, Json]:
+    return {"messages": messages, **_greedy(max_tokens, stream=True)}
+
+
+def completion_body(prompt: Sequence[int], max_tokens: int, *, stream: bool) -> dict[str, Json]:
+    return {"prompt": list(prompt), **_greedy(max_tokens, stream=stream)}
+
+
+def _greedy(max_tokens: int, *, stream: bool) -> dict[str, Json]:
+    extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    return {"max_tokens": max_tokens, "temperature": 0, **extra}
+
+
+def parse_stream(exchange: Exchange) -> Reply:
+    """Raises EmberkeepError when the stream ended with one."""
+    frames = list(_frames(exchange.body()))
+    failed = [frame["error"]["message"] for frame in frames if "error" in frame]
+    if failed:
+        raise EmberkeepError(f"The server under test failed in the middle of an answer: {failed[0]}")
+    detail = next(frame for frame in frames if "emberkeep" in frame)
+    usage = frames[-1]["usage"]
+    return Reply(
+        ttft_ms=exchange.ttft_ms,
+        text="".join(_text(frame) for frame in frames),
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        tier=_tier(detail["emberkeep"]["reused"]),
+        decode_step_ms=detail["timings"]["predicted_ms"] / max(usage["completion_tokens"] - 1, 1),
+    )
+
+
+def completion_tokens(exchange: Exchange, *, stream: bool) -> int:
+    """How many tokens a streamed or a plain answer has."""
+    last = list(_frames(exchange.body()))[-1] if stream else json.loads(exchange.body())
+    return int(last["usage"]["completion_tokens"])
+
+
+def is_settled(stats: Mapping[str, Json]) -> bool:
+    """Nothing runs, and every chunk inserted so far has been written or refused."""
+    scheduler, cold = stats["scheduler"], stats["store"]["cold"]
+    done = cold["written_chunks"] + cold["refused_chunks"]
+    return (
+        scheduler["active"] + scheduler["waiting"] + cold["pending_chunks"] == 0
+        and done >= stats["store"]["inserted_chunks"]
+    )
+
+
+async def _read(reader: asyncio.StreamReader, sent: float) -> Exchange:
+    raw, first = bytearray(), 0.0
+    while data := await reader.read(1 << 16):
+        now = perf_counter()
+        raw += data
+        if not first and _FIRST_TOKEN.search(raw):
+            first = now
+    ended = perf_counter()
+    return Exchange(sent, first or ended, ended, bytes(raw))
+
+
+def _chunks(body: bytes) -> Iterator[bytes]:
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        yield body[:length]
+        body = body[length + 2 :]
+
+
+def _frames(body: bytes) -> Iterator[dict[str, Json]]:
+    for line in body.split(b"\n"):
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def _text(frame: Mapping[str, Json]) -> str:
+    return "".join(choice["delta"].get("content") or "" for choice in frame.get("choices", ()))
+
+
+def _tier(reused: Mapping[str, int]) -> str:
+    most = max(reused, key=lambda tier: reused[tier])
+    return most if reused[most] else "-"

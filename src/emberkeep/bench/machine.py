@@ -1,0 +1,59 @@
+"""Where and with what a benchmark ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from emberkeep import __version__
+from emberkeep.config import total_ram
+from emberkeep.engine.llamacpp import system_info
+from emberkeep.types import Json
+
+_PACKAGES = ("llama-cpp-python", "numpy", "fastapi", "uvicorn", "apsw")
+
+
+def surroundings(model: Path, folder: Path) -> dict[str, Json]:
+    return {
+        "emberkeep": __version__,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "model": {"file": model.name, "bytes": model.stat().st_size},
+        "machine": {
+            "platform": platform.platform(),
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "ram_bytes": total_ram(),
+            "filesystem": _filesystem(folder),
+            "load_average": list(os.getloadavg()),
+            "llama.cpp": " ".join(system_info().split()),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in _PACKAGES},
+        },
+    }
+
+
+def _cpu() -> str:
+    lines = _lines(Path("/proc/cpuinfo"))
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _filesystem(folder: Path) -> str:
+    """The type of the file system that holds `folder`: on `tmpfs` nothing ever comes from a disk."""
+    mounts = [line.split()[1:3] for line in _lines(Path("/proc/mounts"))]
+    holding = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(holding, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

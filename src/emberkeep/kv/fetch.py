@@ -1,0 +1,77 @@
+"""Reading chunks from disk on threads of their own, each chunk once however many wait for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+from time import perf_counter
+
+from emberkeep.kv.chunkfile import Damaged, describe
+from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.tree import Chunk
+
+log = logging.getLogger("emberkeep.kv")
+
+_THREADS = 3
+
+
+class FetchState(Enum):
+    PENDING = "pending"
+    READY = "ready"  # `chunk.payload` is set, and stays while the chunk is pinned and in the store
+    DAMAGED = "damaged"  # failed verification; the chunk has left the store
+    GONE = "gone"  # its file disappeared or cannot be read
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One read, shared by everybody who waits for it."""
+
+    chunk: Chunk
+    state: FetchState = FetchState.PENDING
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came of a read."""
+
+    state: FetchState
+    payload: memoryview | None
+    seconds: float
+
+
+class Reader:
+    """`on_done` is called on a reader's thread for every fetch that was started."""
+
+    def __init__(self, cold: ColdTier, fingerprint: bytes, on_done: Callable[[Fetch, Fetched], None]) -> None:
+        self._cold = cold
+        self._fingerprint = fingerprint
+        self._on_done = on_done
+        self._threads = ThreadPoolExecutor(_THREADS, "kv-read")
+
+    def start(self, fetch: Fetch) -> None:
+        """Returns at once."""
+        self._threads.submit(self._run, fetch)
+
+    def close(self) -> None:
+        """Blocks until the reads under way are done."""
+        self._threads.shutdown(wait=True)
+
+    def _run(self, fetch: Fetch) -> None:
+        begin = perf_counter()
+        state, payload = self._read(fetch.chunk)
+        self._on_done(fetch, Fetched(state, payload, perf_counter() - begin))
+
+    def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None]:
+        try:
+            return FetchState.READY, self._cold.read(describe(chunk, self._fingerprint))
+        except Damaged as reason:
+            log.warning("quarantined %s.kv: %s", chunk.key.hex(), reason)
+            self._cold.quarantine(chunk.key)
+            return FetchState.DAMAGED, None
+        except OSError as error:
+            log.info("cannot read %s.kv: %s", chunk.key.hex(), error)
+            return FetchState.GONE, None
