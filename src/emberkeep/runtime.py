@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from time import time
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.local import LocalBackend
@@ -36,7 +35,16 @@ def open_backend(config: Config) -> Backend:
     context = _context(config, shape)
     digest = weights_digest(model.path, library.digests)
     engine, source = _open_llamacpp(model.path, config, shape, context, digest)
-    card = ModelCard(model.id, int(model.path.stat().st_mtime or time()), context)
+    details = {
+        "architecture": shape.architecture,
+        "kind": shape.kind,
+        "parameters": shape.parameters,
+        "quantisation": shape.quantisation,
+        "trained_context": shape.context_length,
+        "kv_bytes_per_token": shape.kv_bytes_per_token,
+        "weights_sha256": digest,
+    }
+    card = ModelCard(model.id, int(model.path.stat().st_mtime), context, details=details)
     return assemble(config, engine, source, card)
 
 

@@ -73,14 +73,6 @@ def test_replayed_ids_are_not_taken_for_canonical_ones_later() -> None:
     assert tokenizer.encode("Hello") == vocab.tokenize("Hello")
 
 
-def test_prefixes_are_announced_while_the_prompt_grows() -> None:
-    vocab = TinyVocab()
-    seen: list[list[int]] = []
-    text = "<|im_start|>user\nHello<|im_end|>\n"
-    ids = PromptTokenizer(vocab).encode(text, on_prefix=lambda prefix: seen.append(list(prefix)))
-    assert seen == [vocab.tokenize("<|im_start|>user\nHello"), ids]
-
-
 def test_the_memory_of_fragments_forgets_the_oldest() -> None:
     known = _Fragments(max_chars=8)
     known.put("aaaa", (1,))

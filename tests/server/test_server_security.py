@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from functools import cache
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from scripted import ScriptedBackend
 
 from emberkeep.config import Config
@@ -16,17 +17,22 @@ KEY = "canary-7f3a"
 OWN = "127.0.0.1:8080"
 
 
+@cache
+def app_for(config: Config) -> FastAPI:
+    return create_app(ScriptedBackend(), config)
+
+
 def call(
     config: Config,
     headers: dict[str, str] | list[tuple[str, str]],
     method: str = "GET",
     path: str = "/v1/models",
-    **more: Any,
+    dialled: str = OWN,
 ) -> httpx.Response:
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(ScriptedBackend(), config))
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}") as client:
-            return await client.request(method, path, headers=headers, **more)
+        transport = httpx.ASGITransport(app_for(config))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{dialled}") as client:
+            return await client.request(method, path, headers=headers)
 
     return asyncio.run(send())
 
@@ -70,6 +76,13 @@ def test_the_bound_host_and_allowed_hosts_are_served() -> None:
     assert call(config, {"Host": "10.1.2.3:9999", **auth}).status_code == 200
     assert call(config, {"Host": "box.local:8080", **auth}).status_code == 200
     assert call(config, {"Host": "other.local", **auth}).status_code == 403
+
+
+def test_a_server_that_listens_everywhere_answers_to_the_address_that_was_dialled() -> None:
+    config = Config(host="0.0.0.0", api_key=KEY)
+    auth = {"Authorization": f"Bearer {KEY}"}
+    assert call(config, auth, dialled="192.168.1.20:8080").status_code == 200
+    assert call(config, {"Host": "192.168.1.21:8080", **auth}, dialled="192.168.1.20:8080").status_code == 403
 
 
 @pytest.mark.parametrize("origin", [f"http://{OWN}", f"https://{OWN}"])
@@ -142,6 +155,7 @@ def test_with_the_key_everything_is() -> None:
 def test_a_key_that_is_not_ascii_is_compared_not_crashed_on() -> None:
     headers = [(b"Authorization", "Bearer é".encode())]
     assert call(Config(api_key=KEY), headers).status_code == 401  # type: ignore[arg-type]
+    assert call(Config(api_key="é"), headers).status_code == 200  # type: ignore[arg-type]
 
 
 def test_health_needs_no_key() -> None:

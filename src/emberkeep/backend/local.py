@@ -138,7 +138,8 @@ class LocalBackend:
             for job, _ in jobs:
                 self._loop.submit(job)
             if request.echo:
-                yield TextDelta(0, prompt.text)
+                for index in range(request.n):
+                    yield TextDelta(index, prompt.text)
             async for event in _until_completed(channel, len(jobs)):
                 yield event
         finally:

@@ -75,7 +75,10 @@ class Client:
     async def prompt_tokens(self, messages: Messages) -> list[int]:
         """The token ids that a fresh conversation with these messages is evaluated as."""
         prompt = json.loads((await self.post("/apply-template", {"messages": messages})).body())["prompt"]
-        return list(json.loads((await self.post("/tokenize", {"content": prompt})).body())["tokens"])
+        return await self.tokenize(prompt)
+
+    async def tokenize(self, text: str) -> list[int]:
+        return list(json.loads((await self.post("/tokenize", {"content": text})).body())["tokens"])
 
     async def settled(self) -> dict[str, Json]:
         """Wait until nothing runs and everything computed is on disk; the stats at that moment."""
@@ -140,12 +143,10 @@ def completion_tokens(exchange: Exchange, *, stream: bool) -> int:
 
 def is_settled(stats: Mapping[str, Json]) -> bool:
     """Nothing runs, and every chunk inserted so far has been written or refused."""
-    scheduler, cold = stats["scheduler"], stats["store"]["cold"]
-    done = cold["written_chunks"] + cold["refused_chunks"]
-    return (
-        scheduler["active"] + scheduler["waiting"] + cold["pending_chunks"] == 0
-        and done >= stats["store"]["inserted_chunks"]
-    )
+    scheduler, store = stats["scheduler"], stats["store"]
+    at_work = scheduler["active"] + scheduler["waiting"] + store["cold"]["pending_chunks"]
+    through = store["cold"]["written_chunks"] + store["cold"]["refused_chunks"]
+    return bool(at_work == 0 and through >= store["inserted_chunks"])
 
 
 async def _read(reader: asyncio.StreamReader, sent: float) -> Exchange:

@@ -19,7 +19,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def drop_from_page_cache(files: Iterable[Path]) -> None:
-    """Only clean pages can be dropped: everything is forced to disk first. Does nothing where it cannot be done."""
+    """Forces them to disk first, because only clean pages can be dropped. Does nothing on systems without it."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in files:

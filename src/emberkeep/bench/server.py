@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from emberkeep.config import ENV_PREFIX
+from emberkeep.config.loading import ENV_PREFIX
 from emberkeep.errors import EmberkeepError
 
 _READY = re.compile(rb"ready at http://[^:]+:(\d+)/")

@@ -27,17 +27,10 @@ class PromptTokenizer:
         self._border = _border(vocab)
         self._known = _Fragments(_REMEMBERED_CHARS)
 
-    def encode(
-        self,
-        text: str,
-        *,
-        replay: Replay | None = None,
-        on_prefix: Callable[[Sequence[int]], None] | None = None,
-    ) -> list[int]:
+    def encode(self, text: str, *, replay: Replay | None = None) -> list[int]:
         """Token ids of `text`; `replay` is asked once for every stretch between special tokens.
 
-        `on_prefix` is called with the growing list after each of them, so that stored state can be fetched
-        ahead. Blocks; mutates nothing but the memory of fragments.
+        Blocks; mutates nothing but the memory of fragments.
         """
         ids: list[int] = []
         for fragment, special in self._fragments(text):
@@ -45,8 +38,6 @@ class PromptTokenizer:
                 ids.append(special)
                 continue
             ids += (replay(ids, fragment) if replay else ()) or self._tokenize(fragment)
-            if on_prefix:
-                on_prefix(ids)
         return ids
 
     def _fragments(self, text: str) -> Iterator[tuple[str, int | None]]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from emberkeep import __version__
+from emberkeep.cli.bench import app as bench_app
 from emberkeep.cli.chat import chat
 from emberkeep.cli.common import (
     ApiKeyFlag,
@@ -112,6 +113,7 @@ app.command()(chat)
 app.add_typer(models_app, name="models")
 app.command()(doctor)
 app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

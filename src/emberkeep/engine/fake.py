@@ -144,8 +144,10 @@ class FakeEngine:
         table = list(_CELL.iter_unpack(payload)) if len(payload) % _CELL.size == 0 else []
         if [position for position, _ in table] != list(range(payload_start, payload_start + len(table))):
             raise EngineError("A stored KV payload holds other positions than its chunk.")
-        if len(cells) != start or payload_start + len(table) < end:
-            raise EngineError("A stored KV payload ends before the positions asked for.")
+        if not payload_start <= start < end <= payload_start + len(table):
+            raise EngineError("A stored KV payload does not hold the positions asked for.")
+        if len(cells) != start:
+            raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
         if self._used_cells() + len(table) > self.capabilities.cells:
             return Outcome.NO_ROOM
         cells += (_Cell(value) for _, value in table[start - payload_start : end - payload_start])

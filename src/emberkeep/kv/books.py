@@ -30,7 +30,8 @@ class Books:
         return iter(self._chunks.values())
 
     def __contains__(self, chunk: Chunk) -> bool:
-        return chunk.is_root or chunk.key in self._chunks
+        """By identity: a chunk that was dropped and stored anew is another one under the same key."""
+        return chunk.is_root or self._chunks.get(chunk.key) is chunk
 
     def get(self, key: ChunkKey) -> Chunk | None:
         return self._chunks.get(key)
@@ -96,13 +97,16 @@ class Books:
             if gone.on_disk:
                 self.cold_bytes -= gone.bytes
 
-    def forget(self, namespace: str) -> list[Chunk]:
+    def forget(self, namespace: str) -> list[ChunkKey]:
         """Drop everything of a namespace; returns what was there."""
         gone = [chunk for chunk in self._chunks.values() if chunk.namespace == namespace]
         for chunk in gone:
             self.drop(chunk)
-        self._roots.pop(namespace, None)
-        return gone
+        # The root stays: sequences that are running build on it.
+        lost = [row for rows in self._orphans.values() for row in rows if row.description.namespace == namespace]
+        for row in lost:
+            self._orphans[row.description.parent].remove(row)
+        return [chunk.key for chunk in gone] + [row.description.key for row in lost]
 
     def shrink_warm(self, budget: int) -> int:
         """Bring RAM under `budget`; returns how many chunks left it. What is also on disk goes first, and of what

@@ -30,6 +30,8 @@ MAGIC = b"EMBERKV1"
 _FIXED = struct.Struct("<8sIIQ16s16s")
 _ALIGN = 64
 _MAX_DESCRIPTION = 1 << 20
+_MAX_FILE = 1 << 30
+"""More than a chunk of any model has; what claims to be larger is not read into memory."""
 
 
 class Damaged(Exception):
@@ -50,6 +52,10 @@ class Description:
     sampled: tuple[Span, ...]
 
     def pack(self) -> bytes:
+        return self.pack_identity() + pack_fields([np.array(self.sampled, "<u4").tobytes()])
+
+    def pack_identity(self) -> bytes:
+        """What makes a payload the right one. Two processes may differ about which of its tokens were sampled."""
         return pack_fields(
             [
                 self.fingerprint,
@@ -58,7 +64,6 @@ class Description:
                 self.parent,
                 struct.pack("<II", self.take, self.start),
                 token_bytes(self.tokens),
-                np.array(self.sampled, "<u4").tobytes(),
             ]
         )
 
@@ -68,7 +73,6 @@ class Description:
         try:
             fingerprint, namespace, key, parent, place, tokens, sampled = unpack_fields(data)
             take, start = struct.unpack("<II", place)
-            spans = np.frombuffer(sampled, "<u4").reshape(-1, 2)
             description = cls(
                 fingerprint,
                 namespace.decode(),
@@ -77,14 +81,24 @@ class Description:
                 take,
                 start,
                 np.frombuffer(tokens, "<i4"),
-                tuple((int(a), int(b)) for a, b in spans),
+                unpack_spans(sampled),
             )
         except (ValueError, struct.error) as error:
             raise Damaged(f"unreadable description: {error}") from None
-        d = description
-        if chunk_key(d.fingerprint, d.namespace, d.parent, d.take, d.tokens) != d.key or not len(d.tokens):
+        if not description.has_its_key:
             raise Damaged("its key does not belong to its tokens")
         return description
+
+    @property
+    def has_its_key(self) -> bool:
+        key = chunk_key(self.fingerprint, self.namespace, self.parent, self.take, self.tokens)
+        return key == self.key and len(self.tokens) > 0
+
+
+def unpack_spans(data: bytes) -> tuple[Span, ...]:
+    """Raises ValueError."""
+    # Most chunks have none, and opening a store reads a hundred thousand.
+    return tuple((int(a), int(b)) for a, b in np.frombuffer(data, "<u4").reshape(-1, 2)) if data else ()
 
 
 def describe(chunk: Chunk, fingerprint: bytes) -> Description:
@@ -122,15 +136,14 @@ def read(path: Path, expected: Description) -> memoryview:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(descriptor).st_size
-        packed = expected.pack()
-        if size < _FIXED.size + len(packed):
-            raise Damaged("the file is too short")
+        if not _FIXED.size < size <= _MAX_FILE:
+            raise Damaged("the file is too short or too long")
         buffer = memoryview(np.empty(size, np.uint8))
         _read_all(descriptor, buffer)
     finally:
         os.close(descriptor)
     description, payload, checksum = _split(buffer)
-    if description != packed:
+    if not description.startswith(expected.pack_identity()):
         raise Damaged("the file describes another chunk")
     if xxhash.xxh3_128_digest(payload) != checksum:
         raise Damaged("the payload's checksum is wrong")
@@ -182,7 +195,7 @@ def _check_fixed(fixed: bytes, size: int) -> tuple[int, int, int]:
     magic, length, padding, payload_length, _, _ = _FIXED.unpack(fixed)
     if magic != MAGIC:
         raise Damaged("it is not a chunk file")
-    if length > _MAX_DESCRIPTION or padding >= _ALIGN:
+    if length > _MAX_DESCRIPTION or padding >= _ALIGN or size > _MAX_FILE:
         raise Damaged("its lengths are out of range")
     if _FIXED.size + length + padding + payload_length != size:
         raise Damaged("its size is not what its lengths say")

@@ -4,7 +4,8 @@
                          index.db            a cache of the files' descriptions
                          quarantine/         files that failed verification, for a person to look at
                          tmp/<owner>/        files being written; removed once their owner is dead
-                         in-use, evict       locks: held shared while open, held alone by the one evictor
+                         in-use              lock: shared by everybody who has the store open
+                         opening, evict      locks: held alone while opening, and by the one evictor
 
 A crash at any moment leaves either no file under a chunk's name or the whole file: data is written and
 forced to disk under `tmp/`, then renamed, then the folder is forced to disk. Several processes may share
@@ -16,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -26,7 +28,7 @@ from pathlib import Path
 from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
-from emberkeep.kv.index import Index, Row
+from emberkeep.kv.index import Index, Row, Unreadable
 from emberkeep.kv.keys import ChunkKey
 
 log = logging.getLogger("emberkeep.kv")
@@ -42,13 +44,15 @@ class ColdTier:
         self._chunks = self.folder / "chunks"
         self._quarantine = self.folder / "quarantine"
         self._tmp = self.folder / "tmp" / uuid.uuid4().hex
-        for path in (self._chunks, self._quarantine, self._tmp):
-            private_folder(path)
-        self._locks = [
-            _lock(self.folder / "in-use", fcntl.LOCK_SH),
-            _lock(self._tmp / "owner", fcntl.LOCK_EX),
-        ]
-        self._index = Index(self.folder / "index.db", fingerprint)
+        self._locks = [_hold(self.folder, "in-use", fcntl.LOCK_SH), _hold(self._tmp, "owner", fcntl.LOCK_EX)]
+        private_folder(self._chunks)
+        private_folder(self._quarantine)
+        # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
+        opening = _lock(self.folder / "opening", fcntl.LOCK_EX)
+        try:
+            self._index = Index(self.folder / "index.db", fingerprint)
+        finally:
+            os.close(opening)
         self._index_lock = threading.Lock()
         self._seen_seq = 0
         self._seen_version = -1
@@ -56,7 +60,12 @@ class ColdTier:
     def open_rows(self) -> tuple[list[Row], int]:
         """Every chunk on disk, and how many files were damaged. Brings index and files into agreement."""
         self._sweep_tmp()
-        rows, damaged = self._reconcile()
+        try:
+            rows, damaged = self._reconcile()
+        except Unreadable as reason:
+            log.warning("the index is rebuilt from the chunks: %s", reason)
+            self._index.start_over()
+            rows, damaged = self._reconcile()
         self._seen_seq = max((row.seq for row in rows), default=0)
         self._seen_version = self._index.version()
         return rows, damaged
@@ -134,7 +143,7 @@ class ColdTier:
 
         Returns the bytes that remain. A store that any process has open stays.
         """
-        others = [path for path in self.root.iterdir() if path.is_dir() and path != self.folder]
+        others = [path for path in self.root.iterdir() if _is_store(path) and path != self.folder]
         sizes = {path: sum(file.stat().st_size for file in path.glob("chunks/*/*.kv")) for path in others}
         for path in sorted(others, key=_last_change):
             if sum(sizes.values()) <= allowed:
@@ -180,7 +189,7 @@ class ColdTier:
     def _scan(self) -> set[ChunkKey]:
         found = set()
         for folder in os.scandir(self._chunks):
-            for entry in os.scandir(folder.path):
+            for entry in os.scandir(folder.path) if folder.is_dir(follow_symlinks=False) else ():
                 with suppress(ValueError):
                     found.add(ChunkKey(bytes.fromhex(entry.name.removesuffix(".kv"))))
         return found
@@ -194,8 +203,8 @@ class ColdTier:
                 if description.key != key or description.fingerprint != self._fingerprint:
                     raise Damaged("it stands under another chunk's name")
                 adopted.append((description, size))
-            except FileNotFoundError:
-                continue
+            except OSError as error:
+                log.info("cannot read %s: %s", self._path(key).name, error)
             except Damaged as reason:
                 log.warning("quarantined %s: %s", self._path(key).name, reason)
                 self.quarantine(key)
@@ -207,6 +216,17 @@ class ColdTier:
         for path in self._tmp.parent.iterdir():
             if path != self._tmp:
                 _remove_if_unused(path, lock_name="owner")
+
+
+def _hold(folder: Path, lock_name: str, mode: int) -> int:
+    """Make `folder` and lock it; begins again when another process removed it as unused in between."""
+    while True:
+        private_folder(folder)
+        with suppress(FileNotFoundError):
+            descriptor = _lock(folder / lock_name, mode)
+            if (folder / lock_name).exists():
+                return descriptor
+            os.close(descriptor)
 
 
 def _lock(path: Path, mode: int) -> int:
@@ -229,6 +249,10 @@ def _remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def _is_store(path: Path) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 def _last_change(folder: Path) -> float:

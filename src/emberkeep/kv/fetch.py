@@ -72,6 +72,6 @@ class Reader:
             log.warning("quarantined %s.kv: %s", chunk.key.hex(), reason)
             self._cold.quarantine(chunk.key)
             return FetchState.DAMAGED, None
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             log.info("cannot read %s.kv: %s", chunk.key.hex(), error)
             return FetchState.GONE, None

@@ -6,8 +6,8 @@ added, and a database that cannot be opened is thrown away and rebuilt from the 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import apsw
 import numpy as np
 
-from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.chunkfile import Description, unpack_spans
 from emberkeep.kv.keys import ChunkKey, token_bytes
 
 _SCHEMA = """
@@ -47,21 +47,30 @@ class Row:
     hits: int
 
 
+class Unreadable(OSError):
+    """The database is broken, or says something that cannot be true."""
+
+
 class Index:
     """One connection; used by one thread at a time. Methods raise OSError for whatever SQLite reports."""
 
     def __init__(self, path: Path, fingerprint: bytes) -> None:
+        self._path = path
         self._fingerprint = fingerprint
         try:
-            self._db = _open(path)
-        except apsw.Error:
-            for leftover in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
-                with suppress(FileNotFoundError):
-                    leftover.unlink()
+            self._db = _translated(lambda: _open(path))
+        except Unreadable:
+            self._delete()
             self._db = _translated(lambda: _open(path))
 
+    def start_over(self) -> None:
+        """Replace the database by an empty one."""
+        self._db.close()
+        self._delete()
+        self._db = _translated(lambda: _open(self._path))
+
     def rows_after(self, seq: int) -> list[Row]:
-        """Everything inserted after `seq`, in order of insertion."""
+        """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
         sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, bytes, last_used, hits
                  FROM chunk WHERE seq > ? ORDER BY seq"""
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
@@ -86,6 +95,10 @@ class Index:
     def close(self) -> None:
         self._db.close()
 
+    def _delete(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
     def _write(self, sql: str, values: list[tuple[Any, ...]]) -> None:
         def run() -> None:
             with self._db:
@@ -96,17 +109,12 @@ class Index:
 
     def _row(self, values: tuple[Any, ...]) -> Row:
         seq, key, namespace, parent, take, start, tokens, sampled, size, last_used, hits = values
-        spans = np.frombuffer(sampled, "<u4").reshape(-1, 2)
+        spans = unpack_spans(sampled)
         description = Description(
-            self._fingerprint,
-            str(namespace),
-            ChunkKey(key),
-            ChunkKey(parent),
-            int(take),
-            int(start),
-            np.frombuffer(tokens, "<i4"),
-            tuple((int(a), int(b)) for a, b in spans),
+            self._fingerprint, namespace, key, parent, take, start, np.frombuffer(tokens, "<i4"), spans
         )
+        if not description.has_its_key:
+            raise Unreadable("the store's index: a key does not belong to its tokens")
         return Row(seq, description, size, last_used, hits)
 
 
@@ -136,5 +144,7 @@ def _open(path: Path) -> apsw.Connection:
 def _translated(action: Callable[[], T]) -> T:
     try:
         return action()
+    except (apsw.CorruptError, apsw.NotADBError, ValueError, TypeError, AttributeError, struct.error) as error:
+        raise Unreadable(f"the store's index: {error}") from error
     except apsw.Error as error:
         raise OSError(f"the store's index: {error}") from error

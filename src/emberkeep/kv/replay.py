@@ -24,7 +24,7 @@ def sampled_spelling(cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -
             if offset == len(fragment) or index == len(chunk.tokens):
                 break
             token = int(chunk.tokens[index])
-            piece = pieces[token]
+            piece = pieces[token] if token < len(pieces) else b""
             if not piece or not fragment.startswith(piece, offset):
                 break
             spelled.append(token)
@@ -47,6 +47,8 @@ def spelled_chunks(root: Chunk, text: bytes, pieces: Sequence[bytes]) -> list[Ch
         for take, by_first in chunk.branches.items():
             begin = offset + sum(len(pieces[t]) for t in chunk.tokens[:take].tolist())
             for child in (child for group in by_first.values() for child in group):
+                if child.tokens.max() >= len(pieces):
+                    continue  # a foreign file: no prompt of this model has such tokens
                 first = pieces[int(child.tokens[0])]
                 if text.startswith(first, begin):
                     found.append(child)

@@ -190,31 +190,29 @@ class KvStore:
         """Add a chunk of `tokens` at `cursor`; returns the place at its end. The bytes go to disk later.
 
         `sampled` are spans relative to the chunk. A tail that the chunk contains is retired once it is safe.
-        When the parent has been evicted meanwhile nothing is added, and the result is the tree's beginning.
+        When the parent has been evicted meanwhile, or there is no room, nothing is added, and the result is the
+        tree's beginning.
         """
         parent = cursor.chunk
         tokens = np.ascontiguousarray(tokens, np.int32)
         key = chunk_key(self.fingerprint, parent.namespace, parent.key, cursor.used, tokens)
-        replaced = None
         with self._lock:
             if parent not in self._books:
                 return Cursor(self._books.root(parent.namespace), 0)
-            chunk = self._books.get(key)
-            if chunk is None:
-                chunk = Chunk(
-                    key=key,
-                    parent=parent,
-                    take=cursor.used,
-                    tokens=tokens,
-                    sampled=tuple(sampled),
-                    size=len(payload),
-                )
-                self._books.add(chunk, payload)
-                self.counters.inserted_chunks += 1
-                replaced = _tail_inside(chunk)
-            chunk.is_fork |= fork
+            if known := self._books.get(key):
+                known.is_fork |= fork
+                return Cursor(known, len(tokens))
+            chunk = Chunk(
+                key=key, parent=parent, take=cursor.used, tokens=tokens, sampled=tuple(sampled), size=len(payload)
+            )
+            chunk.is_fork = fork
+            self._books.add(chunk, payload)
+            self.counters.inserted_chunks += 1
+            replaced = _tail_inside(chunk)
             self._make_room()
-        if self._writer and not chunk.on_disk:
+            if chunk not in self._books:
+                return Cursor(self._books.root(parent.namespace), 0)
+        if self._writer:
             self._writer.put(chunk, replaced)
         elif replaced:
             self._retire(replaced)
@@ -225,7 +223,7 @@ class KvStore:
         with self._lock:
             gone = self._books.forget(namespace)
         if self._cold:
-            self._cold.remove(chunk.key for chunk in gone)
+            self._cold.remove(gone)
 
     # ── life ──
 

@@ -75,12 +75,11 @@ class Writer:
     def _run(self) -> None:
         while batch := self._next_batch():
             self._write(batch)
+            if not self._queue:
+                self._tidy(self._on_idle)
             with self._changed:
                 self._busy = False
-                idle = not self._queue
                 self._changed.notify_all()
-            if idle:
-                self._tend()
 
     @property
     def _is_paused(self) -> bool:
@@ -103,7 +102,8 @@ class Writer:
             return
         self.written_chunks += len(sizes)
         self.written_bytes += sum(sizes.values())
-        self._on_durable(sizes, [replaced for _, replaced in batch if replaced])
+        replaced = [tail for chunk, tail in batch if tail and chunk.key in sizes]
+        self._tidy(lambda: self._on_durable(sizes, replaced))
 
     def _entries(self, batch: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Description, memoryview]]:
         """What is still worth writing: evicted chunks have lost their payload by now."""
@@ -119,12 +119,13 @@ class Writer:
         with self._changed:
             self._paused_until = monotonic() + _PAUSE_S
             if not self._closing:
-                self._queue = batch + self._queue
+                # Evicted chunks have nothing left to write: a broken disk must not make the queue grow for ever.
+                self._queue = [item for item in batch + self._queue if item[0].payload is not None]
         log.warning("cannot write to the store, serving goes on from RAM: %s", error)
 
-    def _tend(self) -> None:
+    def _tidy(self, action: Callable[[], None]) -> None:
         try:
-            self._on_idle()
+            action()
         except OSError as error:
             self.last_error = str(error)
             log.warning("cannot tidy the store: %s", error)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from emberkeep.engine.base import Engine, KvUnit
+from emberkeep.errors import EngineError
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.sched.sequence import Sequence
+
+log = logging.getLogger("emberkeep.sched")
 
 _WORTH_A_CHUNK = 16
 """Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
@@ -40,13 +45,19 @@ class Keeper:
         if not self._enabled:
             return
         tokens = sequence.tokens[:end]
-        cursor = sequence.cursor
-        while (cursor := self._store.advance(cursor, tokens)).position < end:
+        cursor, before = sequence.cursor, -1
+        # A full store takes nothing more: then the place does not move, and the rest is tried again later.
+        while before < (cursor := self._store.advance(cursor, tokens)).position < end:
+            before = cursor.position
             begin = self._store.growth_point(cursor)
             stop = min(begin.position + CHUNK_TOKENS, end)
             if stop - begin.position < CHUNK_TOKENS and not tail:
                 break
-            payload = self._engine.export_kv(sequence.slot, begin.position, stop)
+            try:
+                payload = self._engine.export_kv(sequence.slot, begin.position, stop)
+            except EngineError as error:
+                log.warning("what was computed is not kept: %s", error)
+                break
             spans = sequence.sampled_spans(begin.position, stop)
             part = tokens[begin.position : stop]
             cursor = self._store.insert(begin, part, payload, spans, fork=fork and stop == end)

@@ -8,6 +8,7 @@ from time import monotonic, perf_counter
 from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError
 from emberkeep.kv.fetch import FetchState
+from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore, Match
 from emberkeep.kv.tree import Cursor, Segment
 from emberkeep.sched.job import Job
@@ -39,12 +40,15 @@ class Loader:
             return None
         stored = self._store.advance(self._store.origin(job.namespace), wanted)
         now = max(stored.position, self._slots.computed_match(job.namespace, wanted).tokens)
-        return coming if coming.tokens >= now + _WORTH_WAITING else None
+        # The end of a turn is evaluated within a step or two, and whoever continues the turn wants it.
+        needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
+        return coming if coming.tokens >= now + needed else None
 
     def start(self, job: Job) -> Sequence | None:
         """Give the job a slot and begin loading. None when no slot is free."""
         wanted = job.tokens[: job.reusable if job.use_cache else 0]
         hot = self._slots.computed_match(job.namespace, wanted)
+        self._slots.clear_the_way(avoid=hot.sequence)
         slot = self._place(hot)
         if slot is None:
             return None
@@ -157,6 +161,7 @@ class Loader:
         )
         return MissReason.DIVERGED
 
-    def _text(self, tokens: object) -> str:
+    def _text(self, tokens: TokenArray) -> str:
         pieces = self._engine.vocab.pieces
-        return b"".join(pieces[int(t)] for t in tokens[:_EXCERPT_TOKENS]).decode("utf-8", "replace")  # type: ignore[index]
+        known = [t for t in tokens[:_EXCERPT_TOKENS].tolist() if t < len(pieces)]
+        return b"".join(pieces[t] for t in known).decode("utf-8", "replace")

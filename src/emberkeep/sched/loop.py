@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import TypeVar
 
-from emberkeep.engine.base import Engine, Outcome, Rows
+from emberkeep.engine.base import Engine, KvUnit, Outcome, Rows
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.job import Ending, EndReason, Job
@@ -90,6 +90,8 @@ class EngineLoop:
         self._keeper = Keeper(engine, store)
         self._loader = Loader(engine, store, self._slots, wake=lambda: self._inbox.put(_Wake()))
         self._stopping = False
+        self._door = threading.Lock()
+        """Held while a job enters the inbox, so that none comes in behind the one who stops."""
         self._place_freed = False
         """Something ended since waiting jobs were last looked at."""
         self.counters = LoopCounters()
@@ -100,10 +102,11 @@ class EngineLoop:
 
     def submit(self, job: Job) -> None:
         """Raises Overloaded when too many wait already."""
-        if self._stopping:
-            raise Overloaded(_SHUTTING_DOWN)
-        self._line.reserve()
-        self._inbox.put(job)
+        with self._door:
+            if self._stopping:
+                raise Overloaded(_SHUTTING_DOWN)
+            self._line.reserve()
+            self._inbox.put(job)
 
     def cancel(self, job: Job) -> None:
         """Stop within one step. What was computed is kept; the consumer hears nothing more."""
@@ -124,7 +127,8 @@ class EngineLoop:
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """No new jobs; let running ones finish until the deadline, keep what they computed, free the engine."""
-        self._stopping = True
+        with self._door:
+            self._stopping = True
         deadline = monotonic() + drain_seconds
         while self._thread.is_alive() and monotonic() < deadline and self._is_busy():
             self._thread.join(0.02)
@@ -243,6 +247,9 @@ class EngineLoop:
         sequence.tokens.cut(length)
         sequence.answer_end = len(sequence.tokens)
         if sequence.computed > length:
+            if self._engine.capabilities.kv_unit is KvUnit.SNAPSHOT:
+                length = 0  # such state cannot go back: it is given up
+            sequence.tokens.cut(length)
             self._engine.trim(sequence.slot, length)
             sequence.computed = length
 
@@ -379,6 +386,7 @@ class EngineLoop:
         job = sequence.job
         self._loader.abandon(sequence)
         self._slots.drop(sequence)
+        sequence.rest()  # jobs may be waiting for what it was about to compute
         self._place_freed = True
         if job is not None:
             job.consumer.failed(error)
@@ -405,7 +413,11 @@ class EngineLoop:
         return bool(self._slots.active) or len(self._line) > 0
 
     def _fail_everything(self, error: EmberkeepError) -> None:
-        self._stopping = True
+        with self._door:
+            self._stopping = True
+        while not self._inbox.empty():
+            if isinstance(late := self._inbox.get(), Job):
+                self._line.add(late)
         for job in self._line:
             self._line.remove(job)
             job.consumer.failed(error)

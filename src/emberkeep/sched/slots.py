@@ -14,6 +14,8 @@ from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.sequence import Phase, Sequence
 
+_RESTING_CELLS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class HotMatch:
@@ -80,6 +82,20 @@ class Slots:
         """Forget a sequence's state in the engine."""
         self._engine.trim(sequence.slot, 0)
         del self._by_slot[sequence.slot]
+
+    def clear_the_way(self, avoid: Sequence | None) -> None:
+        """Before new work: send resting sequences (not `avoid`) to the store until few cells are at rest.
+
+        Attention walks over every used cell, whoever's it is: a long conversation at rest slows each step of the
+        others down for much longer than its reload takes.
+        """
+        idle = sorted((s for s in self.idle if s is not avoid), key=lambda s: s.last_used)
+        resting = sum(s.computed for s in idle)
+        for sequence in idle:
+            if resting <= _RESTING_CELLS:
+                return
+            resting -= sequence.computed
+            self.drop(sequence)
 
     def free_cells(self, avoid: Sequence | None = None) -> bool:
         """Give up one idle sequence; False when there is none left."""

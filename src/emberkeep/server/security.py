@@ -79,7 +79,8 @@ class SecurityMiddleware:
         if self._key is None:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._key)
+        # Header bytes are read as Latin-1; this gives them back as they were sent.
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
 
 
 _NO_KEY = Failure(

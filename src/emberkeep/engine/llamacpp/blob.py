@@ -17,6 +17,7 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep.errors import EngineError
 
@@ -63,6 +64,22 @@ def read_shape(blob: memoryview) -> Shape:
     return Shape(bytes(blob[: _HEAD.size]), cell_bytes, v_trans, tuple(tensors))
 
 
+def in_order(blob: memoryview, shape: Shape) -> memoryview:
+    """A blob that llama.cpp has just written, its rows by position: it writes them as they lie in its cells."""
+    _, cells = _HEAD.unpack_from(blob, _HEAD.size)
+    order = np.argsort(_cell_table(blob, shape, cells)[:, 0], kind="stable")
+    if np.array_equal(order, np.arange(cells)):
+        return blob
+    data = np.frombuffer(blob, np.uint8).copy()
+    offset = _CELLS_AT
+    for skipped, row in ((0, shape.cell_bytes), (_HEAD.size, 0), *((_TENSOR.size, row) for _, row in shape.tensors)):
+        offset += skipped
+        rows = data[offset : offset + cells * row].reshape(cells, row)
+        rows[:] = rows[order]
+        offset += cells * row
+    return memoryview(data)
+
+
 def check_blob(blob: memoryview, shape: Shape, start: int) -> int:
     """The number of cells in `blob`, which must hold positions `start ..` in order. Raises EngineError."""
     if len(blob) < _CELLS_AT:
@@ -83,8 +100,12 @@ def check_blob(blob: memoryview, shape: Shape, start: int) -> int:
 
 
 def _check_cells(blob: memoryview, shape: Shape, cells: int, start: int) -> None:
-    words = np.frombuffer(blob, dtype="<i4", count=cells * shape.cell_bytes // 4, offset=_CELLS_AT)
-    table = words.reshape(cells, shape.cell_bytes // 4)
-    in_order = np.array_equal(table[:, 0], np.arange(start, start + cells, dtype=np.int32))
-    if not in_order or not (table[:, 1] == (shape.cell_bytes - 8) // 4).all():
+    table = _cell_table(blob, shape, cells)
+    consecutive = np.array_equal(table[:, 0], np.arange(start, start + cells, dtype=np.int32))
+    if not consecutive or not (table[:, 1] == (shape.cell_bytes - 8) // 4).all():
         raise EngineError("A stored KV payload holds other positions than its chunk.")
+
+
+def _cell_table(blob: memoryview, shape: Shape, cells: int) -> npt.NDArray[np.int32]:
+    words = np.frombuffer(blob, dtype="<i4", count=cells * shape.cell_bytes // 4, offset=_CELLS_AT)
+    return words.reshape(cells, shape.cell_bytes // 4)

@@ -14,7 +14,7 @@ import numpy as np
 
 from emberkeep.engine.base import Capabilities, KvUnit, Logits, Outcome, Payload, Rows
 from emberkeep.engine.llamacpp import binding
-from emberkeep.engine.llamacpp.blob import Shape, check_blob, read_shape
+from emberkeep.engine.llamacpp.blob import Shape, check_blob, in_order, read_shape
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.rows import BatchBuffer
 from emberkeep.errors import EngineError
@@ -92,13 +92,15 @@ class LlamaEngine:
             llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
         if written != size or (self._shape and size != self._shape.blob_bytes(end - start)):
             raise EngineError(f"llama.cpp exported {written} bytes for the positions {start} to {end}.")
-        return memoryview(buffer)
+        return in_order(memoryview(buffer), self._shape) if self._shape else memoryview(buffer)
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
         if self._shape is None:
             raise EngineError("This model's state cannot be imported by token range.")
-        if payload_start + check_blob(payload, self._shape, payload_start) < end:
-            raise EngineError("A stored KV payload ends before the positions asked for.")
+        if not payload_start <= start < end <= payload_start + check_blob(payload, self._shape, payload_start):
+            raise EngineError("A stored KV payload does not hold the positions asked for.")
+        if llama_cpp.llama_memory_seq_pos_max(self._memory, sequence + 1) != start - 1:
+            raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
         data = np.frombuffer(payload, np.uint8)
         pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         read = llama_cpp.llama_state_seq_set_data(self._context, pointer, len(data), _SCRATCH)

@@ -1,0 +1,84 @@
+"""The bare engine: what the same tokens cost without a server, a scheduler or a store around them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.engine.base import Engine, Outcome, Rows
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.errors import EmberkeepError, EngineError
+
+Tokens = npt.NDArray[np.int32]
+
+
+def open_engine(model: Path, *, context: int, sequences: int, batch: int) -> Engine:
+    """Raises ModelError, EngineError."""
+    settings = LlamaSettings(context=context, cells=context * sequences, sequences=sequences, batch=batch)
+    return LlamaEngine(LlamaModel(model), settings, weights_digest="benchmark")
+
+
+def prefill_seconds(engine: Engine, tokens: Tokens, slice_: int) -> float:
+    """Evaluate a prompt in the scheduler's slices, the last token alone, choose the next token, forget all."""
+    begin = perf_counter()
+    for start in range(0, len(tokens) - 1, slice_):
+        _evaluate(
+            engine, [Rows(0, start, tokens[start : min(start + slice_, len(tokens) - 1)], want_logits=False)]
+        )
+    _evaluate(engine, [Rows(0, len(tokens) - 1, tokens[-1:], want_logits=True)])
+    engine.logits(0).argmax()
+    seconds = perf_counter() - begin
+    engine.trim(0, 0)
+    return seconds
+
+
+def decode_seconds(engine: Engine, prompts: Sequence[Tokens], lengths: Sequence[int]) -> float:
+    """Evaluate all prompts in one batch, then decode greedily until each has its length."""
+    begin = perf_counter()
+    _evaluate(engine, [Rows(i, 0, prompt, want_logits=True) for i, prompt in enumerate(prompts)])
+    chosen = {i: int(engine.logits(i).argmax()) for i in range(len(prompts))}
+    for step in range(1, max(lengths)):
+        alive = [i for i in chosen if step < lengths[i]]
+        batch = [
+            Rows(i, len(prompts[i]) + step - 1, np.array([chosen[i]], np.int32), want_logits=True) for i in alive
+        ]
+        _evaluate(engine, batch)
+        chosen = {i: int(engine.logits(row).argmax()) for row, i in enumerate(alive)}
+    return perf_counter() - begin
+
+
+def decode_seconds_elsewhere(model: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+    """`decode_seconds` in a process of its own; loading the model is not counted. Raises EmberkeepError."""
+    work = json.dumps({"model": str(model), "prompts": [list(p) for p in prompts], "lengths": list(lengths)})
+    done = subprocess.run([sys.executable, "-m", __name__], input=work, capture_output=True, text=True)
+    if done.returncode:
+        raise EmberkeepError(f"The bare loop failed: {done.stderr.strip()}")
+    return float(done.stdout)
+
+
+def _evaluate(engine: Engine, batch: Sequence[Rows]) -> None:
+    if engine.evaluate(batch) is not Outcome.DONE:
+        raise EngineError("The benchmark's prompts do not fit its context: choose smaller sizes.")
+
+
+def _main() -> None:
+    work = json.load(sys.stdin)
+    prompts = [np.array(prompt, np.int32) for prompt in work["prompts"]]
+    longest = max(len(prompt) + length for prompt, length in zip(prompts, work["lengths"], strict=True))
+    rows = max(512, sum(len(prompt) for prompt in prompts))
+    engine = open_engine(Path(work["model"]), context=longest, sequences=len(prompts), batch=rows)
+    try:
+        print(decode_seconds(engine, prompts, work["lengths"]))
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    _main()

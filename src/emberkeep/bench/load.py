@@ -1,0 +1,110 @@
+"""`load`: many clients at once, against a bare decode loop over the same tokens.
+
+The bare loop runs in a process of its own while the server stands still. Evaluating the (short) prompts is
+counted on both sides, loading the model on neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from emberkeep.bench.bare import decode_seconds_elsewhere
+from emberkeep.bench.client import Client, Exchange, chat_body, completion_body, completion_tokens, parse_stream
+from emberkeep.bench.figures import percentile, ratios, series
+from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.server import ServerProcess
+from emberkeep.bench.stage import Stage
+
+_MIXED = (32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    clients: int = 8
+    prompt_tokens: int = 24
+    answer_tokens: int = 128
+    mixed_requests: int = 6
+    """Per client, of random length, for the time to the first token under load."""
+    mixed_answer: int = 24
+    repeat: int = 5
+
+    def quick(self) -> LoadPlan:
+        return replace(self, answer_tokens=16, mixed_requests=1, mixed_answer=4, repeat=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    tokens_per_s: float
+    lengths: list[int]
+
+
+async def run(stage: Stage, plan: LoadPlan) -> Result:
+    with ServerProcess(stage.model, stage.new_data_dir(), parallel=plan.clients) as server:
+        client = Client(server.port)
+        rows = await _throughput_rows(stage, plan, server, client)
+        mixed = await _mixed_row(stage, plan, client)
+    tables = (
+        Table(f"{plan.clients} clients, {plan.answer_tokens} tokens each", rows),
+        Table(f"{plan.clients} clients, prompts of {_MIXED[0]} to {_MIXED[-1]} tokens", (mixed,)),
+    )
+    return Result("load", tables, ("share: tokens/s of the server / tokens/s of the bare loop beside it.",))
+
+
+async def _throughput_rows(stage: Stage, plan: LoadPlan, server: ServerProcess, client: Client) -> tuple[Row, ...]:
+    rates: dict[str, list[float]] = {"streaming": [], "not streaming": [], "bare loop": []}
+    for number in range(plan.repeat):
+        stage.say(f"round {number + 1} of {plan.repeat}")
+        for name in ("streaming", "not streaming"):
+            prompts = await _prompts(stage, plan, client, (name, number))
+            burst = await _burst(plan, client, prompts, stream=name == "streaming")
+            rates[name].append(burst.tokens_per_s)
+            await client.settled()
+        with server.paused():
+            seconds = decode_seconds_elsewhere(stage.model, prompts, burst.lengths)
+        rates["bare loop"].append(sum(burst.lengths) / seconds)
+    bare = series(rates.pop("bare loop"), "tokens/s")
+    served = {name: series(samples, "tokens/s") for name, samples in rates.items()}
+    return (
+        Row("bare loop", {"throughput": bare}),
+        *(Row(name, {"throughput": rate, "share": ratios(rate, bare)}) for name, rate in served.items()),
+    )
+
+
+async def _prompts(stage: Stage, plan: LoadPlan, client: Client, seed: object) -> list[list[int]]:
+    """Token ids that nobody asked for before: reuse would be measured otherwise."""
+    texts = (stage.words.text(plan.prompt_tokens, (seed, number)) for number in range(plan.clients))
+    return [await client.tokenize(text) for text in texts]
+
+
+async def _burst(plan: LoadPlan, client: Client, prompts: Sequence[Sequence[int]], *, stream: bool) -> _Burst:
+    bodies = [completion_body(prompt, plan.answer_tokens, stream=stream) for prompt in prompts]
+    exchanges = await asyncio.gather(*(client.post("/v1/completions", body) for body in bodies))
+    lengths = [completion_tokens(exchange, stream=stream) for exchange in exchanges]
+    seconds = max(e.ended for e in exchanges) - min(e.sent for e in exchanges)
+    return _Burst(sum(lengths) / seconds, lengths)
+
+
+async def _mixed_row(stage: Stage, plan: LoadPlan, client: Client) -> Row:
+    stage.say("mixed prompts")
+    sizes = random.Random(0)
+    texts = [
+        [stage.words.text(sizes.choice(_MIXED), (who, number)) for number in range(plan.mixed_requests)]
+        for who in range(plan.clients)
+    ]
+    answers = await asyncio.gather(*(_one_after_the_other(plan, client, mine) for mine in texts))
+    ttfts = [parse_stream(exchange).ttft_ms for mine in answers for exchange in mine]
+    return Row(
+        f"{len(ttfts)} requests",
+        {
+            "TTFT": series(ttfts, "ms"),
+            "TTFT, 95th percentile": series([percentile(ttfts, 95)], "ms"),
+        },
+    )
+
+
+async def _one_after_the_other(plan: LoadPlan, client: Client, texts: Sequence[str]) -> list[Exchange]:
+    bodies = [chat_body([{"role": "user", "content": text}], plan.mixed_answer) for text in texts]
+    return [await client.post("/v1/chat/completions", body) for body in bodies]

@@ -1,0 +1,189 @@
+"""`restart`: what a long prompt costs in a fresh process, and what it costs again after a crash.
+
+Cold means: a fresh process and an empty store. Warm means: another fresh process on the store that the first
+one left when it was killed, with the store's files dropped from the page cache. Loading the model is in
+neither; tokenising, looking up, reading and importing are in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from emberkeep.bench.client import Client, Messages, Reply
+from emberkeep.bench.disk import chunk_files, drop_from_page_cache, read_bandwidth
+from emberkeep.bench.figures import Series, ratios, series, speedup
+from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.server import ServerProcess
+from emberkeep.bench.stage import Stage
+
+_ANSWER = 16
+_AROUND = 64
+"""What a chat template, a system message of its own and the question add to the words."""
+_OTHER = 640
+"""Tokens of the conversation in between. The context is so tight that only one of the two fits the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPlan:
+    sizes: tuple[int, ...] = (1000, 2800, 4000, 7900)
+    repeat: int = 5
+    cold_budget_s: float = 60.0
+    """Cold runs are repeated as long as they take no more than this in all, per size."""
+
+    def quick(self) -> RestartPlan:
+        return replace(self, sizes=(1000,), repeat=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Warm:
+    """One life of a server on a store that another one left behind."""
+
+    disk: Reply
+    ram: Reply
+    hot: Reply
+    store_bytes: int
+    kernel_bytes: int | None
+    bandwidth: float
+
+    @property
+    def limit_ms(self) -> float:
+        return 1e3 * self.store_bytes / self.bandwidth + self.hot.decode_step_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    tokens: int
+    cold: list[Reply] = field(default_factory=list)
+    warm: list[_Warm] = field(default_factory=list)
+
+
+async def run(stage: Stage, plan: RestartPlan) -> Result:
+    sizes = [await _measure(stage, plan, tokens) for tokens in plan.sizes]
+    return Result(
+        "restart",
+        (
+            Table("time to first token", tuple(row for size in sizes for row in _ttft_rows(size))),
+            Table("the limit of a resume from disk", tuple(_limit_row(size) for size in sizes)),
+        ),
+        (
+            "limit: KV bytes read / bandwidth of reading the same files one after the other + one decode step.",
+            *_doubts(sizes),
+        ),
+    )
+
+
+async def _measure(stage: Stage, plan: RestartPlan, tokens: int) -> _Size:
+    """Cold and warm in turns; warm goes on against the newest store when cold has used up its time."""
+    size, data_dir, spent = _Size(tokens), Path(), 0.0
+    for number in range(plan.repeat):
+        if number == 0 or spent + size.cold[-1].ttft_ms / 1e3 <= plan.cold_budget_s:
+            stage.say(f"{tokens:,} tokens: cold, round {number + 1} of {plan.repeat}")
+            data_dir = stage.new_data_dir()
+            size.cold.append(await _cold(stage, tokens, data_dir))
+            spent += size.cold[-1].ttft_ms / 1e3
+        stage.say(f"{tokens:,} tokens: warm, round {number + 1} of {plan.repeat}")
+        size.warm.append(await _warm(stage, tokens, data_dir))
+    return size
+
+
+async def _cold(stage: Stage, tokens: int, data_dir: Path) -> Reply:
+    with _server(stage, tokens, data_dir) as server:
+        client = Client(server.port)
+        reply = await client.chat(_messages(stage, tokens, "main"), _ANSWER)
+        await client.settled()
+        return reply
+
+
+async def _warm(stage: Stage, tokens: int, data_dir: Path) -> _Warm:
+    main, other = _messages(stage, tokens, "main"), _messages(stage, _OTHER, "other")
+    drop_from_page_cache(chunk_files(data_dir))
+    with _server(stage, tokens, data_dir) as server:
+        client = Client(server.port)
+        kernel_before = server.bytes_from_disk()
+        disk = await client.chat(main, _ANSWER)
+        kernel_after = server.bytes_from_disk()
+        stats = await client.settled()
+        hot = await client.chat(main, _ANSWER)
+        await client.chat(other, _ANSWER)
+        await client.settled()
+        ram = await client.chat(main, _ANSWER)
+    files = chunk_files(data_dir)
+    drop_from_page_cache(files)
+    return _Warm(
+        disk=disk,
+        ram=ram,
+        hot=hot,
+        store_bytes=stats["store"]["cold"]["read_bytes"],
+        kernel_bytes=None if kernel_before is None or kernel_after is None else kernel_after - kernel_before,
+        bandwidth=read_bandwidth(files),
+    )
+
+
+def _server(stage: Stage, tokens: int, data_dir: Path) -> ServerProcess:
+    context = max(tokens, _OTHER) + _AROUND + 2 * _ANSWER
+    return ServerProcess(stage.model, data_dir, parallel=1, ctx=context)
+
+
+def _messages(stage: Stage, tokens: int, seed: str) -> Messages:
+    text = stage.words.text(tokens - _AROUND, seed)
+    return (
+        {"role": "system", "content": "You tell stories."},
+        {"role": "user", "content": f"{text}\n\nTell me a long story about these words."},
+    )
+
+
+def _ttft_rows(size: _Size) -> Iterable[Row]:
+    cold = _ttft(size.cold)
+    yield Row(_label(size, "cold"), {"TTFT": cold, "reused tokens": size.cold[-1].cached_tokens})
+    for name in ("disk", "ram", "hot"):
+        replies: list[Reply] = [getattr(warm, name) for warm in size.warm]
+        ttft = _ttft(replies)
+        yield Row(
+            _label(size, "RAM" if name == "ram" else name),
+            {
+                "TTFT": ttft,
+                "faster than cold": speedup(cold, ttft),
+                "reused tokens": int(median(reply.cached_tokens for reply in replies)),
+                "mostly from": " ".join(sorted({reply.tier for reply in replies})),
+                "same answer": f"{sum(_same(reply, size.cold[0]) for reply in replies)} of {len(replies)}",
+            },
+        )
+
+
+def _limit_row(size: _Size) -> Row:
+    limit = series((warm.limit_ms for warm in size.warm), "ms")
+    kernel = [warm.kernel_bytes / 1e6 for warm in size.warm if warm.kernel_bytes is not None]
+    return Row(
+        _label(size, "disk"),
+        {
+            "KV read": series((warm.store_bytes / 1e6 for warm in size.warm), "MB"),
+            "read by the kernel": series(kernel, "MB") if kernel else "unknown",
+            "disk": series((warm.bandwidth / 1e6 for warm in size.warm), "MB/s"),
+            "decode step": series((warm.hot.decode_step_ms for warm in size.warm), "ms"),
+            "limit": limit,
+            "TTFT / limit": ratios(_ttft([warm.disk for warm in size.warm]), limit),
+        },
+    )
+
+
+def _doubts(sizes: Iterable[_Size]) -> Iterable[str]:
+    warm = [warm for size in sizes for warm in size.warm]
+    if any(w.kernel_bytes is not None and w.kernel_bytes < w.store_bytes / 2 for w in warm):
+        yield "Part of the store came from the page cache: choose a --data-dir that is on a disk."
+    if any(w.ram.tier != "warm" for w in warm):
+        yield "The RAM rows were not served from RAM: the RAM budget is too small for this model."
+
+
+def _ttft(replies: Iterable[Reply]) -> Series:
+    return series((reply.ttft_ms for reply in replies), "ms")
+
+
+def _same(one: Reply, other: Reply) -> bool:
+    return (one.text, one.completion_tokens) == (other.text, other.completion_tokens)
+
+
+def _label(size: _Size, state: str) -> str:
+    return f"{size.cold[0].prompt_tokens:,} tokens, {state}"
