@@ -13,14 +13,18 @@ from emberkeep.server.listener import bind
 from emberkeep.server.serve import banner, serve
 
 
+def _never(config: Config) -> None:
+    raise AssertionError("nothing is fetched for a server that cannot start")
+
+
 def test_the_world_is_not_let_in_without_a_key() -> None:
     with pytest.raises(ConfigError, match="--api-key"):
-        serve(Config(host="0.0.0.0"))
+        serve(Config(host="0.0.0.0"), install=_never)
 
 
 def test_a_taken_port_is_noticed_before_the_model_is_opened() -> None:
     with bind("127.0.0.1", 0) as taken, pytest.raises(EmberkeepError, match="in use"):
-        serve(Config(model="/nowhere/none.gguf", port=taken.getsockname()[1]))
+        serve(Config(model="/nowhere/none.gguf", port=taken.getsockname()[1]), install=_never)
 
 
 def test_the_banner_tells_where_what_and_how_to_stop() -> None:

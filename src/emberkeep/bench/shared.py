@@ -20,6 +20,7 @@ from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile
 
 _AT_A_TIME = 4
+_PROBE = ({"role": "user", "content": "Hello"},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,15 @@ async def _measure(stage: Stage, plan: SharedPlan, count: int) -> Row:
         client = Client(server.port)
         sessions = [_Session(_opening(stage, plan, number)) for number in range(count)]
         first = [await client.prompt_tokens(session.messages) for session in sessions]
+        probe = await client.prompt_tokens(_PROBE)
         closing = await _closing_tokens(client)
         before = (await client.settled())["scheduler"]["evaluated_tokens"]
         bytes_before = folder_bytes(data_dir / "kv")
         await _visit_all(stage, plan, client, sessions)
         evaluated = (await client.settled())["scheduler"]["evaluated_tokens"] - before
         stored = folder_bytes(data_dir / "kv") - bytes_before
-    unique = distinct_prefixes(first) + sum(grown_tokens(session.replies, closing) for session in sessions)
+    unique = distinct_prefixes([probe, *first]) - len(probe)
+    unique += sum(grown_tokens(session.replies, closing) for session in sessions)
     kv_bytes = profile(read_header(stage.model)).kv_bytes_per_token
     return Row(
         f"{count} sessions",
@@ -91,7 +94,7 @@ def _opening(stage: Stage, plan: SharedPlan, number: int) -> list[dict[str, str]
 async def _closing_tokens(client: Client) -> int:
     """How many tokens the chat template writes after an answer: they are part of the state, too."""
     before = (await client.settled())["scheduler"]["evaluated_tokens"]
-    reply = await client.chat([{"role": "user", "content": "Hello"}], 4)
+    reply = await client.chat(_PROBE, 4)
     after = (await client.settled())["scheduler"]["evaluated_tokens"]
     return int(after - before - reply.prompt_tokens - reply.completion_tokens)
 

@@ -40,9 +40,9 @@ def _cell(value: Value | None) -> str:
 
 
 def readable_series(value: Series) -> str:
-    """`41.2 ms (39.8-44.0)`: median, then the lowest and the highest sample."""
+    """`41.2 ms (39.8–44.0)`: median, then the lowest and the highest sample."""
     middle, low, high = (_number(n) for n in (value.median, value.low, value.high))
-    spread = f" ({low}-{high})" if low != high else ""
+    spread = f" ({low}–{high})" if low != high else ""
     return f"{middle} {value.unit}{spread}" if value.unit != "×" else f"{middle}×{spread}"
 
 

@@ -102,11 +102,10 @@ def serve(
         threads=threads,
         config=config,
     )
-    install_model(settled)
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
     from emberkeep.server.serve import serve as run
 
-    run(settled)
+    run(settled, install=install_model)
 
 
 app.command()(chat)

@@ -84,7 +84,7 @@ class Sampler:
         settings = self._settings
         if settings.temperature <= 0:
             return int(logits.argmax())
-        ids = _top_k(logits, settings.top_k) if settings.top_k else np.flatnonzero(logits > -np.inf)
+        ids = _top_k(logits, settings.top_k) if settings.top_k > 0 else np.flatnonzero(logits > -np.inf)
         if settings.typical_p < 1:
             ids = ids[_typical(logits[ids], settings.typical_p)]
         if settings.top_p < 1:
@@ -102,6 +102,7 @@ def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> T
     """Log-probabilities under the model's own distribution, before any sampling setting."""
     shifted = logits.astype(np.float64) - float(logits.max())
     total = float(np.log(np.exp(shifted).sum()))
+    top = min(top, len(logits) - 1)
     best = np.argpartition(-shifted, top)[:top] if top else np.empty(0, np.intp)
     best = best[np.argsort(-shifted[best], kind="stable")]
     alternatives = tuple(TokenLogprob(int(i), pieces[i], float(shifted[i] - total)) for i in best)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from collections.abc import Callable
 
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config, check_exposure
@@ -14,11 +15,15 @@ from emberkeep.server.lifecycle import Server, run_until_stopped
 from emberkeep.server.listener import bind
 
 
-def serve(config: Config) -> None:
-    """Blocks until SIGINT or SIGTERM. Raises EmberkeepError when it cannot start."""
+def serve(config: Config, *, install: Callable[[Config], None]) -> None:
+    """Blocks until SIGINT or SIGTERM. Raises EmberkeepError when it cannot start.
+
+    `install` makes sure that the model is here; it runs once the address is known to be ours.
+    """
     check_exposure(config)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     with bind(config.host, config.port) as listener:
+        install(config)
         backend = open_backend(config)
         print(banner(config, backend, listener), file=sys.stderr, flush=True)
         run_until_stopped(Server(create_app(backend, config), config), backend, listener)

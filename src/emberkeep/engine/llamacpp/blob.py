@@ -72,7 +72,11 @@ def in_order(blob: memoryview, shape: Shape) -> memoryview:
         return blob
     data = np.frombuffer(blob, np.uint8).copy()
     offset = _CELLS_AT
-    for skipped, row in ((0, shape.cell_bytes), (_HEAD.size, 0), *((_TENSOR.size, row) for _, row in shape.tensors)):
+    for skipped, row in (
+        (0, shape.cell_bytes),
+        (_HEAD.size, 0),
+        *((_TENSOR.size, row) for _, row in shape.tensors),
+    ):
         offset += skipped
         rows = data[offset : offset + cells * row].reshape(cells, row)
         rows[:] = rows[order]

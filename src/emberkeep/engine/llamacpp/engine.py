@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class LlamaEngine:
         self._last_rows: list[int] = []
         self._shape = None if model.is_recurrent else self._learn_shape()
         self.capabilities = Capabilities(
-            kv_unit=KvUnit.SNAPSHOT if model.is_recurrent else KvUnit.RANGE,
+            kv_unit=KvUnit.RANGE if self._shape else KvUnit.SNAPSHOT,
             can_shift=bool(llama_cpp.llama_memory_can_shift(self._memory)),
             max_sequences=settings.sequences,
             cells=settings.cells,
@@ -58,7 +59,7 @@ class LlamaEngine:
             batch=settings.batch,
             kv_bytes_per_token=self._shape.row_bytes if self._shape else 0,
         )
-        self.fingerprint = _fingerprint(model, weights_digest, self._shape)
+        self.fingerprint = _fingerprint(model, self._context, weights_digest, self._shape)
 
     # ── evaluation ──
 
@@ -115,7 +116,8 @@ class LlamaEngine:
         llama_cpp.llama_memory_seq_cp(self._memory, source + 1, target + 1, 0, end)
 
     def trim(self, sequence: int, start: int) -> None:
-        llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, -1)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
+            raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
 
     def shift(self, sequence: int, start: int, end: int) -> None:
         llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, end)
@@ -127,8 +129,11 @@ class LlamaEngine:
             self._context = None
         self._model.close()
 
-    def _learn_shape(self) -> Shape:
-        """Evaluate two tokens once and read the layout off what llama.cpp exports for them."""
+    def _learn_shape(self) -> Shape | None:
+        """Evaluate two tokens once and read the layout off what llama.cpp exports for them.
+
+        None for a layout that cannot be taken apart by token (a second cache for sliding-window layers).
+        """
         probe = self.vocab.bos if self.vocab.bos is not None else 0
         self.evaluate([Rows(_SCRATCH - 1, 0, np.full(2, probe, np.int32), want_logits=False)])
         size = llama_cpp.llama_state_seq_get_size(self._context, _SCRATCH)
@@ -136,7 +141,10 @@ class LlamaEngine:
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         llama_cpp.llama_state_seq_get_data(self._context, pointer, size, _SCRATCH)
         llama_cpp.llama_memory_clear(self._memory, True)
-        return read_shape(memoryview(buffer))
+        try:
+            return read_shape(memoryview(buffer))
+        except (EngineError, struct.error):
+            return None
 
 
 def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama_context_p:
@@ -161,7 +169,9 @@ def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama
     return context
 
 
-def _fingerprint(model: LlamaModel, weights_digest: str, shape: Shape | None) -> bytes:
+def _fingerprint(
+    model: LlamaModel, context: llama_cpp.llama_context_p, weights_digest: str, shape: Shape | None
+) -> bytes:
     """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build."""
     parts = [
         "llama.cpp",
@@ -171,7 +181,14 @@ def _fingerprint(model: LlamaModel, weights_digest: str, shape: Shape | None) ->
         model.metadata("general.architecture"),
         llama_cpp.llama_model_rope_type(model.handle),
         llama_cpp.llama_model_rope_freq_scale_train(model.handle),
+        # Models with two sets of RoPE factors use the long one when the context exceeds this.
+        llama_cpp.llama_n_ctx_seq(context) > _original_context(model),
         "flash, unified, full window",
         shape,
     ]
     return hashlib.sha256("\0".join(repr(part) for part in parts).encode()).digest()
+
+
+def _original_context(model: LlamaModel) -> int:
+    given = model.metadata(f"{model.metadata('general.architecture')}.rope.scaling.original_context_length")
+    return int(given) if given else model.train_context
