@@ -68,13 +68,16 @@ def assemble(config: Config, engine: Engine, template_source: str | None, card: 
 
 def open_store(config: Config, fingerprint: bytes) -> KvStore:
     """Without a usable folder the store lives in RAM: serving goes on."""
-    cold = None
+
+    def store(cold: ColdTier | None) -> KvStore:
+        return KvStore(fingerprint, warm_budget=config.ram_budget, cold=cold, cold_budget=config.disk_budget)
+
     if config.disk_budget:
         try:
-            cold = ColdTier(config.data_dir / "kv", fingerprint)
+            return store(ColdTier(config.data_dir / "kv", fingerprint))
         except OSError as error:
             log.warning("stored state is kept in RAM only: %s", error)
-    return KvStore(fingerprint, warm_budget=config.ram_budget, cold=cold, cold_budget=config.disk_budget)
+    return store(None)
 
 
 def _open_llamacpp(

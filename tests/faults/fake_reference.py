@@ -49,9 +49,7 @@ def spellings(messages: list[Said]) -> Iterator[Ids]:
         yield (*itertools.chain(*parts), _START, *header)
 
 
-def greedy(
-    prompt: Ids, max_tokens: int, *, bias: Mapping[int, float] | None = None, weights: str = "fake"
-) -> Ids:
+def greedy(prompt: Ids, max_tokens: int, *, bias: Mapping[int, float] | None = None, weights: str = "fake") -> Ids:
     engine = FakeEngine(weights=weights)
     added = np.zeros(VOCAB.size, np.float32)
     for token, amount in (bias or {}).items():

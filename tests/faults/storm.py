@@ -7,16 +7,17 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 from fake_reference import Ids, Said, greedy, said, spellings, text_of
+
 from support.server_process import ServerProcess
 
-SERVER = str(Path(__file__).with_name("serve_fake.py"))
 BIAS = {ord(letter): 4.0 for letter in "thean s."}
 """Letters that the tokenizer would join: answers are often not spelled the way it would spell them."""
-_SYSTEMS = [f"You are helper {i}. " + "Answer in one line. Say when you are not sure. " * (3 + i) for i in range(3)]
+_SYSTEMS = [
+    f"You are helper {i}. " + "Answer in one line. Say when you are not sure. " * (3 + i) for i in range(3)
+]
 _MAX_TURNS = 6
 _MAX_TOKENS = 24
 
@@ -32,10 +33,10 @@ class Tally:
     """Answers to prompts that the tokenizer alone would have spelled differently."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, **counts: int) -> None:
-        with self.lock:
+        with self._lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
 
@@ -52,12 +53,13 @@ class Client:
         """Until the server is gone. `on_event` is called for every piece of an answer."""
         while True:
             try:
-                self._one_turn(server, on_event)
+                self.one_turn(server, on_event)
             except httpx.TransportError:
                 server.exit_code()
                 return
 
-    def _one_turn(self, server: ServerProcess, on_event: Callable[[], None]) -> None:
+    def one_turn(self, server: ServerProcess, on_event: Callable[[], None]) -> None:
+        """Raises httpx.TransportError when the server goes away."""
         conversation = self._pick()
         if len(conversation) > 3 and self._random.random() < 0.2:
             self._edit(conversation)

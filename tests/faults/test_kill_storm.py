@@ -3,53 +3,55 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from fake_reference import said
-from storm import SERVER, Client, Tally, ask
-from support.server_process import ServerProcess
+from stored_chats import cold, start
+from storm import Client, Tally, ask
 
 KILLS = int(os.environ.get("EMBERKEEP_TEST_KILLS", "10"))
 CLIENTS = 4
 
 
-def live_and_die(server: ServerProcess, clients: list[Client], pieces: int) -> None:
-    """All clients talk at once until the server is killed: after `pieces` pieces of answers, or by itself."""
-    countdown = itertools.count(pieces, -1)
+def live_and_die(data_dir: Path, clients: list[Client], chance: random.Random, *, by_itself: bool) -> int:
+    """All clients talk at once until the server is killed; returns how many damaged files it found.
 
-    def on_event() -> None:
-        if next(countdown) == 1:
-            server.kill()
+    The kill comes after some pieces of answers, or at one of the server's own file operations, which may be one
+    of those with which it opens its store.
+    """
+    die_at = chance.randrange(1, 150) if by_itself else 0
+    countdown = itertools.count(chance.randrange(40, 400), -1)
+    with start(data_dir, "--ram-budget", "65536", "--die-at", str(die_at)) as server:
 
-    with ThreadPoolExecutor(len(clients)) as pool:
-        for done in [pool.submit(client.talk, server, on_event) for client in clients]:
-            done.result()
+        def on_event() -> None:
+            if next(countdown) == 1:
+                server.kill()
+
+        if not server.gets_ready():
+            assert by_itself and server.exit_code() == -signal.SIGKILL, server.log
+            return 0
+        damaged = int(cold(server)["damaged_chunks"])
+        with ThreadPoolExecutor(len(clients)) as pool:
+            for done in [pool.submit(client.talk, server, on_event) for client in clients]:
+                done.result()
+        return damaged
 
 
 @pytest.mark.slow
 def test_answers_stay_right_and_state_stays_useful_however_often_the_server_is_killed(tmp_path: Path) -> None:
     chance, tally = random.Random(20), Tally()
     clients = [Client(seed, tally) for seed in range(CLIENTS)]
-    damaged = 0
-    for life in range(KILLS):
-        # Every other life ends inside a file operation of its own, the rest wherever the signal finds it.
-        die_at = chance.randrange(20, 120) if life % 2 else 0
-        with ServerProcess(
-            SERVER, "--data-dir", str(tmp_path), "--ram-budget", "65536", "--die-at", str(die_at)
-        ) as server:
-            damaged += server.stats()["store"]["cold"]["damaged_chunks"]
-            live_and_die(server, clients, chance.randrange(40, 400))
-
+    damaged = sum(live_and_die(tmp_path, clients, chance, by_itself=life % 2 == 1) for life in range(KILLS))
     conversations = [conversation for client in clients for conversation in client.conversations]
     questions = [[*conversation, said("user", "And now?")] for conversation in conversations]
-    with ServerProcess(SERVER, "--data-dir", str(tmp_path)) as server:
-        damaged += server.stats()["store"]["cold"]["damaged_chunks"]
+    with start(tmp_path) as server:
         assert all(ask(server, tally, question)[1] > 0 for question in questions)
+        damaged += cold(server)["damaged_chunks"]
         server.stop()
-    with ServerProcess(SERVER, "--data-dir", str(tmp_path)) as server:
+    with start(tmp_path) as server:
         for question in questions:
             prompt_tokens, cached_tokens = ask(server, tally, question)
             assert cached_tokens == prompt_tokens - 1

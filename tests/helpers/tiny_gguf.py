@@ -19,7 +19,7 @@ CONV = 4
 TIME_RANK = 8
 WINDOW = 16
 
-_PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz ,.!"]
+_PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁,.!"]
 VOCAB = len(_PIECES)
 
 _KINDS = [
@@ -33,8 +33,8 @@ _KINDS = [
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def dense(path: Path, *, seed: int = 0) -> Path:
-    return _write(path, "llama", _attention_metadata(), _attention_shapes(), seed)
+def dense(path: Path, *, seed: int = 0, template: str | None = None) -> Path:
+    return _write(path, "llama", _attention_metadata(), _attention_shapes(), seed, template)
 
 
 def sliding_window(path: Path, *, seed: int = 0) -> Path:
@@ -120,7 +120,14 @@ def _attention_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _write(path: Path, architecture: str, metadata: Mapping[str, int | float], shapes: Shapes, seed: int) -> Path:
+def _write(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, int | float],
+    shapes: Shapes,
+    seed: int,
+    template: str | None = None,
+) -> Path:
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -131,6 +138,8 @@ def _write(path: Path, architecture: str, metadata: Mapping[str, int | float], s
     writer.add_token_types(_KINDS)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if template is not None:
+        writer.add_chat_template(template)
     random = np.random.default_rng(seed)
     for name, shape in shapes.items():
         writer.add_tensor(name, _weights(name, shape, random))

@@ -23,13 +23,10 @@ _READY = re.compile(r"ready at (http://\S+)/v1")
 class Reply:
     text: str
     prompt_tokens: int
+    completion_tokens: int
     cached_tokens: int
     detail: Json
     """The `emberkeep` object."""
-
-    @property
-    def evaluated_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
 
 
 class ServerProcess:
@@ -52,17 +49,17 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Blocks until it is ready; fails when it ended instead."""
-        assert self._settled.wait(START_S), f"not ready after {START_S} s:\n{self.log}"
-        assert self._address, f"it did not start:\n{self.log}"
+        assert self.gets_ready(), f"it did not start:\n{self.log}"
         return self._address
 
     @property
     def log(self) -> str:
         return "".join(self._lines)
 
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
+    def gets_ready(self) -> bool:
+        """Blocks until it is ready, or has ended instead."""
+        assert self._settled.wait(START_S), f"not ready after {START_S} s:\n{self.log}"
+        return bool(self._address)
 
     def kill(self) -> None:
         """`kill -9`: it has no chance to write anything more."""
@@ -93,6 +90,15 @@ class ServerProcess:
     def stats(self) -> Json:
         return self.http.get(f"{self.url}/v1/stats").json()
 
+    def wait_until_stored(self) -> None:
+        """Asking for the figures again and again is waiting enough: the writer needs milliseconds."""
+        for _ in range(10_000):
+            stats = self.stats()
+            inserted, written = stats["store"]["inserted_chunks"], stats["store"]["cold"]["written_chunks"]
+            if not stats["scheduler"]["active"] and written == inserted:
+                return
+        raise AssertionError(f"never stored: {stats}")
+
     def __enter__(self) -> ServerProcess:
         return self
 
@@ -118,6 +124,7 @@ def reply_of(answer: Json) -> Reply:
     return Reply(
         text=answer["choices"][0]["message"]["content"],
         prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         detail=answer["emberkeep"],
     )

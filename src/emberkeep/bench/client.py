@@ -18,7 +18,6 @@ from emberkeep.types import Json
 Messages = Sequence[Mapping[str, str]]
 
 _FIRST_TOKEN = re.compile(rb'"(?:content|text)": ?"[^"]')
-"""An event that carries text; the role alone does not count."""
 _POLL_S = 0.01
 
 
@@ -57,6 +56,9 @@ class Reply:
     cached_tokens: int
     tier: str
     """Where most of what was reused came from: `hot`, `warm`, `cold` or `-`."""
+    prepare_ms: float
+    """Template, tokens, queue: until loading began, by the server's own clock."""
+    load_ms: float
     decode_step_ms: float
 
 
@@ -122,16 +124,18 @@ def parse_stream(exchange: Exchange) -> Reply:
     failed = [frame["error"]["message"] for frame in frames if "error" in frame]
     if failed:
         raise EmberkeepError(f"The server under test failed in the middle of an answer: {failed[0]}")
-    detail = next(frame for frame in frames if "emberkeep" in frame)
-    usage = frames[-1]["usage"]
+    last = next(frame for frame in frames if "emberkeep" in frame)
+    timings, detail, usage = last["timings"], last["emberkeep"], frames[-1]["usage"]
     return Reply(
         ttft_ms=exchange.ttft_ms,
         text="".join(_text(frame) for frame in frames),
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        tier=_tier(detail["emberkeep"]["reused"]),
-        decode_step_ms=detail["timings"]["predicted_ms"] / max(usage["completion_tokens"] - 1, 1),
+        tier=_tier(detail["reused"]),
+        prepare_ms=detail["queue_ms"],
+        load_ms=detail["load_ms"],
+        decode_step_ms=timings["predicted_ms"] / max(usage["completion_tokens"] - 1, 1),
     )
 
 
@@ -149,12 +153,17 @@ def is_settled(stats: Mapping[str, Json]) -> bool:
     return bool(at_work == 0 and through >= store["inserted_chunks"])
 
 
+def has_text(raw: bytes | bytearray) -> bool:
+    """Whether an event that carries text is among what has arrived; a role or a progress report is none."""
+    return _FIRST_TOKEN.search(raw) is not None
+
+
 async def _read(reader: asyncio.StreamReader, sent: float) -> Exchange:
     raw, first = bytearray(), 0.0
     while data := await reader.read(1 << 16):
         now = perf_counter()
         raw += data
-        if not first and _FIRST_TOKEN.search(raw):
+        if not first and has_text(raw):
             first = now
     ended = perf_counter()
     return Exchange(sent, first or ended, ended, bytes(raw))

@@ -55,6 +55,9 @@ async def run(stage: Stage, plan: LoadPlan) -> Result:
 
 async def _throughput_rows(stage: Stage, plan: LoadPlan, server: ServerProcess, client: Client) -> tuple[Row, ...]:
     rates: dict[str, list[float]] = {"streaming": [], "not streaming": [], "bare loop": []}
+    await _burst(
+        replace(plan, answer_tokens=2), client, await _prompts(stage, plan, client, "warm-up"), stream=True
+    )
     for number in range(plan.repeat):
         stage.say(f"round {number + 1} of {plan.repeat}")
         for name in ("streaming", "not streaming"):

@@ -20,8 +20,6 @@ from emberkeep.bench.server import ServerProcess
 from emberkeep.bench.stage import Stage
 
 _ANSWER = 16
-_AROUND = 32
-"""About what the chat template, the system message and the question add to the words."""
 _SPARE = 64
 _OTHER = 640
 """Tokens of the conversation in between. The context is so tight that only one of the two fits the engine."""
@@ -35,7 +33,26 @@ class RestartPlan:
     """Cold runs are repeated as long as they take no more than this in all, per size."""
 
     def quick(self) -> RestartPlan:
-        return replace(self, sizes=(1000,), repeat=1)
+        return replace(self, sizes=(500,), repeat=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    stage: Stage
+    tokens: int
+    around: int
+
+    @property
+    def main(self) -> Messages:
+        return _messages(self.stage.words.text(self.tokens - self.around, "main"))
+
+    @property
+    def other(self) -> Messages:
+        return _messages(self.stage.words.text(_OTHER - self.around, "other"))
+
+    def server(self, data_dir: Path) -> ServerProcess:
+        context = max(self.tokens, _OTHER) + _SPARE + 2 * _ANSWER
+        return ServerProcess(self.stage.model, data_dir, parallel=1, ctx=context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +73,13 @@ class _Warm:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    tokens: int
     cold: list[Reply] = field(default_factory=list)
     warm: list[_Warm] = field(default_factory=list)
 
 
 async def run(stage: Stage, plan: RestartPlan) -> Result:
-    sizes = [await _measure(stage, plan, tokens) for tokens in plan.sizes]
+    around = await _tokens_around(stage)
+    sizes = [await _measure(_Case(stage, tokens, around), plan) for tokens in plan.sizes]
     return Result(
         "restart",
         (
@@ -76,41 +93,41 @@ async def run(stage: Stage, plan: RestartPlan) -> Result:
     )
 
 
-async def _measure(stage: Stage, plan: RestartPlan, tokens: int) -> _Size:
+async def _measure(case: _Case, plan: RestartPlan) -> _Size:
     """Cold and warm in turns; warm goes on against the newest store when cold has used up its time."""
-    size, data_dir, spent = _Size(tokens), Path(), 0.0
+    size, data_dir, spent = _Size(), Path(), 0.0
     for number in range(plan.repeat):
+        round_ = f"round {number + 1} of {plan.repeat}"
         if number == 0 or spent + size.cold[-1].ttft_ms / 1e3 <= plan.cold_budget_s:
-            stage.say(f"{tokens:,} tokens: cold, round {number + 1} of {plan.repeat}")
-            data_dir = stage.new_data_dir()
-            size.cold.append(await _cold(stage, tokens, data_dir))
+            case.stage.say(f"{case.tokens:,} tokens: cold, {round_}")
+            data_dir = case.stage.new_data_dir()
+            size.cold.append(await _cold(case, data_dir))
             spent += size.cold[-1].ttft_ms / 1e3
-        stage.say(f"{tokens:,} tokens: warm, round {number + 1} of {plan.repeat}")
-        size.warm.append(await _warm(stage, tokens, data_dir))
+        case.stage.say(f"{case.tokens:,} tokens: warm, {round_}")
+        size.warm.append(await _warm(case, data_dir))
     return size
 
 
-async def _cold(stage: Stage, tokens: int, data_dir: Path) -> Reply:
-    with _server(stage, tokens, data_dir) as server:
+async def _cold(case: _Case, data_dir: Path) -> Reply:
+    with case.server(data_dir) as server:
         client = Client(server.port)
-        reply = await client.chat(_messages(stage, tokens, "main"), _ANSWER)
+        reply = await client.chat(case.main, _ANSWER)
         await client.settled()
         return reply
 
 
-async def _warm(stage: Stage, tokens: int, data_dir: Path) -> _Warm:
-    main, other = _messages(stage, tokens, "main"), _messages(stage, _OTHER, "other")
+async def _warm(case: _Case, data_dir: Path) -> _Warm:
     drop_from_page_cache(chunk_files(data_dir))
-    with _server(stage, tokens, data_dir) as server:
+    with case.server(data_dir) as server:
         client = Client(server.port)
         kernel_before = server.bytes_from_disk()
-        disk = await client.chat(main, _ANSWER)
+        disk = await client.chat(case.main, _ANSWER)
         kernel_after = server.bytes_from_disk()
         stats = await client.settled()
-        hot = await client.chat(main, _ANSWER)
-        await client.chat(other, _ANSWER)
+        hot = await client.chat(case.main, _ANSWER)
+        await client.chat(case.other, _ANSWER)
         await client.settled()
-        ram = await client.chat(main, _ANSWER)
+        ram = await client.chat(case.main, _ANSWER)
     files = chunk_files(data_dir)
     drop_from_page_cache(files)
     return _Warm(
@@ -123,13 +140,13 @@ async def _warm(stage: Stage, tokens: int, data_dir: Path) -> _Warm:
     )
 
 
-def _server(stage: Stage, tokens: int, data_dir: Path) -> ServerProcess:
-    context = max(tokens, _OTHER) + _SPARE + 2 * _ANSWER
-    return ServerProcess(stage.model, data_dir, parallel=1, ctx=context)
+async def _tokens_around(stage: Stage) -> int:
+    """What the chat template, the system message and the question add to the words."""
+    with ServerProcess(stage.model, stage.new_data_dir(), parallel=1) as server:
+        return len(await Client(server.port).prompt_tokens(_messages("")))
 
 
-def _messages(stage: Stage, tokens: int, seed: str) -> Messages:
-    text = stage.words.text(tokens - _AROUND, seed)
+def _messages(text: str) -> Messages:
     return (
         {"role": "system", "content": "You tell stories."},
         {"role": "user", "content": f"{text}\n\nTell me a long story about these words."},
@@ -164,6 +181,8 @@ def _limit_row(size: _Size) -> Row:
             "read by the kernel": series(kernel, "MB") if kernel else "unknown",
             "disk": series((warm.bandwidth / 1e6 for warm in size.warm), "MB/s"),
             "decode step": series((warm.hot.decode_step_ms for warm in size.warm), "ms"),
+            "preparing": series((warm.disk.prepare_ms for warm in size.warm), "ms"),
+            "loading": series((warm.disk.load_ms for warm in size.warm), "ms"),
             "limit": limit,
             "TTFT / limit": ratios(_ttft([warm.disk for warm in size.warm]), limit),
         },
@@ -172,11 +191,15 @@ def _limit_row(size: _Size) -> Row:
 
 def _doubts(sizes: Sequence[_Size]) -> Iterable[str]:
     warm = [warm for size in sizes for warm in size.warm]
+    if any(w.disk.cached_tokens < w.hot.cached_tokens for w in warm):
+        yield "Some restarts did not find all that had been stored: what is called disk was partly evaluated."
     if any(w.kernel_bytes is not None and w.kernel_bytes < w.store_bytes / 2 for w in warm):
         yield "Part of the store came from the page cache: choose a --data-dir that is on a disk."
     if any(w.ram.tier != "warm" for w in warm):
         yield "The RAM rows were not served from RAM: the RAM budget is too small for this model."
-    if not all(_same(reply, size.cold[0]) for size in sizes for w in size.warm for reply in (w.disk, w.ram, w.hot)):
+    if not all(
+        _same(reply, size.cold[0]) for size in sizes for w in size.warm for reply in (w.disk, w.ram, w.hot)
+    ):
         yield (
             "Answers that differ: where two tokens are about equally likely, llama.cpp's rounding decides, "
             "which depends on where in its memory the same state lies. After a restart it lies as it did."

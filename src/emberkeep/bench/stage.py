@@ -30,7 +30,7 @@ def open_stage(model: Path, parent: Path | None, say: Callable[[str], None]) -> 
     """Makes a folder in `parent` (default: the system's place for temporary files) and removes it at the end."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="emberkeep-bench-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="emberkeep-bench-", dir=parent)).resolve()
     try:
         yield Stage(model.resolve(), Words.of_model(model), folder, say)
     finally:

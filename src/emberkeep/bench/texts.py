@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 
-from emberkeep.errors import ModelError
 from emberkeep.types import Vocab
 
 _WORDS = [
@@ -304,16 +303,15 @@ _WORDS = [
 
 
 class Words:
-    """Words that are one token each in a model's vocabulary, so that lengths can be chosen exactly."""
+    """Words with what each costs in a model's tokens, so that lengths can be chosen."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        if not words:
-            raise ModelError("This model's vocabulary has no common English words: choose another model.")
-        self._words = words
+    def __init__(self, costs: Mapping[str, int]) -> None:
+        self._costs = costs
+        self._words = list(costs)
 
     @classmethod
     def of(cls, vocab: Vocab) -> Words:
-        return cls([word for word in _WORDS if len(vocab.tokenize(f" {word}")) == 1])
+        return cls({word: len(vocab.tokenize(f" {word}")) for word in _WORDS})
 
     @classmethod
     def of_model(cls, path: Path) -> Words:
@@ -327,5 +325,9 @@ class Words:
             model.close()
 
     def text(self, tokens: int, seed: object) -> str:
-        """`tokens` words; equal for equal seeds and different from the first words on for others."""
-        return " ".join(random.Random(repr(seed)).choices(self._words, k=tokens))
+        """About `tokens` tokens; equal for equal seeds and different from the first words on for others."""
+        chosen, random = list[str](), Random(repr(seed))
+        while tokens > 0:
+            chosen.append(random.choice(self._words))
+            tokens -= self._costs[chosen[-1]]
+        return " ".join(chosen)

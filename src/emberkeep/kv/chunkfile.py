@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,9 +134,9 @@ def read(path: Path, expected: Description) -> memoryview:
 
     The whole file is read in one call into one buffer, and the payload is a view into it.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = _open(path)
     try:
-        size = os.fstat(descriptor).st_size
+        size = _file_size(descriptor)
         if not _FIXED.size < size <= _MAX_FILE:
             raise Damaged("the file is too short or too long")
         buffer = memoryview(np.empty(size, np.uint8))
@@ -152,9 +153,9 @@ def read(path: Path, expected: Description) -> memoryview:
 
 def read_description(path: Path) -> tuple[Description, int]:
     """What a file says about itself, and its size; the payload is not read. Raises as `read` does."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = _open(path)
     try:
-        size = os.fstat(descriptor).st_size
+        size = _file_size(descriptor)
         fixed = os.pread(descriptor, _FIXED.size, 0)
         if len(fixed) < _FIXED.size:
             raise Damaged("the file is too short")
@@ -165,6 +166,18 @@ def read_description(path: Path) -> tuple[Description, int]:
     if _FIXED.unpack(fixed)[5] != _head_digest(fixed[:40], packed):
         raise Damaged("the description's checksum is wrong")
     return Description.unpack(packed), size
+
+
+def _open(path: Path) -> int:
+    # Without O_NONBLOCK, opening a named pipe would wait for somebody to write to it.
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _file_size(descriptor: int) -> int:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged("it is not a file")
+    return status.st_size
 
 
 def _head(packed: bytes, payload: memoryview) -> bytes:

@@ -34,6 +34,8 @@ CREATE TABLE IF NOT EXISTS chunk (
 )
 """
 _VERSION = 1
+_BUSY_MS = 5000
+"""How long another process may hold the database before that is an error."""
 
 T = TypeVar("T")
 
@@ -126,7 +128,7 @@ def _values(d: Description, size: int) -> tuple[Any, ...]:
 def _open(path: Path) -> apsw.Connection:
     db = apsw.Connection(str(path))
     try:
-        db.set_busy_timeout(5000)
+        db.set_busy_timeout(_BUSY_MS)
         db.pragma("journal_mode", "wal")
         # The files are the truth: losing the newest rows in a power cut costs a directory scan.
         db.pragma("synchronous", "normal")

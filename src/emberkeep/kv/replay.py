@@ -13,8 +13,14 @@ from emberkeep.kv.tree import Chunk, Cursor, Span
 
 
 def sampled_spelling(cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -> tuple[int, ...]:
-    """Stored ids after `cursor` that spell exactly `fragment`, some of them sampled; () if there are none."""
-    todo: list[tuple[Chunk, int, int, tuple[int, ...], bool]] = [(cursor.chunk, cursor.used, 0, (), False)]
+    """Stored ids after `cursor` that spell exactly `fragment`, the most of them sampled; () if none were.
+
+    There may be several: when a crash has left only the beginning of an answer, the tokenizer's spelling of
+    the same text branches off from it, and the answer may be sampled again later.
+    """
+    best: tuple[int, ...] = ()
+    most = 0
+    todo: list[tuple[Chunk, int, int, tuple[int, ...], int]] = [(cursor.chunk, cursor.used, 0, (), 0)]
     while todo:
         chunk, used, offset, path, sampled = todo.pop()
         spelled: list[int] = []
@@ -29,10 +35,10 @@ def sampled_spelling(cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -
                 break
             spelled.append(token)
             offset += len(piece)
-            sampled = sampled or _covers(chunk.sampled, index)
-        if offset == len(fragment) and sampled:
-            return path + tuple(spelled)
-    return ()
+            sampled += _covers(chunk.sampled, index)
+        if offset == len(fragment) and sampled > most:
+            best, most = path + tuple(spelled), sampled
+    return best
 
 
 def spelled_chunks(root: Chunk, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:

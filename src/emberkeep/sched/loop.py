@@ -18,6 +18,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.sched.job import Ending, EndReason, Job
 from emberkeep.sched.keeper import Keeper
 from emberkeep.sched.loader import Loader
+from emberkeep.sched.plan import Planner
 from emberkeep.sched.queue import WaitingLine
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Slots
@@ -28,8 +29,6 @@ log = logging.getLogger("emberkeep.sched")
 T = TypeVar("T")
 
 _SHUTTING_DOWN = "The server is shutting down: try again in a moment."
-_SLICE_BESIDE_DECODES = 128
-"""Prompt tokens per step while answers are being written: they wait for a slice, so it is kept short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._line = WaitingLine(settings.waiting)
         self._slots = Slots(engine)
+        self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
         self._keeper = Keeper(engine, store)
         self._loader = Loader(engine, store, self._slots, wake=lambda: self._inbox.put(_Wake()))
         self._stopping = False
@@ -160,25 +160,9 @@ class EngineLoop:
             self._engine.close()
 
     def _step(self) -> None:
-        batch = self._plan()
+        batch = self._planner.plan(self._slots.active)
         if batch and self._evaluate(batch):
             self._absorb(batch)
-
-    def _plan(self) -> list[tuple[Sequence, Rows]]:
-        """One row for every sequence that decodes, then prompt slices in equal shares."""
-        runnable = [s for s in self._slots.active if s.is_runnable]
-        decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
-        filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
-        room = min(self._settings.prefill_slice, self._engine.capabilities.batch - len(decoding))
-        if decoding:
-            room = min(room, _SLICE_BESIDE_DECODES)
-        plan = [(s, *s.next_slice(1)) for s in decoding]
-        for index, sequence in enumerate(sorted(filling, key=lambda s: s.pending)):
-            share = room // (len(filling) - index)
-            tokens, wants = sequence.next_slice(share)
-            room -= len(tokens)
-            plan.append((sequence, tokens, wants))
-        return [(s, Rows(s.slot, s.computed, tokens, wants)) for s, tokens, wants in plan if len(tokens)]
 
     def _evaluate(self, batch: list[tuple[Sequence, Rows]]) -> bool:
         begin = monotonic()
@@ -193,8 +177,7 @@ class EngineLoop:
         count = sum(len(rows.tokens) for _, rows in batch)
         self.counters.steps += 1
         self.counters.evaluated_tokens += count
-        if count >= _SLICE_BESIDE_DECODES // 2:
-            self._store.costs.evaluate.measure(count, monotonic() - begin)
+        self._planner.measure(count, monotonic() - begin)
         return True
 
     def _absorb(self, batch: list[tuple[Sequence, Rows]]) -> None:

@@ -87,8 +87,10 @@ class Slots:
         """Before new work: send resting sequences (not `avoid`) to the store until few cells are at rest.
 
         Attention walks over every used cell, whoever's it is: a long conversation at rest slows each step of the
-        others down for much longer than its reload takes.
+        others down for much longer than its reload takes. State that cannot be reloaded stays.
         """
+        if self._whole_only:
+            return
         idle = sorted((s for s in self.idle if s is not avoid), key=lambda s: s.last_used)
         resting = sum(s.computed for s in idle)
         for sequence in idle:

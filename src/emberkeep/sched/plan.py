@@ -1,0 +1,49 @@
+"""Which tokens the next step evaluates."""
+
+from __future__ import annotations
+
+from emberkeep.engine.base import Rows
+from emberkeep.kv.cost import Rate
+from emberkeep.sched.sequence import Phase, Sequence
+
+_STEP_S = 2.0
+"""About the longest step while only prompts are evaluated: newcomers and cancellations wait for its end."""
+_STEP_BESIDE_DECODES_S = 0.25
+"""The same while answers are being written: each of them gets one token per step."""
+_SMALLEST_SLICE = 128
+_SMALLEST_SLICE_BESIDE_DECODES = 32
+
+
+class Planner:
+    """`speed` is prompt tokens per second, measured as steps are run."""
+
+    def __init__(self, batch: int, largest_slice: int, speed: Rate) -> None:
+        self._batch = batch
+        self._largest_slice = largest_slice
+        self._speed = speed
+
+    def plan(self, active: list[Sequence]) -> list[tuple[Sequence, Rows]]:
+        """One row for every sequence that decodes, then prompt slices in equal shares."""
+        runnable = [s for s in active if s.is_runnable]
+        decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
+        filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
+        room = min(self._slice(beside_decodes=bool(decoding)), self._batch - len(decoding))
+        plan = [(s, *s.next_slice(1)) for s in decoding]
+        for index, sequence in enumerate(sorted(filling, key=lambda s: s.pending)):
+            tokens, wants = sequence.next_slice(room // (len(filling) - index))
+            room -= len(tokens)
+            plan.append((sequence, tokens, wants))
+        return [(s, Rows(s.slot, s.computed, tokens, wants)) for s, tokens, wants in plan if len(tokens)]
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        """A step took that long. Steps that hardly evaluate prompts say nothing about their speed."""
+        if tokens >= _SMALLEST_SLICE_BESIDE_DECODES:
+            self._speed.measure(tokens, seconds)
+
+    def _slice(self, *, beside_decodes: bool) -> int:
+        """Prompt tokens for the next step."""
+        seconds, least = _STEP_S, _SMALLEST_SLICE
+        if beside_decodes:
+            seconds, least = _STEP_BESIDE_DECODES_S, _SMALLEST_SLICE_BESIDE_DECODES
+        fitting = int(self._speed.value * seconds) if self._speed.value else least
+        return min(max(fitting, least), self._largest_slice)

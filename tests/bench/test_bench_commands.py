@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from emberkeep.bench.stage import open_stage
+from emberkeep.errors import ModelError
+from helpers import tiny_gguf
+
+
+def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("EMBERKEEP_")}
+    env |= {"XDG_CONFIG_HOME": str(cwd), "XDG_DATA_HOME": str(cwd)}
+    command = [sys.executable, "-m", "emberkeep", "bench", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_a_stage_leaves_nothing_behind_and_touches_nothing_else(tmp_path: Path) -> None:
+    model = tiny_gguf.dense(tmp_path / "tiny.gguf")
+    (tmp_path / "mine").write_text("keep")
+    with open_stage(model, tmp_path, print) as stage:
+        assert stage.new_data_dir().is_relative_to(tmp_path)
+        assert stage.new_data_dir() != stage.new_data_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "tiny.gguf"]
+
+
+def test_a_stage_for_a_model_that_cannot_be_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ModelError), open_stage(tmp_path / "none.gguf", tmp_path / "data", print):
+        pass
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
+    model = tiny_gguf.dense(tmp_path / "tiny.gguf")
+    arguments = ("all", "--quick", "--model", str(model), "--data-dir", "data", "--json", "report.json")
+    done = bench(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [result["name"] for result in report["results"]] == ["restart", "turns", "shared", "miss", "load"]
+    assert report["machine"]["cores"] == os.cpu_count()
+    cold, disk, ram, hot = report["results"][0]["tables"][0]["rows"]
+    assert cold["reused tokens"] == 0
+    assert disk["reused tokens"] == ram["reused tokens"] == hot["reused tokens"] > 400 - 128
+    assert [row["mostly from"] for row in (disk, ram, hot)] == ["cold", "warm", "hot"]
+    assert all(result["name"] in done.stdout for result in report["results"])
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_there_is_explained(tmp_path: Path) -> None:
+    done = bench("turns", "--model", "none.gguf", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "none.gguf" in done.stderr
+    assert "Traceback" not in done.stderr

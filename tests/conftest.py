@@ -1,0 +1,24 @@
+"""Fixtures that any test may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from platformdirs import user_cache_path
+
+from emberkeep.config import DEFAULT_MODEL
+from emberkeep.models.library import ModelLibrary
+from emberkeep.models.pull import pull
+
+
+@pytest.fixture(scope="session")
+def model_cache() -> Path:
+    """A folder of models that stays between runs; usable as `<data_dir>/models`."""
+    return user_cache_path("emberkeep-tests") / "models"
+
+
+@pytest.fixture(scope="session")
+def smollm2(model_cache: Path) -> Path:
+    """The default model's file, pulled by Emberkeep itself the first time. For tests marked slow."""
+    return pull(DEFAULT_MODEL, ModelLibrary(model_cache)).path

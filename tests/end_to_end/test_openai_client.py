@@ -1,0 +1,216 @@
+"""The official OpenAI client against `emberkeep serve` with the real default model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from serving import serve, user
+
+from support.server_process import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [user("Name three animals that live in the sea.")]
+GREEDY: dict[str, Any] = {"model": "default", "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Oslo"]}, "tomorrow": {"type": "boolean"}},
+            "required": ["city", "tomorrow"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+ASK_WEATHER: dict[str, Any] = {
+    "model": "default",
+    "messages": [user("What is the weather in Oslo tomorrow?")],
+    "tools": [WEATHER, TIME],
+    "temperature": 0,
+    "max_tokens": 80,
+}
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serve(smollm2, tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_streamed_answer_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**GREEDY)
+    chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content != ""
+    assert len(chunks) > 5
+    assert chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_usage_adds_up_and_tells_what_was_reused(client: openai.OpenAI) -> None:
+    client.chat.completions.create(**GREEDY)
+    usage = client.chat.completions.create(**GREEDY).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_an_answer_ends_before_a_stop_string(client: openai.OpenAI) -> None:
+    full = client.chat.completions.create(**GREEDY).choices[0].message.content
+    assert full is not None
+    word = full.split()[4]
+    choice = client.chat.completions.create(**GREEDY, stop=word).choices[0]
+    assert choice.message.content == full[: full.index(word)]
+    assert choice.finish_reason == "stop"
+
+
+def test_max_tokens_ends_an_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**{**GREEDY, "max_tokens": 3})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+
+def test_log_probabilities_belong_to_the_text(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert (
+        b"".join(bytes(token.bytes or []) for token in choice.logprobs.content).decode() == choice.message.content
+    )
+    for token in choice.logprobs.content:
+        assert token.token == token.top_logprobs[0].token  # greedy takes the likeliest
+        assert sum(math.exp(top.logprob) for top in token.top_logprobs) <= 1 + 1e-6
+
+
+def test_several_choices_of_one_prompt(client: openai.OpenAI) -> None:
+    warm = {**GREEDY, "temperature": 1.5, "seed": 7}
+    choices = client.chat.completions.create(**warm, n=2).choices
+    assert [choice.index for choice in choices] == [0, 1]
+    assert choices[0].message.content != choices[1].message.content
+
+
+def test_a_seed_draws_the_same_answer_again(client: openai.OpenAI) -> None:
+    warm = {**GREEDY, "temperature": 1.0}
+    client.chat.completions.create(**GREEDY)  # from here on the prompt is stored
+    same, again, other = (
+        client.chat.completions.create(**warm, seed=seed).choices[0].message.content for seed in (5, 5, 6)
+    )
+    assert same == again != other
+
+
+# ── constrained answers ──────────────────────────────────────────────────────────────────────────
+
+
+def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["whale", "camel"]}, "lives_in_the_sea": {"type": "boolean"}},
+        "required": ["animal", "lives_in_the_sea"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        **{**GREEDY, "max_tokens": 64},
+        response_format={"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}},
+    )
+    value = json.loads(answer.choices[0].message.content or "")
+    assert value["animal"] in ("whale", "camel")
+    assert isinstance(value["lives_in_the_sea"], bool)
+    assert len(value) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "allowed"),
+    [
+        ("required", {"get_weather", "get_time"}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+    ],
+    ids=["required", "named"],
+)
+def test_a_demanded_tool_call_comes_with_arguments_that_fit(
+    client: openai.OpenAI, choice: Any, allowed: set[str]
+) -> None:
+    answer = client.chat.completions.create(**ASK_WEATHER, tool_choice=choice, parallel_tool_calls=False)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name in allowed
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "get_weather":
+        assert arguments["city"] in ("Paris", "Oslo")
+        assert isinstance(arguments["tomorrow"], bool)
+
+
+def test_a_streamed_tool_call_is_the_same_call(client: openai.OpenAI) -> None:
+    demand = {**ASK_WEATHER, "tool_choice": "required", "parallel_tool_calls": False}
+    (whole,) = client.chat.completions.create(**demand).choices[0].message.tool_calls or []
+    chunks = list(client.chat.completions.create(**demand, stream=True))
+    deltas = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+    functions = [delta.function for delta in deltas if delta.function]
+    assert whole.type == "function"
+    assert "".join(function.name or "" for function in functions) == whole.function.name
+    assert "".join(function.arguments or "" for function in functions) == whole.function.arguments
+
+
+def test_with_tools_left_to_its_choice_the_model_answers_or_calls(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(**ASK_WEATHER, tool_choice="auto").choices[0]
+    assert bool(choice.message.tool_calls) == (choice.finish_reason == "tool_calls")
+    assert choice.message.content or choice.message.tool_calls
+
+
+def test_the_result_of_a_tool_goes_back_into_the_conversation(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    asked = client.chat.completions.create(**ASK_WEATHER, tool_choice=named, parallel_tool_calls=False)
+    (call,) = asked.choices[0].message.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": "light rain, 7 degrees"}
+    messages = [*ASK_WEATHER["messages"], asked.choices[0].message, result]
+    answer = client.chat.completions.create(**{**ASK_WEATHER, "messages": messages}, tool_choice="none")
+    assert answer.choices[0].message.content
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert asked.usage is not None
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= asked.usage.prompt_tokens - 1
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.chat.completions.create(**{**GREEDY, "model": "gpt-nobody"})
+    assert refused.value.code == "model_not_found"
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="8192") as refused:
+        client.chat.completions.create(**{**GREEDY, "messages": [user("word " * 9000)]})
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_bad_value_is_refused_with_the_fields_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{**GREEDY, "temperature": -1})
+    assert refused.value.param == "temperature"
+
+
+def test_a_body_that_is_no_json_is_refused(server: ServerProcess) -> None:
+    refused = server.http.post(f"{server.url}/v1/chat/completions", content=b'{"messages": [')
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,152 @@
+"""How `emberkeep serve` begins and ends, and what it says when it cannot begin."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import serve, user
+
+from emberkeep.types import Json
+from helpers.tiny_gguf import dense
+from support.server_process import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+LONG = {"max_tokens": 900, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
+"""An answer that fills the context: token 2 would end it."""
+LOOP_BOMB = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return dense(path, template="{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
+def last_words(server: ServerProcess) -> str:
+    """What a server that did not start said, which must be one sentence."""
+    assert server.exit_code() == 1
+    assert len(server.log.splitlines()) == 1, server.log
+    return server.log
+
+
+def frames(response: httpx.Response) -> Iterator[Json]:
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def wait_until_draining(server: ServerProcess) -> None:
+    while server.http.get(f"{server.url}/health").status_code == 200:
+        pass
+
+
+# ── ends ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_idle_server_stops_at_once_and_without_complaint(model: Path, tmp_path: Path) -> None:
+    with serve(model, tmp_path) as server:
+        server.chat([user("hello")], max_tokens=4)
+        server.stop()
+        assert len(server.log.splitlines()) == 4, server.log  # the banner
+
+
+def test_a_stopping_server_finishes_its_answers_and_takes_no_new_ones(model: Path, tmp_path: Path) -> None:
+    with serve(model, tmp_path) as server:
+        completions = f"{server.url}/v1/chat/completions"
+        with server.http.stream("POST", completions, json={"messages": [user("hello")], **LONG}) as response:
+            answer = frames(response)
+            next(answer)
+            server.terminate()
+            wait_until_draining(server)
+            refused = server.http.post(completions, json={"messages": [user("me too")]})
+            finishes = [choice["finish_reason"] for frame in answer for choice in frame["choices"]]
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert "length" in finishes
+        assert server.exit_code() == 0
+
+
+def test_a_second_signal_ends_the_answers_too(model: Path, tmp_path: Path) -> None:
+    with serve(model, tmp_path) as server:
+        body = {"messages": [user("hello")], **LONG}
+        with server.http.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+            answer = frames(response)
+            next(answer)
+            server.terminate()
+            wait_until_draining(server)
+            server.terminate()
+            *_, last = answer
+        assert "ask again" in last["error"]["message"]
+        assert server.exit_code() == 0
+    with serve(model, tmp_path) as server:
+        reply = server.chat([user("hello")], max_tokens=4)
+        assert reply.cached_tokens == reply.prompt_tokens - 1
+
+
+# ── beginnings that fail ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_taken_port_is_named_with_the_way_out(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with serve(model, tmp_path, "--port", str(port)) as server:
+            words = last_words(server)
+    assert str(port) in words
+    assert "--port" in words
+
+
+def test_a_model_that_is_not_there_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with serve(tmp_path / "none.gguf", tmp_path) as server:
+        assert "none.gguf" in last_words(server)
+    with serve("nobody-has-this", tmp_path) as server:
+        assert "models pull nobody-has-this" in last_words(server)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, 0.5, 0.999])
+def test_a_model_file_that_is_cut_off_is_refused(model: Path, tmp_path: Path, kept: float) -> None:
+    data = model.read_bytes()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(data[: int(len(data) * kept) if 0 < kept < 1 else int(kept)])
+    with serve(broken, tmp_path) as server:
+        assert "broken.gguf" in last_words(server)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "letter.gguf").write_text("Dear reader, " * 1000)
+    with serve(tmp_path / "letter.gguf", tmp_path) as server:
+        assert "letter.gguf" in last_words(server)
+
+
+def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:
+    with serve(dense(tmp_path / "odd.gguf", template="{% for %}"), tmp_path) as server:
+        assert "template" in last_words(server)
+
+
+def test_a_template_that_never_ends_costs_its_own_requests_only(tmp_path: Path) -> None:
+    with serve(dense(tmp_path / "bomb.gguf", template=LOOP_BOMB), tmp_path) as server:
+        refused = server.http.post(f"{server.url}/v1/chat/completions", json={"messages": [user("hello")]})
+        assert refused.status_code == 400
+        assert "template" in refused.json()["error"]["message"]
+        assert server.http.get(f"{server.url}/health").status_code == 200
+        plain = server.http.post(f"{server.url}/v1/completions", json={"prompt": "hello", "max_tokens": 4})
+        assert plain.status_code == 200
+        server.stop()
+
+
+def test_other_weights_in_the_same_file_reuse_nothing(tmp_path: Path) -> None:
+    model, replies = tmp_path / "tiny.gguf", []
+    for seed in (0, 1, 0):
+        with serve(dense(model, seed=seed), tmp_path) as server:
+            replies.append(server.chat([user("hello there, harbour")], max_tokens=16))
+            server.stop()
+    first, other, again = replies
+    assert other.cached_tokens == 0
+    assert other.text != first.text
+    assert again.cached_tokens == again.prompt_tokens - 1
+    assert again.text == first.text

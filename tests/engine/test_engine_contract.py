@@ -1,0 +1,283 @@
+"""What every engine promises, asked of the fake one and of llama.cpp over a tiny random model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep.engine.base import Engine, KvUnit, Outcome, Rows
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.errors import EngineError
+from helpers.tiny_gguf import dense
+
+TOKENS = np.random.default_rng(3).integers(40, 120, 400, dtype=np.int32)
+NOISE = 0.03
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def tiny_dense(tmp_path_factory) -> Path:
+    return dense(tmp_path_factory.mktemp("models") / "dense.gguf")
+
+
+@pytest.fixture(params=["fake", "llama.cpp"])
+def make(request, tiny_dense):
+    """Makes engines with a few cells, and closes them."""
+    engines: list[Engine] = []
+
+    def make_one(*, cells: int = 1024, weights: str = "w") -> Engine:
+        engine: Engine
+        if request.param == "fake":
+            engine = FakeEngine(cells=cells, context=cells, sequences=4, batch=256, weights=weights)
+        else:
+            settings = LlamaSettings(context=cells, cells=cells, sequences=4, batch=256, threads=1)
+            engine = LlamaEngine(LlamaModel(tiny_dense), settings, weights)
+        engines.append(engine)
+        return engine
+
+    yield make_one
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make: Make) -> Engine:
+    return make()
+
+
+def evaluate(engine: Engine, sequence: int, start: int, end: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    outcome = engine.evaluate([Rows(sequence, start, tokens[start:end], want_logits=True)])
+    assert outcome is Outcome.DONE
+    return engine.logits(0).copy()
+
+
+def same(engine: Engine, a: np.ndarray, b: np.ndarray) -> bool:
+    """The fake engine is exact; llama.cpp's sums depend a little on the shape of a batch."""
+    return np.array_equal(a, b) if isinstance(engine, FakeEngine) else bool(np.abs(a - b).max() < NOISE)
+
+
+def test_capabilities_describe_a_range_engine(engine):
+    assert engine.capabilities.kv_unit is KvUnit.RANGE
+    assert engine.capabilities.can_shift
+    assert engine.capabilities.max_sequences == 4
+    assert engine.capabilities.kv_bytes_per_token > 0
+    assert len(evaluate(engine, 0, 0, 5)) == engine.vocab.size
+
+
+@pytest.mark.parametrize("position", [0, 100, 198])
+def test_a_single_other_token_changes_the_logits(engine, position):
+    """By much more than the noise that `same` allows."""
+    other = TOKENS.copy()
+    other[position] += 1
+    difference = np.abs(evaluate(engine, 0, 0, 200) - evaluate(engine, 1, 0, 200, other)).max()
+    assert difference > 3 * NOISE
+
+
+def test_evaluating_in_slices_equals_evaluating_at_once(engine):
+    whole = evaluate(engine, 0, 0, 200)
+    evaluate(engine, 1, 0, 128)
+    assert same(engine, evaluate(engine, 1, 128, 200), whole)
+
+
+def test_sequences_of_one_batch_get_their_own_logits(engine):
+    other = TOKENS[::-1].copy()
+    alone = evaluate(engine, 0, 0, 50), evaluate(engine, 1, 0, 60, other)
+    engine.trim(0, 0)
+    engine.trim(1, 0)
+    rows = [Rows(0, 0, TOKENS[:50], True), Rows(2, 0, TOKENS[:30], False), Rows(1, 0, other[:60], True)]
+    assert engine.evaluate(rows) is Outcome.DONE
+    assert same(engine, engine.logits(0).copy(), alone[0])
+    assert same(engine, engine.logits(2).copy(), alone[1])
+
+
+def test_state_that_went_out_and_in_gives_bit_equal_logits(make):
+    source, target = make(), make()
+    evaluate(source, 0, 0, 200)
+    payload = source.export_kv(0, 0, 200)
+    expected = evaluate(source, 0, 200, 208)
+    assert target.import_kv(0, 0, 200, payload, 0) is Outcome.DONE
+    assert np.array_equal(evaluate(target, 0, 200, 208), expected)
+
+
+def test_state_comes_in_by_ranges(make):
+    source, target = make(), make()
+    evaluate(source, 0, 0, 200)
+    for start, end in ((0, 128), (128, 130), (130, 200)):
+        assert target.import_kv(0, start, end, source.export_kv(0, start, end), start) is Outcome.DONE
+    assert np.array_equal(evaluate(target, 0, 200, 201), evaluate(source, 0, 200, 201))
+
+
+def test_an_export_leaves_the_sequence_as_it_is_and_repeats_its_bytes(engine):
+    evaluate(engine, 0, 0, 100)
+    first = bytes(engine.export_kv(0, 20, 90))
+    assert bytes(engine.export_kv(0, 20, 90)) == first
+    assert same(engine, evaluate(engine, 0, 100, 110), evaluate(engine, 1, 0, 110))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 64), (0, 1), (30, 100), (63, 64), (0, 100)])
+def test_a_part_of_a_payload_can_be_imported(make, start, end):
+    source, target = make(), make()
+    evaluate(source, 0, 0, 100)
+    payload = source.export_kv(0, 0, 100)
+    if start:
+        target.import_kv(0, 0, start, payload, 0)
+    assert target.import_kv(0, start, end, payload, 0) is Outcome.DONE
+    fresh = make()
+    evaluate(fresh, 0, 0, end)
+    assert same(target, evaluate(target, 0, end, end + 10), evaluate(fresh, 0, end, end + 10))
+
+
+def test_an_import_after_evaluation_continues_it(make):
+    source, target = make(), make()
+    evaluate(source, 0, 0, 200)
+    payload = source.export_kv(0, 64, 192)
+    evaluate(target, 0, 0, 100)
+    assert target.import_kv(0, 100, 180, payload, 64) is Outcome.DONE
+    fresh = evaluate(make(), 0, 0, 190)
+    assert same(target, evaluate(target, 0, 180, 190), fresh)
+
+
+def test_a_copy_shares_a_prefix_and_goes_its_own_way(engine):
+    evaluate(engine, 0, 0, 100)
+    engine.copy_kv(0, 1, 60)
+    other = np.concatenate([TOKENS[:60], TOKENS[200:260]])
+    copied = evaluate(engine, 1, 60, 120, other)
+    assert same(engine, copied, evaluate(engine, 2, 0, 120, other))
+    assert same(engine, evaluate(engine, 0, 100, 110), evaluate(engine, 3, 0, 110))
+
+
+def test_copies_take_no_room(make):
+    engine = make(cells=256)
+    evaluate(engine, 0, 0, 200)
+    for target in (1, 2, 3):
+        engine.copy_kv(0, target, 200)
+    assert engine.evaluate([Rows(1, 200, TOKENS[200:240], False)]) is Outcome.DONE
+
+
+def test_a_copy_outlives_its_source(engine):
+    evaluate(engine, 0, 0, 100)
+    engine.copy_kv(0, 1, 100)
+    engine.trim(0, 0)
+    evaluate(engine, 0, 0, 80, TOKENS[::-1].copy())
+    assert same(engine, evaluate(engine, 1, 100, 110), evaluate(engine, 2, 0, 110))
+
+
+@pytest.mark.parametrize("start", [0, 1, 50, 99, 100, 150])
+def test_trimmed_positions_are_forgotten(engine, start):
+    evaluate(engine, 0, 0, 100)
+    engine.trim(0, start)
+    end = min(start, 100)
+    other = np.concatenate([TOKENS[:end], TOKENS[300:320]])
+    assert same(engine, evaluate(engine, 0, end, end + 20, other), evaluate(engine, 1, 0, end + 20, other))
+
+
+def test_a_shift_closes_the_gap(engine):
+    evaluate(engine, 0, 0, 100)
+    engine.shift(0, 20, 60)
+    shorter = np.concatenate([TOKENS[:20], TOKENS[60:100], TOKENS[100:140]])
+    assert np.isfinite(evaluate(engine, 0, 60, 70, shorter)).all()
+    assert len(engine.export_kv(0, 60, 70)) == len(engine.export_kv(0, 0, 10))
+
+
+def test_an_engine_without_room_says_so_and_stays_as_it_is(make):
+    engine = make(cells=256)
+    evaluate(engine, 0, 0, 200)
+    assert engine.evaluate([Rows(1, 0, TOKENS[:100], False)]) is Outcome.NO_ROOM
+    assert same(engine, evaluate(engine, 0, 200, 210), evaluate(make(), 0, 0, 210))
+    engine.trim(0, 0)
+    assert engine.evaluate([Rows(1, 0, TOKENS[:100], False)]) is Outcome.DONE
+
+
+def test_an_import_without_room_says_so_and_stays_as_it_is(make):
+    engine, source = make(cells=256), make()
+    evaluate(source, 0, 0, 128)
+    payload = source.export_kv(0, 0, 128)
+    evaluate(engine, 0, 0, 200)
+    assert engine.import_kv(1, 0, 128, payload, 0) is Outcome.NO_ROOM
+    assert same(engine, evaluate(engine, 0, 200, 210), evaluate(make(), 0, 0, 210))
+    engine.trim(0, 0)
+    assert engine.import_kv(1, 0, 128, payload, 0) is Outcome.DONE
+
+
+def test_state_that_lies_scattered_over_the_cells_is_exported_in_order(make):
+    """Sequences come and go, so that a later part of one lies before an earlier part of it."""
+    engine, target = make(cells=256), make()
+    evaluate(engine, 0, 0, 100)
+    evaluate(engine, 1, 0, 100)
+    engine.trim(0, 0)
+    evaluate(engine, 1, 100, 200)
+    for start, end in ((0, 50), (50, 150), (150, 200)):
+        assert target.import_kv(0, start, end, engine.export_kv(1, start, end), start) is Outcome.DONE
+    assert same(target, evaluate(target, 0, 200, 210), evaluate(make(), 0, 0, 210))
+
+
+def broken_payloads(payload: memoryview) -> list[memoryview]:
+    data = bytes(payload)
+    return [
+        memoryview(b""),
+        memoryview(data[:3]),
+        memoryview(data[:-1]),
+        memoryview(data + b"\0"),
+        memoryview(bytes(len(data))),
+        memoryview(b"\xff" * len(data)),
+        memoryview(data[: len(data) // 2]),
+        memoryview(data + data),
+    ]
+
+
+def test_payloads_of_another_shape_are_refused_and_change_nothing(make):
+    engine, source = make(), make()
+    evaluate(source, 0, 0, 100)
+    evaluate(engine, 0, 0, 20)
+    for payload in broken_payloads(source.export_kv(0, 20, 100)):
+        with pytest.raises(EngineError):
+            engine.import_kv(0, 20, 100, payload, 20)
+    assert same(engine, evaluate(engine, 0, 20, 30), evaluate(make(), 0, 0, 30))
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "payload_start"),
+    [
+        (20, 100, 0),
+        (20, 100, 19),
+        (20, 100, 21),
+        (20, 101, 20),
+        (0, 80, 20),
+        (25, 100, 20),
+        (20, 20, 20),
+        (20, 10, 20),
+    ],
+    ids=["zero", "too early", "too late", "beyond", "from nothing", "a gap", "empty", "backwards"],
+)
+def test_payloads_at_another_place_are_refused_and_change_nothing(make, start, end, payload_start):
+    engine, source = make(), make()
+    evaluate(source, 0, 0, 100)
+    evaluate(engine, 0, 0, 20)
+    with pytest.raises(EngineError):
+        engine.import_kv(0, start, end, source.export_kv(0, 20, 100), payload_start)
+    assert same(engine, evaluate(engine, 0, 20, 30), evaluate(make(), 0, 0, 30))
+
+
+def test_the_fingerprint_has_32_bytes_and_changes_with_the_weights(make):
+    one, same_again, other = make(weights="a"), make(weights="a"), make(weights="b")
+    assert len(one.fingerprint) == 32
+    assert one.fingerprint == same_again.fingerprint != other.fingerprint
+
+
+def test_closing_twice_is_harmless(make):
+    engine = make()
+    engine.close()
+    engine.close()
+
+
+def test_tokens_and_pieces_belong_together(engine):
+    vocab = engine.vocab
+    tokens = vocab.tokenize("hello, world.")
+    assert b"".join(vocab.pieces[t] for t in tokens).strip() == b"hello, world."
+    assert len(vocab.pieces) == vocab.size
+    assert all(0 <= token < vocab.size for token in vocab.eog)
+    assert vocab.eos in vocab.eog

@@ -1,0 +1,199 @@
+"""What is particular to llama.cpp: hostile state, other kinds of models, fingerprints."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emberkeep.engine.base import KvUnit, Outcome, Rows
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, system_info
+from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
+from helpers import tiny_gguf
+from helpers.scheduling import Recorder, Rig
+
+TOKENS = np.random.default_rng(3).integers(40, 120, 400, dtype=np.int32)
+KINDS = {
+    "dense": tiny_gguf.dense,
+    "sliding window": tiny_gguf.sliding_window,
+    "recurrent": tiny_gguf.recurrent,
+}
+
+
+@pytest.fixture(scope="session")
+def model_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return {kind: write(folder / f"{kind}.gguf") for kind, write in KINDS.items()}
+
+
+@pytest.fixture
+def open_engine(model_files):
+    engines = []
+
+    def make(kind: str = "dense", *, cells: int = 1024, digest: str = "digest") -> LlamaEngine:
+        settings = LlamaSettings(context=cells, cells=cells, sequences=8, batch=256, threads=1)
+        engines.append(LlamaEngine(LlamaModel(model_files[kind]), settings, digest))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def evaluate(engine: LlamaEngine, sequence: int, start: int, end: int) -> np.ndarray:
+    assert engine.evaluate([Rows(sequence, start, TOKENS[start:end], want_logits=True)]) is Outcome.DONE
+    return engine.logits(0).copy()
+
+
+def test_a_flipped_byte_in_the_skeleton_is_refused_and_changes_nothing(open_engine):
+    engine = open_engine()
+    evaluate(engine, 0, 0, 30)
+    payload = engine.export_kv(0, 10, 30)
+    engine.trim(0, 10)
+    expected = evaluate(engine, 0, 10, 12)
+    engine.trim(0, 10)
+    for offset in _skeleton(engine, cells=20):
+        broken = np.frombuffer(payload, np.uint8).copy()
+        broken[offset] ^= 0x11
+        with pytest.raises(EngineError):
+            engine.import_kv(0, 10, 30, memoryview(broken), 10)
+    assert np.array_equal(evaluate(engine, 0, 10, 12), expected)
+
+
+def _skeleton(engine: LlamaEngine, cells: int) -> list[int]:
+    """Offsets of everything in a payload but its rows and the sequence ids, which the library ignores."""
+    shape = engine._shape
+    cell = 16
+    offsets = [*range(16), *(cell + c * shape.cell_bytes + b for c in range(cells) for b in range(8))]
+    at = 16 + cells * shape.cell_bytes
+    offsets += range(at, at + 8)
+    at += 8
+    for _, row in shape.tensors:
+        offsets += range(at, at + 12)
+        at += 12 + cells * row
+    return offsets
+
+
+def test_a_payload_of_another_model_shape_is_refused(open_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_gguf, "LAYERS", 3)
+    settings = LlamaSettings(context=256, cells=256, sequences=2, batch=64, threads=1)
+    deeper = LlamaEngine(LlamaModel(tiny_gguf.dense(tmp_path / "deeper.gguf")), settings, "d")
+    evaluate(deeper, 0, 0, 30)
+    payload = deeper.export_kv(0, 0, 30)
+    deeper.close()
+    with pytest.raises(EngineError):
+        open_engine().import_kv(0, 0, 30, payload, 0)
+
+
+def test_the_fingerprint_changes_when_the_context_outgrows_the_training(open_engine):
+    assert open_engine(cells=512).fingerprint == open_engine(cells=1024).fingerprint
+    assert open_engine(cells=1024).fingerprint != open_engine(cells=2048).fingerprint
+
+
+def test_each_kind_of_model_says_how_its_state_can_be_kept(open_engine):
+    units = {kind: open_engine(kind).capabilities.kv_unit for kind in KINDS}
+    assert units == {
+        "dense": KvUnit.RANGE,
+        "sliding window": KvUnit.SNAPSHOT,
+        "recurrent": KvUnit.SNAPSHOT,
+    }
+
+
+def test_a_recurrent_state_cannot_be_cut_back(open_engine):
+    engine = open_engine("recurrent")
+    evaluate(engine, 0, 0, 50)
+    with pytest.raises(EngineError, match="cut back"):
+        engine.trim(0, 20)
+    engine.trim(0, 0)
+    assert np.isfinite(evaluate(engine, 0, 0, 20)).all()
+
+
+@pytest.mark.parametrize("kind", ["sliding window", "recurrent"])
+def test_state_that_is_no_range_is_not_imported(open_engine, kind):
+    engine = open_engine(kind)
+    with pytest.raises(EngineError):
+        engine.import_kv(0, 0, 10, memoryview(bytes(100)), 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_are_answered_as_without_a_cache(open_engine, tmp_path, kind):
+    """Turns, a branch and a repeat, against evaluation of everything afresh."""
+    prompt = TOKENS[:200].tolist()
+    with Rig(tmp_path, open_engine(kind), prefill_slice=256) as rig:
+        first = rig.run(prompt, max_new=10, closing=(2,))
+        turn = [*prompt, *first.answer, 2, *TOKENS[300:330].tolist()]
+        branch = [*prompt[:150], *TOKENS[330:360].tolist()]
+        for tokens in (turn, branch, prompt, turn):
+            cached = rig.run(tokens, max_new=10, closing=(2,))
+            fresh = rig.run(tokens, max_new=10, closing=(2,), use_cache=False)
+            assert cached.answer == fresh.answer
+        assert rig.loop.counters.failed == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_turn_continues_in_the_engine(open_engine, tmp_path, kind):
+    prompt = TOKENS[:100].tolist()
+    with Rig(tmp_path, open_engine(kind)) as rig:
+        first = rig.run(prompt, max_new=6, closing=(2, 50))
+        turn = [*prompt, *first.answer, 2, 50, *TOKENS[300:320].tolist()]
+        assert rig.run(turn, max_new=1).lookup.hot_tokens == len(turn) - 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_stop_string_the_next_answer_is_right(open_engine, tmp_path, kind):
+    prompt = TOKENS[:100].tolist()
+    with Rig(tmp_path, open_engine(kind)) as rig:
+        stop = Recorder(lambda tokens: 2 if len(tokens) == 4 else None)
+        rig.run(prompt, stop, max_new=20)
+        assert stop.ending.sampled_tokens == 2
+        turn = [*prompt, *stop.tokens[:2], *TOKENS[300:320].tolist()]
+        cached = rig.run(turn, max_new=8)
+        assert cached.answer == rig.run(turn, max_new=8, use_cache=False).answer
+        assert rig.loop.counters.failed == 0
+
+
+def test_a_restart_of_a_real_engine_reuses_everything(open_engine, tmp_path):
+    prompt = TOKENS[:300].tolist()
+    with Rig(tmp_path, open_engine()) as rig:
+        first = rig.run(prompt, max_new=10)
+    with Rig(tmp_path, open_engine()) as rig:
+        again = rig.run(prompt, max_new=10)
+        assert again.lookup.cold_tokens == 299
+        assert again.answer == first.answer
+
+
+def test_state_of_other_weights_is_a_miss(open_engine, tmp_path):
+    prompt = TOKENS[:300].tolist()
+    with Rig(tmp_path, open_engine(digest="one")) as rig:
+        rig.run(prompt)
+    with Rig(tmp_path, open_engine(digest="two")) as rig:
+        assert rig.run(prompt).lookup.reused_tokens == 0
+
+
+def test_many_conversations_in_a_small_engine_are_answered_as_alone(open_engine, tmp_path):
+    """Cells are scattered, given up and reloaded all the time."""
+    engine = open_engine(cells=512)
+    prompts = [[*TOKENS[:40].tolist(), *TOKENS[40 + 30 * n :][:110].tolist()] for n in range(8)]
+    with Rig(tmp_path, engine, parallel=3, prefill_slice=64) as rig:
+        for _ in range(3):
+            recorders = [rig.start(prompt, max_new=6, closing=()) for prompt in prompts]
+            for recorder in recorders:
+                recorder.wait()
+        rig.settle()
+        assert rig.store.counters.damaged_chunks == 0
+        assert rig.loop.counters.failed == 0
+        for prompt in prompts:
+            cached = rig.run(prompt, max_new=6)
+            assert cached.lookup.reused_tokens == len(prompt) - 1
+            assert cached.answer == rig.run(prompt, max_new=6, use_cache=False).answer
+
+
+def test_a_missing_or_broken_model_file_is_an_error(tmp_path):
+    with pytest.raises(ModelNotFound):
+        LlamaModel(tmp_path / "none.gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(200))
+    with pytest.raises(ModelBroken, match="cannot load bad"):
+        LlamaModel(tmp_path / "bad.gguf")
+
+
+def test_llama_cpp_says_what_it_was_built_with():
+    assert "CPU" in system_info()

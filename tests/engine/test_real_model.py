@@ -1,0 +1,86 @@
+"""The default model: stored state is the state that was computed, through restarts and a crowded engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.scheduling import Rig
+
+from emberkeep.engine.base import Outcome, Rows
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+
+pytestmark = pytest.mark.slow
+
+STORY = (
+    "<|im_start|>system\nYou are a careful librarian who answers in one short sentence.<|im_end|>\n"
+    "<|im_start|>user\n" + "The lamp in the reading room was lit again at dusk, and nobody said why. " * 24
+)
+QUESTION = "Who lit the lamp?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def open_engine(smollm2: Path):
+    engines = []
+
+    def make(cells: int = 2048) -> LlamaEngine:
+        settings = LlamaSettings(context=cells, cells=cells, sequences=8)
+        engines.append(LlamaEngine(LlamaModel(smollm2), settings, "smollm2"))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_restored_state_gives_bit_equal_logits(open_engine):
+    source, target = open_engine(), open_engine()
+    tokens = np.array(source.vocab.tokenize(STORY), np.int32)[:400]
+    more = tokens[:8]
+    assert source.evaluate([Rows(0, 0, tokens, want_logits=False)]) is Outcome.DONE
+    for start in range(0, 400, 128):
+        end = min(start + 128, 400)
+        payload = source.export_kv(0, start, end)
+        assert target.import_kv(0, start, end, payload, start) is Outcome.DONE
+    rows = Rows(0, 400, more, want_logits=True)
+    source.evaluate([rows])
+    target.evaluate([rows])
+    assert np.array_equal(source.logits(0), target.logits(0))
+
+
+def test_a_restart_gives_the_same_answer_without_evaluating_the_prompt(open_engine, tmp_path):
+    engine = open_engine()
+    prompt = engine.vocab.tokenize(STORY + QUESTION)
+    closing = tuple(engine.vocab.tokenize("<|im_end|>\n"))
+    with Rig(tmp_path, engine, prefill_slice=512) as rig:
+        first = rig.run(prompt, max_new=16, closing=closing)
+    with Rig(tmp_path, open_engine(), prefill_slice=512) as rig:
+        again = rig.run(prompt, max_new=16, closing=closing)
+        assert again.lookup.cold_tokens == len(prompt) - 1
+        assert again.answer == first.answer
+        assert rig.loop.counters.evaluated_tokens <= 1 + 16 + len(closing)
+
+
+def test_users_with_secrets_never_hear_each_others(open_engine, tmp_path):
+    """Many users over one prefix in an engine too small for all of them, against runs without reuse."""
+    engine = open_engine(cells=1024)
+    prompts = {
+        f"user{number}": engine.vocab.tokenize(
+            "<|im_start|>system\nYou repeat what you are told.<|im_end|>\n<|im_start|>user\n"
+            f"My secret word is {word}. Say my secret word.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        for number, word in enumerate(["walnut", "harbour", "quartz", "saffron", "meadow", "lantern"])
+    }
+    with Rig(tmp_path, engine, parallel=3) as rig:
+        for _ in range(2):
+            running = {name: rig.start(p, max_new=10, namespace=name) for name, p in prompts.items()}
+            for recorder in running.values():
+                recorder.wait()
+        rig.settle()
+        for name, prompt in prompts.items():
+            cached = rig.run(prompt, max_new=10, namespace=name)
+            assert cached.lookup.reused_tokens == len(prompt) - 1
+            fresh = rig.run(prompt, max_new=10, namespace=name, use_cache=False)
+            assert cached.answer == fresh.answer
+        assert rig.store.counters.damaged_chunks == 0

@@ -1,0 +1,130 @@
+"""Building and checking stores whose payloads are what the fake engine computes for their tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from emberkeep.engine.base import Rows
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.fetch import FetchState
+from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.tree import Chunk, Cursor, Span
+
+FINGERPRINT = FakeEngine().fingerprint
+PLENTY = 1 << 30
+
+
+def ids(*values: int) -> TokenArray:
+    return np.array(values, np.int32)
+
+
+def prompt(length: int, *, seed: int = 0, start: Sequence[int] = ()) -> TokenArray:
+    """Printable tokens: `start`, then pseudo-random ones."""
+    random = np.random.default_rng(seed)
+    rest = random.integers(32, 127, length - len(start), dtype=np.int32)
+    return np.concatenate([np.array(start, np.int32), rest])
+
+
+def exported(tokens: TokenArray, start: int, end: int) -> memoryview:
+    """The payload of [start, end) of a sequence that begins with `tokens`."""
+    engine = FakeEngine(cells=1 << 20, context=1 << 20)
+    engine.evaluate([Rows(0, 0, tokens[:end], want_logits=False)])
+    return engine.export_kv(0, start, end)
+
+
+def new_store(
+    folder: Path | None, *, warm: int = PLENTY, cold: int = PLENTY, fingerprint: bytes = FINGERPRINT
+) -> KvStore:
+    tier = ColdTier(folder, fingerprint) if folder else None
+    return KvStore(fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
+
+
+def put(
+    store: KvStore,
+    tokens: TokenArray,
+    *,
+    namespace: str = "",
+    size: int = CHUNK_TOKENS,
+    sampled: tuple[Span, ...] = (),
+    fork: bool = False,
+) -> Cursor:
+    """Store `tokens` as a sequence at rest does: full chunks, then a tail."""
+    cursor, before = store.origin(namespace), -1
+    while before < (cursor := store.advance(cursor, tokens)).position < len(tokens):
+        before = cursor.position
+        begin = store.growth_point(cursor)
+        end = min(begin.position + size, len(tokens))
+        part = tokens[begin.position : end]
+        payload = exported(tokens, begin.position, end)
+        cursor = store.insert(begin, part, payload, sampled, fork=fork and end == len(tokens))
+    return cursor
+
+
+def load(store: KvStore, tokens: TokenArray, *, namespace: str = "") -> int:
+    """Match, fetch and check every payload; returns how many leading tokens have right state."""
+    match = store.match(namespace, tokens)
+    good = 0
+    try:
+        for segment in match.segments:
+            state, payload = fetched(store, segment.chunk), segment.chunk.payload
+            if state is not FetchState.READY or payload is None:
+                break
+            assert payload == right_bytes(segment.chunk)
+            assert np.array_equal(path_tokens(segment.chunk)[: segment.end], tokens[: segment.end])
+            good = segment.end
+    finally:
+        store.release(match)
+    return good
+
+
+def fetched(store: KvStore, chunk: Chunk) -> FetchState:
+    arrived = threading.Event()
+    fetch = store.fetch(chunk, arrived.set)
+    if fetch.state is FetchState.PENDING:
+        assert arrived.wait(20)
+    return fetch.state
+
+
+def right_bytes(chunk: Chunk) -> memoryview:
+    return exported(path_tokens(chunk), chunk.start, chunk.end)
+
+
+def path_tokens(chunk: Chunk) -> TokenArray:
+    """All tokens from position 0 to the end of `chunk`."""
+    parts = [chunk.tokens]
+    while chunk.parent is not None:
+        parts.append(chunk.parent.tokens[: chunk.take])
+        chunk = chunk.parent
+    return np.concatenate(parts[::-1])
+
+
+def chunks_of(store: KvStore) -> list[Chunk]:
+    with store._lock:
+        return list(store._books)
+
+
+def check_books(store: KvStore) -> None:
+    """Counters equal what they count, and every chunk can be reached from its root."""
+    with store._lock:
+        books = store._books
+        chunks = list(books)
+        assert books.warm_bytes == sum(len(c.payload) for c in chunks if c.payload is not None)
+        assert books.cold_bytes == sum(c.bytes for c in chunks if c.on_disk)
+        assert all(c.pins >= 0 for c in chunks)
+        assert all(c.is_stored for c in chunks)
+        reachable = [c for root in books._roots.values() for c in _below(root)]
+        assert {id(c) for c in reachable} == {id(c) for c in chunks}
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/chunks/*/*.kv"))
+
+
+def _below(chunk: Chunk) -> list[Chunk]:
+    return [found for child in chunk.children() for found in (child, *_below(child))]

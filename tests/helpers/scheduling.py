@@ -1,0 +1,216 @@
+"""A loop over a real store and any engine, and a consumer that remembers what it was told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from emberkeep.engine.base import Engine, Rows
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.cost import Rate
+from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.job import Ending, Job
+from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import LookupRecord, Progress, Sampling, TokenLogprob
+
+GREEDY = Sampling(temperature=0)
+SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
+CLOSING = (FakeEngine().vocab.specials["<|im_end|>"], 10)
+PATIENCE = 20
+
+
+class Recorder:
+    """`stop_at(tokens)`: how many sampled tokens to keep, or None to go on."""
+
+    def __init__(self, stop_at: Callable[[list[int]], int | None] = lambda _: None) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob | None] = []
+        self.reports: list[Progress] = []
+        self.ending: Ending | None = None
+        self.error: EmberkeepError | None = None
+        self._stop_at = stop_at
+        self._kept = 0
+        self._over = threading.Event()
+
+    def progress(self, progress: Progress) -> None:
+        self.reports.append(progress)
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        assert not self._over.is_set()
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        kept = self._stop_at(self.tokens)
+        self._kept = kept or 0
+        return kept is not None
+
+    def kept_tokens(self) -> int:
+        return self._kept
+
+    def ended(self, ending: Ending) -> None:
+        assert not self._over.is_set()
+        self.ending = ending
+        self._over.set()
+
+    def failed(self, error: EmberkeepError) -> None:
+        assert not self._over.is_set()
+        self.error = error
+        self._over.set()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> Recorder:
+        assert self._over.wait(PATIENCE), "the job neither ended nor failed"
+        return self
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens of a job that must have ended well."""
+        self.wait()
+        assert self.error is None, self.error
+        return self.tokens
+
+    @property
+    def lookup(self) -> LookupRecord:
+        self.wait()
+        assert self.ending is not None
+        return self.ending.lookup
+
+
+class Rig:
+    """A loop for tests. Loading is always taken to be worth it: the fake engine is too quick to measure."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        engine: Engine | None = None,
+        *,
+        parallel: int = 4,
+        waiting: int = 64,
+        prefill_slice: int = 256,
+        warm: int = 1 << 30,
+        cold: int = 1 << 30,
+    ) -> None:
+        self.engine = engine or FakeEngine(cells=1 << 15)
+        tier = ColdTier(folder, self.engine.fingerprint) if folder else None
+        self.store = KvStore(self.engine.fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
+        self.store.costs.evaluate = _Unmeasured()
+        self.loop = EngineLoop(self.engine, self.store, LoopSettings(parallel, prefill_slice, waiting))
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.loop.close()
+        self.store.close()
+
+    def job(
+        self,
+        tokens: Iterable[int],
+        recorder: Recorder | None = None,
+        *,
+        sampling: Sampling = GREEDY,
+        max_new: int = 12,
+        **more,
+    ) -> Job:
+        more.setdefault("closing", CLOSING)
+        top_logprobs = more.pop("top_logprobs", None)
+        return Job(
+            tokens=np.fromiter(tokens, np.int32),
+            sampler=Sampler(sampling, top_logprobs=top_logprobs),
+            consumer=recorder or Recorder(),
+            max_new=max_new,
+            **more,
+        )
+
+    def start(self, tokens: Iterable[int], recorder: Recorder | None = None, **more) -> Recorder:
+        recorder = recorder or Recorder()
+        self.loop.submit(self.job(tokens, recorder, **more))
+        return recorder
+
+    def run(self, tokens: Iterable[int], recorder: Recorder | None = None, **more) -> Recorder:
+        """Submit a job, wait for it, and for what the loop does after it."""
+        recorder = self.start(tokens, recorder, **more).wait()
+        self.settle()
+        return recorder
+
+    def settle(self) -> None:
+        """Wait until nothing runs."""
+        while self.loop.call(self.loop._is_busy).result(PATIENCE):
+            pass
+
+    def between_steps(self) -> None:
+        """Wait until everything sent to the loop so far has been obeyed."""
+        self.loop.call(lambda: None).result(PATIENCE)
+
+
+class Gate:
+    """Holds an engine at the beginning of the steps that `holds` picks out."""
+
+    def __init__(self, engine: FakeEngine, holds: Callable[[int], bool] = lambda step: step == 0) -> None:
+        self._holds = holds
+        self._step = -1
+        self._entered = threading.Event()
+        self._open = threading.Event()
+        engine.on_evaluate = self._on_evaluate
+
+    def _on_evaluate(self, batch: Sequence[Rows]) -> None:
+        self._step += 1
+        if self._holds(self._step):
+            self._entered.set()
+            assert self._open.wait(PATIENCE)
+
+    def reached(self) -> None:
+        assert self._entered.wait(PATIENCE)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def reference(tokens: Iterable[int], *, sampling: Sampling = GREEDY, max_new: int = 12) -> list[int]:
+    """What an engine that has never seen anything answers."""
+    engine, sampler = FakeEngine(cells=1 << 15), Sampler(sampling)
+    todo = np.fromiter(tokens, np.int32)
+    start, answer = 0, []
+    while len(answer) < max_new:
+        engine.evaluate([Rows(0, start, todo, want_logits=True)])
+        token, _ = sampler.sample(engine.logits(0), engine.vocab.pieces)
+        if token in engine.vocab.eog:
+            break
+        answer.append(token)
+        start, todo = start + len(todo), np.array([token], np.int32)
+    return answer
+
+
+def unique_prefix_tokens(sequences: Iterable[Sequence[int]]) -> int:
+    """How many positions there are when equal prefixes are counted once."""
+    nodes: dict[tuple[int, int], int] = {}
+    for sequence in sequences:
+        node = 0
+        for token in sequence:
+            node = nodes.setdefault((node, token), len(nodes) + 1)
+    return len(nodes)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    tokens: TokenArray = np.random.default_rng(seed).integers(32, 127, length, dtype=np.int32)
+    return tokens.tolist()
+
+
+class _Unmeasured(Rate):
+    def measure(self, amount: float, seconds: float) -> None:
+        pass

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep.kv import chunkfile
+from emberkeep.kv.chunkfile import Damaged, Description
+from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key
+from helpers.kv_building import FINGERPRINT, exported, ids, prompt
+
+TOKENS = prompt(20)
+PAYLOAD = exported(TOKENS, 0, 20)
+
+
+def description(
+    tokens: TokenArray = TOKENS,
+    *,
+    namespace: str = "someone",
+    parent: ChunkKey = ROOT,
+    fingerprint: bytes = FINGERPRINT,
+) -> Description:
+    key = chunk_key(fingerprint, namespace, parent, 0, tokens)
+    return Description(fingerprint, namespace, key, parent, 0, 0, tokens, ((2, 5), (9, 20)))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "chunk.kv"
+    chunkfile.write(path, description(), PAYLOAD)
+    return path
+
+
+def payload_begins(file: Path) -> int:
+    return file.stat().st_size - len(PAYLOAD)
+
+
+def flip(file: Path, offset: int, bit: int = 0) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ (1 << bit)]))
+
+
+def test_what_was_written_is_read_back(file):
+    assert chunkfile.read(file, description()) == PAYLOAD
+
+
+def test_a_file_tells_everything_about_itself(file):
+    found, size = chunkfile.read_description(file)
+    assert np.array_equal(found.tokens, TOKENS)
+    assert replace(found, tokens=TOKENS).pack() == description().pack()
+    assert size == file.stat().st_size
+
+
+def test_a_file_is_for_its_owner_only(file):
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_payload_begins_at_a_multiple_of_64_bytes(file):
+    assert payload_begins(file) % 64 == 0
+
+
+def test_a_flipped_bit_before_the_payload_never_gives_a_payload(file):
+    for offset in range(payload_begins(file)):
+        flip(file, offset, bit=offset % 8)
+        with pytest.raises(Damaged):
+            chunkfile.read(file, description())
+        flip(file, offset, bit=offset % 8)
+    assert chunkfile.read(file, description()) == PAYLOAD
+
+
+def test_a_flipped_bit_in_the_description_is_noticed_without_the_payload(file):
+    packed = description().pack()
+    for offset in (0, 8, 40, 55, 56, 56 + len(packed) - 1):
+        flip(file, offset)
+        with pytest.raises(Damaged):
+            chunkfile.read_description(file)
+        flip(file, offset)
+
+
+def test_a_flipped_bit_in_the_payload_never_gives_a_payload(file):
+    begin = payload_begins(file)
+    for offset in range(begin, begin + len(PAYLOAD)):
+        flip(file, offset, bit=offset % 8)
+        with pytest.raises(Damaged, match="checksum"):
+            chunkfile.read(file, description())
+        flip(file, offset, bit=offset % 8)
+
+
+def test_a_truncated_file_is_damaged_at_every_length(file):
+    for length in range(file.stat().st_size - 1, -1, -1):
+        os.truncate(file, length)
+        with pytest.raises(Damaged):
+            chunkfile.read(file, description())
+        with pytest.raises(Damaged):
+            chunkfile.read_description(file)
+
+
+def test_a_file_with_something_appended_is_damaged(file):
+    with file.open("ab") as opened:
+        opened.write(b"\0")
+    with pytest.raises(Damaged, match="size"):
+        chunkfile.read(file, description())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        description(prompt(20, seed=1)),
+        description(namespace="somebody else"),
+        description(parent=ChunkKey(bytes(32))),
+        description(fingerprint=bytes(32)),
+        replace(description(), start=128),
+        description(TOKENS[:19]),
+    ],
+    ids=["tokens", "namespace", "parent", "fingerprint", "start", "a prefix of its tokens"],
+)
+def test_a_sound_file_of_another_chunk_is_refused(file, other):
+    with pytest.raises(Damaged, match="another chunk"):
+        chunkfile.read(file, other)
+
+
+def test_what_was_sampled_is_no_part_of_a_chunks_identity(file):
+    """Two processes may store the same tokens, one having sampled them and one having been sent them."""
+    assert chunkfile.read(file, replace(description(), sampled=())) == PAYLOAD
+
+
+def test_a_description_cannot_claim_another_chunks_key(tmp_path):
+    liar = replace(description(), key=chunk_key(FINGERPRINT, "someone", ROOT, 0, ids(1)))
+    chunkfile.write(tmp_path / "liar.kv", liar, PAYLOAD)
+    with pytest.raises(Damaged, match="key"):
+        chunkfile.read_description(tmp_path / "liar.kv")
+
+
+def test_a_symlink_is_not_followed(file, tmp_path):
+    link = tmp_path / "link.kv"
+    link.symlink_to(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        chunkfile.read(link, description())
+    with pytest.raises(OSError, match="symbolic links"):
+        chunkfile.read_description(link)
+    with pytest.raises(FileExistsError):
+        chunkfile.write(link, description(), PAYLOAD)
+
+
+def test_an_existing_file_is_never_written_over(file):
+    with pytest.raises(FileExistsError):
+        chunkfile.write(file, description(), PAYLOAD)
+
+
+def test_a_file_larger_than_any_chunk_is_refused_without_reading_it(file):
+    os.truncate(file, (1 << 30) + 1)
+    with pytest.raises(Damaged, match="long"):
+        chunkfile.read(file, description())
+    with pytest.raises(Damaged):
+        chunkfile.read_description(file)
+
+
+def test_writes_that_come_in_pieces_end_up_whole(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    chunkfile.write(tmp_path / "slow.kv", description(), PAYLOAD)
+    assert chunkfile.read(tmp_path / "slow.kv", description()) == PAYLOAD
+
+
+def test_reads_that_come_in_pieces_are_put_together(file, monkeypatch):
+    readv = os.readv
+    monkeypatch.setattr(os, "readv", lambda descriptor, buffers: readv(descriptor, [buffers[0][:7]]))
+    assert chunkfile.read(file, description()) == PAYLOAD
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_damaged(file, monkeypatch):
+    readv = os.readv
+
+    def shrinking(descriptor, buffers):
+        os.truncate(file, 100)
+        return readv(descriptor, buffers)
+
+    monkeypatch.setattr(os, "readv", shrinking)
+    with pytest.raises(Damaged, match="early"):
+        chunkfile.read(file, description())

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from emberkeep.kv.chunkfile import Damaged, Description, write
+from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.keys import ROOT, chunk_key
+from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
+
+OTHER = bytes(32)
+
+
+def description(seed: int = 0, *, fingerprint: bytes = FINGERPRINT) -> Description:
+    tokens = prompt(10, seed=seed)
+    return Description(fingerprint, "", chunk_key(fingerprint, "", ROOT, 0, tokens), ROOT, 0, 0, tokens, ())
+
+
+def payload(of: Description) -> memoryview:
+    return exported(of.tokens, 0, len(of.tokens))
+
+
+def entry(seed: int = 0) -> tuple[Description, memoryview]:
+    return description(seed), payload(description(seed))
+
+
+@pytest.fixture
+def tier(tmp_path: Path):
+    tier = ColdTier(tmp_path, FINGERPRINT)
+    tier.open_rows()
+    yield tier
+    tier.close()
+
+
+def keys_of(tier: ColdTier) -> set[bytes]:
+    return {row.description.key for row in tier.open_rows()[0]}
+
+
+def test_a_written_chunk_is_read_back_and_listed(tier):
+    sizes = tier.write([entry(0), entry(1)])
+    assert tier.read(description(1)) == payload(description(1))
+    assert keys_of(tier) == set(sizes) == {description(0).key, description(1).key}
+
+
+def test_nothing_but_the_owner_can_enter_the_store(tier, tmp_path):
+    tier.write([entry()])
+    folders = [tier.folder, *(path for path in tier.folder.rglob("*") if path.is_dir())]
+    assert {path.stat().st_mode & 0o077 for path in folders} == {0}
+
+
+def test_nothing_is_left_behind_in_the_workplace(tier):
+    tier.write([entry()])
+    assert [path.name for path in tier._tmp.iterdir()] == ["owner"]
+
+
+def test_two_tiers_on_one_folder_see_each_others_chunks(tier, tmp_path):
+    other = ColdTier(tmp_path, FINGERPRINT)
+    other.open_rows()
+    tier.write([entry(0)])
+    assert [row.description.key for row in other.news()] == [description(0).key]
+    assert other.news() == []
+    assert other.read(description(0)) == payload(description(0))
+    other.close()
+
+
+def test_two_tiers_may_write_the_same_chunk(tier, tmp_path):
+    other = ColdTier(tmp_path, FINGERPRINT)
+    tier.write([entry()])
+    other.write([entry()])
+    assert tier.read(description()) == payload(description())
+    assert len(keys_of(tier)) == 1
+    other.close()
+
+
+def test_many_tiers_open_one_new_folder_at_once(tmp_path):
+    failures = []
+
+    def open_and_close() -> None:
+        try:
+            tier = ColdTier(tmp_path, FINGERPRINT)
+            tier.open_rows()
+            tier.write([entry(threading.get_ident())])
+            tier.close()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(chunk_files(tmp_path)) == 8
+
+
+def test_a_file_without_a_row_is_adopted(tier):
+    lost = description(5)
+    path = tier._path(lost.key)
+    path.parent.mkdir()
+    write(path, lost, payload(lost))
+    assert keys_of(tier) == {lost.key}
+
+
+def test_a_row_without_a_file_is_dropped(tier):
+    tier.write([entry()])
+    tier._path(description().key).unlink()
+    assert keys_of(tier) == set()
+    with pytest.raises(FileNotFoundError):
+        tier.read(description())
+
+
+def test_a_damaged_file_without_a_row_is_quarantined_and_counted(tier):
+    path = tier._path(description().key)
+    path.parent.mkdir()
+    path.write_bytes(b"half a chu")
+    assert tier.open_rows() == ([], 1)
+    assert not path.exists()
+    assert len(list((tier.folder / "quarantine").iterdir())) == 1
+
+
+def test_files_under_each_others_names_are_not_adopted(tier):
+    one, other = description(1), description(2)
+    for name, content in ((one, other), (other, one)):
+        tier._path(name.key).parent.mkdir(exist_ok=True)
+        write(tier._path(name.key), content, payload(content))
+    assert tier.open_rows() == ([], 2)
+
+
+def test_swapped_files_are_noticed_when_they_are_read(tier):
+    tier.write([entry(1), entry(2)])
+    one, other = tier._path(description(1).key), tier._path(description(2).key)
+    parked = one.with_suffix(".parked")
+    one.rename(parked)
+    other.rename(one)
+    parked.rename(other)
+    for seed in (1, 2):
+        with pytest.raises(Damaged, match="another chunk"):
+            tier.read(description(seed))
+
+
+def test_a_file_of_another_fingerprint_is_not_adopted(tier):
+    foreign = description(fingerprint=OTHER)
+    path = tier._path(foreign.key)
+    path.parent.mkdir()
+    write(path, foreign, payload(foreign))
+    assert tier.open_rows() == ([], 1)
+
+
+def test_things_that_do_not_belong_there_are_left_alone(tier):
+    (tier.folder / "chunks" / ".DS_Store").write_bytes(b"?")
+    path = tier._path(description().key)
+    path.parent.mkdir()
+    (path.parent / "notes.txt").write_text("mine")
+    path.symlink_to(path.parent / "notes.txt")
+    assert tier.open_rows() == ([], 0)
+    assert (path.parent / "notes.txt").read_text() == "mine"
+
+
+def test_a_dead_owners_workplace_is_swept(tier):
+    dead = tier.folder / "tmp" / "dead"
+    dead.mkdir()
+    (dead / "owner").touch()
+    (dead / description().key.hex()).write_bytes(b"half a chunk")
+    tier.open_rows()
+    assert not dead.exists()
+
+
+def test_a_living_owners_workplace_stays(tier, tmp_path):
+    other = ColdTier(tmp_path, FINGERPRINT)
+    tier.open_rows()
+    other.write([entry()])
+    assert tier.read(description()) == payload(description())
+    other.close()
+
+
+def test_there_is_one_evictor_at_a_time(tier, tmp_path):
+    other = ColdTier(tmp_path, FINGERPRINT)
+    with tier.evicting() as alone:
+        assert alone
+        with other.evicting() as too:
+            assert not too
+    with other.evicting() as alone:
+        assert alone
+    other.close()
+
+
+def test_an_unused_store_of_another_model_makes_room(tier, tmp_path):
+    store = new_store(tmp_path, fingerprint=OTHER)
+    put(store, prompt(200))
+    store.close()
+    size = sum(path.stat().st_size for path in chunk_files(tmp_path))
+    assert tier.shrink_other_stores(size) == size
+    assert tier.shrink_other_stores(size - 1) == 0
+    assert not (tmp_path / OTHER.hex()[:32]).exists()
+
+
+def test_an_open_store_of_another_model_stays(tier, tmp_path):
+    store = new_store(tmp_path, fingerprint=OTHER)
+    put(store, prompt(200))
+    store.flush()
+    assert tier.shrink_other_stores(0) > 0
+    assert load(store, prompt(200)) == 200
+    store.close()
+
+
+def test_folders_that_are_no_stores_are_never_removed(tier, tmp_path):
+    mine, target = tmp_path / "my pictures", tmp_path / "elsewhere"
+    (mine / "chunks" / "ab").mkdir(parents=True)
+    (mine / "chunks" / "ab" / "x.kv").write_bytes(bytes(1000))
+    target.mkdir()
+    (tmp_path / ("a" * 32)).symlink_to(target)
+    assert tier.shrink_other_stores(0) == 0
+    assert (mine / "chunks" / "ab" / "x.kv").exists()
+    assert list(target.iterdir()) == []
+
+
+def test_a_failed_write_leaves_nothing_half_done(tier, monkeypatch):
+    from emberkeep.kv import chunkfile
+
+    real, calls = chunkfile.write, []
+
+    def second_fails(path, *rest):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(path, *rest)
+
+    monkeypatch.setattr(chunkfile, "write", second_fails)
+    with pytest.raises(OSError, match="space"):
+        tier.write([entry(1), entry(2)])
+    assert [path.name for path in tier._tmp.iterdir()] == ["owner"]
+    assert keys_of(tier) == set()
+    tier.write([entry(1), entry(2)])
+    assert len(keys_of(tier)) == 2
+
+
+def test_a_root_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "kv").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match="kv"):
+        ColdTier(tmp_path / "kv", FINGERPRINT)

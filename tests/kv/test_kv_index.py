@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import apsw
+import numpy as np
+import pytest
+
+from emberkeep.kv.index import Index, Unreadable
+from helpers.kv_building import FINGERPRINT, chunk_files, load, new_store, prompt, put
+
+TOKENS = prompt(300)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store with three chunks."""
+    store = new_store(tmp_path)
+    put(store, TOKENS, sampled=((3, 9),))
+    store.close()
+    return tmp_path
+
+
+def database(folder: Path) -> Path:
+    (path,) = folder.glob("*/index.db")
+    return path
+
+
+def rows(folder: Path) -> int:
+    return len(Index(database(folder), FINGERPRINT).rows_after(0))
+
+
+def everything_is_found(folder: Path) -> bool:
+    store = new_store(folder)
+    found = load(store, TOKENS)
+    sampled = {span for chunk in store._books for span in chunk.sampled}
+    store.close()
+    return found == len(TOKENS) and sampled == {(3, 9)}
+
+
+def test_rows_say_what_was_added(folder):
+    first, second, third = Index(database(folder), FINGERPRINT).rows_after(0)
+    assert [row.description.start for row in (first, second, third)] == [0, 128, 256]
+    assert np.array_equal(third.description.tokens, TOKENS[256:])
+    assert second.description.parent == first.description.key
+    sizes = {path.stem: path.stat().st_size for path in chunk_files(folder)}
+    assert first.bytes == sizes[first.description.key.hex()]
+
+
+def test_only_newer_rows_are_asked_for(folder):
+    index = Index(database(folder), FINGERPRINT)
+    first, *rest = index.rows_after(0)
+    assert [row.seq for row in index.rows_after(first.seq)] == [row.seq for row in rest]
+
+
+def test_a_known_key_is_left_alone(folder):
+    index = Index(database(folder), FINGERPRINT)
+    before = index.rows_after(0)
+    index.add([(before[0].description, 7)])
+    assert [row.bytes for row in index.rows_after(0)] == [row.bytes for row in before]
+
+
+def test_another_connections_writes_change_the_version(folder):
+    mine, other = Index(database(folder), FINGERPRINT), Index(database(folder), FINGERPRINT)
+    before = mine.version()
+    mine.touch([(5, 5, mine.rows_after(0)[0].description.key)])
+    assert mine.version() == before
+    other.remove([other.rows_after(0)[0].description.key])
+    assert mine.version() != before
+
+
+def test_a_deleted_database_is_rebuilt_from_the_files(folder):
+    database(folder).unlink()
+    assert everything_is_found(folder)
+    assert rows(folder) == 3
+
+
+def test_a_database_that_is_none_is_rebuilt_from_the_files(folder):
+    database(folder).write_bytes(b"this is not SQLite" * 100)
+    assert everything_is_found(folder)
+
+
+def test_an_empty_database_file_is_filled_again(folder):
+    database(folder).write_bytes(b"")
+    assert everything_is_found(folder)
+
+
+def test_a_broken_page_in_the_database_is_rebuilt_from_the_files(folder):
+    path = database(folder)
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xee" * (path.stat().st_size - 4096))
+    assert everything_is_found(folder)
+
+
+def test_an_unknown_schema_version_is_rebuilt_from_the_files(folder):
+    with apsw.Connection(str(database(folder))) as db:
+        db.execute("DROP TABLE chunk")
+        db.execute("CREATE TABLE chunk (something TEXT)")
+        db.pragma("user_version", 99)
+    assert everything_is_found(folder)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "UPDATE chunk SET tokens = zeroblob(512) WHERE start = 128",
+        "UPDATE chunk SET tokens = zeroblob(7) WHERE start = 128",
+        "UPDATE chunk SET tokens = zeroblob(0) WHERE start = 128",
+        "UPDATE chunk SET namespace = 'somebody else' WHERE start = 0",
+        "UPDATE chunk SET namespace = x'00ff' WHERE start = 0",
+        "UPDATE chunk SET take = take + 1 WHERE start = 128",
+        "UPDATE chunk SET take = 'many' WHERE start = 128",
+        "UPDATE chunk SET parent = zeroblob(32) WHERE start = 256",
+        "UPDATE chunk SET sampled = zeroblob(5) WHERE start = 0",
+    ],
+)
+def test_an_index_that_lies_is_not_believed(folder, lie):
+    with apsw.Connection(str(database(folder))) as db:
+        db.execute(lie)
+    with pytest.raises(Unreadable):
+        Index(database(folder), FINGERPRINT).rows_after(0)
+    assert everything_is_found(folder)
+
+
+def test_a_locked_database_is_an_error_and_is_not_thrown_away(folder, monkeypatch):
+    monkeypatch.setattr("emberkeep.kv.index._BUSY_MS", 1)
+    holder = apsw.Connection(str(database(folder)))
+    holder.pragma("journal_mode", "delete")
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(OSError, match="locked") as caught:
+        Index(database(folder), FINGERPRINT)
+    assert not isinstance(caught.value, Unreadable)
+    holder.execute("COMMIT")
+    holder.close()
+    assert rows(folder) == 3

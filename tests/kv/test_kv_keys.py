@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberkeep.kv.keys import ROOT, ChunkKey, chunk_key, pack_fields, token_bytes, unpack_fields
+from helpers.kv_building import ids
+
+PRINT = bytes(range(32))
+PARENT = ChunkKey(bytes(32))
+
+fields = st.tuples(
+    st.binary(min_size=0, max_size=40),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    st.sampled_from([b"", bytes(32), b"\xff" * 32]),
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=6),
+)
+
+
+def key_of(fingerprint: bytes, namespace: str, parent: bytes, take: int, tokens: list[int]) -> ChunkKey:
+    return chunk_key(fingerprint, namespace, ChunkKey(parent), take, np.array(tokens, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("namespace", "parent", "take", "tokens", "expected"),
+    [
+        ("", ROOT, 0, [1, 2, 3], "114f1ed5156ea5b9e96f335471cb3681659daa154151f2358c10dc5bc25ef4c1"),
+        ("alice", ROOT, 0, [1, 2, 3], "4c67b4059ef4dcb6eaa35eab7e979ac2972b90a44bb2b2a9cd50823c05a6df89"),
+        ("", PARENT, 128, [1, 2, 3], "dc7a034b7dc3731ecf2c9c5673004801caadc26d56a9c815921101c22263873f"),
+        ("", ROOT, 0, [], "50780c8929d63f5d63fd127cd06355008b7f402799d22c7dbbd4d9835d51c325"),
+        ("", ROOT, 0, [-1, 2**31 - 1], "66a675d3a52074124f78732c0bafa93292457182e46b1bb111dbdf9229cc73d9"),
+    ],
+)
+def test_keys_of_this_format_version_never_change(namespace, parent, take, tokens, expected):
+    assert key_of(PRINT, namespace, parent, take, tokens).hex() == expected
+
+
+@given(fields, fields)
+def test_different_fields_have_different_keys(one, other):
+    assert (key_of(*one) == key_of(*other)) == (one == other)
+
+
+@given(fields, st.data())
+def test_changing_any_single_field_changes_the_key(one, data):
+    index = data.draw(st.integers(0, len(one) - 1))
+    other = data.draw(fields)
+    changed = (*one[:index], other[index], *one[index + 1 :])
+    assert (key_of(*one) == key_of(*changed)) == (one == changed)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=6))
+def test_packed_fields_come_apart_as_they_were(values):
+    assert unpack_fields(pack_fields(values)) == values
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=6), st.data())
+def test_cut_off_fields_are_refused(values, data):
+    packed = pack_fields(values)
+    borders = {len(pack_fields(values[:count])) for count in range(len(values) + 1)}
+    cut = data.draw(st.integers(0, len(packed) - 1))
+    if cut in borders:
+        assert unpack_fields(packed[:cut]) == values[: sorted(borders).index(cut)]
+    else:
+        with pytest.raises(ValueError, match="cut off"):
+            unpack_fields(packed[:cut])
+
+
+def test_bytes_moving_between_neighbouring_fields_change_the_key():
+    assert key_of(b"ab", "c", b"", 0, [1]) != key_of(b"a", "bc", b"", 0, [1])
+
+
+def test_token_bytes_are_little_endian_words_whatever_the_array_was():
+    wide = np.array([1, -2], np.int64)
+    assert token_bytes(ids(1, -2)) == token_bytes(wide) == struct.pack("<2i", 1, -2)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import Sampling
+
+PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, seed=1)
+PIECES = [bytes([65 + i]) for i in range(26)]
+PROBABILITIES = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])
+LOGITS = np.log(PROBABILITIES).astype(np.float32)
+
+
+class Only:
+    """A constraint that allows a few tokens."""
+
+    def __init__(self, *allowed: int) -> None:
+        bits = np.zeros(32, np.uint8)
+        bits[list(allowed)] = 1
+        self._mask = np.packbits(bits, bitorder="little").view(np.uint32)
+        self.seen: list[int] = []
+
+    def mask(self):
+        return self._mask
+
+    def advance(self, token: int) -> None:
+        self.seen.append(token)
+
+
+def drawn(settings: Sampling, logits: np.ndarray = LOGITS, count: int = 4000, **more) -> dict[int, float]:
+    """Share of each token among `count` independent first draws."""
+    sampler = Sampler(settings, **more)
+    counts = Counter(sampler.sample(logits, PIECES)[0] for _ in range(count))
+    return {token: number / count for token, number in counts.items()}
+
+
+def support(settings: Sampling, logits: np.ndarray = LOGITS) -> set[int]:
+    return set(drawn(settings, logits, 1500))
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    shares = drawn(PLAIN)
+    assert [shares[i] for i in range(5)] == pytest.approx(PROBABILITIES, abs=0.03)
+
+
+def test_temperature_sharpens_and_flattens():
+    cold = drawn(replace(PLAIN, temperature=0.5))
+    squares = PROBABILITIES**2 / (PROBABILITIES**2).sum()
+    assert [cold.get(i, 0) for i in range(5)] == pytest.approx(squares, abs=0.03)
+    hot = drawn(replace(PLAIN, temperature=100.0))
+    assert [hot[i] for i in range(5)] == pytest.approx([0.2] * 5, abs=0.03)
+
+
+def test_a_seed_makes_draws_repeatable():
+    def draws(settings: Sampling) -> list[int]:
+        sampler = Sampler(settings)
+        return [sampler.sample(LOGITS, PIECES)[0] for _ in range(40)]
+
+    assert draws(PLAIN) == draws(PLAIN)
+    assert draws(PLAIN) != draws(replace(PLAIN, seed=2))
+    assert draws(replace(PLAIN, seed=None)) != draws(replace(PLAIN, seed=None))
+
+
+def test_temperature_zero_takes_the_most_likely():
+    assert support(Sampling(temperature=0), np.array([1, 3, 2], np.float32)) == {1}
+
+
+def test_greedy_takes_the_first_of_equals():
+    assert support(Sampling(temperature=0), np.array([1, 3, 3], np.float32)) == {1}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 4, 5, 50])
+def test_top_k_leaves_the_k_most_likely(top_k):
+    assert support(replace(PLAIN, top_k=top_k)) == set(range(min(top_k, 5)))
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_top_k_of_nothing_leaves_everything(top_k):
+    assert support(replace(PLAIN, top_k=top_k)) == set(range(5))
+
+
+def test_top_k_looks_far_below_the_best_when_it_must():
+    logits = np.array([0, -50, -60, -10], np.float32)
+    assert support(replace(PLAIN, top_k=2, temperature=100.0), logits) == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("top_p", "left"), [(0.0, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.8, 3), (0.9, 4), (1.0, 5)]
+)
+def test_top_p_leaves_the_fewest_that_reach_it(top_p, left):
+    assert support(replace(PLAIN, top_p=top_p)) == set(range(left))
+
+
+@pytest.mark.parametrize(("min_p", "left"), [(1.0, 1), (0.6, 1), (0.4, 2), (0.2, 3), (0.1, 5), (0.0, 5)])
+def test_min_p_leaves_what_is_likely_relative_to_the_best(min_p, left):
+    assert support(replace(PLAIN, min_p=min_p)) == set(range(left))
+
+
+def test_typical_p_leaves_what_is_as_surprising_as_expected():
+    """The entropy here is 1.875 bits: token 1 (2 bits) is the most typical, then 0 (1) and 2 (3 bits)."""
+    assert support(replace(PLAIN, typical_p=0.2)) == {1}
+    assert support(replace(PLAIN, typical_p=0.7)) == {0, 1}
+    assert support(replace(PLAIN, typical_p=1.0)) == set(range(5))
+
+
+def test_settings_work_together():
+    settings = replace(PLAIN, top_k=4, top_p=0.9, min_p=0.3)
+    assert support(settings) == {0, 1}
+
+
+def test_bias_moves_single_tokens():
+    assert support(replace(PLAIN, logit_bias={4: 100.0})) == {4}
+    assert support(replace(PLAIN, logit_bias={0: -100.0, 1: -100.0})) == {2, 3, 4}
+    greedy = Sampling(temperature=0, logit_bias={3: 100.0})
+    assert support(greedy) == {3}
+
+
+def repeated(settings: Sampling, logits: list[float], count: int) -> list[int]:
+    sampler = Sampler(replace(settings, temperature=0))
+    return [sampler.sample(np.array(logits, np.float32), PIECES)[0] for _ in range(count)]
+
+
+def test_a_presence_penalty_counts_once_and_a_frequency_penalty_every_time():
+    logits = [3.0, 1.5]
+    assert repeated(Sampling(presence_penalty=1.0), logits, 4) == [0, 0, 0, 0]
+    assert repeated(Sampling(presence_penalty=2.0), logits, 3) == [0, 1, 0]
+    assert repeated(Sampling(frequency_penalty=1.0), logits, 4) == [0, 0, 1, 0]
+
+
+def test_a_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_negative():
+    assert repeated(Sampling(repetition_penalty=3.0), [3.0, 1.5], 2) == [0, 1]
+    assert repeated(Sampling(repetition_penalty=3.0), [-1.0, -2.0], 2) == [0, 1]
+    assert repeated(Sampling(repetition_penalty=1.5), [-1.0, -2.0], 2) == [0, 0]
+
+
+def test_a_mask_leaves_what_it_allows_in_its_proportions():
+    shares = drawn(PLAIN, matcher=Only(1, 2))
+    assert [shares.get(i, 0) for i in range(5)] == pytest.approx([0, 2 / 3, 1 / 3, 0, 0], abs=0.03)
+    assert set(drawn(replace(PLAIN, temperature=0.0), matcher=Only(2, 4), count=5)) == {2}
+
+
+def test_a_mask_is_stronger_than_a_bias():
+    assert set(drawn(replace(PLAIN, logit_bias={0: 100.0}), matcher=Only(3), count=20)) == {3}
+
+
+def test_a_constraint_hears_of_every_token():
+    matcher = Only(1, 2)
+    sampler = Sampler(PLAIN, matcher)
+    chosen = [sampler.sample(LOGITS, PIECES)[0] for _ in range(10)]
+    assert matcher.seen == chosen
+
+
+def test_logits_are_left_as_they_were():
+    logits = LOGITS.copy()
+    logits.flags.writeable = False
+    settings = replace(PLAIN, logit_bias={1: 2.0}, frequency_penalty=1.0)
+    sampler = Sampler(settings, Only(1, 2), top_logprobs=2)
+    for _ in range(3):
+        sampler.sample(logits, PIECES)
+    assert np.array_equal(logits, LOGITS)
+
+
+def test_logprobs_are_the_models_own_and_add_up_to_one():
+    sampler = Sampler(replace(PLAIN, temperature=0, logit_bias={2: 100.0}), top_logprobs=4)
+    token, logprob = sampler.sample(LOGITS + 7, PIECES)
+    assert (token, logprob.token_id, logprob.piece) == (2, 2, b"C")
+    assert logprob.logprob == pytest.approx(np.log(0.125), abs=1e-5)
+    assert [top.token_id for top in logprob.top][:3] == [0, 1, 2]
+    assert [np.exp(top.logprob) for top in logprob.top] == pytest.approx([0.5, 0.25, 0.125, 0.0625], abs=1e-5)
+    every = [Sampler(replace(PLAIN, temperature=0, logit_bias={i: 100.0}), top_logprobs=0) for i in range(5)]
+    assert sum(np.exp(s.sample(LOGITS, PIECES)[1].logprob) for s in every) == pytest.approx(1, abs=1e-5)
+
+
+def test_logprobs_come_only_when_asked_for():
+    assert Sampler(PLAIN).sample(LOGITS, PIECES)[1] is None
+    assert Sampler(PLAIN, top_logprobs=0).sample(LOGITS, PIECES)[1].top == ()
+
+
+def test_more_logprobs_than_there_are_tokens_are_as_many_as_can_be_told():
+    _, logprob = Sampler(PLAIN, top_logprobs=20).sample(LOGITS, PIECES)
+    assert [top.token_id for top in logprob.top][:3] == [0, 1, 2]
+
+
+def test_a_large_vocabulary_is_cut_down_without_changing_the_result():
+    random = np.random.default_rng(5)
+    logits = (4 * random.standard_normal(50_000)).astype(np.float32)
+    best = set(np.argsort(-logits)[:40].tolist())
+    assert support(replace(PLAIN, top_k=40, temperature=50.0), logits) == best
+    probabilities = np.exp(logits - logits.max())
+    order = np.argsort(-probabilities)
+    needed = int(np.searchsorted(np.cumsum(probabilities[order] / probabilities.sum()), 0.3)) + 1
+    chosen = support(replace(PLAIN, top_p=0.3, temperature=1.0), logits)
+    assert chosen <= set(order[:needed].tolist())

@@ -1,0 +1,96 @@
+"""Whatever happens in whatever order, every answer is that of an engine that has seen nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberkeep.engine.fake import FakeEngine
+from helpers.kv_building import check_books
+from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
+
+SHARED = text(140)
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+@dataclass
+class Talk:
+    namespace: str
+    history: list[int] = field(default_factory=lambda: list(SHARED))
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), st.integers(0, 3), st.integers(1, 180)),
+        st.tuples(st.just("say at once"), st.integers(0, 3), st.integers(1, 180)),
+        st.tuples(st.just("edit"), st.integers(0, 3), st.integers(0, 600)),
+        st.tuples(st.just("cancel"), st.integers(0, 3), st.integers(1, 400)),
+        st.tuples(st.just("stop"), st.integers(0, 3), st.integers(0, 6)),
+        st.tuples(st.just("uncached"), st.integers(0, 3), st.integers(1, 50)),
+        st.tuples(st.just("restart"), st.just(0), st.just(0)),
+    ),
+    min_size=2,
+    max_size=10,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(actions, st.sampled_from([700, 1 << 15]), st.sampled_from([3_000, 1 << 30]), st.integers(1, 4))
+def test_any_history_gives_the_answers_of_a_fresh_engine(tmp_path_factory, history, cells, warm, parallel):
+    folder = tmp_path_factory.mktemp("kv")
+
+    def new_rig() -> Rig:
+        engine = FakeEngine(cells=max(cells, 700), sequences=2 * parallel)
+        return Rig(folder, engine, parallel=parallel, prefill_slice=64, warm=warm)
+
+    rig = new_rig()
+    talks = [Talk("alice"), Talk("alice"), Talk("bob"), Talk("")]
+    checks: list[tuple[Recorder, list[int], int | None]] = []
+    try:
+        for number, (action, who, size) in enumerate(history):
+            talk = talks[who]
+            if action == "restart":
+                _check(rig, checks)
+                rig.close()
+                rig = new_rig()
+                continue
+            if action == "edit":
+                position = size % len(talk.history)
+                talk.history[position] = 32 + (talk.history[position] + 1) % 90
+                continue
+            prompt = (talk.history + text(size, seed=number))[-(640):]
+            recorder = Recorder(_stopping(action, size))
+            job = rig.job(prompt, recorder, namespace=talk.namespace, use_cache=action != "uncached")
+            rig.loop.submit(job)
+            if action == "cancel":
+                rig.loop.cancel(job)
+                continue
+            checks.append((recorder, prompt, size if action == "stop" else None))
+            if action != "say at once":
+                recorder.wait()
+                talk.history = [*prompt, *recorder.tokens, *CLOSING]
+        _check(rig, checks)
+        check_books(rig.store)
+    finally:
+        rig.close()
+
+
+def _stopping(action: str, size: int):
+    if action != "stop":
+        return lambda tokens: None
+    return lambda tokens: size if len(tokens) == 6 else None
+
+
+def _check(rig: Rig, checks: list[tuple[Recorder, list[int], int | None]]) -> None:
+    for recorder, prompt, stopped in checks:
+        expected = reference(prompt)
+        assert recorder.answer == (expected if stopped is None else expected[:6])
+    checks.clear()
+    rig.settle()

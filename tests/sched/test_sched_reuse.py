@@ -1,0 +1,292 @@
+"""Reuse never changes an answer, and nothing is evaluated twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.types import MissReason
+from helpers.kv_building import check_books, chunk_files
+from helpers.scheduling import (
+    CLOSING,
+    GREEDY,
+    SEEDED,
+    Gate,
+    Recorder,
+    Rig,
+    reference,
+    text,
+    unique_prefix_tokens,
+)
+
+PROMPT = text(700)
+
+
+@pytest.fixture
+def rig(tmp_path: Path):
+    with Rig(tmp_path) as rig:
+        yield rig
+        check_books(rig.store)
+
+
+def evaluated_by(rig: Rig, *args, **kwargs) -> int:
+    before = rig.engine.evaluated_tokens
+    rig.run(*args, **kwargs)
+    return rig.engine.evaluated_tokens - before
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_repeated_prompt_gives_the_same_answer_without_evaluation(rig, sampling):
+    first = rig.run(PROMPT, sampling=sampling)
+    again = rig.run(PROMPT, sampling=sampling)
+    fresh = rig.run(PROMPT, sampling=sampling, use_cache=False)
+    assert first.answer == again.answer == fresh.answer == reference(PROMPT, sampling=sampling)
+    assert again.lookup.reused_tokens == len(PROMPT) - 1
+    assert again.lookup.reason is MissReason.NONE
+    assert fresh.lookup.reused_tokens == 0
+    assert fresh.lookup.reason is MissReason.DISABLED
+
+
+def test_the_last_prompt_token_is_always_evaluated(rig):
+    rig.run(PROMPT, max_new=0)
+    assert evaluated_by(rig, PROMPT, max_new=0) == 1
+
+
+def test_every_turn_of_a_conversation_reuses_everything_before_it(rig):
+    history, known = PROMPT, 0
+    for turn in range(6):
+        answer = rig.run(history)
+        assert answer.answer == reference(history)
+        assert answer.lookup.reused_tokens == known
+        known = len(history) + len(answer.tokens) + len(CLOSING)
+        history = [*history, *answer.tokens, *CLOSING, *text(40, seed=turn + 50)]
+    assert rig.engine.evaluated_tokens == known
+
+
+def test_a_next_turn_that_comes_at_once_waits_for_the_end_of_the_last(rig):
+    history, known = PROMPT, 0
+    for turn in range(4):
+        answer = rig.start(history).wait()
+        assert answer.lookup.reused_tokens == known
+        known = len(history) + len(answer.tokens) + len(CLOSING)
+        history = [*history, *answer.tokens, *CLOSING, *text(40, seed=turn + 50)]
+
+
+@pytest.mark.parametrize("position", [0, 1, 127, 128, 129, 300, 698, 699])
+def test_an_edited_prompt_reuses_exactly_what_comes_before_the_edit(rig, position):
+    rig.run(PROMPT)
+    edited = [*PROMPT[:position], PROMPT[position] - 1, *PROMPT[position + 1 :]]
+    answer = rig.run(edited)
+    assert answer.answer == reference(edited)
+    assert answer.lookup.reused_tokens == position
+
+
+@pytest.mark.parametrize("position", [0, 128, 300, 699])
+def test_an_edit_is_found_in_the_store_as_exactly_as_in_the_engine(tmp_path, position):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    edited = [*PROMPT[:position], PROMPT[position] - 1, *PROMPT[position + 1 :]]
+    with Rig(tmp_path) as rig:
+        answer = rig.run(edited)
+        assert answer.answer == reference(edited)
+        assert answer.lookup.cold_tokens == answer.lookup.reused_tokens == position
+
+
+def test_a_divergence_says_where_and_what(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+        edited = [*PROMPT[:300], *map(ord, "something else entirely"), *PROMPT[340:]]
+        lookup = rig.run(edited).lookup
+    assert lookup.reason is MissReason.DIVERGED
+    assert lookup.divergence.token_index == 300
+    assert lookup.divergence.prompt_text == "something el"
+    assert lookup.divergence.stored_text == bytes(PROMPT[300:312]).decode()
+
+
+def test_a_new_prompt_says_that_it_is_new(rig):
+    assert rig.run(PROMPT).lookup.reason is MissReason.NEW
+
+
+def test_branches_share_their_trunk(rig):
+    branches = [[*PROMPT, *text(150, seed=seed)] for seed in range(1, 6)]
+    answers = [rig.run(branch) for branch in branches]
+    assert [a.answer for a in answers] == [reference(branch) for branch in branches]
+    assert [a.lookup.reused_tokens for a in answers] == [0, *[len(PROMPT)] * 4]
+
+
+def test_choices_of_one_request_share_their_prompt(rig):
+    recorders = [rig.start(PROMPT, sampling=_seed(seed)) for seed in range(4)]
+    assert [r.answer for r in recorders] == [reference(PROMPT, sampling=_seed(seed)) for seed in range(4)]
+    assert len({tuple(r.answer) for r in recorders}) == 4
+    rig.settle()
+    sampled = sum(len(r.answer) + len(CLOSING) for r in recorders)
+    assert rig.engine.evaluated_tokens <= len(PROMPT) + 3 + sampled
+
+
+def test_sixteen_conversations_over_one_prefix_cost_its_evaluation_once(tmp_path):
+    prefix = text(1500)
+    prompts = [[*prefix, *text(220, seed=seed)] for seed in range(1, 17)]
+    with Rig(tmp_path) as rig:
+        recorders = [rig.start(prompt, max_new=20) for prompt in prompts]
+        assert [r.answer for r in recorders] == [reference(prompt, max_new=20) for prompt in prompts]
+        rig.settle()
+        rig.store.flush()
+        unique = unique_prefix_tokens(
+            [*prompt, *r.tokens, *CLOSING] for prompt, r in zip(prompts, recorders, strict=True)
+        )
+        assert rig.engine.evaluated_tokens <= 1.02 * unique
+        stored = sum(chunk.payload.nbytes for chunk in rig.store._books)
+        assert stored <= 1.05 * unique * rig.engine.capabilities.kv_bytes_per_token
+
+
+def test_a_restart_loses_nothing(tmp_path):
+    with Rig(tmp_path) as rig:
+        first = rig.run(PROMPT)
+    follow_up = [*PROMPT, *first.tokens, *CLOSING, *text(30, seed=4)]
+    with Rig(tmp_path) as rig:
+        answer = rig.run(follow_up)
+        assert answer.answer == reference(follow_up)
+        assert answer.lookup.cold_tokens == len(PROMPT) + len(first.tokens) + len(CLOSING)
+        assert rig.engine.evaluated_tokens == 30 + len(answer.tokens) + len(CLOSING)
+
+
+def test_what_another_process_computed_is_reused(tmp_path):
+    with Rig(tmp_path) as mine, Rig(tmp_path) as other:
+        other.run(PROMPT)
+        other.store.flush()
+        mine.store.refresh()
+        answer = mine.run(PROMPT)
+        assert answer.answer == reference(PROMPT)
+        assert answer.lookup.cold_tokens == len(PROMPT) - 1
+
+
+def test_another_models_state_is_never_used(tmp_path):
+    with Rig(tmp_path, FakeEngine(weights="one")) as rig:
+        theirs = rig.run(PROMPT).answer
+    with Rig(tmp_path, FakeEngine(weights="two")) as rig:
+        answer = rig.run(PROMPT)
+        assert answer.lookup.reused_tokens == 0
+        assert answer.answer != theirs
+
+
+def test_users_do_not_share_state_in_the_engine_or_the_store(rig):
+    rig.run(PROMPT, namespace="alice")
+    hot = rig.run(PROMPT, namespace="bob")
+    rig.store.flush()
+    assert hot.lookup.reused_tokens == 0
+    assert rig.run(PROMPT, namespace="alice").lookup.reused_tokens == len(PROMPT) - 1
+
+
+def test_a_burst_of_short_requests_does_not_throw_a_long_conversation_out(tmp_path):
+    engine = FakeEngine(cells=4096, sequences=8)
+    with Rig(tmp_path, engine) as rig:
+        long = text(2000)
+        answer = rig.run(long)
+        recorders = [rig.start(text(60, seed=100 + number)) for number in range(40)]
+        for recorder in recorders:
+            recorder.wait()
+        rig.settle()
+        follow_up = [*long, *answer.tokens, *CLOSING, *text(20, seed=3)]
+        again = rig.run(follow_up)
+        assert again.answer == reference(follow_up)
+        assert again.lookup.reused_tokens == len(follow_up) - 20
+
+
+def test_full_engines_give_resting_sequences_up(tmp_path):
+    engine = FakeEngine(cells=1000, context=1000, sequences=8)
+    prompts = [text(400, seed=seed) for seed in range(5)]
+    with Rig(tmp_path, engine) as rig:
+        for prompt in [*prompts, *prompts]:
+            assert rig.run(prompt).answer == reference(prompt)
+        assert rig.loop.counters.failed == 0
+        assert rig.loop.counters.reused_warm_tokens > 0
+
+
+def test_a_state_too_large_to_import_now_is_evaluated(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path, FakeEngine(cells=720, context=720)) as rig:
+        answer = rig.run(PROMPT, max_new=4, closing=())
+        assert answer.answer == reference(PROMPT, max_new=4)
+
+
+def test_without_ram_and_disk_for_the_state_answers_are_still_right():
+    with Rig(None, warm=4000) as rig:
+        for _ in range(2):
+            assert rig.run(PROMPT).answer == reference(PROMPT)
+        check_books(rig.store)
+
+
+@pytest.mark.parametrize("index", [0, 2, 5])
+def test_a_damaged_chunk_is_recomputed_and_counted(tmp_path, index):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path) as rig:
+        match = rig.store.match("", rig.job(PROMPT).tokens)
+        key = match.segments[index].chunk.key
+        rig.store.release(match)
+        (path,) = [path for path in chunk_files(tmp_path) if path.stem == key.hex()]
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 64
+        path.write_bytes(data)
+        answer = rig.run(PROMPT)
+        assert answer.answer == reference(PROMPT)
+        assert answer.lookup.reason is MissReason.CORRUPT
+        assert answer.lookup.reused_tokens == 128 * index
+        assert rig.store.counters.damaged_chunks == 1
+        assert rig.run(PROMPT).lookup.reused_tokens == len(PROMPT) - 1
+
+
+def test_a_chunk_that_vanishes_before_it_is_loaded_is_recomputed(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path) as rig:
+        for path in chunk_files(tmp_path):
+            path.unlink()
+        answer = rig.run(PROMPT)
+        assert answer.answer == reference(PROMPT)
+        assert answer.lookup.reason is MissReason.GONE
+
+
+def test_state_the_engine_refuses_is_recomputed_and_counted(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path) as rig:
+        match = rig.store.match("", rig.job(PROMPT).tokens)
+        chunk = match.segments[1].chunk
+        chunk.payload = memoryview(bytes(12 * 128))
+        rig.store._books.warm_bytes += len(chunk.payload)
+        rig.store.release(match)
+        answer = rig.run(PROMPT)
+        assert answer.answer == reference(PROMPT)
+        assert answer.lookup.reused_tokens == 128
+        assert rig.store.counters.damaged_chunks == 1
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine)
+    with Rig(tmp_path, engine) as rig:
+        first = rig.start(PROMPT)
+        gate.reached()
+        second = rig.start(PROMPT)
+        gate.open()
+        assert first.answer == second.answer
+        assert second.lookup.reused_tokens == len(PROMPT) - 1
+
+
+def test_stored_tokens_of_no_known_vocabulary_do_not_stop_the_engine(tmp_path):
+    with Rig(tmp_path) as rig:
+        payload = memoryview(bytes(24))
+        alien = rig.job([65, 2_000_000]).tokens
+        rig.store.insert(rig.store.origin(""), alien, payload, (), fork=False)
+        prompt = [65, *text(20)]
+        assert rig.run(prompt, Recorder()).answer == reference(prompt)
+
+
+def _seed(seed: int):
+    from dataclasses import replace
+
+    return replace(SEEDED, seed=seed)
