@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.bench.bare import decode_seconds, prefill_seconds
+from emberkeep.bench.bare import decode_seconds, prefill
 from emberkeep.bench.client import Reply
 from emberkeep.bench.disk import chunk_files, drop_from_page_cache, folder_bytes, read_bandwidth
+from emberkeep.bench.miss import largest_slices, leading
 from emberkeep.bench.shared import distinct_prefixes, grown_tokens
 from emberkeep.bench.texts import Words
 from emberkeep.bench.turns import Turn
@@ -124,7 +125,7 @@ class UntilEnded:
         raise error
 
 
-def test_the_bare_prefill_evaluates_the_slices_that_the_scheduler_evaluates() -> None:
+def test_the_bare_prefill_repeats_the_steps_of_the_scheduler() -> None:
     tokens = np.arange(32, 100, dtype=np.int32)
     scheduled, bare = RecordingEngine(), RecordingEngine()
     store = KvStore(scheduled.fingerprint, warm_budget=1 << 30, cold=None, cold_budget=0)
@@ -134,11 +135,20 @@ def test_the_bare_prefill_evaluates_the_slices_that_the_scheduler_evaluates() ->
     assert consumer.over.wait(30)
     loop.close()
     store.close()
-    prefill_seconds(bare, tokens, 16)
-    bare_shapes = bare.shapes
-    # The scheduler also evaluates the sampled token once the answer is out.
-    assert scheduled.shapes[: len(bare_shapes)] == bare_shapes
-    assert len(scheduled.shapes) <= len(bare_shapes) + 1
+    prefill(bare, tokens, leading([step[0][2] for step in scheduled.shapes], len(tokens)))
+    assert bare.shapes == scheduled.shapes[: len(bare.shapes)]
+    assert sum(step[0][2] for step in bare.shapes) == len(tokens)
+
+
+def test_the_steps_of_a_prompt_end_where_its_answer_begins() -> None:
+    assert leading([5, 4, 1, 1, 1], 10) == [5, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slices"), [(1, [1]), (2, [1, 1]), (16, [15, 1]), (17, [16, 1]), (40, [16, 16, 7, 1])]
+)
+def test_the_largest_slices_leave_the_last_token_alone(tokens: int, slices: list[int]) -> None:
+    assert largest_slices(tokens, 16) == slices
 
 
 def test_the_bare_decode_gives_every_sequence_its_length_and_then_forgets_it() -> None:
@@ -149,10 +159,3 @@ def test_the_bare_decode_gives_every_sequence_its_length_and_then_forgets_it() -
     assert first == [(0, 0, 5, True), (1, 0, 3, True)]
     assert steps == [[(0, 5, 1, True), (1, 3, 1, True)], [(0, 6, 1, True)], [(0, 7, 1, True)]]
     decode_seconds(engine, prompts, [1, 1])  # would not start at 0 if anything were left
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_prompt_shorter_than_a_slice_still_ends_with_its_last_token_alone(length: int) -> None:
-    engine = RecordingEngine()
-    prefill_seconds(engine, np.arange(40, 40 + length, dtype=np.int32), 16)
-    assert engine.shapes[-1] == [(0, length - 1, 1, True)]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.scheduling import Rig
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.types import TokenLogprob
+from helpers.scheduling import Rig
 
 pytestmark = pytest.mark.slow
 
@@ -62,25 +63,40 @@ def test_a_restart_gives_the_same_answer_without_evaluating_the_prompt(open_engi
         assert rig.loop.counters.evaluated_tokens <= 1 + 16 + len(closing)
 
 
+WORDS = ["walnut", "harbour", "quartz", "saffron", "meadow", "lantern"]
+
+
 def test_users_with_secrets_never_hear_each_others(open_engine, tmp_path):
-    """Many users over one prefix in an engine too small for all of them, against runs without reuse."""
+    """Many users at once in an engine too small for all of them. Batch shapes change logits a little, so the
+    first token's distribution is compared, not the text."""
     engine = open_engine(cells=1024)
     prompts = {
-        f"user{number}": engine.vocab.tokenize(
+        word: engine.vocab.tokenize(
             "<|im_start|>system\nYou repeat what you are told.<|im_end|>\n<|im_start|>user\n"
             f"My secret word is {word}. Say my secret word.<|im_end|>\n<|im_start|>assistant\n"
         )
-        for number, word in enumerate(["walnut", "harbour", "quartz", "saffron", "meadow", "lantern"])
+        for word in WORDS
     }
     with Rig(tmp_path, engine, parallel=3) as rig:
         for _ in range(2):
-            running = {name: rig.start(p, max_new=10, namespace=name) for name, p in prompts.items()}
-            for recorder in running.values():
+            running = [rig.start(prompt, max_new=10, namespace=word) for word, prompt in prompts.items()]
+            for recorder in running:
                 recorder.wait()
         rig.settle()
-        for name, prompt in prompts.items():
-            cached = rig.run(prompt, max_new=10, namespace=name)
+        for word, prompt in prompts.items():
+            cached = rig.run(prompt, max_new=10, namespace=word, top_logprobs=8)
+            fresh = rig.run(prompt, max_new=1, namespace=word, top_logprobs=8, use_cache=False)
             assert cached.lookup.reused_tokens == len(prompt) - 1
-            fresh = rig.run(prompt, max_new=10, namespace=name, use_cache=False)
-            assert cached.answer == fresh.answer
+            said = b"".join(engine.vocab.pieces[token] for token in cached.answer).decode().lower()
+            assert not any(other in said for other in WORDS if other != word)
+            assert _distance(cached.logprobs[0], fresh.logprobs[0]) < 0.5
         assert rig.store.counters.damaged_chunks == 0
+
+
+def _distance(one: TokenLogprob, other: TokenLogprob) -> float:
+    """How far the likeliest tokens that both name are apart."""
+    mine = {top.token_id: top.logprob for top in one.top}
+    theirs = {top.token_id: top.logprob for top in other.top}
+    both = sorted(mine.keys() & theirs.keys(), key=lambda token: -mine[token])[:4]
+    assert len(both) == 4
+    return max(abs(mine[token] - theirs[token]) for token in both)

@@ -28,15 +28,21 @@ PATIENCE = 20
 
 
 class Recorder:
-    """`stop_at(tokens)`: how many sampled tokens to keep, or None to go on."""
+    """`stop_at(tokens)`: how many sampled tokens to keep, or None to go on. `then` is called when it has ended,
+    on the engine's thread: what it submits is there before the loop's next step."""
 
-    def __init__(self, stop_at: Callable[[list[int]], int | None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        stop_at: Callable[[list[int]], int | None] = lambda _: None,
+        then: Callable[[Recorder], None] = lambda _: None,
+    ) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob | None] = []
         self.reports: list[Progress] = []
         self.ending: Ending | None = None
         self.error: EmberkeepError | None = None
         self._stop_at = stop_at
+        self._then = then
         self._kept = 0
         self._over = threading.Event()
 
@@ -57,6 +63,7 @@ class Recorder:
     def ended(self, ending: Ending) -> None:
         assert not self._over.is_set()
         self.ending = ending
+        self._then(self)
         self._over.set()
 
     def failed(self, error: EmberkeepError) -> None:

@@ -77,16 +77,16 @@ def test_two_tiers_may_write_the_same_chunk(tier, tmp_path):
 def test_many_tiers_open_one_new_folder_at_once(tmp_path):
     failures = []
 
-    def open_and_close() -> None:
+    def open_and_close(number: int) -> None:
         try:
             tier = ColdTier(tmp_path, FINGERPRINT)
             tier.open_rows()
-            tier.write([entry(threading.get_ident())])
+            tier.write([entry(number)])
             tier.close()
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=open_and_close) for _ in range(8)]
+    threads = [threading.Thread(target=open_and_close, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -578,6 +578,42 @@ def test_refused_chunks_are_written_when_the_disk_is_well_again(tmp_path, monkey
     again.close()
 
 
+def test_a_tail_stays_when_what_supersedes_it_is_lost_before_it_is_written(tmp_path, monkeypatch):
+    store = new_store(tmp_path)
+    put(store, LONG[:50])
+    store.flush()
+    with monkeypatch.context() as broken:
+        broken.setattr("emberkeep.kv.chunkfile.write", _no_space)
+        longer = put(store, LONG[:128])
+        store.flush()
+    store._books.drop(longer.chunk)  # as if RAM had run short
+    store._writer._paused_until = 0.0
+    put(store, prompt(20, seed=1))
+    store.flush()
+    assert load(store, LONG) == 50
+    store.close()
+
+
+def test_a_tail_that_is_built_on_while_its_successor_is_written_stays(tmp_path, monkeypatch):
+    store = new_store(tmp_path)
+    tail = put(store, LONG[:50])
+    store.flush()
+    with monkeypatch.context() as broken:
+        broken.setattr("emberkeep.kv.chunkfile.write", _no_space)
+        put(store, LONG[:128])
+        store.flush()
+    part = prompt(20, seed=3)
+    whole = np.concatenate([LONG[:50], part])
+    store.insert(tail, part, exported(whole, 50, 70), (), fork=False)
+    store._writer._paused_until = 0.0
+    put(store, prompt(20, seed=1))
+    store.flush()
+    assert load(store, whole) == 70
+    assert load(store, LONG) == 128
+    check_books(store)
+    store.close()
+
+
 def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
     monkeypatch.setattr("emberkeep.kv.chunkfile.write", _no_space)
     store = new_store(tmp_path, warm=4 * CHUNK_BYTES)

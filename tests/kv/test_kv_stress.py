@@ -65,7 +65,7 @@ def use(store: KvStore, worker: int) -> None:
 
 
 @pytest.mark.parametrize("cold_budget", [25_000, 1 << 30])
-def test_threads_leave_right_books_and_right_bytess(tmp_path, cold_budget):
+def test_threads_leave_right_books_and_right_payloads(tmp_path, cold_budget):
     store = new_store(tmp_path, warm=6 * CHUNK_TOKENS * CELL, cold=cold_budget)
     failures: list[BaseException] = []
 
@@ -107,7 +107,7 @@ actions = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(actions, st.integers(1, 8), st.sampled_from([12_000, 1 << 30]))
-def test_any_history_leaves_right_books_and_right_bytess(tmp_path_factory, history, warm_chunks, cold_budget):
+def test_any_history_leaves_right_books_and_right_payloads(tmp_path_factory, history, warm_chunks, cold_budget):
     folder, warm = tmp_path_factory.mktemp("kv"), warm_chunks * CHUNK_TOKENS * CELL
     store = new_store(folder, warm=warm, cold=cold_budget)
     for action, number, length in history:

@@ -38,8 +38,8 @@ def drawn(settings: Sampling, logits: np.ndarray = LOGITS, count: int = 4000, **
     return {token: number / count for token, number in counts.items()}
 
 
-def support(settings: Sampling, logits: np.ndarray = LOGITS) -> set[int]:
-    return set(drawn(settings, logits, 1500))
+def support(settings: Sampling, logits: np.ndarray = LOGITS, count: int = 1500) -> set[int]:
+    return set(drawn(settings, logits, count))
 
 
 def test_tokens_are_drawn_with_their_probabilities():
@@ -189,9 +189,9 @@ def test_a_large_vocabulary_is_cut_down_without_changing_the_result():
     random = np.random.default_rng(5)
     logits = (4 * random.standard_normal(50_000)).astype(np.float32)
     best = set(np.argsort(-logits)[:40].tolist())
-    assert support(replace(PLAIN, top_k=40, temperature=50.0), logits) == best
+    assert support(replace(PLAIN, top_k=40, temperature=50.0), logits, 700) == best
     probabilities = np.exp(logits - logits.max())
     order = np.argsort(-probabilities)
     needed = int(np.searchsorted(np.cumsum(probabilities[order] / probabilities.sum()), 0.3)) + 1
-    chosen = support(replace(PLAIN, top_p=0.3, temperature=1.0), logits)
+    chosen = support(replace(PLAIN, top_p=0.3, temperature=1.0), logits, 200)
     assert chosen <= set(order[:needed].tolist())

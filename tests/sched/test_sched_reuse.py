@@ -66,12 +66,13 @@ def test_every_turn_of_a_conversation_reuses_everything_before_it(rig):
 
 
 def test_a_next_turn_that_comes_at_once_waits_for_the_end_of_the_last(rig):
-    history, known = PROMPT, 0
-    for turn in range(4):
-        answer = rig.start(history).wait()
-        assert answer.lookup.reused_tokens == known
-        known = len(history) + len(answer.tokens) + len(CLOSING)
-        history = [*history, *answer.tokens, *CLOSING, *text(40, seed=turn + 50)]
+    following = Recorder()
+
+    def go_on(first: Recorder) -> None:
+        rig.start([*PROMPT, *first.tokens, *CLOSING, *text(40, seed=50)], following)
+
+    first = rig.run(PROMPT, Recorder(then=go_on))
+    assert following.lookup.reused_tokens == len(PROMPT) + len(first.tokens) + len(CLOSING)
 
 
 @pytest.mark.parametrize("position", [0, 1, 127, 128, 129, 300, 698, 699])
@@ -139,6 +140,17 @@ def test_sixteen_conversations_over_one_prefix_cost_its_evaluation_once(tmp_path
         assert rig.engine.evaluated_tokens <= 1.02 * unique
         stored = sum(chunk.payload.nbytes for chunk in rig.store._books)
         assert stored <= 1.05 * unique * rig.engine.capabilities.kv_bytes_per_token
+
+
+def test_what_the_engine_lacks_is_loaded_behind_what_it_has(tmp_path):
+    """Another conversation left the first 200 tokens in the engine; the rest comes from the store."""
+    with Rig(tmp_path, FakeEngine(sequences=1), parallel=1) as rig:
+        rig.run(PROMPT)
+        rig.run([*PROMPT[:200], *text(100, seed=1)])
+        answer = rig.run(PROMPT)
+        assert answer.answer == reference(PROMPT)
+        assert (answer.lookup.hot_tokens, answer.lookup.warm_tokens) == (200, 499)
+        assert rig.store.counters.damaged_chunks == 0
 
 
 def test_a_restart_loses_nothing(tmp_path):

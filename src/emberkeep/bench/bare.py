@@ -19,24 +19,20 @@ from emberkeep.errors import EmberkeepError, EngineError
 Tokens = npt.NDArray[np.int32]
 
 
-def open_engine(model: Path, *, context: int, sequences: int, batch: int) -> Engine:
+def open_engine(model: Path, settings: LlamaSettings) -> LlamaEngine:
     """Raises ModelError, EngineError."""
-    settings = LlamaSettings(context=context, cells=context * sequences, sequences=sequences, batch=batch)
     return LlamaEngine(LlamaModel(model), settings, weights_digest="benchmark")
 
 
-def prefill_seconds(engine: Engine, tokens: Tokens, slice_: int) -> float:
-    """Evaluate a prompt in the scheduler's slices, the last token alone, choose the next token, forget all."""
-    begin = perf_counter()
-    for start in range(0, len(tokens) - 1, slice_):
-        _evaluate(
-            engine, [Rows(0, start, tokens[start : min(start + slice_, len(tokens) - 1)], want_logits=False)]
-        )
-    _evaluate(engine, [Rows(0, len(tokens) - 1, tokens[-1:], want_logits=True)])
+def prefill(engine: Engine, tokens: Tokens, slices: Sequence[int]) -> None:
+    """Evaluate a prompt in slices of these lengths, choose the next token, forget all."""
+    start = 0
+    for length in slices:
+        end = start + length
+        _evaluate(engine, [Rows(0, start, tokens[start:end], want_logits=end == len(tokens))])
+        start = end
     engine.logits(0).argmax()
-    seconds = perf_counter() - begin
     engine.trim(0, 0)
-    return seconds
 
 
 def decode_seconds(engine: Engine, prompts: Sequence[Tokens], lengths: Sequence[int]) -> float:
@@ -75,8 +71,13 @@ def _main() -> None:
     work = json.load(sys.stdin)
     prompts = [np.array(prompt, np.int32) for prompt in work["prompts"]]
     longest = max(len(prompt) + length for prompt, length in zip(prompts, work["lengths"], strict=True))
-    rows = max(512, sum(len(prompt) for prompt in prompts))
-    engine = open_engine(Path(work["model"]), context=longest, sequences=len(prompts), batch=rows)
+    settings = LlamaSettings(
+        context=longest,
+        cells=longest * len(prompts),
+        sequences=len(prompts),
+        batch=max(512, sum(len(prompt) for prompt in prompts)),
+    )
+    engine = open_engine(Path(work["model"]), settings)
     try:
         decode_seconds(engine, prompts, [2] * len(prompts))  # the first steps of a process make it allocate
         print(decode_seconds(engine, prompts, work["lengths"]))

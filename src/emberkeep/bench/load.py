@@ -26,7 +26,7 @@ class LoadPlan:
     clients: int = 8
     prompt_tokens: int = 24
     answer_tokens: int = 128
-    mixed_requests: int = 6
+    mixed_requests: int = 3
     """Per client, of random length, for the time to the first token under load."""
     mixed_answer: int = 24
     repeat: int = 5

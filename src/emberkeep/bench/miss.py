@@ -1,25 +1,30 @@
 """`miss`: what looking up and storing cost a prompt of which nothing is known.
 
 The product (everything but HTTP) and a bare engine evaluate the same tokens in the same slices, in turns, in
-one process. Both begin with an empty engine each time.
+one process. Both begin with an empty engine each time. What slicing itself costs is a row of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from time import perf_counter
+from itertools import accumulate
+from pathlib import Path
+from time import perf_counter, process_time
 
 import numpy as np
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.bench.bare import Tokens, open_engine, prefill_seconds
+from emberkeep.bench.bare import Tokens, open_engine, prefill
 from emberkeep.bench.client import is_settled
-from emberkeep.bench.figures import overhead, series
+from emberkeep.bench.figures import Series, overhead, series
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Stage
 from emberkeep.config import Config
+from emberkeep.engine.base import Engine, Outcome, Rows
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.runtime import assemble
 from emberkeep.types import Request, Sampling
 
@@ -39,32 +44,86 @@ class MissPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class _Cost:
+    """Seconds, by the clock and of all cores of this process."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def since(cls, begin: _Cost) -> _Cost:
+        return cls(perf_counter() - begin.wall, process_time() - begin.cpu)
+
+
+@dataclass(frozen=True, slots=True)
 class _Round:
-    product: float
-    """Seconds to the first token."""
-    durable: float
-    """Seconds until everything was on disk as well."""
-    bare: float
+    bare: _Cost
+    answered: _Cost
+    """To the first token."""
+    durable: _Cost
+    """Until everything was on disk as well."""
+    unhurried: _Cost
+    """The bare engine with the largest slices: nobody else could have got a word in."""
+
+
+class _Recorder(LlamaEngine):
+    """Remembers how many tokens each step evaluated."""
+
+    def __init__(self, model: Path, settings: LlamaSettings) -> None:
+        self.steps: list[int] = []
+        super().__init__(LlamaModel(model), settings, weights_digest="benchmark")
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        self.steps.append(sum(len(rows.tokens) for rows in batch))
+        return super().evaluate(batch)
 
 
 async def run(stage: Stage, plan: MissPlan) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
-    context, slice_ = plan.tokens + _ROOM, config.prefill_slice
-    with closing(open_engine(stage.model, context=context, sequences=1, batch=slice_)) as bare:
-        engine = open_engine(stage.model, context=context, sequences=1, batch=slice_)
-        backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, context))
+    settings = LlamaSettings(
+        context=plan.tokens + _ROOM, cells=plan.tokens + _ROOM, sequences=1, batch=config.prefill_slice
+    )
+    with closing(open_engine(stage.model, settings)) as bare:
+        engine = _Recorder(stage.model, settings)
+        backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, settings.context))
         try:
             rounds = []
             for number in range(plan.repeat):
                 stage.say(f"round {number + 1} of {plan.repeat}")
                 prompt = _prompt(plan.tokens, number, bare.vocab.size)
-                # Who goes first alternates, so that a machine that heats up favours neither.
-                before = prefill_seconds(bare, prompt, slice_) if number % 2 else None
-                product, durable = await _through_product(backend, prompt)
-                rounds.append(_Round(product, durable, before or prefill_seconds(bare, prompt, slice_)))
+                rounds.append(await _round(backend, engine, bare, prompt))
         finally:
             await backend.close()
     return _result(plan, rounds)
+
+
+async def _round(backend: Backend, engine: _Recorder, bare: Engine, prompt: Tokens) -> _Round:
+    engine.steps.clear()
+    answered, durable = await _through_product(backend, prompt)
+    slices = leading(engine.steps, len(prompt))
+    return _Round(
+        bare=_bare(bare, prompt, slices),
+        answered=answered,
+        durable=durable,
+        unhurried=_bare(bare, prompt, largest_slices(len(prompt), bare.capabilities.batch)),
+    )
+
+
+def leading(steps: Sequence[int], tokens: int) -> list[int]:
+    """The steps that evaluated the prompt; what follows evaluated the answer."""
+    return [steps[i] for i, end in enumerate(accumulate(steps)) if end <= tokens]
+
+
+def largest_slices(tokens: int, batch: int) -> list[int]:
+    """All but the last token in as few steps as possible, then that one, as the scheduler does."""
+    full, rest = divmod(tokens - 1, batch)
+    return [*[batch] * full, *([rest] if rest else ()), 1]
+
+
+def _bare(engine: Engine, prompt: Tokens, slices: Sequence[int]) -> _Cost:
+    begin = _now()
+    prefill(engine, prompt, slices)
+    return _Cost.since(begin)
 
 
 def _prompt(tokens: int, seed: int, vocab_size: int) -> Tokens:
@@ -72,24 +131,47 @@ def _prompt(tokens: int, seed: int, vocab_size: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, vocab_size, tokens, np.int32)
 
 
-async def _through_product(backend: Backend, prompt: Tokens) -> tuple[float, float]:
+async def _through_product(backend: Backend, prompt: Tokens) -> tuple[_Cost, _Cost]:
     request = Request(prompt=tuple(int(token) for token in prompt), max_tokens=1, sampling=Sampling(temperature=0))
-    begin = perf_counter()
+    begin = _now()
     async for _ in backend.generate(request):
         pass
-    answered = perf_counter()
+    answered = _Cost.since(begin)
     while not is_settled(backend.stats()):
         await asyncio.sleep(_POLL_S)
-    return answered - begin, perf_counter() - begin
+    return answered, _Cost.since(begin)
+
+
+def _now() -> _Cost:
+    return _Cost(perf_counter(), process_time())
 
 
 def _result(plan: MissPlan, rounds: list[_Round]) -> Result:
-    bare, product, durable = (
-        series((1e3 * getattr(one, name) for one in rounds), "ms") for name in ("bare", "product", "durable")
-    )
     rows = (
-        Row("bare engine", {"time": bare}),
-        Row("to the first token", {"time": product, "overhead": overhead(product, bare)}),
-        Row("until all is on disk", {"time": durable, "overhead": overhead(durable, bare)}),
+        Row("bare engine", {"time": _series(rounds, "bare", "wall"), "CPU": _series(rounds, "bare", "cpu")}),
+        _row("to the first token", rounds, "answered"),
+        _row("until all is on disk", rounds, "durable"),
+        _row("bare engine, largest slices", rounds, "unhurried"),
     )
-    return Result("miss", (Table(f"prompts of {plan.tokens:,} tokens, nothing reusable", rows),))
+    return Result(
+        "miss",
+        (Table(f"prompts of {plan.tokens:,} tokens, nothing reusable", rows),),
+        ("The bare engine evaluates the slices that the scheduler chose in the same round.",),
+    )
+
+
+def _row(label: str, rounds: list[_Round], name: str) -> Row:
+    wall, cpu = _series(rounds, name, "wall"), _series(rounds, name, "cpu")
+    return Row(
+        label,
+        {
+            "time": wall,
+            "CPU": cpu,
+            "overhead": overhead(wall, _series(rounds, "bare", "wall")),
+            "CPU overhead": overhead(cpu, _series(rounds, "bare", "cpu")),
+        },
+    )
+
+
+def _series(rounds: list[_Round], name: str, clock: str) -> Series:
+    return series((1e3 * getattr(getattr(one, name), clock) for one in rounds), "ms")

@@ -19,7 +19,7 @@ from emberkeep.kv.cost import CostModel
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
 from emberkeep.kv.replay import sampled_spelling, spelled_chunks
-from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, descend, path_to
+from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, common_prefix, descend, path_to
 from emberkeep.kv.writer import Writer
 
 log = logging.getLogger("emberkeep.kv")
@@ -364,15 +364,20 @@ class KvStore:
 
 
 def _tail_inside(chunk: Chunk) -> Chunk | None:
-    """A sibling that `chunk` begins with and goes beyond; the chunk inherits what that one knew was sampled."""
+    """The longest sibling that `chunk` begins with, goes beyond and can replace.
+
+    The chunk inherits what its siblings know was sampled: a lookup will find only one of them.
+    """
     assert chunk.parent is not None
+    replaced = None
     for sibling in chunk.parent.branches[chunk.take][int(chunk.tokens[0])]:
-        size = len(sibling.tokens)
-        replaceable = size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf
-        if replaceable and np.array_equal(sibling.tokens, chunk.tokens[:size]):
-            chunk.sampled = _merged(sibling.sampled + chunk.sampled)
-            return sibling
-    return None
+        size, shared = len(sibling.tokens), common_prefix(sibling.tokens, chunk.tokens)
+        known = ((begin, min(end, shared)) for begin, end in sibling.sampled if begin < shared)
+        chunk.sampled = _merged((*chunk.sampled, *known))
+        is_inside = shared == size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf
+        if is_inside and (replaced is None or size > len(replaced.tokens)):
+            replaced = sibling
+    return replaced
 
 
 def _merged(spans: tuple[Span, ...]) -> tuple[Span, ...]:

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emberkeep.kv.cost import Rate
+from emberkeep.kv.tree import Cursor, new_root
+from emberkeep.sched.job import Job
+from emberkeep.sched.plan import Planner
+from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.sequence import Phase, Sequence
+from helpers.scheduling import GREEDY, Recorder
+
+
+def sequence(slot: int, prompt: int, *, computed: int = 0) -> Sequence:
+    job = Job(np.zeros(prompt, np.int32), Sampler(GREEDY), Recorder(), max_new=10)
+    return Sequence(slot, job, Cursor(new_root(""), 0), computed)
+
+
+def planned(planner: Planner, *sequences: Sequence) -> dict[int, int]:
+    """Slot to the number of tokens in the next step."""
+    return {rows.sequence: len(rows.tokens) for _, rows in planner.plan(list(sequences))}
+
+
+@pytest.fixture
+def planner() -> Planner:
+    return Planner(batch=512, largest_slice=512, speed=Rate(1e6))
+
+
+def test_a_prompt_alone_gets_the_largest_slice(planner):
+    assert planned(planner, sequence(0, 2000)) == {0: 512}
+
+
+def test_the_last_prompt_token_is_evaluated_alone(planner):
+    assert planned(planner, sequence(0, 100)) == {0: 99}
+    assert planned(planner, sequence(0, 100, computed=99)) == {0: 1}
+
+
+def test_only_the_last_token_wants_logits(planner):
+    ((_, first),) = planner.plan([sequence(0, 100)])
+    ((_, last),) = planner.plan([sequence(0, 100, computed=99)])
+    assert not first.want_logits
+    assert last.want_logits
+
+
+def test_prompts_share_a_step_and_short_ones_leave_their_rest_to_the_others(planner):
+    assert planned(planner, sequence(0, 2000), sequence(1, 51), sequence(2, 2000)) == {0: 231, 1: 50, 2: 231}
+
+
+def test_every_answer_gets_its_token_beside_prompts(planner):
+    plan = planned(planner, sequence(0, 50, computed=49), sequence(1, 2000), sequence(2, 60, computed=59))
+    assert plan == {0: 1, 2: 1, 1: 510}
+
+
+def test_slices_follow_the_measured_speed():
+    planner = Planner(batch=512, largest_slice=512, speed=Rate(150.0))
+    assert planned(planner, sequence(0, 2000)) == {0: 300}
+    assert planned(planner, sequence(0, 50, computed=49), sequence(1, 2000)) == {0: 1, 1: 37}
+
+
+def test_steps_with_few_tokens_say_nothing_about_the_speed():
+    speed = Rate()
+    planner = Planner(batch=512, largest_slice=512, speed=speed)
+    planner.measure(3, 1.0)
+    assert speed.value is None
+    planner.measure(200, 2.0)
+    assert speed.value == 100
+
+
+def test_what_loads_or_rests_has_no_part_in_a_step(planner):
+    loading, resting = sequence(0, 100), sequence(1, 100, computed=100)
+    loading.phase = Phase.LOADING
+    resting.rest()
+    assert planned(planner, loading, resting) == {}
+
+
+def test_a_closing_turn_is_evaluated_without_logits(planner):
+    closing = sequence(0, 100, computed=100)
+    closing.phase = Phase.CLOSING
+    closing.tokens.extend((7, 8))
+    ((_, rows),) = planner.plan([closing])
+    assert (len(rows.tokens), rows.want_logits) == (2, False)
