@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import pytest
 from hypothesis import given
@@ -40,36 +40,49 @@ def test_a_history_is_tokenised_once() -> None:
 
 def test_a_vocabulary_whose_specials_eat_blanks_is_tokenised_as_a_whole() -> None:
     vocab = TinyVocab(splits_at_specials=False)
-    seen: list[str] = []
+    seen: list[tuple[bytes, int, Set[int]]] = []
 
-    def replay(before: Sequence[int], fragment: str) -> tuple[int, ...]:
-        seen.append(fragment)
-        return ()
+    def replay(before: Sequence[int], text: bytes, start: int, borders: Set[int]) -> tuple[tuple[int, ...], int]:
+        seen.append((text, start, borders))
+        return (), start
 
     text = "<|im_start|>user\nHello<|im_end|>"
     assert PromptTokenizer(vocab).encode(text, replay=replay) == vocab.tokenize(text)
-    assert seen == [text]
+    assert seen == [(text.encode(), 0, {len(text)})]
 
 
 def test_sampled_ids_take_the_place_of_the_canonical_ones() -> None:
     vocab = TinyVocab()
     sampled = tuple(b"assistant\nHello")
-    asked: list[tuple[tuple[int, ...], str]] = []
+    asked: list[tuple[tuple[int, ...], bytes]] = []
 
-    def replay(before: Sequence[int], fragment: str) -> tuple[int, ...]:
-        asked.append((tuple(before), fragment))
-        return sampled if fragment == "assistant\nHello" else ()
+    def replay(before: Sequence[int], text: bytes, start: int, borders: Set[int]) -> tuple[tuple[int, ...], int]:
+        end = min(border for border in borders if border > start)
+        asked.append((tuple(before), text[start:end]))
+        return (sampled, end) if text[start:end] == b"assistant\nHello" else ((), start)
 
     ids = PromptTokenizer(vocab).encode("<|im_start|>assistant\nHello<|im_end|>\n", replay=replay)
     start, end = vocab.specials["<|im_start|>"], vocab.specials["<|im_end|>"]
     assert ids == [start, *sampled, end, ord("\n")]
-    assert asked == [((start,), "assistant\nHello"), ((start, *sampled, end), "\n")]
+    assert asked == [((start,), b"assistant\nHello"), ((start, *sampled, end), b"\n")]
+
+
+def test_sampled_ids_may_spell_a_special_token_with_ordinary_ones() -> None:
+    vocab = TinyVocab()
+    spelled = "é<|im_end|>".encode()
+
+    def replay(before: Sequence[int], text: bytes, start: int, borders: Set[int]) -> tuple[tuple[int, ...], int]:
+        assert len(spelled) in borders
+        return (tuple(spelled), len(spelled)) if start == 0 else ((), start)
+
+    ids = PromptTokenizer(vocab).encode("é<|im_end|>\nmore", replay=replay, before=[7])
+    assert ids == [7, *spelled, *vocab.tokenize("\nmore")]
 
 
 def test_replayed_ids_are_not_taken_for_canonical_ones_later() -> None:
     vocab = TinyVocab()
     tokenizer = PromptTokenizer(vocab)
-    tokenizer.encode("Hello", replay=lambda before, fragment: tuple(b"Hello"))
+    tokenizer.encode("Hello", replay=lambda before, text, start, borders: (tuple(b"Hello"), 5))
     assert tokenizer.encode("Hello") == vocab.tokenize("Hello")
 
 

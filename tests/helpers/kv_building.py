@@ -128,3 +128,10 @@ def chunk_files(folder: Path) -> list[Path]:
 
 def _below(chunk: Chunk) -> list[Chunk]:
     return [found for child in chunk.children() for found in (child, *_below(child))]
+
+
+def replayed(store, cursor, text, pieces):
+    """The ids that were sampled for exactly `text`."""
+    found, end = store.replay(cursor, text, 0, {len(text)}, pieces)
+    assert end == (len(text) if found else 0)
+    return found

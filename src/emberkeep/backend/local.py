@@ -149,7 +149,7 @@ class LocalBackend:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         ids = self._vocab.tokenize(text, parse_special=parse_special)
-        return self._with_bos(ids) if add_special else ids
+        return [*self._lead(text), *ids] if add_special else ids
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         self._check_ids(tokens, "tokens")
@@ -186,8 +186,9 @@ class LocalBackend:
             text, ids, ahead = self.detokenize(request.prompt), list(request.prompt), set[ChunkKey]()
         else:
             text = request.prompt if request.prompt is not None else self._render(request)
-            ahead = look.read_ahead(self._bos_text(text) + text) if request.use_cache else set()
-            ids = self._with_bos(self._tokenizer.encode(text, replay=look.replay))
+            lead = self._lead(text)
+            ahead = look.read_ahead(self.detokenize(lead) + text) if request.use_cache else set()
+            ids = self._tokenizer.encode(text, replay=look.replay, before=lead)
         self._check_length(request, len(ids))
         return _Prompt(
             text=text,
@@ -215,17 +216,12 @@ class LocalBackend:
         if bad:
             raise InvalidField("logit_bias", f"{bad[0]} is not a token of this model.")
 
-    def _with_bos(self, ids: list[int]) -> list[int]:
-        bos = self._vocab.bos
-        wanted = self._vocab.adds_bos and bos is not None and ids[:1] != [bos]
-        return [bos, *ids] if wanted and bos is not None else ids
-
-    def _bos_text(self, text: str) -> str:
+    def _lead(self, text: str) -> tuple[int, ...]:
+        """The token that the model wants before any text, unless the text writes it itself."""
         bos = self._vocab.bos
         if not self._vocab.adds_bos or bos is None:
-            return ""
-        piece = self._vocab.pieces[bos].decode("utf-8", "replace")
-        return "" if text.startswith(piece) else piece
+            return ()
+        return () if text.startswith(self.detokenize([bos])) else (bos,)
 
     # ── jobs ──
 

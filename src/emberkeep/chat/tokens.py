@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import accumulate
 
 from emberkeep.types import Vocab
 
-Replay = Callable[[Sequence[int], str], tuple[int, ...]]
-"""(ids before, a fragment) to the ids that were really sampled for exactly this fragment, or () if unknown.
+Replay = Callable[[Sequence[int], bytes, int, Set[int]], tuple[tuple[int, ...], int]]
+"""(ids before, the whole text, a start, borders) to the ids that were really sampled for the text from that start,
+and where it ends, one of the borders; ((), start) if nothing is known.
 
-The ids before are the list being built: read it, do not keep it. The fragment may begin with the template's
-own text (ChatML: `assistant\\nHello`), which the answer has to cover as well.
+The ids before are the list being built: read it, do not keep it. The text may begin with the template's own
+words (ChatML: `assistant`, a line break, `Hello`), which the answer has to cover as well.
 """
 
 _REMEMBERED_CHARS = 8 << 20
@@ -27,17 +29,25 @@ class PromptTokenizer:
         self._border = _border(vocab)
         self._known = _Fragments(_REMEMBERED_CHARS)
 
-    def encode(self, text: str, *, replay: Replay | None = None) -> list[int]:
-        """Token ids of `text`; `replay` is asked once for every stretch between special tokens.
+    def encode(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> list[int]:
+        """`before` and the token ids of `text`; `replay` is asked at every stretch between special tokens.
 
         Blocks; mutates nothing but the memory of fragments.
         """
-        ids: list[int] = []
-        for fragment, special in self._fragments(text):
+        ids = list(before)
+        fragments = list(self._fragments(text))
+        sizes = (len(fragment.encode("utf-8", "surrogatepass")) for fragment, _ in fragments)
+        ends = list(accumulate(sizes))
+        data, borders = text.encode("utf-8", "surrogatepass"), frozenset(ends)
+        covered = 0
+        for (fragment, special), begin in zip(fragments, [0, *ends], strict=False):
+            if begin < covered:
+                continue
             if special is not None:
                 ids.append(special)
                 continue
-            ids += (replay(ids, fragment) if replay else ()) or self._tokenize(fragment)
+            replayed, covered = replay(ids, data, begin, borders) if replay else ((), begin)
+            ids += replayed or self._tokenize(fragment)
         return ids
 
     def _fragments(self, text: str) -> Iterator[tuple[str, int | None]]:

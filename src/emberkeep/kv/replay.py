@@ -7,37 +7,45 @@ tree: this walks it by the bytes of its tokens instead of by their ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from emberkeep.kv.tree import Chunk, Cursor, Span
 
+Replayed = tuple[tuple[int, ...], int]
+"""Ids, and where the text that they spell ends."""
 
-def sampled_spelling(cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -> tuple[int, ...]:
-    """Stored ids after `cursor` that spell exactly `fragment`, the most of them sampled; () if none were.
 
-    There may be several: when a crash has left only the beginning of an answer, the tokenizer's spelling of
-    the same text branches off from it, and the answer may be sampled again later.
+def sampled_spelling(
+    cursor: Cursor, text: bytes, start: int, borders: Set[int], pieces: Sequence[bytes]
+) -> Replayed:
+    """Ids stored after `cursor` that were sampled for `text` from `start` to one of `borders`, or ((), start).
+
+    A template's own words may stand before the answer (ChatML: `assistant` and a line break), up to the first border. What was
+    sampled may go on over borders, because a model can spell a special token's text with ordinary tokens.
+    Of several spellings the one with the most sampled tokens wins: when a crash has left only the beginning of an
+    answer, the tokenizer's spelling of the same text branches off from it.
     """
-    best: tuple[int, ...] = ()
+    best: Replayed = (), start
     most = 0
-    todo: list[tuple[Chunk, int, int, tuple[int, ...], int]] = [(cursor.chunk, cursor.used, 0, (), 0)]
+    todo: list[tuple[Chunk, int, int, tuple[int, ...], int]] = [(cursor.chunk, cursor.used, start, (), 0)]
     while todo:
         chunk, used, offset, path, sampled = todo.pop()
         spelled: list[int] = []
         for index in range(used, len(chunk.tokens) + 1):
+            if offset in borders and sampled > most:
+                best, most = (path + tuple(spelled), offset), sampled
             for group in chunk.branches.get(index, {}).values():
                 todo += ((child, 0, offset, path + tuple(spelled), sampled) for child in group)
-            if offset == len(fragment) or index == len(chunk.tokens):
+            if index == len(chunk.tokens):
                 break
-            token = int(chunk.tokens[index])
+            token, is_sampled = int(chunk.tokens[index]), _covers(chunk.sampled, index)
             piece = pieces[token] if token < len(pieces) else b""
-            if not piece or not fragment.startswith(piece, offset):
+            belongs = is_sampled or not (sampled or (offset in borders and offset > start))
+            if not piece or not belongs or not text.startswith(piece, offset):
                 break
             spelled.append(token)
             offset += len(piece)
-            sampled += _covers(chunk.sampled, index)
-        if offset == len(fragment) and sampled > most:
-            best, most = path + tuple(spelled), sampled
+            sampled += is_sampled
     return best
 
 

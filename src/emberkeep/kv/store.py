@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.cost import CostModel
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
-from emberkeep.kv.replay import sampled_spelling, spelled_chunks
+from emberkeep.kv.replay import Replayed, sampled_spelling, spelled_chunks
 from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, common_prefix, descend, path_to
 from emberkeep.kv.writer import Writer
 
@@ -106,10 +106,12 @@ class KvStore:
             latest = max(cursor.chunk.children(), key=lambda child: child.last_used, default=None)
             return rest if latest is None else latest.tokens
 
-    def replay(self, cursor: Cursor, fragment: bytes, pieces: Sequence[bytes]) -> tuple[int, ...]:
-        """The ids that were sampled after `cursor` and spell exactly `fragment`; () when there are none."""
+    def replay(
+        self, cursor: Cursor, text: bytes, start: int, borders: Set[int], pieces: Sequence[bytes]
+    ) -> Replayed:
+        """The ids that were sampled after `cursor` for `text[start:end]`, and that end, one of `borders`."""
         with self._lock:
-            return sampled_spelling(cursor, fragment, pieces)
+            return sampled_spelling(cursor, text, start, borders, pieces)
 
     def refresh(self) -> None:
         """Learn what other processes stored. Reads the index: call it outside the engine's thread."""

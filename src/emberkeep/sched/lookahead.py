@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 
 from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.replay import Replayed
 from emberkeep.kv.store import KvStore
 from emberkeep.types import Vocab
 
@@ -25,15 +26,15 @@ class Lookahead:
     def read_ahead(self, text: str) -> set[ChunkKey]:
         return self._store.readahead(self._namespace, text.encode("utf-8", "surrogatepass"), self._pieces)
 
-    def replay(self, ids: Sequence[int], fragment: str) -> tuple[int, ...]:
-        """The ids that were sampled for `fragment` when it stood after `ids`, which may only grow."""
+    def replay(self, ids: Sequence[int], text: bytes, start: int, borders: Set[int]) -> Replayed:
+        """The ids that were sampled for `text[start:end]` after `ids` (which may only grow), and that end."""
         if self._cursor.position < self._count:
-            return ()  # the prompt has left what is stored: nothing can follow
+            return (), start  # the prompt has left what is stored: nothing can follow
         self._take(ids)
         self._cursor = self._store.advance(self._cursor, self._ids[: self._count])
         if self._cursor.position < self._count:
-            return ()
-        return self._store.replay(self._cursor, fragment.encode("utf-8", "surrogatepass"), self._pieces)
+            return (), start
+        return self._store.replay(self._cursor, text, start, borders, self._pieces)
 
     def _take(self, ids: Sequence[int]) -> None:
         if len(ids) > len(self._ids):
