@@ -5,6 +5,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.sched.lookahead import Lookahead
+from emberkeep.sched.recent import RecentAnswers
 from helpers.kv_building import exported, new_store, prompt, put
 
 VOCAB = FakeVocab()
@@ -32,24 +33,24 @@ def store(tmp_path):
 
 
 def test_an_answer_that_comes_back_as_text_is_spelled_as_it_was_sampled(store):
-    look = Lookahead(store, VOCAB, "alice")
+    look = Lookahead(store, RecentAnswers(4), VOCAB, "alice")
     assert replayed(look, QUESTION.tolist(), "then") == tuple(ANSWER)
     assert VOCAB.tokenize("then") != ANSWER
 
 
 def test_other_users_answers_are_not_replayed(store):
-    assert replayed(Lookahead(store, VOCAB, "bob"), QUESTION.tolist(), "then") == ()
+    assert replayed(Lookahead(store, RecentAnswers(4), VOCAB, "bob"), QUESTION.tolist(), "then") == ()
 
 
 def test_once_a_prompt_has_left_the_store_nothing_is_replayed(store):
-    look = Lookahead(store, VOCAB, "alice")
+    look = Lookahead(store, RecentAnswers(4), VOCAB, "alice")
     changed = [*QUESTION[:100].tolist(), 1, *QUESTION[101:].tolist()]
     assert replayed(look, changed, "then") == ()
     assert replayed(look, [*changed, *ANSWER], "then") == ()
 
 
 def test_a_prompt_may_grow_between_questions(store):
-    look = Lookahead(store, VOCAB, "alice")
+    look = Lookahead(store, RecentAnswers(4), VOCAB, "alice")
     assert replayed(look, QUESTION[:50].tolist(), "nothing") == ()
     assert replayed(look, QUESTION.tolist(), "then") == tuple(ANSWER)
 
@@ -57,6 +58,20 @@ def test_a_prompt_may_grow_between_questions(store):
 def test_long_prompts_are_followed(store):
     long = prompt(3000, seed=9)
     put(store, long, namespace="alice", sampled=((0, 128),))
-    look = Lookahead(store, VOCAB, "alice")
+    look = Lookahead(store, RecentAnswers(4), VOCAB, "alice")
     tail = "".join(map(chr, long[2900:]))
     assert replayed(look, long[:2900].tolist(), tail) == tuple(long[2900:].tolist())
+
+
+def test_an_answer_is_replayed_before_the_store_has_it(store):
+    recent = RecentAnswers(2)
+    asked = prompt(60, seed=11)
+    whole = np.array([*asked, *ANSWER], np.int32)
+    recent.add("alice", whole, (60, 64))
+    look = Lookahead(store, recent, VOCAB, "alice")
+    assert replayed(look, asked.tolist(), "then") == tuple(ANSWER)
+    assert replayed(Lookahead(store, recent, VOCAB, "bob"), asked.tolist(), "then") == ()
+    assert replayed(Lookahead(store, recent, VOCAB, "alice"), asked[:59].tolist(), "then") == ()
+    for seed in range(2):
+        recent.add("alice", prompt(20, seed=seed), (10, 20))
+    assert replayed(Lookahead(store, recent, VOCAB, "alice"), asked.tolist(), "then") == ()

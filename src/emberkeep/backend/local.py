@@ -180,7 +180,7 @@ class LocalBackend:
     def _prepare(self, request: Request) -> _Prompt:
         """Everything about a request that needs no engine. Raises RequestError."""
         self._store.refresh()
-        look = Lookahead(self._store, self._vocab, request.namespace)
+        look = Lookahead(self._store, self._loop.recent, self._vocab, request.namespace)
         if isinstance(request.prompt, tuple):
             self._check_ids(request.prompt, "prompt")
             text, ids, ahead = self.detokenize(request.prompt), list(request.prompt), set[ChunkKey]()

@@ -20,9 +20,9 @@ def sampled_spelling(
 ) -> Replayed:
     """Ids stored after `cursor` that were sampled for `text` from `start` to one of `borders`, or ((), start).
 
-    A template's own words may stand before the answer (ChatML: `assistant` and a line break), up to the first border. What was
-    sampled may go on over borders, because a model can spell a special token's text with ordinary tokens.
-    Of several spellings the one with the most sampled tokens wins: when a crash has left only the beginning of an
+    A template's own words may stand before the answer (in ChatML the role), up to the first border. What was
+    sampled may go on over borders, because a model can spell a special token's text with ordinary tokens. Of
+    several spellings the one with the most sampled tokens wins: when a crash has left only the beginning of an
     answer, the tokenizer's spelling of the same text branches off from it.
     """
     best: Replayed = (), start

@@ -9,14 +9,16 @@ import numpy as np
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.replay import Replayed
 from emberkeep.kv.store import KvStore
+from emberkeep.sched.recent import RecentAnswers
 from emberkeep.types import Vocab
 
 
 class Lookahead:
     """One prompt's view of the store. Used by one thread; never blocks on disk."""
 
-    def __init__(self, store: KvStore, vocab: Vocab, namespace: str) -> None:
+    def __init__(self, store: KvStore, recent: RecentAnswers, vocab: Vocab, namespace: str) -> None:
         self._store = store
+        self._recent = recent
         self._pieces = vocab.pieces
         self._namespace = namespace
         self._cursor = store.origin(namespace)
@@ -28,10 +30,13 @@ class Lookahead:
 
     def replay(self, ids: Sequence[int], text: bytes, start: int, borders: Set[int]) -> Replayed:
         """The ids that were sampled for `text[start:end]` after `ids` (which may only grow), and that end."""
-        if self._cursor.position < self._count:
-            return (), start  # the prompt has left what is stored: nothing can follow
+        left_the_store = self._cursor.position < self._count
         self._take(ids)
-        self._cursor = self._store.advance(self._cursor, self._ids[: self._count])
+        before = self._ids[: self._count]
+        found = self._recent.replay(self._namespace, before, text, start, borders, self._pieces)
+        if found[0] or left_the_store:
+            return found
+        self._cursor = self._store.advance(self._cursor, before)
         if self._cursor.position < self._count:
             return (), start
         return self._store.replay(self._cursor, text, start, borders, self._pieces)

@@ -20,6 +20,7 @@ from emberkeep.sched.keeper import Keeper
 from emberkeep.sched.loader import Loader
 from emberkeep.sched.plan import Planner
 from emberkeep.sched.queue import WaitingLine
+from emberkeep.sched.recent import RecentAnswers
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.types import Progress
@@ -95,6 +96,7 @@ class EngineLoop:
         self._place_freed = False
         """Something ended since waiting jobs were last looked at."""
         self.counters = LoopCounters()
+        self.recent = RecentAnswers(4 * settings.parallel)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -312,6 +314,8 @@ class EngineLoop:
         job = sequence.job
         assert job is not None
         self._count(sequence)
+        answer = (sequence.prompt_length, sequence.answer_end)
+        self.recent.add(sequence.namespace, sequence.tokens[:], answer)
         job.consumer.ended(self._ending(sequence, reason))
         sequence.phase = Phase.CLOSING
         if reason is not EndReason.STOPPED and job.max_new:

@@ -1,0 +1,46 @@
+"""The latest answers, spelled as they were sampled.
+
+The store learns an answer's tokens when its turn is closed, a step or two after the client has the answer. A
+quick client's next request is here before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from emberkeep.kv.keys import ROOT, TokenArray
+from emberkeep.kv.replay import Replayed, sampled_spelling
+from emberkeep.kv.tree import Chunk, Cursor, Span, common_prefix
+
+
+class RecentAnswers:
+    """Added to by the engine's thread, read by any."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._latest_first: tuple[Chunk, ...] = ()
+
+    def add(self, namespace: str, tokens: TokenArray, answer: Span) -> None:
+        """`tokens` is a whole sequence, of which [answer) was sampled."""
+        spelled = Chunk(
+            key=ROOT, parent=None, take=0, tokens=tokens.copy(), sampled=(answer,), namespace=namespace
+        )
+        # One assignment of a new tuple: readers need no lock.
+        self._latest_first = (spelled, *self._latest_first[: self._limit - 1])
+
+    def replay(
+        self,
+        namespace: str,
+        ids: TokenArray,
+        text: bytes,
+        start: int,
+        borders: Set[int],
+        pieces: Sequence[bytes],
+    ) -> Replayed:
+        """As `KvStore.replay`, for an answer that came after exactly `ids`."""
+        for spelled in self._latest_first:
+            if spelled.namespace == namespace and common_prefix(spelled.tokens, ids) == len(ids):
+                found = sampled_spelling(Cursor(spelled, len(ids)), text, start, borders, pieces)
+                if found[0]:
+                    return found
+        return (), start
