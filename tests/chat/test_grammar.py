@@ -195,3 +195,12 @@ def test_a_random_walk_over_a_real_vocabulary_fits_the_schema(real_vocab: Vocab)
         ids = walk(real_vocab, constraint.matcher(), seed)
         text = b"".join(real_vocab.pieces[token] for token in ids).decode()
         assert fits_person(json.loads(text))
+
+
+def test_a_marker_that_is_a_token_of_the_model_is_written_as_that_token() -> None:
+    vocab = TinyVocab(("<tool_call>", "</tool_call>", "<|im_end|>"))
+    request = Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("required"), parallel_tool_calls=False)
+    constraint = Grammars(vocab).constraint_for(request)
+    assert constraint is not None
+    ids = walk(vocab, constraint.matcher(), seed=3)
+    assert [ids[0], ids[-1]] == [vocab.specials["<tool_call>"], vocab.specials["</tool_call>"]]

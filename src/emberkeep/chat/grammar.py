@@ -46,7 +46,7 @@ class Grammars:
         limited. Raises InvalidField when the schema or the tool choice cannot be used.
         """
         if request.tool_choice.mode in ("required", "named"):
-            return self._compile(_calls_grammar(request), "tools")
+            return self._compile(_calls_grammar(request, self._vocab), "tools")
         if request.format is not None:
             return self._compile(_json_grammar(request.format.schema), "response_format")
         return None
@@ -151,18 +151,23 @@ def _json_grammar(schema: Mapping[str, Json] | None) -> str:
     return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_STRICT))
 
 
-def _calls_grammar(request: Request) -> str:
+def _calls_grammar(request: Request, vocab: Vocab) -> str:
     """One call, or several where allowed, in the form that `dialects.TAGGED` reads."""
     tools = _callable_tools(request)
     more = '("\\n" call)*' if request.parallel_tool_calls else ""
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     rules = [f"start: call {more}", f"call: {names}"]
-    end = json.dumps(f"}}\n{CALL_END}")
+    start, end = _marker(CALL_START, vocab), _marker(CALL_END, vocab)
     for i, tool in enumerate(tools):
-        start = json.dumps(f'{CALL_START}\n{{"name": {json.dumps(tool.name)}, "arguments": ')
-        rules.append(f"call_{i}: {start} arguments_{i} {end}")
+        name = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+        rules.append(f'call_{i}: {start} {name} arguments_{i} "}}\\n" {end}')
         rules.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(tool))}")
     return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules)))
+
+
+def _marker(text: str, vocab: Vocab) -> str:
+    """As one token where the model has one: spelled out it would be something the model has never seen."""
+    return f"<[{vocab.specials[text]}]>" if text in vocab.specials else json.dumps(text)
 
 
 def _callable_tools(request: Request) -> list[Tool]:

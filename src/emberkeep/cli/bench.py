@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,8 @@ def _run(
     from emberkeep.bench.report import report_json
     from emberkeep.bench.stage import open_stage
 
+    # A stopped benchmark must not leave servers and stores behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
     with open_stage(_model_file(model, config), data_dir, _say) as stage:
         around = surroundings(stage.model, stage.folder)
