@@ -54,6 +54,8 @@ class ColdTier:
         finally:
             os.close(opening)
         self._index_lock = threading.Lock()
+        self._news = self._index
+        self._news_lock = threading.Lock()
         self._seen_seq = 0
         self._seen_version = -1
 
@@ -66,17 +68,19 @@ class ColdTier:
             log.warning("the index is rebuilt from the chunks: %s", reason)
             self._index.start_over()
             rows, damaged = self._reconcile()
+        # Requests ask for news: on a connection of their own they never wait for a write.
+        self._news = Index(self.folder / "index.db", self._fingerprint)
         self._seen_seq = max((row.seq for row in rows), default=0)
-        self._seen_version = self._index.version()
+        self._seen_version = self._news.version()
         return rows, damaged
 
     def news(self) -> list[Row]:
         """Chunks that other processes (or we) added since the last call."""
-        with self._index_lock:
-            version = self._index.version()
+        with self._news_lock:
+            version = self._news.version()
             if version == self._seen_version:
                 return []
-            rows = self._index.rows_after(self._seen_seq)
+            rows = self._news.rows_after(self._seen_seq)
             self._seen_version = version
             self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
             return rows
@@ -154,7 +158,8 @@ class ColdTier:
         return sum(sizes.values())
 
     def close(self) -> None:
-        with self._index_lock:
+        with self._news_lock, self._index_lock:
+            self._news.close()
             self._index.close()
         shutil.rmtree(self._tmp, ignore_errors=True)
         for descriptor in self._locks:
