@@ -43,8 +43,15 @@ def test_only_the_last_token_wants_logits(planner):
     assert last.want_logits
 
 
-def test_prompts_share_a_step_and_short_ones_leave_their_rest_to_the_others(planner):
-    assert planned(planner, sequence(0, 2000), sequence(1, 51), sequence(2, 2000)) == {0: 231, 1: 50, 2: 231}
+def test_short_prompts_go_first_and_the_oldest_keeps_a_quarter(planner):
+    plan = planned(planner, sequence(0, 3000), sequence(1, 51), sequence(2, 2000))
+    assert plan == {0: 128, 1: 50, 2: 334}
+
+
+def test_no_prompt_ends_in_a_tiny_slice(planner):
+    assert planned(planner, sequence(0, 541)) == {0: 270}
+    assert planned(planner, sequence(0, 541, computed=270)) == {0: 270}
+    assert planned(planner, sequence(0, 700)) == {0: 512}
 
 
 def test_every_answer_gets_its_token_beside_prompts(planner):
@@ -54,8 +61,8 @@ def test_every_answer_gets_its_token_beside_prompts(planner):
 
 def test_slices_follow_the_measured_speed():
     planner = Planner(batch=512, largest_slice=512, speed=Rate(150.0))
-    assert planned(planner, sequence(0, 2000)) == {0: 300}
-    assert planned(planner, sequence(0, 50, computed=49), sequence(1, 2000)) == {0: 1, 1: 37}
+    assert planned(planner, sequence(0, 2000)) == {0: 256}
+    assert planned(planner, sequence(0, 50, computed=49), sequence(1, 2000)) == {0: 1, 1: 32}
 
 
 def test_steps_with_few_tokens_say_nothing_about_the_speed():

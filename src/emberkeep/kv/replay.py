@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from emberkeep.kv.tree import Chunk, Cursor, Span
+from emberkeep.kv.tree import Chunk, Cursor
 
 Replayed = tuple[tuple[int, ...], int]
 """Ids, and where the text that they spell ends."""
@@ -27,26 +27,39 @@ def sampled_spelling(
     """
     best: Replayed = (), start
     most = 0
+    first_border = min((border for border in borders if border > start), default=start)
     todo: list[tuple[Chunk, int, int, tuple[int, ...], int]] = [(cursor.chunk, cursor.used, start, (), 0)]
     while todo:
-        chunk, used, offset, path, sampled = todo.pop()
-        spelled: list[int] = []
-        for index in range(used, len(chunk.tokens) + 1):
+        chunk, index, offset, path, sampled = todo.pop()
+        ids = list(path)
+        while True:
             if offset in borders and sampled > most:
-                best, most = (path + tuple(spelled), offset), sampled
+                best, most = (tuple(ids), offset), sampled
             for group in chunk.branches.get(index, {}).values():
-                todo += ((child, 0, offset, path + tuple(spelled), sampled) for child in group)
-            if index == len(chunk.tokens):
+                todo += ((child, 0, offset, tuple(ids), sampled) for child in group)
+            stop, is_sampled = _run(chunk, index)
+            run = chunk.tokens[index:stop].tolist()
+            if max(run, default=len(pieces)) >= len(pieces):
+                break  # the end, or a foreign file: no prompt of this model has such tokens
+            spelled = b"".join([pieces[token] for token in run])
+            within = is_sampled or (not sampled and offset + len(spelled) <= first_border)
+            if not spelled or not within or not text.startswith(spelled, offset):
                 break
-            token, is_sampled = int(chunk.tokens[index]), _covers(chunk.sampled, index)
-            piece = pieces[token] if token < len(pieces) else b""
-            belongs = is_sampled or not (sampled or (offset in borders and offset > start))
-            if not piece or not belongs or not text.startswith(piece, offset):
-                break
-            spelled.append(token)
-            offset += len(piece)
-            sampled += is_sampled
+            ids += run
+            offset, index, sampled = offset + len(spelled), stop, sampled + len(run) * is_sampled
     return best
+
+
+def _run(chunk: Chunk, index: int) -> tuple[int, bool]:
+    """The end of what can be compared at once from `index` on, and whether it was sampled.
+
+    That is one sampled token, or everything up to the next sampled token, branch, or the end.
+    """
+    for begin, end in chunk.sampled:
+        if begin <= index < end:
+            return index + 1, True
+    marks = (len(chunk.tokens), *chunk.branches, *(begin for begin, _ in chunk.sampled))
+    return min((mark for mark in marks if mark > index), default=index), False
 
 
 def spelled_chunks(root: Chunk, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
@@ -69,7 +82,3 @@ def spelled_chunks(root: Chunk, text: bytes, pieces: Sequence[bytes]) -> list[Ch
                     if text.startswith(b"".join([pieces[t] for t in child.tokens.tolist()]), begin):
                         todo.append((child, begin))
     return found
-
-
-def _covers(spans: tuple[Span, ...], index: int) -> bool:
-    return any(begin <= index < end for begin, end in spans)

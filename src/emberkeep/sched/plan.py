@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from emberkeep.engine.base import Rows
 from emberkeep.kv.cost import Rate
-from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 
-_STEP_S = 2.0
+_STEP_S = 2.5
 """About the longest step while only prompts are evaluated: newcomers and cancellations wait for its end."""
 _STEP_BESIDE_DECODES_S = 0.25
 """The same while answers are being written: each of them gets one token per step."""
-_SMALLEST_SLICE = 128
+_SMALLEST_SLICE = FAIR_SLICE
 _SMALLEST_SLICE_BESIDE_DECODES = 32
 
 
@@ -23,14 +23,22 @@ class Planner:
         self._speed = speed
 
     def plan(self, active: list[Sequence]) -> list[tuple[Sequence, Rows]]:
-        """One row for every sequence that decodes, then prompt slices in equal shares."""
+        """One row for every sequence that decodes; prompts share the rest of the step.
+
+        The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
+        that no prompt waits for ever.
+        """
         runnable = [s for s in active if s.is_runnable]
         decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
         filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
         room = min(self._slice(beside_decodes=bool(decoding)), self._batch - len(decoding))
         plan = [(s, *s.next_slice(1)) for s in decoding]
-        for index, sequence in enumerate(sorted(filling, key=lambda s: s.pending)):
-            tokens, wants = sequence.next_slice(room // (len(filling) - index))
+        oldest = min(filling, key=lambda s: s.started, default=None)
+        kept = room // 4 if len(filling) > 1 else 0
+        for sequence in sorted(filling, key=lambda s: s.pending):
+            if sequence is oldest:
+                kept = 0
+            tokens, wants = sequence.next_slice(room - kept)
             room -= len(tokens)
             plan.append((sequence, tokens, wants))
         return [(s, Rows(s.slot, s.computed, tokens, wants)) for s, tokens, wants in plan if len(tokens)]
@@ -45,5 +53,5 @@ class Planner:
         seconds, least = _STEP_S, _SMALLEST_SLICE
         if beside_decodes:
             seconds, least = _STEP_BESIDE_DECODES_S, _SMALLEST_SLICE_BESIDE_DECODES
-        fitting = int(self._speed.value * seconds) if self._speed.value else least
+        fitting = int(self._speed.value * seconds) // least * least if self._speed.value else least
         return min(max(fitting, least), self._largest_slice)

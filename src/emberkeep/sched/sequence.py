@@ -16,6 +16,9 @@ from emberkeep.kv.tree import Cursor, Segment, Span
 from emberkeep.sched.job import Job
 from emberkeep.types import Divergence, LookupRecord, MissReason
 
+FAIR_SLICE = 128
+"""Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
+
 
 class Phase(Enum):
     LOADING = "loading"  # stored state is on its way
@@ -111,10 +114,17 @@ class Sequence:
         """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
         end = min(self.computed + budget, len(self.tokens))
         if self.in_prompt:
-            end = min(end, self.prompt_length - 1)
+            end = self._prompt_slice_end(budget)
         samples = self.phase is Phase.EVALUATING and end == len(self.tokens)
         assert self.job is None or samples or self.in_prompt or self.phase is Phase.CLOSING
         return self.tokens[self.computed : end], samples and self.job is not None and self.job.max_new > 0
+
+    def _prompt_slice_end(self, budget: int) -> int:
+        """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""
+        remaining = self.prompt_length - 1 - self.computed
+        if FAIR_SLICE <= budget < remaining < budget + FAIR_SLICE:
+            budget = (remaining + 1) // 2
+        return self.computed + min(budget, remaining)
 
     def add_sampled(self, token: int) -> None:
         self.tokens.extend((token,))
