@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.channel import Outbox
 from emberkeep.backend.local import LocalBackend
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import Config, total_ram
@@ -54,12 +55,14 @@ def assemble(config: Config, engine: Engine, template_source: str | None, card: 
     store = open_store(config, engine.fingerprint)
     slice_ = min(config.prefill_slice, engine.capabilities.batch)
     settings = LoopSettings(parallel=config.parallel, prefill_slice=slice_, waiting=config.queue)
+    outbox = Outbox()
     return LocalBackend(
         card,
         engine.vocab,
         template,
-        EngineLoop(engine, store, settings),
+        EngineLoop(engine, store, settings, after_step=outbox.flush),
         store,
+        outbox,
         context=engine.capabilities.context,
         deadline_s=config.deadline_s,
         drain_s=config.drain_s,

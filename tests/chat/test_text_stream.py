@@ -149,11 +149,19 @@ def test_a_stop_string_that_never_completes_is_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<think>\nWhy?\n</think>\n\nSo.", " <thinking>Why?</thinking>So.", "[THINK]Why?[/THINK]So."]
+    "text", ["<think>\nWhy?\n</think>\n\nSo.", "<thinking>Why?</thinking>So.", "[THINK]Why?[/THINK]So."]
 )
 def test_reasoning_is_separated(text: str) -> None:
     answer = answered(text)
     assert (answer.reasoning, answer.text) == ("Why?", "So.")
+
+
+def test_blanks_at_the_beginning_are_not_held_back() -> None:
+    """The first token counts. A reasoning block may still follow them."""
+    stream = TextStream(VOCAB)
+    events, _ = stream.push(ord("\n"))
+    assert [event.text for event in events if isinstance(event, TextDelta)] == ["\n"]
+    assert answered("\n<think>Why?</think>So.").reasoning == "Why?"
 
 
 def test_markers_that_are_control_tokens_still_separate() -> None:

@@ -10,10 +10,12 @@ import pytest
 from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key
+from emberkeep.kv.reading import Buffers
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt
 
 TOKENS = prompt(20)
 PAYLOAD = exported(TOKENS, 0, 20)
+BUFFERS = Buffers()
 
 
 def description(
@@ -47,7 +49,7 @@ def flip(file: Path, offset: int, bit: int = 0) -> None:
 
 
 def test_what_was_written_is_read_back(file):
-    assert chunkfile.read(file, description()) == PAYLOAD
+    assert chunkfile.read(file, description(), BUFFERS) == PAYLOAD
 
 
 def test_a_file_tells_everything_about_itself(file):
@@ -69,9 +71,9 @@ def test_a_flipped_bit_before_the_payload_never_gives_a_payload(file):
     for offset in range(payload_begins(file)):
         flip(file, offset, bit=offset % 8)
         with pytest.raises(Damaged):
-            chunkfile.read(file, description())
+            chunkfile.read(file, description(), BUFFERS)
         flip(file, offset, bit=offset % 8)
-    assert chunkfile.read(file, description()) == PAYLOAD
+    assert chunkfile.read(file, description(), BUFFERS) == PAYLOAD
 
 
 def test_a_flipped_bit_in_the_description_is_noticed_without_the_payload(file):
@@ -88,7 +90,7 @@ def test_a_flipped_bit_in_the_payload_never_gives_a_payload(file):
     for offset in range(begin, begin + len(PAYLOAD)):
         flip(file, offset, bit=offset % 8)
         with pytest.raises(Damaged, match="checksum"):
-            chunkfile.read(file, description())
+            chunkfile.read(file, description(), BUFFERS)
         flip(file, offset, bit=offset % 8)
 
 
@@ -96,7 +98,7 @@ def test_a_truncated_file_is_damaged_at_every_length(file):
     for length in range(file.stat().st_size - 1, -1, -1):
         os.truncate(file, length)
         with pytest.raises(Damaged):
-            chunkfile.read(file, description())
+            chunkfile.read(file, description(), BUFFERS)
         with pytest.raises(Damaged):
             chunkfile.read_description(file)
 
@@ -105,7 +107,7 @@ def test_a_file_with_something_appended_is_damaged(file):
     with file.open("ab") as opened:
         opened.write(b"\0")
     with pytest.raises(Damaged, match="size"):
-        chunkfile.read(file, description())
+        chunkfile.read(file, description(), BUFFERS)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +124,12 @@ def test_a_file_with_something_appended_is_damaged(file):
 )
 def test_a_sound_file_of_another_chunk_is_refused(file, other):
     with pytest.raises(Damaged, match="another chunk"):
-        chunkfile.read(file, other)
+        chunkfile.read(file, other, BUFFERS)
 
 
 def test_what_was_sampled_is_no_part_of_a_chunks_identity(file):
     """Two processes may store the same tokens, one having sampled them and one having been sent them."""
-    assert chunkfile.read(file, replace(description(), sampled=())) == PAYLOAD
+    assert chunkfile.read(file, replace(description(), sampled=()), BUFFERS) == PAYLOAD
 
 
 def test_a_description_cannot_claim_another_chunks_key(tmp_path):
@@ -141,7 +143,7 @@ def test_a_symlink_is_not_followed(file, tmp_path):
     link = tmp_path / "link.kv"
     link.symlink_to(file)
     with pytest.raises(OSError, match="symbolic links"):
-        chunkfile.read(link, description())
+        chunkfile.read(link, description(), BUFFERS)
     with pytest.raises(OSError, match="symbolic links"):
         chunkfile.read_description(link)
     with pytest.raises(FileExistsError):
@@ -156,7 +158,7 @@ def test_an_existing_file_is_never_written_over(file):
 def test_a_file_larger_than_any_chunk_is_refused_without_reading_it(file):
     os.truncate(file, (1 << 30) + 1)
     with pytest.raises(Damaged, match="long"):
-        chunkfile.read(file, description())
+        chunkfile.read(file, description(), BUFFERS)
     with pytest.raises(Damaged):
         chunkfile.read_description(file)
 
@@ -165,22 +167,22 @@ def test_writes_that_come_in_pieces_end_up_whole(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     chunkfile.write(tmp_path / "slow.kv", description(), PAYLOAD)
-    assert chunkfile.read(tmp_path / "slow.kv", description()) == PAYLOAD
+    assert chunkfile.read(tmp_path / "slow.kv", description(), BUFFERS) == PAYLOAD
 
 
 def test_reads_that_come_in_pieces_are_put_together(file, monkeypatch):
-    readv = os.readv
-    monkeypatch.setattr(os, "readv", lambda descriptor, buffers: readv(descriptor, [buffers[0][:7]]))
-    assert chunkfile.read(file, description()) == PAYLOAD
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:7]], offset))
+    assert chunkfile.read(file, description(), BUFFERS) == PAYLOAD
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_damaged(file, monkeypatch):
-    readv = os.readv
+    preadv = os.preadv
 
-    def shrinking(descriptor, buffers):
+    def shrinking(descriptor, buffers, offset):
         os.truncate(file, 100)
-        return readv(descriptor, buffers)
+        return preadv(descriptor, [buffers[0][:80]], offset)
 
-    monkeypatch.setattr(os, "readv", shrinking)
+    monkeypatch.setattr(os, "preadv", shrinking)
     with pytest.raises(Damaged, match="early"):
-        chunkfile.read(file, description())
+        chunkfile.read(file, description(), BUFFERS)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.channel import Channel
+from emberkeep.backend.channel import Channel, Outbox
 from emberkeep.chat.dialects import Reasoning, open_reasoning
 from emberkeep.chat.grammar import Constraint, Grammars
 from emberkeep.chat.stream import TextStream
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.chat.tokens import PromptTokenizer
-from emberkeep.errors import ContextExceeded, EmberkeepError, InvalidField
+from emberkeep.errors import ContextExceeded, EmberkeepError, InvalidField, TemplateFailed
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.job import Ending, EndReason, Job
@@ -40,6 +41,8 @@ from emberkeep.types import (
     Usage,
     Vocab,
 )
+
+_REHEARSAL = " ".join(f"{word} {number}" for number, word in enumerate(["state", "token", "prompt", "cache"] * 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class _Choice:
 
 
 class LocalBackend:
-    """Owns the loop and the store."""
+    """Owns the loop, which flushes `outbox`, and the store."""
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class LocalBackend:
         template: ChatTemplate,
         loop: EngineLoop,
         store: KvStore,
+        outbox: Outbox,
         *,
         context: int,
         deadline_s: float | None = None,
@@ -122,17 +126,19 @@ class LocalBackend:
         self._template = template
         self._loop = loop
         self._store = store
+        self._outbox = outbox
         self._context = context
         self._deadline_s = deadline_s
         self._drain_s = drain_s
         self._tokenizer = PromptTokenizer(vocab)
         self._grammars = Grammars(vocab)
         self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
+        self._rehearse()
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         arrived = monotonic()
         prompt = await asyncio.to_thread(self._prepare, request)
-        channel: Channel[_Item] = Channel()
+        channel: Channel[_Item] = Channel(self._outbox)
         jobs = self._jobs(request, prompt, channel, arrived)
         try:
             for job, _ in jobs:
@@ -174,6 +180,15 @@ class LocalBackend:
     async def close(self) -> None:
         await asyncio.to_thread(self._loop.close, self._drain_s)
         await asyncio.to_thread(self._store.close)
+
+    def _rehearse(self) -> None:
+        """Go through the motions once, so that the first request does not pay for lazy imports and cold caches."""
+        with suppress(TemplateFailed):
+            self._render(Request(messages=(Message("user", "Hello."),)))
+        self._tokenizer.encode(_REHEARSAL)
+        request = Request(prompt=(0,), sampling=Sampling(seed=0))
+        TextStream.for_request(self._vocab, request, index=0, prompt="").push(0)
+        Sampler(request.sampling).sample(np.zeros(self._vocab.size, np.float32), self._vocab.pieces)
 
     # ── preparing: on a worker thread ──
 

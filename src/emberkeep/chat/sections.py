@@ -108,6 +108,9 @@ class Sections:
         if self._block:
             self._take(len(self._buffer) - len(text) + len(self._block.start), Kind.HIDDEN)
             return self._go(self._reasoning_start)
+        if not text and not self._tools:
+            # The first token counts: blanks before a reasoning block are rare, and harmless as text.
+            self._take(len(self._buffer), Kind.TEXT)
         if any(opening.startswith(text) for opening in _OPENINGS):
             return False
         return self._go(self._beginning)

@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, pack_fields, token_bytes, unpack_fields
+from emberkeep.kv.reading import Buffers, EndsEarly, read_file
 from emberkeep.kv.tree import Chunk, Span
 
 MAGIC = b"EMBERKV1"
@@ -129,18 +130,19 @@ def write(path: Path, description: Description, payload: memoryview) -> int:
     return len(head) + len(payload)
 
 
-def read(path: Path, expected: Description) -> memoryview:
+def read(path: Path, expected: Description, buffers: Buffers) -> memoryview:
     """The payload, verified. Blocks on disk. Raises FileNotFoundError, OSError, or Damaged.
 
-    The whole file is read in one call into one buffer, and the payload is a view into it.
+    The whole file is read into one buffer, and the payload is a view into it.
     """
     descriptor = _open(path)
     try:
         size = _file_size(descriptor)
         if not _FIXED.size < size <= _MAX_FILE:
             raise Damaged("the file is too short or too long")
-        buffer = memoryview(np.empty(size, np.uint8))
-        _read_all(descriptor, buffer)
+        buffer = read_file(descriptor, size, buffers)
+    except EndsEarly:
+        raise Damaged("the file ends early") from None
     finally:
         os.close(descriptor)
     description, payload, checksum = _split(buffer)
@@ -218,11 +220,3 @@ def _check_fixed(fixed: bytes, size: int) -> tuple[int, int, int]:
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _read_all(descriptor: int, buffer: memoryview) -> None:
-    while buffer:
-        count = os.readv(descriptor, [buffer])
-        if count == 0:
-            raise Damaged("the file ends early")
-        buffer = buffer[count:]

@@ -30,6 +30,7 @@ from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
 from emberkeep.kv.index import Index, Row, Unreadable
 from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.reading import Buffers
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -54,6 +55,7 @@ class ColdTier:
         finally:
             os.close(opening)
         self._index_lock = threading.Lock()
+        self._buffers = Buffers()
         self._news = self._index
         self._news_lock = threading.Lock()
         self._seen_seq = 0
@@ -104,7 +106,11 @@ class ColdTier:
 
     def read(self, expected: Description) -> memoryview:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
-        return chunkfile.read(self._path(expected.key), expected)
+        return chunkfile.read(self._path(expected.key), expected, self._buffers)
+
+    def get_ready(self, size: int, limit: int) -> None:
+        """Prepare memory, up to `limit` bytes, for reading files of `size`. Call it when nothing is urgent."""
+        self._buffers.refill(size, limit)
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         keys = list(keys)

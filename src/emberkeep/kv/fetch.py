@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from emberkeep.kv.tree import Chunk
 log = logging.getLogger("emberkeep.kv")
 
 _THREADS = 3
+_QUIET_S = 1.0
+"""After a load the processor belongs to the answer: memory for the next one is prepared later."""
 
 
 class FetchState(Enum):
@@ -46,24 +49,51 @@ class Fetched:
 class Reader:
     """`on_done` is called on a reader's thread for every fetch that was started."""
 
-    def __init__(self, cold: ColdTier, fingerprint: bytes, on_done: Callable[[Fetch, Fetched], None]) -> None:
+    def __init__(
+        self,
+        cold: ColdTier,
+        fingerprint: bytes,
+        *,
+        typical_size: int,
+        ready_bytes: int,
+        on_done: Callable[[Fetch, Fetched], None],
+    ) -> None:
+        """`ready_bytes`: how much memory may be prepared for files of `typical_size`."""
         self._cold = cold
         self._fingerprint = fingerprint
         self._on_done = on_done
+        self._typical_size = typical_size
+        self._ready_bytes = ready_bytes
         self._threads = ThreadPoolExecutor(_THREADS, "kv-read")
+        self._preparing: threading.Timer | None = None
+        self._get_ready_after(0)
 
     def start(self, fetch: Fetch) -> None:
-        """Returns at once."""
+        """Returns at once. Called under the store's lock."""
+        self._typical_size = max(self._typical_size, fetch.chunk.bytes)
         self._threads.submit(self._run, fetch)
+        self._get_ready_after(_QUIET_S)
 
     def close(self) -> None:
         """Blocks until the reads under way are done."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+            self._preparing.join()
         self._threads.shutdown(wait=True)
 
     def _run(self, fetch: Fetch) -> None:
         begin = perf_counter()
         state, payload = self._read(fetch.chunk)
         self._on_done(fetch, Fetched(state, payload, perf_counter() - begin))
+
+    def _get_ready_after(self, seconds: float) -> None:
+        if self._preparing is not None and self._preparing.is_alive():
+            return
+        self._preparing = threading.Timer(
+            seconds, lambda: self._cold.get_ready(self._typical_size, self._ready_bytes)
+        )
+        self._preparing.daemon = True
+        self._preparing.start()
 
     def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None]:
         try:

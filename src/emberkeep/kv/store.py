@@ -73,7 +73,13 @@ class KvStore:
             rows, damaged = cold.open_rows()
             self._books.adopt(rows)
             self.counters.damaged_chunks += damaged
-            self._reader = Reader(cold, fingerprint, on_done=self._fetched)
+            self._reader = Reader(
+                cold,
+                fingerprint,
+                typical_size=max((row.bytes for row in rows), default=0),
+                ready_bytes=warm_budget // 16,
+                on_done=self._fetched,
+            )
             self._writer = Writer(cold, fingerprint, on_durable=self._became_durable, on_idle=self._tend_disk)
 
     # ── lookup ──

@@ -80,7 +80,16 @@ class LoopCounters:
 class EngineLoop:
     """`submit`, `cancel`, `call`, `stats` and `close` may be called from any thread."""
 
-    def __init__(self, engine: Engine, store: KvStore, settings: LoopSettings) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: KvStore,
+        settings: LoopSettings,
+        *,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`after_step` is called on the engine's thread whenever consumers may have heard something new."""
+        self._after_step = after_step
         self._engine = engine
         self._store = store
         self._settings = settings
@@ -153,12 +162,15 @@ class EngineLoop:
         try:
             while self._take_commands(wait=not self._has_work()):
                 self._admit()
+                self._after_step()
                 self._step()
+                self._after_step()
         except Exception:
             log.exception("the engine's thread failed")
             self._fail_everything(EngineError("The engine failed: restart the server."))
         finally:
             self._keep_everything()
+            self._after_step()
             self._engine.close()
 
     def _step(self) -> None:

@@ -140,6 +140,8 @@ class LlamaEngine:
         buffer = np.empty(size, np.uint8)
         pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         llama_cpp.llama_state_seq_get_data(self._context, pointer, size, _SCRATCH)
+        # A step with logits touches what the first real one would otherwise have to wait for.
+        self.evaluate([Rows(_SCRATCH - 1, 2, np.full(1, probe, np.int32), want_logits=True)])
         llama_cpp.llama_memory_clear(self._memory, True)
         try:
             return read_shape(memoryview(buffer))

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from emberkeep.kv import reading
+from emberkeep.kv.reading import Buffers, EndsEarly, read_file
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=[0, 1, 4096, MIB - 1, MIB, MIB + 1, 2 * MIB + 4095, 3 * MIB + 17])
+def file(request, tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(request.param))
+    return path
+
+
+def contents(path, buffers=None, *, drop=False):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if drop:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return read_file(descriptor, path.stat().st_size, buffers or Buffers())
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_file_is_read_whole_from_the_cache_and_from_disk(file, drop):
+    assert contents(file, drop=drop) == file.read_bytes()
+
+
+def test_a_file_system_without_direct_reads_is_read_the_ordinary_way(file, monkeypatch):
+    monkeypatch.setattr(reading, "_DIRECT", 0)
+    assert contents(file, drop=True) == file.read_bytes()
+
+
+def test_a_system_without_cached_reads_is_read_as_well(file, monkeypatch):
+    monkeypatch.setattr(reading, "_NOWAIT", 0)
+    assert contents(file) == file.read_bytes()
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(2 * MIB))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for size in (2 * MIB + 1, 100):
+            os.truncate(path, min(size, 50))
+            with pytest.raises(EndsEarly):
+                read_file(descriptor, size, Buffers())
+    finally:
+        os.close(descriptor)
+
+
+def test_prepared_memory_is_given_away_once(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(MIB))
+    buffers = Buffers()
+    buffers.refill(MIB, limit=2 * MIB)
+    first, second, third = (contents(path, buffers) for _ in range(3))
+    first[:3] = b"abc"
+    assert bytes(second) == bytes(third) == path.read_bytes()
+
+
+def test_prepared_memory_that_is_too_small_is_not_used(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(3 * MIB))
+    buffers = Buffers()
+    buffers.refill(MIB, limit=4 * MIB)
+    assert contents(path, buffers) == path.read_bytes()
+    buffers.refill(3 * MIB, limit=6 * MIB)
+    assert contents(path, buffers) == path.read_bytes()
