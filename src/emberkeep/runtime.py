@@ -19,6 +19,7 @@ from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile
 from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.thread import EngineThread
 
 log = logging.getLogger("emberkeep")
 
@@ -35,7 +36,8 @@ def open_backend(config: Config) -> Backend:
     shape = profile(read_header(model.path))
     context = _context(config, shape)
     digest = weights_digest(model.path, library.digests)
-    engine, source = _open_llamacpp(model.path, config, shape, context, digest)
+    thread = EngineThread()
+    engine, source = thread.submit(lambda: _open_llamacpp(model.path, config, shape, context, digest)).result()
     details = {
         "architecture": shape.architecture,
         "kind": shape.kind,
@@ -46,11 +48,17 @@ def open_backend(config: Config) -> Backend:
         "weights_sha256": digest,
     }
     card = ModelCard(model.id, int(model.path.stat().st_mtime), context, details=details)
-    return assemble(config, engine, source, card)
+    return assemble(config, engine, source, card, thread)
 
 
-def assemble(config: Config, engine: Engine, template_source: str | None, card: ModelCard) -> Backend:
-    """A backend over any engine. The engine belongs to it from now on."""
+def assemble(
+    config: Config,
+    engine: Engine,
+    template_source: str | None,
+    card: ModelCard,
+    thread: EngineThread | None = None,
+) -> Backend:
+    """A backend over any engine, which was opened on `thread`. Both belong to it from now on."""
     template = _template(engine, template_source)
     store = open_store(config, engine.fingerprint)
     slice_ = min(config.prefill_slice, engine.capabilities.batch)
@@ -60,7 +68,7 @@ def assemble(config: Config, engine: Engine, template_source: str | None, card: 
         card,
         engine.vocab,
         template,
-        EngineLoop(engine, store, settings, after_step=outbox.flush),
+        EngineLoop(engine, store, settings, thread=thread, after_step=outbox.flush),
         store,
         outbox,
         context=engine.capabilities.context,

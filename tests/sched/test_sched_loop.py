@@ -407,7 +407,7 @@ def test_a_loop_that_breaks_tells_everybody_and_takes_nothing_more(tmp_path):
     gate.open()
     assert isinstance(running.wait().error, EngineError)
     assert isinstance(waiting.wait().error, EngineError)
-    rig.loop._thread.join(PATIENCE)
+    rig.loop._running.result(PATIENCE)
     assert engine.is_closed
     with pytest.raises(Overloaded):
         rig.start(PROMPT)

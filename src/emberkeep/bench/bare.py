@@ -36,9 +36,9 @@ def prefill(engine: Engine, tokens: Tokens, slices: Sequence[int]) -> None:
 
 
 def decode_seconds(engine: Engine, prompts: Sequence[Tokens], lengths: Sequence[int]) -> float:
-    """Evaluate all prompts in one batch, decode greedily until each has its length, forget all."""
-    begin = perf_counter()
+    """Evaluate all prompts in one batch, then time decoding greedily until each has its length; forget all."""
     _evaluate(engine, [Rows(i, 0, prompt, want_logits=True) for i, prompt in enumerate(prompts)])
+    begin = perf_counter()
     chosen = {i: int(engine.logits(i).argmax()) for i in range(len(prompts))}
     for step in range(1, max(lengths)):
         alive = [i for i in chosen if step < lengths[i]]

@@ -1,7 +1,7 @@
 """`load`: many clients at once, against a bare decode loop over the same tokens.
 
-The bare loop runs in a process of its own while the server stands still. Evaluating the (short) prompts is
-counted on both sides, loading the model on neither.
+What is compared is decoding: the prompts are in the server's store before the clock starts, and the bare loop
+has evaluated them. It runs in a process of its own while the server stands still.
 """
 
 from __future__ import annotations
@@ -54,26 +54,28 @@ async def run(stage: Stage, plan: LoadPlan) -> Result:
 
 
 async def _throughput_rows(stage: Stage, plan: LoadPlan, server: ServerProcess, client: Client) -> tuple[Row, ...]:
-    rates: dict[str, list[float]] = {"streaming": [], "not streaming": [], "bare loop": []}
+    rates: dict[str, list[float]] = {"streaming": [], "not streaming": []}
+    bare: dict[str, list[float]] = {name: [] for name in rates}
     await _burst(
         replace(plan, answer_tokens=2), client, await _prompts(stage, plan, client, "warm-up"), stream=True
     )
     for number in range(plan.repeat):
         stage.say(f"round {number + 1} of {plan.repeat}")
-        for name in ("streaming", "not streaming"):
+        for name in rates:
             prompts = await _prompts(stage, plan, client, (name, number))
+            await _burst(replace(plan, answer_tokens=0), client, prompts, stream=False)
             burst = await _burst(plan, client, prompts, stream=name == "streaming")
             rates[name].append(burst.tokens_per_s)
             await client.settled()
-        with server.paused():
-            seconds = decode_seconds_elsewhere(stage.model, prompts, burst.lengths)
-        rates["bare loop"].append(sum(burst.lengths) / seconds)
-    bare = series(rates.pop("bare loop"), "tokens/s")
-    served = {name: series(samples, "tokens/s") for name, samples in rates.items()}
-    return (
-        Row("bare loop", {"throughput": bare}),
-        *(Row(name, {"throughput": rate, "share": ratios(rate, bare)}) for name, rate in served.items()),
-    )
+            with server.paused():
+                seconds = decode_seconds_elsewhere(stage.model, prompts, burst.lengths)
+            bare[name].append(sum(burst.lengths) / seconds)
+    return tuple(_throughput_row(name, rates[name], bare[name]) for name in rates)
+
+
+def _throughput_row(name: str, served: Sequence[float], bare: Sequence[float]) -> Row:
+    rate, limit = series(served, "tokens/s"), series(bare, "tokens/s")
+    return Row(name, {"throughput": rate, "bare loop": limit, "share": ratios(rate, limit)})
 
 
 async def _prompts(stage: Stage, plan: LoadPlan, client: Client, seed: object) -> list[list[int]]:

@@ -66,13 +66,18 @@ class Reader:
         self._ready_bytes = ready_bytes
         self._threads = ThreadPoolExecutor(_THREADS, "kv-read")
         self._preparing: threading.Timer | None = None
-        self._get_ready_after(0)
+        # Now and not beside the first request, which may be here the moment we are.
+        all_started = threading.Barrier(_THREADS + 1)
+        for _ in range(_THREADS):
+            self._threads.submit(all_started.wait)
+        all_started.wait()
+        self._get_ready()
 
     def start(self, fetch: Fetch) -> None:
         """Returns at once. Called under the store's lock."""
         self._typical_size = max(self._typical_size, fetch.chunk.bytes)
         self._threads.submit(self._run, fetch)
-        self._get_ready_after(_QUIET_S)
+        self._get_ready_later()
 
     def close(self) -> None:
         """Blocks until the reads under way are done."""
@@ -86,12 +91,13 @@ class Reader:
         state, payload = self._read(fetch.chunk)
         self._on_done(fetch, Fetched(state, payload, perf_counter() - begin))
 
-    def _get_ready_after(self, seconds: float) -> None:
+    def _get_ready(self) -> None:
+        self._cold.get_ready(self._typical_size, self._ready_bytes)
+
+    def _get_ready_later(self) -> None:
         if self._preparing is not None and self._preparing.is_alive():
             return
-        self._preparing = threading.Timer(
-            seconds, lambda: self._cold.get_ready(self._typical_size, self._ready_bytes)
-        )
+        self._preparing = threading.Timer(_QUIET_S, self._get_ready)
         self._preparing.daemon = True
         self._preparing.start()
 

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
@@ -23,6 +23,7 @@ from emberkeep.sched.queue import WaitingLine
 from emberkeep.sched.recent import RecentAnswers
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Slots
+from emberkeep.sched.thread import EngineThread
 from emberkeep.types import Progress
 
 log = logging.getLogger("emberkeep.sched")
@@ -86,9 +87,13 @@ class EngineLoop:
         store: KvStore,
         settings: LoopSettings,
         *,
+        thread: EngineThread | None = None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """`after_step` is called on the engine's thread whenever consumers may have heard something new."""
+        """`thread`: the one that opened the engine, where that matters; the loop ends it when it closes.
+
+        `after_step` is called on the engine's thread whenever consumers may have heard something new.
+        """
         self._after_step = after_step
         self._engine = engine
         self._store = store
@@ -106,8 +111,8 @@ class EngineLoop:
         """Something ended since waiting jobs were last looked at."""
         self.counters = LoopCounters()
         self.recent = RecentAnswers(4 * settings.parallel)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = thread or EngineThread()
+        self._running = self._thread.submit(self._run)
 
     # ── from any thread ──
 
@@ -141,10 +146,10 @@ class EngineLoop:
         with self._door:
             self._stopping = True
         deadline = monotonic() + drain_seconds
-        while self._thread.is_alive() and monotonic() < deadline and self._is_busy():
-            self._thread.join(0.02)
+        while not self._running.done() and monotonic() < deadline and self._is_busy():
+            wait([self._running], timeout=0.02)
         self._inbox.put(_Stop())
-        self._thread.join()
+        self._thread.end()
 
     def stats(self) -> dict[str, object]:
         active = self._slots.active

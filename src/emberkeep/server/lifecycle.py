@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.server.drain import Drain
+from emberkeep.server.rehearsal import rehearse
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,11 @@ class Server(uvicorn.Server):
         self._drain: Drain = app.state.drain
         self._drain_s = config.drain_s
         self._deadline = 0.0
+        self._app = app
+        self._settings = config
+
+    async def rehearse(self) -> None:
+        await rehearse(self._app, self._settings)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -93,6 +99,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _run(server: Server, backend: Backend, listener: socket.socket) -> None:
     with _signals(server.stop):
         try:
+            await server.rehearse()
             await server.serve(sockets=[listener])
             await _end(server.server_state.tasks)
         finally:

@@ -1,0 +1,32 @@
+"""The request before the first."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from scripted import ScriptedBackend
+
+from emberkeep.config import Config
+from emberkeep.server.app import create_app
+from emberkeep.server.rehearsal import rehearse
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_a_rehearsal_reaches_the_route_but_not_the_backend(
+    key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+
+    async def listen(message: object) -> None:
+        heard.append(message)
+
+    monkeypatch.setattr("emberkeep.server.rehearsal._nowhere", listen)
+    config = Config(api_key=key)
+    backend = ScriptedBackend()
+    asyncio.run(rehearse(create_app(backend, config), config))
+    start, body = heard
+    assert isinstance(start, dict)
+    assert isinstance(body, dict)
+    assert start["status"] == 400
+    assert b"messages" in body["body"]
