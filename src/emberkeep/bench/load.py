@@ -25,7 +25,7 @@ _MIXED = (32, 64, 128, 256, 512)
 class LoadPlan:
     clients: int = 8
     prompt_tokens: int = 24
-    answer_tokens: int = 128
+    answer_tokens: int = 256
     mixed_requests: int = 3
     """Per client, of random length, for the time to the first token under load."""
     mixed_answer: int = 24

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 
 from emberkeep.kv.chunkfile import Description, describe
@@ -73,6 +76,7 @@ class Writer:
         }
 
     def _run(self) -> None:
+        _step_back()
         while batch := self._next_batch():
             self._write(batch)
             if not self._queue:
@@ -129,3 +133,10 @@ class Writer:
         except OSError as error:
             self.last_error = str(error)
             log.warning("cannot tidy the store: %s", error)
+
+
+def _step_back() -> None:
+    """Let this thread give way to those that compute. On Linux a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
