@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
@@ -112,8 +112,9 @@ class Running:
         self.thread.start()
 
     def stop(self) -> None:
-        """Like one signal."""
-        self._loop.call_soon_threadsafe(self._server.stop)
+        """Like one signal; nothing happens when the server has already stopped by itself."""
+        with suppress(RuntimeError):  # its loop is closed
+            self._loop.call_soon_threadsafe(self._server.stop)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
