@@ -32,7 +32,8 @@ HURRY_S = 5.0
 class Server(uvicorn.Server):
     """Goes on listening while it drains, so that new requests hear 503 instead of a closed port."""
 
-    def __init__(self, app: FastAPI, config: Config) -> None:
+    def __init__(self, app: FastAPI, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
+        """`on_ready` is called once requests are answered without delay."""
         debug = config.log_level == "debug"
         super().__init__(
             uvicorn.Config(
@@ -53,10 +54,13 @@ class Server(uvicorn.Server):
         self._drain_s = config.drain_s
         self._deadline = 0.0
         self._app = app
+        self._on_ready = on_ready
         self._settings = config
 
-    async def rehearse(self) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await rehearse(self._app, self._settings)
+        await super().startup(sockets)
+        self._on_ready()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -99,7 +103,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _run(server: Server, backend: Backend, listener: socket.socket) -> None:
     with _signals(server.stop):
         try:
-            await server.rehearse()
             await server.serve(sockets=[listener])
             await _end(server.server_state.tasks)
         finally:

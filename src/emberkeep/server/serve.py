@@ -25,8 +25,11 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
     with bind(config.host, config.port) as listener:
         install(config)
         backend = open_backend(config)
-        print(banner(config, backend, listener), file=sys.stderr, flush=True)
-        run_until_stopped(Server(create_app(backend, config), config), backend, listener)
+
+        def announce() -> None:
+            print(banner(config, backend, listener), file=sys.stderr, flush=True)
+
+        run_until_stopped(Server(create_app(backend, config), config, on_ready=announce), backend, listener)
 
 
 def banner(config: Config, backend: Backend, listener: socket.socket) -> str:
