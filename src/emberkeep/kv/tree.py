@@ -84,10 +84,6 @@ class Chunk:
     def is_leaf(self) -> bool:
         return not self.branches
 
-    @property
-    def is_stored(self) -> bool:
-        return self.on_disk or self.payload is not None
-
     def children(self) -> Iterator[Chunk]:
         for by_first in self.branches.values():
             for group in by_first.values():
