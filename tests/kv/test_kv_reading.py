@@ -60,7 +60,7 @@ def test_prepared_memory_is_given_away_once(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(os.urandom(MIB))
     buffers = Buffers()
-    buffers.refill(MIB, limit=2 * MIB)
+    buffers.refill(MIB, limit=2 * MIB, desks=1)
     first, second, third = (contents(path, buffers) for _ in range(3))
     first[:3] = b"abc"
     assert bytes(second) == bytes(third) == path.read_bytes()
@@ -70,7 +70,26 @@ def test_prepared_memory_that_is_too_small_is_not_used(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(os.urandom(3 * MIB))
     buffers = Buffers()
-    buffers.refill(MIB, limit=4 * MIB)
+    buffers.refill(MIB, limit=4 * MIB, desks=1)
     assert contents(path, buffers) == path.read_bytes()
-    buffers.refill(3 * MIB, limit=6 * MIB)
+    buffers.refill(3 * MIB, limit=6 * MIB, desks=1)
     assert contents(path, buffers) == path.read_bytes()
+
+
+def test_what_was_read_stays_when_its_desk_is_used_again(tmp_path):
+    buffers = Buffers()
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(os.urandom(2 * MIB + 5))
+    assert [contents(path, buffers, drop=True) for path in paths] == [path.read_bytes() for path in paths]
+
+
+def test_a_desk_belongs_to_one_reader_at_a_time():
+    buffers = Buffers()
+    buffers.refill(MIB, limit=0, desks=1)
+    with buffers.desk(MIB) as first, buffers.desk(MIB) as second:
+        assert first is not second
+    with buffers.desk(MIB) as again:
+        assert again is first
+    with buffers.desk(2 * MIB) as larger:
+        assert len(larger) == 2 * MIB

@@ -108,9 +108,12 @@ class ColdTier:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
         return chunkfile.read(self._path(expected.key), expected, self._buffers)
 
-    def get_ready(self, size: int, limit: int) -> None:
-        """Prepare memory, up to `limit` bytes, for reading files of `size`. Call it when nothing is urgent."""
-        self._buffers.refill(size, limit)
+    def get_ready(self, size: int, limit: int, readers: int) -> None:
+        """Prepare memory, up to `limit` bytes, for `readers` threads that read files of `size`.
+
+        Call it when nothing is urgent.
+        """
+        self._buffers.refill(size, limit, readers)
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         keys = list(keys)

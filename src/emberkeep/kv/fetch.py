@@ -92,7 +92,7 @@ class Reader:
         self._on_done(fetch, Fetched(state, payload, perf_counter() - begin))
 
     def _get_ready(self) -> None:
-        self._cold.get_ready(self._typical_size, self._ready_bytes)
+        self._cold.get_ready(self._typical_size, self._ready_bytes, _THREADS)
 
     def _get_ready_later(self) -> None:
         if self._preparing is not None and self._preparing.is_alive():

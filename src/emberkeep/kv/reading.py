@@ -1,8 +1,9 @@
 """Whole files into RAM at the speed of the disk.
 
-What the kernel has cached is copied from there. The rest is read past its cache: on the way to the first token
-the processor is busy with tokenising and importing, and copying every byte once more costs more of it than
-the disk takes. Memory that nobody has touched yet costs as much again, so a few buffers are kept ready.
+What the kernel has cached is copied from there. The rest is read past its cache, into a few desks that are used
+over and over: where the disk is a virtual one, memory that it has not written to before halves its speed,
+and a copy from the desk costs less than that. Memory that nobody has touched yet makes the copy slow in
+turn, so some of it is kept ready.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -30,31 +33,50 @@ class EndsEarly(Exception):
 
 
 class Buffers:
-    """Page-aligned memory, some of it touched in advance. Safe to use from any thread."""
+    """Page-aligned memory, touched in advance. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._ready: deque[memoryview] = deque()
+        self._desks: deque[memoryview] = deque()
         self._lock = threading.Lock()
 
     def take(self, size: int) -> memoryview:
-        """At least `size` bytes, a multiple of the page size; the caller's alone."""
-        with self._lock:
-            if self._ready and len(self._ready[-1]) >= size:
-                return self._ready.pop()
-        return _fresh(size)
+        """At least `size` bytes; the caller's alone."""
+        return self._pop(self._ready, size) or _fresh(size)
 
-    def refill(self, size: int, limit: int) -> None:
-        """Make buffers of `size` ready, up to `limit` bytes in all. Blocks: call it when nothing is urgent."""
-        count = min(_READY_BYTES, limit) // max(size, 1) if size >= _WORTH_IT else 0
+    @contextmanager
+    def desk(self, size: int) -> Iterator[memoryview]:
+        """At least `size` bytes, a multiple of the page size, whose contents nobody needs afterwards."""
+        desk = self._pop(self._desks, size) or _fresh(size)
+        try:
+            yield desk
+        finally:
+            with self._lock:
+                self._desks.append(desk)
+
+    def refill(self, size: int, limit: int, desks: int) -> None:
+        """Make memory for files of `size` ready, up to `limit` bytes, and `desks` to read them on.
+
+        Blocks: call it when nothing is urgent.
+        """
+        if size >= _WORTH_IT:
+            self._fill(self._desks, size, desks)
+            self._fill(self._ready, size, min(_READY_BYTES, limit) // size)
+
+    def _pop(self, shelf: deque[memoryview], size: int) -> memoryview | None:
+        with self._lock:
+            return shelf.pop() if shelf and len(shelf[-1]) >= size else None
+
+    def _fill(self, shelf: deque[memoryview], size: int, count: int) -> None:
         while True:
             with self._lock:
-                if self._ready and len(self._ready[-1]) < size:
-                    self._ready.clear()
-                if len(self._ready) >= count:
+                if shelf and len(shelf[-1]) < size:
+                    shelf.clear()
+                if len(shelf) >= count:
                     return
-            touched = _fresh(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _POPULATE)
+            touched = _fresh(size, _POPULATE)
             with self._lock:
-                self._ready.append(touched)
+                shelf.append(touched)
 
 
 def read_file(descriptor: int, size: int, buffers: Buffers) -> memoryview:
@@ -63,13 +85,18 @@ def read_file(descriptor: int, size: int, buffers: Buffers) -> memoryview:
         small = memoryview(np.empty(size, np.uint8))
         _read_rest(descriptor, small, 0)
         return small
-    buffer = buffers.take(size)
-    if _is_cached(descriptor, buffer, size) or not _read_directly(descriptor, buffer, size):
-        _read_rest(descriptor, buffer[:size], 0)
-    return buffer[:size]
+    buffer = buffers.take(size)[:size]
+    with buffers.desk(size) as desk:
+        if _is_cached(descriptor, desk, size) or not _read_directly(descriptor, desk, size):
+            _read_rest(descriptor, buffer, 0)
+        else:
+            # Slice assignment would hold the interpreter's lock.
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(desk[:size], np.uint8))
+    return buffer
 
 
-def _fresh(size: int, flags: int = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) -> memoryview:
+def _fresh(size: int, flags: int = 0) -> memoryview:
+    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return memoryview(mmap.mmap(-1, -(-size // _PAGE) * _PAGE, flags=flags))
 
 
