@@ -178,7 +178,7 @@ def test_leftovers_of_dead_processes_and_strangers_files_are_no_trouble(data_dir
     dead = folder / "tmp" / "dead"
     dead.mkdir()
     (dead / "owner").touch()
-    (dead / "half-written").write_bytes(b"EMBERKV1")
+    (dead / "half-written").write_bytes(b"EMBERKV2")
     (folder / "tmp" / "a file").touch()
     (folder / "chunks" / "a file").touch()
     (folder / "chunks" / "zz").mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.fake import FakeEngine
+from emberkeep.engine.fake import FakeEngine, FakeVocab
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
@@ -17,6 +17,7 @@ from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.kv.tree import Chunk, Cursor, Span
 
 FINGERPRINT = FakeEngine().fingerprint
+PIECES = FakeVocab().pieces
 PLENTY = 1 << 30
 
 
@@ -38,11 +39,28 @@ def exported(tokens: TokenArray, start: int, end: int) -> memoryview:
     return engine.export_kv(0, start, end)
 
 
+LONG = prompt(1000)
+CHUNK_BYTES = len(exported(LONG, 0, 128))
+
+
 def new_store(
     folder: Path | None, *, warm: int = PLENTY, cold: int = PLENTY, fingerprint: bytes = FINGERPRINT
 ) -> KvStore:
     tier = ColdTier(folder, fingerprint) if folder else None
     return KvStore(fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
+
+
+def reopened(store: KvStore, folder: Path, **budgets: int) -> KvStore:
+    store.close()
+    return new_store(folder, **budgets)
+
+
+def only_on_disk(folder: Path, *prompts: TokenArray) -> KvStore:
+    """A store that has just been opened: everything is cold."""
+    store = new_store(folder)
+    for tokens in prompts:
+        put(store, tokens)
+    return reopened(store, folder)
 
 
 def put(
@@ -53,6 +71,7 @@ def put(
     size: int = CHUNK_TOKENS,
     sampled: tuple[Span, ...] = (),
     fork: bool = False,
+    given: bool = False,
 ) -> Cursor:
     """Store `tokens` as a sequence at rest does: full chunks, then a tail."""
     cursor, before = store.origin(namespace), -1
@@ -62,7 +81,7 @@ def put(
         end = min(begin.position + size, len(tokens))
         part = tokens[begin.position : end]
         payload = exported(tokens, begin.position, end)
-        cursor = store.insert(begin, part, payload, sampled, fork=fork and end == len(tokens))
+        cursor = store.insert(begin, part, payload, sampled, fork=fork and end == len(tokens), given=given)
     return cursor
 
 
@@ -124,6 +143,16 @@ def check_books(store: KvStore) -> None:
 
 def chunk_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/chunks/*/*.kv"))
+
+
+def file_of(folder: Path, key: bytes) -> Path:
+    (path,) = folder.glob(f"*/chunks/*/{key.hex()}.kv")
+    return path
+
+
+def no_space(*_: object) -> None:
+    """Stands in for a write."""
+    raise OSError(28, "No space left on device")
 
 
 def _below(chunk: Chunk) -> list[Chunk]:

@@ -25,6 +25,7 @@ GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
 CLOSING = (FakeEngine().vocab.specials["<|im_end|>"], 10)
 PATIENCE = 20
+SLICE = 128  # the smallest there is: the measured speed of a paused engine must not change it
 
 
 class Recorder:
@@ -216,6 +217,14 @@ def unique_prefix_tokens(sequences: Iterable[Sequence[int]]) -> int:
 def text(length: int, seed: int = 0) -> list[int]:
     tokens: TokenArray = np.random.default_rng(seed).integers(32, 127, length, dtype=np.int32)
     return tokens.tolist()
+
+
+PROMPT = text(700)
+LONG = text(2000)
+
+
+def no_pins(rig: Rig) -> bool:
+    return all(chunk.pins == 0 for chunk in rig.store._books)
 
 
 class _Unmeasured(Rate):

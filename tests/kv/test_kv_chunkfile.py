@@ -26,7 +26,7 @@ def description(
     fingerprint: bytes = FINGERPRINT,
 ) -> Description:
     key = chunk_key(fingerprint, namespace, parent, 0, tokens)
-    return Description(fingerprint, namespace, key, parent, 0, 0, tokens, ((2, 5), (9, 20)))
+    return Description(fingerprint, namespace, key, parent, 0, 0, tokens, ((2, 5), (9, 20)), given=True)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from emberkeep.kv.chunkfile import Damaged, Description, write
 from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.keys import ROOT, chunk_key
+from emberkeep.kv.keys import ROOT, chunk_key, store_name
 from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
 
 OTHER = bytes(32)
@@ -15,7 +15,8 @@ OTHER = bytes(32)
 
 def description(seed: int = 0, *, fingerprint: bytes = FINGERPRINT) -> Description:
     tokens = prompt(10, seed=seed)
-    return Description(fingerprint, "", chunk_key(fingerprint, "", ROOT, 0, tokens), ROOT, 0, 0, tokens, ())
+    key = chunk_key(fingerprint, "", ROOT, 0, tokens)
+    return Description(fingerprint, "", key, ROOT, 0, 0, tokens, (), given=False)
 
 
 def payload(of: Description) -> memoryview:
@@ -193,7 +194,7 @@ def test_an_unused_store_of_another_model_makes_room(tier, tmp_path):
     size = sum(path.stat().st_size for path in chunk_files(tmp_path))
     assert tier.shrink_other_stores(size) == size
     assert tier.shrink_other_stores(size - 1) == 0
-    assert not (tmp_path / OTHER.hex()[:32]).exists()
+    assert not (tmp_path / store_name(OTHER)).exists()
 
 
 def test_an_open_store_of_another_model_stays(tier, tmp_path):

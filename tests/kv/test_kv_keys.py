@@ -29,11 +29,11 @@ def key_of(fingerprint: bytes, namespace: str, parent: bytes, take: int, tokens:
 @pytest.mark.parametrize(
     ("namespace", "parent", "take", "tokens", "expected"),
     [
-        ("", ROOT, 0, [1, 2, 3], "114f1ed5156ea5b9e96f335471cb3681659daa154151f2358c10dc5bc25ef4c1"),
-        ("alice", ROOT, 0, [1, 2, 3], "4c67b4059ef4dcb6eaa35eab7e979ac2972b90a44bb2b2a9cd50823c05a6df89"),
-        ("", PARENT, 128, [1, 2, 3], "dc7a034b7dc3731ecf2c9c5673004801caadc26d56a9c815921101c22263873f"),
-        ("", ROOT, 0, [], "50780c8929d63f5d63fd127cd06355008b7f402799d22c7dbbd4d9835d51c325"),
-        ("", ROOT, 0, [-1, 2**31 - 1], "66a675d3a52074124f78732c0bafa93292457182e46b1bb111dbdf9229cc73d9"),
+        ("", ROOT, 0, [1, 2, 3], "6e849f5fd1309484301cb28c60f65bd5cbb0934b7a379ea957d0bdc25f9abc6d"),
+        ("alice", ROOT, 0, [1, 2, 3], "4990b99a63a810a4c7965c236679deb9bedf38f19f48d965025320812068f5bf"),
+        ("", PARENT, 128, [1, 2, 3], "0f3526ca33ee931fdf70193959c3639a1cd4a4433917bbc9bb48bddac8dc6dd1"),
+        ("", ROOT, 0, [], "7f5e8a89a7d1b6d5ac6ca9475336acfce36b7d382d156a16560660facfa0fd57"),
+        ("", ROOT, 0, [-1, 2**31 - 1], "232b1b453655908d57e9aa0e6b68348c231c3faac759e136b92e383929979344"),
     ],
 )
 def test_keys_of_this_format_version_never_change(namespace, parent, take, tokens, expected):

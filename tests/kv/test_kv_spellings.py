@@ -1,13 +1,16 @@
-"""One text, several stored spellings: which of them is replayed."""
+"""One text, several stored spellings: which of them is used again."""
 
 from __future__ import annotations
 
 from emberkeep.engine.fake import FakeVocab
-from helpers.kv_building import exported, ids, new_store, replayed
+from emberkeep.kv.store import CHUNK_TOKENS
+from helpers.kv_building import exported, ids, new_store, put, replayed
 
 VOCAB = FakeVocab()
 QUESTION = list(b"what?")
 LETTERS = list(b"the")
+SPECIALS = frozenset(VOCAB.specials.values())
+END = VOCAB.specials["<|im_end|>"]
 HE = VOCAB.tokenize("he")
 
 
@@ -55,3 +58,72 @@ def test_a_templates_own_words_are_replayed_only_up_to_the_first_border() -> Non
     store.insert(store.origin(""), whole, exported(whole, 0, len(whole)), ((11, 14),), fork=False)
     assert store.replay(store.origin(""), b"user:hibot:yes", 0, {7, 14}, VOCAB.pieces) == ((), 0)
     assert store.replay(store.origin(""), b"user:hibot:yes", 0, {14}, VOCAB.pieces) == (tuple(whole.tolist()), 14)
+
+
+def stretch(store, text: str) -> tuple[int, ...]:
+    """The stored ids of a prompt that begins with `text` and a special token."""
+    data = text.encode()
+    found, end = store.replay(store.origin(""), data + b"<|im_end|>", 0, {len(data)}, VOCAB.pieces, SPECIALS)
+    assert end == (len(data) if found else 0)
+    return found
+
+
+def test_what_the_tokenizer_spelled_once_is_not_tokenised_again() -> None:
+    store = new_store(None)
+    text = "then there is the other one. " * 20
+    spelled = VOCAB.tokenize(text)
+    put(store, ids(*spelled, END, *b"\n"))
+    assert stretch(store, text) == tuple(spelled)
+
+
+def test_a_border_may_be_where_a_chunk_ends() -> None:
+    store = new_store(None)
+    spelled = VOCAB.tokenize("the" * 64)
+    assert len(spelled) == CHUNK_TOKENS
+    put(store, ids(*spelled, END))
+    assert stretch(store, "the" * 64) == tuple(spelled)
+
+
+def test_the_beginning_of_a_longer_text_may_have_been_spelled_differently() -> None:
+    store = new_store(None)
+    put(store, ids(*VOCAB.tokenize("neat"), END))
+    put(store, ids(*VOCAB.tokenize("nea")))
+    assert stretch(store, "nea") == ()
+
+
+def test_ids_that_a_client_sent_are_no_spelling_of_a_text() -> None:
+    store = new_store(None)
+    put(store, ids(*b"then", END), given=True)
+    assert stretch(store, "then") == ()
+    put(store, ids(*VOCAB.tokenize("then"), END))
+    assert stretch(store, "then") == tuple(VOCAB.tokenize("then"))
+
+
+def test_a_special_token_that_a_client_sent_is_no_border_of_a_text() -> None:
+    """The tokenizer was asked for a longer text, of which the client's ids use a part."""
+    store = new_store(None)
+    put(store, ids(*VOCAB.tokenize("athen")))
+    put(store, ids(*VOCAB.tokenize("athen")[:2], END), given=True)
+    cut = b"".join(VOCAB.pieces[token] for token in VOCAB.tokenize("athen")[:2]).decode()
+    assert stretch(store, cut) == ()
+
+
+def test_a_sampled_spelling_goes_before_the_tokenizers() -> None:
+    store = new_store(None)
+    put(store, ids(*VOCAB.tokenize("then"), END))
+    put(store, ids(*b"then", END), sampled=((0, 4),))
+    assert stretch(store, "then") == tuple(b"then")
+
+
+def test_where_ids_came_from_survives_a_restart(tmp_path) -> None:
+    store = new_store(tmp_path)
+    put(store, ids(*b"then", END), given=True)
+    put(store, ids(*VOCAB.tokenize("other"), END))
+    store.close()
+    for index in (None, *tmp_path.glob("*/index.db")):
+        if index:
+            index.unlink()
+        store = new_store(tmp_path)
+        assert stretch(store, "then") == ()
+        assert stretch(store, "other") == tuple(VOCAB.tokenize("other"))
+        store.close()

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.sched.lookahead import Lookahead
 from emberkeep.sched.recent import RecentAnswers
@@ -75,3 +78,36 @@ def test_an_answer_is_replayed_before_the_store_has_it(store):
     for seed in range(2):
         recent.add("alice", prompt(20, seed=seed), (10, 20))
     assert replayed(Lookahead(store, recent, VOCAB, "alice"), asked.tolist(), "then") == ()
+
+
+class UnsplitVocab(FakeVocab):
+    """Special tokens are not borders: a text is tokenised as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits_at_specials = False
+
+
+def keep(store, tokens, size, given):
+    """In chunks of `size`, however short, so that there are many borders of chunks."""
+    while (cursor := store.advance(store.origin(""), tokens)).position < len(tokens):
+        end = min(cursor.position + size, len(tokens))
+        payload = exported(tokens, cursor.position, end)
+        store.insert(cursor, tokens[cursor.position : end], payload, (), fork=True, given=given)
+
+
+parts = st.lists(st.one_of(st.sampled_from(sorted(VOCAB.specials)), st.text("then ar", max_size=9)), max_size=6)
+prompts = st.lists(st.tuples(parts.map("".join), st.booleans()), min_size=1, max_size=8)
+
+
+@given(prompts, st.integers(1, 9), st.sampled_from([FakeVocab, UnsplitVocab]))
+def test_with_or_without_a_store_a_text_is_spelled_the_same(prompts, size, kind):
+    """Whatever texts and ids came before, while nothing was sampled."""
+    store, vocab = new_store(None), kind()
+    tokenizer = PromptTokenizer(vocab)
+    for text, as_ids in prompts:
+        look = Lookahead(store, RecentAnswers(4), vocab, "")
+        spelled = PromptTokenizer(vocab).encode(text)
+        assert tokenizer.encode(text, replay=look.replay) == spelled
+        sent = [*text.encode()] if as_ids else spelled
+        keep(store, np.array(sent, np.int32), size, as_ids)

@@ -274,6 +274,7 @@ class LocalBackend:
             consumer=choice,
             max_new=limit if request.max_tokens is None else min(request.max_tokens, limit),
             closing=closing,
+            given=isinstance(request.prompt, tuple),
             namespace=request.namespace,
             use_cache=request.use_cache,
             want_progress=request.want_progress,

@@ -155,7 +155,15 @@ class Books:
 
     def _hang(self, row: Row, parent: Chunk) -> None:
         d = row.description
-        chunk = Chunk(key=d.key, parent=parent, take=d.take, tokens=d.tokens, sampled=d.sampled, size=row.bytes)
+        chunk = Chunk(
+            key=d.key,
+            parent=parent,
+            take=d.take,
+            tokens=d.tokens,
+            sampled=d.sampled,
+            given=d.given,
+            size=row.bytes,
+        )
         chunk.hits, chunk.last_used = row.hits, row.last_used
         self.clock = max(self.clock, row.last_used)
         self.became_cold(chunk, row.bytes)

@@ -1,11 +1,12 @@
 """The file of one chunk. What it says about itself is enough to rebuild the index and to refuse it.
 
-    0   magic "EMBERKV1"
+    0   magic "EMBERKV2"
     8   u32 length of the description, u32 padding before the payload
     16  u64 length of the payload
     24  xxh3-128 of the payload
     40  blake2b-128 of the bytes before it and the description
-    56  description: length-prefixed fields (fingerprint, namespace, key, parent, take+start, tokens, sampled)
+    56  description: length-prefixed fields (fingerprint, namespace, key, parent, take+start, tokens, sampled,
+        given)
         padding, payload to the end of the file
 
 xxh3 guards the payload against bit rot at memory speed. What makes a payload the *right* one is the
@@ -28,7 +29,7 @@ from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, pack_fields, toke
 from emberkeep.kv.reading import Buffers, EndsEarly, read_file
 from emberkeep.kv.tree import Chunk, Span
 
-MAGIC = b"EMBERKV1"
+MAGIC = b"EMBERKV2"
 _FIXED = struct.Struct("<8sIIQ16s16s")
 _ALIGN = 64
 _MAX_DESCRIPTION = 1 << 20
@@ -52,12 +53,13 @@ class Description:
     start: int
     tokens: TokenArray
     sampled: tuple[Span, ...]
+    given: bool
 
     def pack(self) -> bytes:
-        return self.pack_identity() + pack_fields([np.array(self.sampled, "<u4").tobytes()])
+        return self.pack_identity() + pack_fields([pack_spans(self.sampled), bytes([self.given])])
 
     def pack_identity(self) -> bytes:
-        """What makes a payload the right one. Two processes may differ about which of its tokens were sampled."""
+        """What makes a payload the right one. Two processes may differ about where its tokens came from."""
         return pack_fields(
             [
                 self.fingerprint,
@@ -73,7 +75,7 @@ class Description:
     def unpack(cls, data: bytes) -> Description:
         """Raises Damaged. The key is recomputed: a description cannot claim another chunk's place."""
         try:
-            fingerprint, namespace, key, parent, place, tokens, sampled = unpack_fields(data)
+            fingerprint, namespace, key, parent, place, tokens, sampled, given = unpack_fields(data)
             take, start = struct.unpack("<II", place)
             description = cls(
                 fingerprint,
@@ -84,6 +86,7 @@ class Description:
                 start,
                 np.frombuffer(tokens, "<i4"),
                 unpack_spans(sampled),
+                given != b"\0",
             )
         except (ValueError, struct.error) as error:
             raise Damaged(f"unreadable description: {error}") from None
@@ -95,6 +98,10 @@ class Description:
     def has_its_key(self) -> bool:
         key = chunk_key(self.fingerprint, self.namespace, self.parent, self.take, self.tokens)
         return key == self.key and len(self.tokens) > 0
+
+
+def pack_spans(spans: tuple[Span, ...]) -> bytes:
+    return np.array(spans, "<u4").tobytes()
 
 
 def unpack_spans(data: bytes) -> tuple[Span, ...]:
@@ -114,6 +121,7 @@ def describe(chunk: Chunk, fingerprint: bytes) -> Description:
         chunk.start,
         chunk.tokens,
         chunk.sampled,
+        chunk.given,
     )
 
 

@@ -1,11 +1,11 @@
 """The cold tier: one verified file per chunk under a byte budget.
 
-    <root>/<fingerprint>/chunks/ab/ab….kv    a chunk, named by its key: no outside name ever becomes a path
-                         index.db            a cache of the files' descriptions
-                         quarantine/         files that failed verification, for a person to look at
-                         tmp/<owner>/        files being written; removed once their owner is dead
-                         in-use              lock: shared by everybody who has the store open
-                         opening, evict      locks: held alone while opening, and by the one evictor
+    <root>/<store>/chunks/ab/ab….kv    a chunk, named by its key: no outside name ever becomes a path
+                   index.db            a cache of the files' descriptions
+                   quarantine/         files that failed verification, for a person to look at
+                   tmp/<owner>/        files being written; removed once their owner is dead
+                   in-use              lock: shared by everybody who has the store open
+                   opening, evict      locks: held alone while opening, and by the one evictor
 
 A crash at any moment leaves either no file under a chunk's name or the whole file: data is written and
 forced to disk under `tmp/`, then renamed, then the folder is forced to disk. Several processes may share
@@ -29,7 +29,7 @@ from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
 from emberkeep.kv.index import Index, Row, Unreadable
-from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.keys import ChunkKey, store_name
 from emberkeep.kv.reading import Buffers
 
 log = logging.getLogger("emberkeep.kv")
@@ -40,7 +40,7 @@ class ColdTier:
 
     def __init__(self, root: Path, fingerprint: bytes) -> None:
         self.root = root
-        self.folder = root / fingerprint.hex()[:32]
+        self.folder = root / store_name(fingerprint)
         self._fingerprint = fingerprint
         self._chunks = self.folder / "chunks"
         self._quarantine = self.folder / "quarantine"

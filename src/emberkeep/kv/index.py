@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import apsw
 import numpy as np
 
-from emberkeep.kv.chunkfile import Description, unpack_spans
+from emberkeep.kv.chunkfile import Description, pack_spans, unpack_spans
 from emberkeep.kv.keys import ChunkKey, token_bytes
 
 _SCHEMA = """
@@ -28,12 +28,13 @@ CREATE TABLE IF NOT EXISTS chunk (
     start INTEGER NOT NULL,
     tokens BLOB NOT NULL,
     sampled BLOB NOT NULL,
+    given INTEGER NOT NULL,
     bytes INTEGER NOT NULL,
     last_used INTEGER NOT NULL DEFAULT 0,
     hits INTEGER NOT NULL DEFAULT 0
 )
 """
-_VERSION = 1
+_VERSION = 2
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
@@ -73,14 +74,14 @@ class Index:
 
     def rows_after(self, seq: int) -> list[Row]:
         """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
-        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, bytes, last_used, hits
+        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, given, bytes, last_used, hits
                  FROM chunk WHERE seq > ? ORDER BY seq"""
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
 
     def add(self, entries: Iterable[tuple[Description, int]]) -> None:
         """Insert (description, file size) pairs in one transaction; known keys are left alone."""
-        sql = """INSERT OR IGNORE INTO chunk (key, namespace, parent, take, start, tokens, sampled, bytes)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
+        sql = """INSERT OR IGNORE INTO chunk (key, namespace, parent, take, start, tokens, sampled, given, bytes)
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
         self._write(sql, [_values(description, size) for description, size in entries])
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
@@ -110,19 +111,17 @@ class Index:
             _translated(run)
 
     def _row(self, values: tuple[Any, ...]) -> Row:
-        seq, key, namespace, parent, take, start, tokens, sampled, size, last_used, hits = values
-        spans = unpack_spans(sampled)
-        description = Description(
-            self._fingerprint, namespace, key, parent, take, start, np.frombuffer(tokens, "<i4"), spans
-        )
+        seq, key, namespace, parent, take, start, tokens, sampled, given, size, last_used, hits = values
+        ids, spans = np.frombuffer(tokens, "<i4"), unpack_spans(sampled)
+        description = Description(self._fingerprint, namespace, key, parent, take, start, ids, spans, bool(given))
         if not description.has_its_key:
             raise Unreadable("the store's index: a key does not belong to its tokens")
         return Row(seq, description, size, last_used, hits)
 
 
 def _values(d: Description, size: int) -> tuple[Any, ...]:
-    sampled = np.array(d.sampled, "<u4").tobytes()
-    return (d.key, d.namespace, d.parent, d.take, d.start, token_bytes(d.tokens), sampled, size)
+    tokens, sampled = token_bytes(d.tokens), pack_spans(d.sampled)
+    return (d.key, d.namespace, d.parent, d.take, d.start, tokens, sampled, d.given, size)
 
 
 def _open(path: Path) -> apsw.Connection:

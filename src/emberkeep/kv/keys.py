@@ -17,7 +17,7 @@ import numpy.typing as npt
 ChunkKey = NewType("ChunkKey", bytes)
 TokenArray = npt.NDArray[np.int32]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ROOT = ChunkKey(b"")
 """Parent key of chunks that begin at position 0."""
 
@@ -53,6 +53,12 @@ def chunk_key(fingerprint: bytes, namespace: str, parent: ChunkKey, take: int, t
         token_bytes(tokens),
     ]
     return ChunkKey(hashlib.blake2b(pack_fields(fields), digest_size=32).digest())
+
+
+def store_name(fingerprint: bytes) -> str:
+    """The name of the folder for everything with this fingerprint, in this format."""
+    fields = [struct.pack("<I", FORMAT_VERSION), fingerprint]
+    return hashlib.blake2b(pack_fields(fields), digest_size=16).hexdigest()
 
 
 def token_bytes(tokens: TokenArray) -> bytes:

@@ -18,7 +18,7 @@ from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.cost import CostModel
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
-from emberkeep.kv.replay import Replayed, sampled_spelling, spelled_chunks
+from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
 from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, common_prefix, descend, path_to
 from emberkeep.kv.writer import Writer
 
@@ -113,11 +113,17 @@ class KvStore:
             return rest if latest is None else latest.tokens
 
     def replay(
-        self, cursor: Cursor, text: bytes, start: int, borders: Set[int], pieces: Sequence[bytes]
+        self,
+        cursor: Cursor,
+        text: bytes,
+        start: int,
+        borders: Set[int],
+        pieces: Sequence[bytes],
+        specials: Set[int] = frozenset(),
     ) -> Replayed:
-        """The ids that were sampled after `cursor` for `text[start:end]`, and that end, one of `borders`."""
+        """The ids stored after `cursor` for `text[start:end]`, and that end, one of `borders`."""
         with self._lock:
-            return sampled_spelling(cursor, text, start, borders, pieces)
+            return stored_spelling(cursor, text, start, borders, pieces, specials)
 
     def refresh(self) -> None:
         """Learn what other processes stored. Reads the index: call it outside the engine's thread."""
@@ -193,13 +199,20 @@ class KvStore:
             return cursor
 
     def insert(
-        self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: Iterable[Span], *, fork: bool
+        self,
+        cursor: Cursor,
+        tokens: TokenArray,
+        payload: memoryview,
+        sampled: Iterable[Span],
+        *,
+        fork: bool,
+        given: bool = False,
     ) -> Cursor:
         """Add a chunk of `tokens` at `cursor`; returns the place at its end. The bytes go to disk later.
 
-        `sampled` are spans relative to the chunk. A tail that the chunk contains is retired once it is safe.
-        When the parent has been evicted meanwhile, or there is no room, nothing is added, and the result is the
-        tree's beginning.
+        `sampled` are spans relative to the chunk; `given` as in `Chunk`. A tail that the chunk contains is retired
+        once it is safe. When the parent has been evicted meanwhile, or there is no room, nothing is added, and the
+        result is the tree's beginning.
         """
         parent = cursor.chunk
         tokens = np.ascontiguousarray(tokens, np.int32)
@@ -211,7 +224,13 @@ class KvStore:
                 known.is_fork |= fork
                 return Cursor(known, len(tokens))
             chunk = Chunk(
-                key=key, parent=parent, take=cursor.used, tokens=tokens, sampled=tuple(sampled), size=len(payload)
+                key=key,
+                parent=parent,
+                take=cursor.used,
+                tokens=tokens,
+                sampled=tuple(sampled),
+                given=given,
+                size=len(payload),
             )
             chunk.is_fork = fork
             self._books.add(chunk, payload)

@@ -25,6 +25,7 @@ class Chunk:
     __slots__ = (
         "branches",
         "bytes",
+        "given",
         "hits",
         "is_fork",
         "key",
@@ -48,6 +49,7 @@ class Chunk:
         take: int,
         tokens: TokenArray,
         sampled: tuple[Span, ...] = (),
+        given: bool = False,
         size: int = 0,
         namespace: str = "",
     ) -> None:
@@ -60,6 +62,8 @@ class Chunk:
         self.tokens = tokens
         self.sampled = sampled
         """Ranges of `tokens` (relative) that the model sampled."""
+        self.given = given
+        """A client sent its prompt as ids: where it was not sampled, it need not be as the tokenizer spells."""
         self.bytes = size
         self.payload: memoryview | None = None
         """The warm copy."""

@@ -62,6 +62,8 @@ class Job:
     """0: evaluate the prompt and end."""
     closing: tuple[int, ...] = ()
     """What the chat template writes after the answer: evaluated after the end, for the next turn."""
+    given: bool = False
+    """The client sent `tokens`, not text."""
     namespace: str = ""
     use_cache: bool = True
     want_progress: bool = False

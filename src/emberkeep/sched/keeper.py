@@ -60,5 +60,7 @@ class Keeper:
                 break
             spans = sequence.sampled_spans(begin.position, stop)
             part = tokens[begin.position : stop]
-            cursor = self._store.insert(begin, part, payload, spans, fork=fork and stop == end)
+            cursor = self._store.insert(
+                begin, part, payload, spans, fork=fork and stop == end, given=sequence.given
+            )
         sequence.cursor = cursor

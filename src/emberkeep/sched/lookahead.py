@@ -1,4 +1,4 @@
-"""What the store can do for a prompt that is still text: read ahead, and replay what was sampled."""
+"""What the store can do for a prompt that is still text: read ahead, and spell it as before."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Lookahead:
         self._store = store
         self._recent = recent
         self._pieces = vocab.pieces
+        # Only there the tokenizer begins anew, whatever came before.
+        self._borders = frozenset(vocab.specials.values() if vocab.splits_at_specials else ())
         self._namespace = namespace
         self._cursor = store.origin(namespace)
         self._ids = np.empty(1024, np.int32)
@@ -29,7 +31,7 @@ class Lookahead:
         return self._store.readahead(self._namespace, text.encode("utf-8", "surrogatepass"), self._pieces)
 
     def replay(self, ids: Sequence[int], text: bytes, start: int, borders: Set[int]) -> Replayed:
-        """The ids that were sampled for `text[start:end]` after `ids` (which may only grow), and that end."""
+        """The ids that are stored for `text[start:end]` after `ids` (which may only grow), and that end."""
         left_the_store = self._cursor.position < self._count
         self._take(ids)
         before = self._ids[: self._count]
@@ -39,7 +41,7 @@ class Lookahead:
         self._cursor = self._store.advance(self._cursor, before)
         if self._cursor.position < self._count:
             return (), start
-        return self._store.replay(self._cursor, text, start, borders, self._pieces)
+        return self._store.replay(self._cursor, text, start, borders, self._pieces, self._borders)
 
     def _take(self, ids: Sequence[int]) -> None:
         if len(ids) > len(self._ids):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from emberkeep.kv.keys import ROOT, TokenArray
-from emberkeep.kv.replay import Replayed, sampled_spelling
+from emberkeep.kv.replay import Replayed, stored_spelling
 from emberkeep.kv.tree import Chunk, Cursor, Span, common_prefix
 
 
@@ -40,7 +40,7 @@ class RecentAnswers:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
         for spelled in self._latest_first:
             if spelled.namespace == namespace and common_prefix(spelled.tokens, ids) == len(ids):
-                found = sampled_spelling(Cursor(spelled, len(ids)), text, start, borders, pieces)
+                found = stored_spelling(Cursor(spelled, len(ids)), text, start, borders, pieces)
                 if found[0]:
                     return found
         return (), start

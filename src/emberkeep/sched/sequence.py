@@ -59,6 +59,7 @@ class Sequence:
         self.slot = slot
         self.job: Job | None = job
         self.namespace = job.namespace
+        self.given = job.given
         self.phase = Phase.EVALUATING
         self.tokens = TokenBuffer(job.tokens, min(job.max_new, 512) + len(job.closing))
         self.prompt_length = len(job.tokens)

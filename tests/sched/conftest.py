@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emberkeep.engine.fake import FakeEngine
+from helpers.kv_building import check_books
+from helpers.scheduling import SLICE, Rig
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(cells=1 << 15)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, engine: FakeEngine) -> Iterator[Rig]:
+    """A loop in small slices over a store on disk whose books are right at the end."""
+    with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
+        yield rig
+    check_books(rig.store)

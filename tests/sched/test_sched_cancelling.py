@@ -1,0 +1,121 @@
+"""A cancelled job stops soon, lets go of everything, and keeps what it computed."""
+
+from __future__ import annotations
+
+import threading
+
+from emberkeep.engine.fake import FakeEngine
+from helpers.scheduling import (
+    CLOSING,
+    LONG,
+    PATIENCE,
+    PROMPT,
+    SLICE,
+    Gate,
+    Recorder,
+    Rig,
+    no_pins,
+    reference,
+    text,
+)
+
+
+def test_a_cancelled_prefill_stops_within_one_slice_and_keeps_what_it_computed(rig, engine):
+    gate = Gate(engine, holds=lambda step: step == 1)
+    recorder = Recorder()
+    job = rig.job(LONG, recorder)
+    rig.loop.submit(job)
+    gate.reached()
+    rig.loop.cancel(job)
+    gate.open()
+    rig.settle()
+    assert engine.evaluated_tokens == 2 * SLICE
+    assert not recorder.is_over
+    again = rig.run(LONG)
+    assert again.answer == reference(LONG)
+    assert again.lookup.reused_tokens == 2 * SLICE
+
+
+def test_a_prefill_cancelled_before_a_restart_is_continued_after_it(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine, holds=lambda step: step == 2)
+    with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
+        job = rig.job(LONG)
+        rig.loop.submit(job)
+        gate.reached()
+        rig.loop.cancel(job)
+        gate.open()
+        rig.settle()
+    with Rig(tmp_path) as rig:
+        answer = rig.run(LONG)
+        assert answer.answer == reference(LONG)
+        assert answer.lookup.cold_tokens == 3 * SLICE
+
+
+def test_a_cancelled_answer_stops_within_one_step(rig, engine):
+    gate = Gate(engine, holds=lambda step: step == 8)
+    recorder = Recorder()
+    job = rig.job(PROMPT, recorder, max_new=1000)
+    rig.loop.submit(job)
+    gate.reached()
+    rig.loop.cancel(job)
+    gate.open()
+    rig.settle()
+    assert len(recorder.tokens) <= 6
+    assert rig.run(PROMPT).answer == reference(PROMPT)
+
+
+def test_a_cancelled_job_that_waits_never_runs(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine)
+    with Rig(tmp_path, engine, parallel=1) as rig:
+        first = rig.start(PROMPT)
+        gate.reached()
+        waiting = Recorder()
+        job = rig.job(text(50, seed=5), waiting)
+        rig.loop.submit(job)
+        rig.loop.cancel(job)
+        gate.open()
+        first.wait()
+        rig.settle()
+        assert not waiting.is_over
+        assert len(rig.loop._line) == 0
+        assert engine.evaluated_tokens == len(PROMPT) + len(first.tokens) + len(CLOSING)
+
+
+def test_a_job_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypatch):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path) as rig:
+        reading, go_on = threading.Event(), threading.Event()
+        read = rig.store._cold.read
+
+        def slow(expected):
+            reading.set()
+            assert go_on.wait(PATIENCE)
+            return read(expected)
+
+        monkeypatch.setattr(rig.store._cold, "read", slow)
+        recorder = Recorder()
+        job = rig.job(PROMPT, recorder)
+        rig.loop.submit(job)
+        assert reading.wait(PATIENCE)
+        rig.loop.cancel(job)
+        rig.settle()
+        assert no_pins(rig)
+        go_on.set()
+        assert not recorder.is_over
+        answer = rig.run(PROMPT)
+        assert answer.answer == reference(PROMPT)
+        assert answer.lookup.reused_tokens == len(PROMPT) - 1
+        assert no_pins(rig)
+
+
+def test_cancelling_what_is_over_changes_nothing(rig):
+    recorder = Recorder()
+    job = rig.job(PROMPT, recorder)
+    rig.loop.submit(job)
+    recorder.wait()
+    rig.loop.cancel(job)
+    rig.settle()
+    assert rig.loop.counters.cancelled == 0

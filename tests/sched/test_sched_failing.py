@@ -1,0 +1,128 @@
+"""What fails concerns its own jobs, and the loop goes on while it can."""
+
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.engine.base import Outcome
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EngineError, Overloaded
+from helpers.scheduling import (
+    LONG,
+    PATIENCE,
+    PROMPT,
+    SLICE,
+    Gate,
+    Recorder,
+    Rig,
+    reference,
+    text,
+)
+
+
+def fail_once(engine: FakeEngine, at: int, error: Exception) -> None:
+    steps = iter(range(1000))
+
+    def on_evaluate(batch):
+        if next(steps) == at:
+            raise error
+
+    engine.on_evaluate = on_evaluate
+
+
+def test_a_failed_step_fails_its_jobs_and_the_loop_goes_on(rig, engine):
+    fail_once(engine, 1, EngineError("the accelerator is on fire"))
+    assert isinstance(rig.run(LONG).error, EngineError)
+    assert rig.run(LONG).answer == reference(LONG)
+    assert rig.loop.counters.failed == 1
+
+
+def test_what_waits_for_a_job_that_fails_runs_itself(rig, engine):
+    gate = Gate(engine)
+    first = rig.start(LONG)
+    gate.reached()
+    second = rig.start(LONG)
+    third = rig.start(LONG[:1500])
+    held = engine.on_evaluate
+
+    def fail(batch):
+        engine.on_evaluate = None
+        held(batch)
+        raise EngineError("once")
+
+    engine.on_evaluate = fail
+    gate.open()
+    first.wait()
+    assert second.answer == reference(LONG)
+    assert third.answer == reference(LONG[:1500])
+
+
+def test_nothing_of_a_failed_step_is_kept(rig, engine):
+    fail_once(engine, 2, EngineError("no"))
+    rig.run(LONG)
+    again = rig.run(LONG)
+    assert again.lookup.reused_tokens == 2 * SLICE
+    assert again.answer == reference(LONG)
+
+
+def test_a_memory_that_stays_full_fails_the_job_and_not_the_loop(tmp_path):
+    class Stubborn(FakeEngine):
+        full = True
+
+        def evaluate(self, batch):
+            return Outcome.NO_ROOM if self.full else super().evaluate(batch)
+
+    engine = Stubborn()
+    with Rig(tmp_path, engine) as rig:
+        failed = rig.run(PROMPT)
+        assert isinstance(failed.error, EngineError)
+        assert "full" in str(failed.error)
+        engine.full = False
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+
+
+def test_state_that_cannot_be_exported_costs_its_reuse_only(tmp_path):
+    class Mute(FakeEngine):
+        def export_kv(self, sequence, start, end):
+            raise EngineError("no")
+
+    with Rig(tmp_path, Mute()) as rig:
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+        assert rig.run(text(50)).answer == reference(text(50))
+
+
+def test_a_sampler_that_fails_concerns_its_own_request(rig):
+    class Broken:
+        def sample(self, logits, pieces):
+            raise ZeroDivisionError
+
+    broken, recorder = rig.job(PROMPT), Recorder()
+    broken.sampler, broken.consumer = Broken(), recorder
+    rig.loop.submit(broken)
+    other = rig.start(text(90, seed=2))
+    assert isinstance(recorder.wait().error, EngineError)
+    assert other.answer == reference(text(90, seed=2))
+
+
+def test_a_loop_that_breaks_tells_everybody_and_takes_nothing_more(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine)
+    rig = Rig(tmp_path, engine, parallel=1)
+    running = rig.start(PROMPT)
+    gate.reached()
+    waiting = rig.start(text(20))
+    held = engine.on_evaluate
+
+    def explode(batch):
+        held(batch)
+        raise RuntimeError("a bug")
+
+    engine.on_evaluate = explode
+    gate.open()
+    assert isinstance(running.wait().error, EngineError)
+    assert isinstance(waiting.wait().error, EngineError)
+    rig.loop._running.result(PATIENCE)
+    assert engine.is_closed
+    with pytest.raises(Overloaded):
+        rig.start(PROMPT)
+    rig.close()

@@ -1,0 +1,121 @@
+"""Many jobs at once: who runs, who waits and for how long, who is refused."""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic
+
+import pytest
+
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import DeadlineExceeded, Overloaded
+from helpers.scheduling import (
+    LONG,
+    PATIENCE,
+    PROMPT,
+    SLICE,
+    Gate,
+    Recorder,
+    Rig,
+    no_pins,
+    reference,
+    text,
+)
+
+
+def test_others_run_while_one_loads(tmp_path, monkeypatch):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path) as rig:
+        go_on, read = threading.Event(), rig.store._cold.read
+        monkeypatch.setattr(rig.store._cold, "read", lambda expected: go_on.wait(PATIENCE) and read(expected))
+        loading = rig.start(PROMPT)
+        other = text(100, seed=6)
+        assert rig.start(other).answer == reference(other)
+        assert not loading.is_over
+        go_on.set()
+        assert loading.answer == reference(PROMPT)
+
+
+def test_jobs_that_do_not_fit_together_run_one_after_the_other(tmp_path):
+    engine = FakeEngine(cells=1000, context=1000)
+    prompts = [text(600, seed=seed) for seed in range(4)]
+    with Rig(tmp_path, engine) as rig:
+        recorders = [rig.start(prompt) for prompt in prompts]
+        assert [r.answer for r in recorders] == [reference(prompt) for prompt in prompts]
+        assert rig.loop.counters.failed == 0
+
+
+def test_a_turn_that_is_being_closed_still_counts_as_room_taken(tmp_path):
+    """Two conversations that each nearly fill the engine, one right behind the other."""
+    engine = FakeEngine(cells=1000, context=1000)
+    one, other = text(960, seed=1), text(960, seed=2)
+    with Rig(tmp_path, engine) as rig:
+        second = Recorder()
+        first = Recorder(then=lambda _: rig.start(other, second, closing=()) and None)
+        assert rig.start(one, first, closing=(10,) * 20).answer == reference(one)
+        assert second.answer == reference(other)
+
+
+def test_more_jobs_than_may_wait_are_refused(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine)
+    with Rig(tmp_path, engine, parallel=1, waiting=2) as rig:
+        rig.start(PROMPT)
+        gate.reached()
+        waiting = [rig.start(text(20, seed=seed)) for seed in (1, 2)]
+        with pytest.raises(Overloaded, match="2 requests are waiting") as refused:
+            rig.start(text(20, seed=3))
+        assert refused.value.retry_after > 0
+        gate.open()
+        assert [r.answer for r in waiting] == [reference(text(20, seed=seed)) for seed in (1, 2)]
+        assert rig.run(text(20, seed=3)).answer == reference(text(20, seed=3))
+
+
+def test_a_job_that_waited_too_long_fails(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine)
+    with Rig(tmp_path, engine, parallel=1) as rig:
+        running = rig.start(PROMPT)
+        gate.reached()
+        late = rig.start(text(20, seed=1), deadline=monotonic() - 1)
+        gate.open()
+        assert isinstance(late.wait().error, DeadlineExceeded)
+        assert running.answer == reference(PROMPT)
+
+
+def test_a_job_that_loads_for_too_long_fails_when_nothing_else_happens(tmp_path, monkeypatch):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path) as rig:
+        go_on, read = threading.Event(), rig.store._cold.read
+        monkeypatch.setattr(rig.store._cold, "read", lambda expected: go_on.wait(PATIENCE) and read(expected))
+        loading = rig.start(PROMPT, deadline=monotonic() + 0.05)
+        assert isinstance(loading.wait().error, DeadlineExceeded)
+        go_on.set()
+        rig.settle()
+        assert no_pins(rig)
+
+
+def test_a_running_job_that_takes_too_long_fails_and_keeps_what_it_computed(rig, engine):
+    gate = Gate(engine, holds=lambda step: step == 1)
+    recorder = Recorder()
+    job = rig.job(LONG, recorder, deadline=monotonic() + 1000)
+    rig.loop.submit(job)
+    gate.reached()
+    job.deadline = monotonic() - 1
+    gate.open()
+    assert isinstance(recorder.wait().error, DeadlineExceeded)
+    assert rig.run(LONG).lookup.reused_tokens == 2 * SLICE
+
+
+def test_stats_can_be_asked_for_from_any_thread_while_jobs_come_and_go(rig):
+    recorders = [rig.start(text(30, seed=seed), max_new=2) for seed in range(40)]
+    while not all(recorder.is_over for recorder in recorders):
+        stats = rig.loop.stats()
+        assert stats["active"] <= 4
+    rig.settle()
+    stats = rig.loop.stats()
+    assert stats["jobs"] == 40
+    assert stats["evaluated_tokens"] == rig.engine.evaluated_tokens
+    assert stats["waiting"] == stats["active"] == 0
