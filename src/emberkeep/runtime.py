@@ -57,7 +57,7 @@ def assemble(
     template_source: str | None,
     card: ModelCard,
     thread: EngineThread | None = None,
-) -> Backend:
+) -> LocalBackend:
     """A backend over any engine, which was opened on `thread`. Both belong to it from now on."""
     template = _template(engine, template_source)
     store = open_store(config, engine.fingerprint)

@@ -124,7 +124,7 @@ class LocalBackend:
         self.card = card
         self._vocab = vocab
         self._template = template
-        self._loop = loop
+        self.loop = loop
         self._store = store
         self._outbox = outbox
         self._context = context
@@ -142,7 +142,7 @@ class LocalBackend:
         jobs = self._jobs(request, prompt, channel, arrived)
         try:
             for job, _ in jobs:
-                self._loop.submit(job)
+                self.loop.submit(job)
             if request.echo:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
@@ -151,7 +151,7 @@ class LocalBackend:
         finally:
             for job, choice in jobs:
                 if not choice.is_over:
-                    self._loop.cancel(job)
+                    self.loop.cancel(job)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         ids = self._vocab.tokenize(text, parse_special=parse_special)
@@ -168,7 +168,7 @@ class LocalBackend:
         costs = self._store.costs
         return {
             "model": self.card.id,
-            "scheduler": self._loop.stats(),
+            "scheduler": self.loop.stats(),
             "store": self._store.stats(),
             "measured": {
                 "evaluate_tokens_per_s": costs.evaluate.value,
@@ -178,7 +178,7 @@ class LocalBackend:
         }
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._loop.close, self._drain_s)
+        await asyncio.to_thread(self.loop.close, self._drain_s)
         await asyncio.to_thread(self._store.close)
 
     def _rehearse(self) -> None:
@@ -195,7 +195,7 @@ class LocalBackend:
     def _prepare(self, request: Request) -> _Prompt:
         """Everything about a request that needs no engine. Raises RequestError."""
         self._store.refresh()
-        look = Lookahead(self._store, self._loop.recent, self._vocab, request.namespace)
+        look = Lookahead(self._store, self.loop.recent, self._vocab, request.namespace)
         if isinstance(request.prompt, tuple):
             self._check_ids(request.prompt, "prompt")
             text, ids, ahead = self.detokenize(request.prompt), list(request.prompt), set[ChunkKey]()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
 _BLOCK = 4 << 20
+_READERS = 4
 
 
 def chunk_files(data_dir: Path) -> list[Path]:
@@ -31,12 +36,31 @@ def drop_from_page_cache(files: Iterable[Path]) -> None:
             os.close(descriptor)
 
 
-def read_bandwidth(files: Iterable[Path]) -> float:
-    """Bytes per second of reading whole files one after the other, from disk if they are not cached."""
-    buffer = bytearray(_BLOCK)
-    total, begin = 0, perf_counter()
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+def read_bandwidth(files: Sequence[Path]) -> float:
+    """Bytes per second at which these files come from the disk when nothing else is to be done.
+
+    The best of reading through the page cache and past it.
+    """
+    return max(_bandwidth(files, flags) for flags in {0, getattr(os, "O_DIRECT", 0)})
+
+
+def _bandwidth(files: Sequence[Path], flags: int) -> float:
+    """0 where the file system does not read that way."""
+    own = threading.local()
+
+    def read(path: Path) -> int:
+        if not hasattr(own, "buffer"):
+            own.buffer = mmap.mmap(-1, _BLOCK)  # page-aligned, as direct reads want it
+        descriptor, total = os.open(path, os.O_RDONLY | flags), 0
+        try:
+            while (count := os.preadv(descriptor, [own.buffer], total)) == _BLOCK:
                 total += count
-    return total / (perf_counter() - begin)
+            return total + count
+        finally:
+            os.close(descriptor)
+
+    drop_from_page_cache(files)
+    with suppress(OSError), ThreadPoolExecutor(_READERS) as readers:
+        begin = perf_counter()
+        return sum(readers.map(read, files)) / (perf_counter() - begin)
+    return 0.0

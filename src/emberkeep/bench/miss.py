@@ -1,14 +1,13 @@
 """`miss`: what looking up and storing cost a prompt of which nothing is known.
 
-The product (everything but HTTP) and a bare engine evaluate the same tokens in the same slices, in turns, in
-one process. Both begin with an empty engine each time. What slicing itself costs is a row of its own.
+The product (everything but HTTP) and a bare engine evaluate the same tokens in the same slices, in turns, on
+one thread. Both begin with an empty engine each time. What slicing itself costs is a row of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +15,8 @@ from time import perf_counter, process_time
 
 import numpy as np
 
-from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.local import LocalBackend
 from emberkeep.bench.bare import Tokens, open_engine, prefill
 from emberkeep.bench.client import is_settled
 from emberkeep.bench.figures import Series, overhead, series
@@ -26,6 +26,7 @@ from emberkeep.config import Config
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.runtime import assemble
+from emberkeep.sched.thread import EngineThread
 from emberkeep.types import Request, Sampling
 
 _POLL_S = 0.002
@@ -83,29 +84,34 @@ async def run(stage: Stage, plan: MissPlan) -> Result:
     settings = LlamaSettings(
         context=plan.tokens + _ROOM, cells=plan.tokens + _ROOM, sequences=1, batch=config.prefill_slice
     )
-    with closing(open_engine(stage.model, settings)) as bare:
-        engine = _Recorder(stage.model, settings)
-        backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, settings.context))
-        try:
-            rounds = []
-            for number in range(plan.repeat):
-                stage.say(f"round {number + 1} of {plan.repeat}")
-                prompt = _prompt(plan.tokens, number, bare.vocab.size)
-                rounds.append(await _round(backend, engine, bare, prompt))
-        finally:
-            await backend.close()
+    thread = EngineThread()
+    engine, bare = thread.submit(
+        lambda: (_Recorder(stage.model, settings), open_engine(stage.model, settings))
+    ).result()
+    backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, settings.context), thread)
+    try:
+        rounds = []
+        for number in range(plan.repeat):
+            stage.say(f"round {number + 1} of {plan.repeat}")
+            prompt = _prompt(plan.tokens, number, bare.vocab.size)
+            rounds.append(await _round(backend, engine, bare, prompt))
+    finally:
+        await asyncio.wrap_future(backend.loop.call(bare.close))
+        await backend.close()
     return _result(plan, rounds)
 
 
-async def _round(backend: Backend, engine: _Recorder, bare: Engine, prompt: Tokens) -> _Round:
+async def _round(backend: LocalBackend, engine: _Recorder, bare: Engine, prompt: Tokens) -> _Round:
+    async def alone(slices: Sequence[int]) -> _Cost:
+        return await asyncio.wrap_future(backend.loop.call(lambda: _bare(bare, prompt, slices)))
+
     engine.steps.clear()
     answered, durable = await _through_product(backend, prompt)
-    slices = leading(engine.steps, len(prompt))
     return _Round(
-        bare=_bare(bare, prompt, slices),
+        bare=await alone(leading(engine.steps, len(prompt))),
         answered=answered,
         durable=durable,
-        unhurried=_bare(bare, prompt, largest_slices(len(prompt), bare.capabilities.batch)),
+        unhurried=await alone(largest_slices(len(prompt), bare.capabilities.batch)),
     )
 
 
@@ -131,7 +137,7 @@ def _prompt(tokens: int, seed: int, vocab_size: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, vocab_size, tokens, np.int32)
 
 
-async def _through_product(backend: Backend, prompt: Tokens) -> tuple[_Cost, _Cost]:
+async def _through_product(backend: LocalBackend, prompt: Tokens) -> tuple[_Cost, _Cost]:
     request = Request(prompt=tuple(int(token) for token in prompt), max_tokens=1, sampling=Sampling(temperature=0))
     begin = _now()
     async for _ in backend.generate(request):
