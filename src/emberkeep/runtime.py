@@ -8,6 +8,7 @@ from pathlib import Path
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.channel import Outbox
 from emberkeep.backend.local import LocalBackend
+from emberkeep.backend.places import Places
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import Config, total_ram
 from emberkeep.engine.base import Engine
@@ -62,7 +63,7 @@ def assemble(
     template = _template(engine, template_source)
     store = open_store(config, engine.fingerprint)
     slice_ = min(config.prefill_slice, engine.capabilities.batch)
-    settings = LoopSettings(parallel=config.parallel, prefill_slice=slice_, waiting=config.queue)
+    settings = LoopSettings(parallel=config.parallel, prefill_slice=slice_)
     outbox = Outbox()
     return LocalBackend(
         card,
@@ -71,6 +72,7 @@ def assemble(
         EngineLoop(engine, store, settings, thread=thread, after_step=outbox.flush),
         store,
         outbox,
+        Places(config.parallel + config.queue),
         context=engine.capabilities.context,
         deadline_s=config.deadline_s,
         drain_s=config.drain_s,

@@ -129,7 +129,7 @@ def test_the_bare_prefill_repeats_the_steps_of_the_scheduler() -> None:
     tokens = np.arange(32, 100, dtype=np.int32)
     scheduled, bare = RecordingEngine(), RecordingEngine()
     store = KvStore(scheduled.fingerprint, warm_budget=1 << 30, cold=None, cold_budget=0)
-    loop = EngineLoop(scheduled, store, LoopSettings(parallel=1, prefill_slice=16, waiting=1))
+    loop = EngineLoop(scheduled, store, LoopSettings(parallel=1, prefill_slice=16))
     consumer = UntilEnded()
     loop.submit(Job(tokens, Sampler(Sampling(temperature=0)), consumer, max_new=1))
     assert consumer.over.wait(30)

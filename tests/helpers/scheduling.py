@@ -103,7 +103,6 @@ class Rig:
         engine: Engine | None = None,
         *,
         parallel: int = 4,
-        waiting: int = 64,
         prefill_slice: int = 256,
         warm: int = 1 << 30,
         cold: int = 1 << 30,
@@ -112,7 +111,7 @@ class Rig:
         tier = ColdTier(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
         self.store.costs.evaluate = _Unmeasured()
-        self.loop = EngineLoop(self.engine, self.store, LoopSettings(parallel, prefill_slice, waiting))
+        self.loop = EngineLoop(self.engine, self.store, LoopSettings(parallel, prefill_slice))
 
     def __enter__(self) -> Rig:
         return self

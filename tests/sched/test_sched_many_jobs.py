@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from time import monotonic
 
-import pytest
-
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import DeadlineExceeded, Overloaded
+from emberkeep.errors import DeadlineExceeded
 from helpers.scheduling import (
     LONG,
     PATIENCE,
@@ -55,21 +53,6 @@ def test_a_turn_that_is_being_closed_still_counts_as_room_taken(tmp_path):
         first = Recorder(then=lambda _: rig.start(other, second, closing=()) and None)
         assert rig.start(one, first, closing=(10,) * 20).answer == reference(one)
         assert second.answer == reference(other)
-
-
-def test_more_jobs_than_may_wait_are_refused(tmp_path):
-    engine = FakeEngine()
-    gate = Gate(engine)
-    with Rig(tmp_path, engine, parallel=1, waiting=2) as rig:
-        rig.start(PROMPT)
-        gate.reached()
-        waiting = [rig.start(text(20, seed=seed)) for seed in (1, 2)]
-        with pytest.raises(Overloaded, match="2 requests are waiting") as refused:
-            rig.start(text(20, seed=3))
-        assert refused.value.retry_after > 0
-        gate.open()
-        assert [r.answer for r in waiting] == [reference(text(20, seed=seed)) for seed in (1, 2)]
-        assert rig.run(text(20, seed=3)).answer == reference(text(20, seed=3))
 
 
 def test_a_job_that_waited_too_long_fails(tmp_path):

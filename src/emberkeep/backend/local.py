@@ -12,6 +12,7 @@ import numpy as np
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.channel import Channel, Outbox
+from emberkeep.backend.places import Place, Places
 from emberkeep.chat.dialects import Reasoning, open_reasoning
 from emberkeep.chat.grammar import Constraint, Grammars
 from emberkeep.chat.stream import TextStream
@@ -69,10 +70,11 @@ _Item = Event | _Ended | EmberkeepError
 class _Choice:
     """A job's consumer: tokens in, events out. Lives on the engine's thread."""
 
-    def __init__(self, index: int, stream: TextStream, channel: Channel[_Item]) -> None:
+    def __init__(self, index: int, stream: TextStream, channel: Channel[_Item], place: Place) -> None:
         self._index = index
         self._stream = stream
         self._channel = channel
+        self._place = place
         self.is_over = False
 
     def progress(self, progress: Progress) -> None:
@@ -89,15 +91,19 @@ class _Choice:
         return self._stream.text_kept_tokens
 
     def ended(self, ending: Ending) -> None:
-        self.is_over = True
+        self._over()
         for event in self._stream.finish():
             self._channel.put(event)
         self._channel.put(Finished(self._index, self._finish_reason(ending)))
         self._channel.put(_Ended(self._index, ending, self._stream.reasoning_tokens))
 
     def failed(self, error: EmberkeepError) -> None:
-        self.is_over = True
+        self._over()
         self._channel.put(error)
+
+    def _over(self) -> None:
+        self.is_over = True
+        self._place.choice_over()
 
     def _finish_reason(self, ending: Ending) -> FinishReason:
         if self._stream.saw_tool_calls:
@@ -116,6 +122,7 @@ class LocalBackend:
         loop: EngineLoop,
         store: KvStore,
         outbox: Outbox,
+        places: Places,
         *,
         context: int,
         deadline_s: float | None = None,
@@ -127,6 +134,7 @@ class LocalBackend:
         self.loop = loop
         self._store = store
         self._outbox = outbox
+        self._places = places
         self._context = context
         self._deadline_s = deadline_s
         self._drain_s = drain_s
@@ -137,10 +145,12 @@ class LocalBackend:
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         arrived = monotonic()
-        prompt = await asyncio.to_thread(self._prepare, request)
-        channel: Channel[_Item] = Channel(self._outbox)
-        jobs = self._jobs(request, prompt, channel, arrived)
+        place = self._places.take(request.n)
+        jobs: list[tuple[Job, _Choice]] = []
         try:
+            prompt = await asyncio.to_thread(self._prepare, request)
+            channel: Channel[_Item] = Channel(self._outbox)
+            jobs = self._jobs(request, prompt, channel, place, arrived)
             for job, _ in jobs:
                 self.loop.submit(job)
             if request.echo:
@@ -152,6 +162,7 @@ class LocalBackend:
             for job, choice in jobs:
                 if not choice.is_over:
                     self.loop.cancel(job)
+            place.leave()
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         ids = self._vocab.tokenize(text, parse_special=parse_special)
@@ -241,7 +252,7 @@ class LocalBackend:
     # ── jobs ──
 
     def _jobs(
-        self, request: Request, prompt: _Prompt, channel: Channel[_Item], arrived: float
+        self, request: Request, prompt: _Prompt, channel: Channel[_Item], place: Place, arrived: float
     ) -> list[tuple[Job, _Choice]]:
         reasoning = open_reasoning(prompt.text) if request.prompt is None else None
         jobs = []
@@ -250,6 +261,7 @@ class LocalBackend:
                 index,
                 TextStream.for_request(self._vocab, request, index=index, prompt=prompt.text),
                 channel,
+                place,
             )
             jobs.append((self._job(request, prompt, choice, index, reasoning, arrived), choice))
         return jobs

@@ -39,8 +39,6 @@ class LoopSettings:
     """Jobs in the engine at once."""
     prefill_slice: int
     """Prompt tokens per step while nothing else runs."""
-    waiting: int
-    """Jobs that may wait; more are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ class EngineLoop:
         self._store = store
         self._settings = settings
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._line = WaitingLine(settings.waiting)
+        self._line = WaitingLine()
         self._slots = Slots(engine)
         self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
         self._keeper = Keeper(engine, store)
@@ -117,11 +115,10 @@ class EngineLoop:
     # ── from any thread ──
 
     def submit(self, job: Job) -> None:
-        """Raises Overloaded when too many wait already."""
+        """Raises Overloaded once the loop is being closed."""
         with self._door:
             if self._stopping:
                 raise Overloaded(_SHUTTING_DOWN)
-            self._line.reserve()
             self._inbox.put(job)
 
     def cancel(self, job: Job) -> None:
@@ -414,7 +411,7 @@ class EngineLoop:
         return max(min(deadlines) - monotonic(), 0.001) if deadlines else None
 
     def _is_busy(self) -> bool:
-        return bool(self._slots.active) or len(self._line) > 0
+        return bool(self._slots.active) or len(self._line) > 0 or not self._inbox.empty()
 
     def _fail_everything(self, error: EmberkeepError) -> None:
         with self._door:
