@@ -105,6 +105,7 @@ def _open_llamacpp(
         sequences=2 * config.parallel,
         batch=max(config.prefill_slice, 2 * config.parallel),
         threads=config.threads,
+        rope_switches=shape.short_rope_context is not None,
     )
     return LlamaEngine(model, settings, digest), model.chat_template
 
@@ -122,6 +123,10 @@ def _context(config: Config, shape: ModelProfile) -> int:
 def _cells(config: Config, shape: ModelProfile, context: int) -> int:
     """Room for `parallel` full contexts if RAM allows, and always for one."""
     affordable = total_ram() // _KV_SHARE_OF_RAM // max(shape.kv_bytes_per_token, 1)
+    short = shape.short_rope_context
+    if short is not None and context <= short:
+        # llama.cpp looks at the number of cells: with more of them it would rotate for long contexts.
+        affordable = min(affordable, short)
     return max(context, min(config.parallel * context, affordable))
 
 

@@ -29,8 +29,12 @@ def model_files(tmp_path_factory):
 def open_engine(model_files):
     engines = []
 
-    def make(kind: str = "dense", *, cells: int = 1024, digest: str = "digest") -> LlamaEngine:
-        settings = LlamaSettings(context=cells, cells=cells, sequences=8, batch=256, threads=1)
+    def make(
+        kind: str = "dense", *, cells: int = 1024, digest: str = "digest", rope_switches: bool = True
+    ) -> LlamaEngine:
+        settings = LlamaSettings(
+            context=cells, cells=cells, sequences=8, batch=256, threads=1, rope_switches=rope_switches
+        )
         engines.append(LlamaEngine(LlamaModel(model_files[kind]), settings, digest))
         return engines[-1]
 
@@ -84,9 +88,14 @@ def test_a_payload_of_another_model_shape_is_refused(open_engine, tmp_path, monk
         open_engine().import_kv(0, 0, 30, payload, 0)
 
 
-def test_the_fingerprint_changes_when_the_context_outgrows_the_training(open_engine):
+def test_the_fingerprint_changes_when_the_cells_make_the_model_rotate_differently(open_engine):
     assert open_engine(cells=512).fingerprint == open_engine(cells=1024).fingerprint
     assert open_engine(cells=1024).fingerprint != open_engine(cells=2048).fingerprint
+
+
+def test_a_model_with_one_set_of_rope_factors_has_one_fingerprint_for_all_contexts(open_engine):
+    one, other = (open_engine(cells=cells, rope_switches=False) for cells in (1024, 2048))
+    assert one.fingerprint == other.fingerprint
 
 
 def test_each_kind_of_model_says_how_its_state_can_be_kept(open_engine):

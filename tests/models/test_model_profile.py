@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,11 @@ def test_flipped_bytes_give_a_profile_or_a_refusal(tmp_path: Path) -> None:
         except ModelBroken:
             refused += 1
     assert refused > 20
+
+
+@pytest.mark.parametrize(("given", "expected"), [({"rope.scaling.original_context_length": 128}, 128), ({}, 512)])
+def test_a_model_with_two_sets_of_rope_factors(tmp_path: Path, given: dict[str, int], expected: int) -> None:
+    header = read_header(tiny_model(tmp_path / "m.gguf", "phi3", {**BASE, **given}))
+    assert profile(header).short_rope_context is None
+    longer = replace(header.tensors[0], name="rope_factors_long.weight")
+    assert profile(replace(header, tensors=(*header.tensors, longer))).short_rope_context == expected

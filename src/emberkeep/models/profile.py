@@ -49,6 +49,8 @@ class ModelProfile:
     chat_template: str | None
     sliding_window: int | None
     expert_count: int
+    short_rope_context: int | None
+    """Where a model has RoPE factors for short and for long contexts: the longest short one."""
 
 
 def profile(header: GgufHeader) -> ModelProfile:
@@ -87,6 +89,7 @@ class _Metadata:
             chat_template=self._text("tokenizer.chat_template") or None,
             sliding_window=self._int("attention.sliding_window") or None,
             expert_count=self._int("expert_count") or 0,
+            short_rope_context=self._short_rope_context(),
         )
 
     def _refuse_parts(self) -> None:
@@ -134,6 +137,11 @@ class _Metadata:
         # With a latent in the K cache, V is a view of it and takes no room.
         latent = self._int("attention.key_length_mla") and self._int("attention.value_length_mla")
         return 0 if latent else values
+
+    def _short_rope_context(self) -> int | None:
+        if not any("rope_factors_long" in tensor.name for tensor in self._header.tensors):
+            return None
+        return self._int("rope.scaling.original_context_length") or self._required("context_length")
 
     def _quantisation(self) -> str:
         sizes: Counter[str] = Counter()

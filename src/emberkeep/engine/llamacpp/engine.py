@@ -37,6 +37,8 @@ class LlamaSettings:
     batch: int = 512
     """Most tokens evaluated in one step."""
     threads: int | None = None
+    rope_switches: bool = True
+    """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
 
 
 class LlamaEngine:
@@ -59,7 +61,9 @@ class LlamaEngine:
             batch=settings.batch,
             kv_bytes_per_token=self._shape.row_bytes if self._shape else 0,
         )
-        self.fingerprint = _fingerprint(model, self._context, weights_digest, self._shape)
+        cells = llama_cpp.llama_n_ctx_seq(self._context)
+        has_long_rope = settings.rope_switches and cells > _original_context(model)
+        self.fingerprint = _fingerprint(model, weights_digest, has_long_rope, self._shape)
 
     # ── evaluation ──
 
@@ -171,9 +175,7 @@ def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama
     return context
 
 
-def _fingerprint(
-    model: LlamaModel, context: llama_cpp.llama_context_p, weights_digest: str, shape: Shape | None
-) -> bytes:
+def _fingerprint(model: LlamaModel, weights_digest: str, has_long_rope: bool, shape: Shape | None) -> bytes:
     """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build."""
     parts = [
         "llama.cpp",
@@ -183,8 +185,7 @@ def _fingerprint(
         model.metadata("general.architecture"),
         llama_cpp.llama_model_rope_type(model.handle),
         llama_cpp.llama_model_rope_freq_scale_train(model.handle),
-        # Models with two sets of RoPE factors use the long one when the context exceeds this.
-        llama_cpp.llama_n_ctx_seq(context) > _original_context(model),
+        has_long_rope,
         "flash, unified, full window",
         shape,
     ]
