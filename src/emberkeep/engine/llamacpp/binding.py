@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import re
 
 import llama_cpp
 
@@ -33,10 +34,11 @@ def start() -> None:
 
 
 def take_errors() -> str:
-    """What llama.cpp complained about since the last call, for an error message."""
-    text = "; ".join(_recent_errors)
+    """What llama.cpp first complained about since the last call: what follows is its callers passing it on."""
+    first = _recent_errors[0] if _recent_errors else ""
     _recent_errors.clear()
-    return text
+    # It begins with the name of a C function.
+    return re.sub(r"^\w+: ", "", first).rstrip(".")
 
 
 def system_info() -> str:

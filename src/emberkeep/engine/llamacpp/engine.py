@@ -73,8 +73,9 @@ class LlamaEngine:
         if code == 0:
             return Outcome.DONE
         if code == 1:
+            binding.take_errors()
             return Outcome.NO_ROOM
-        raise EngineError(f"llama.cpp could not evaluate a batch (code {code}): {binding.take_errors()}.")
+        raise EngineError(f"llama.cpp could not evaluate a batch: {binding.take_errors() or f'code {code}'}.")
 
     def logits(self, index: int) -> Logits:
         pointer = llama_cpp.llama_get_logits_ith(self._context, self._last_rows[index])
@@ -166,11 +167,12 @@ def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama
     # The full-size window makes sliding-window layers range-addressable like the others.
     params.swa_full = True
     params.no_perf = True
+    binding.take_errors()
     context = llama_cpp.llama_init_from_model(model.handle, params)
     if not context:
         raise EngineError(
-            f"llama.cpp could not make room for a context of {settings.cells} tokens "
-            f"({binding.take_errors() or 'out of memory'}): try a smaller --ctx or --parallel."
+            f"llama.cpp could not make room for {settings.cells} tokens of context, "
+            f"{binding.take_errors() or 'out of memory'}: try a smaller --ctx or --parallel."
         )
     return context
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from pathlib import Path
 
 import llama_cpp
@@ -10,6 +11,8 @@ import llama_cpp
 from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.errors import ModelBroken, ModelNotFound
+
+log = logging.getLogger("emberkeep.engine")
 
 
 class LlamaModel:
@@ -20,6 +23,8 @@ class LlamaModel:
         binding.take_errors()
         if not path.is_file():
             raise ModelNotFound(f"There is no model file at {path}.")
+        if gpu_layers and not llama_cpp.llama_supports_gpu_offload():
+            log.warning("this build of llama.cpp has no GPU support: gpu_layers = %d changes nothing", gpu_layers)
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
         self.handle = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
