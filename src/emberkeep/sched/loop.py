@@ -23,7 +23,7 @@ from emberkeep.sched.queue import WaitingLine
 from emberkeep.sched.recent import RecentAnswers
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Slots
-from emberkeep.sched.thread import EngineThread
+from emberkeep.sched.thread import EngineThread, promised
 from emberkeep.types import Progress
 
 log = logging.getLogger("emberkeep.sched")
@@ -127,14 +127,7 @@ class EngineLoop:
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread between two steps."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(action())
-            except BaseException as error:
-                future.set_exception(error)
-
+        future, run = promised(action)
         self._inbox.put(_Call(run))
         return future
 

@@ -16,6 +16,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def promised(action: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
+    """A future, and what somebody else has to call to fulfil it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    return future, run
+
+
 class EngineThread:
     """Does what it is given, in order. A daemon: a program that forgets to close it can still end."""
 
@@ -25,14 +38,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, action: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(action())
-            except BaseException as error:
-                future.set_exception(error)
-
+        future, run = promised(action)
         self._tasks.put(run)
         return future
 
