@@ -62,7 +62,7 @@ class ContextExceeded(RequestError):
     def __init__(self, prompt_tokens: int, context: int) -> None:
         super().__init__(
             f"The prompt has {prompt_tokens} tokens and the context holds {context}: "
-            "shorten the messages, or start the server with a larger --ctx.",
+            "send less, or load the model with a larger ctx.",
             "messages",
         )
         self.prompt_tokens = prompt_tokens

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from emberkeep.bench.stage import open_stage
-from emberkeep.errors import ModelError
+from emberkeep.cli.bench import app
+from emberkeep.errors import EmberkeepError, ModelError
 from helpers import tiny_gguf
 
 
@@ -33,6 +35,42 @@ def test_a_stage_for_a_model_that_cannot_be_loaded_leaves_nothing_behind(tmp_pat
     with pytest.raises(ModelError), open_stage(tmp_path / "none.gguf", tmp_path / "data", print):
         pass
     assert list((tmp_path / "data").iterdir()) == []
+
+
+def refusal(*arguments: str) -> str:
+    """Why a benchmark stopped before it had a stage to measure on."""
+    result = CliRunner().invoke(app, [*arguments])
+    assert result.stderr == ""
+    assert isinstance(result.exception, (OSError, EmberkeepError))
+    return str(result.exception)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def nothing_is_measured(*_: object) -> None:
+        raise AssertionError("a stage was opened")
+
+    monkeypatch.setattr("emberkeep.bench.stage.open_stage", nothing_is_measured)
+    return str(tiny_gguf.dense(tmp_path / "tiny.gguf"))
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(tiny: str, tmp_path: Path) -> None:
+    report = str(tmp_path / "none" / "report.json")
+    assert report in refusal("turns", "--quick", "--model", tiny, "--json", report)
+
+
+@pytest.mark.parametrize("sizes", [["restart", "--tokens", "1000"], ["shared", "--prefix", "1000"], ["miss"]])
+def test_sizes_beyond_the_trained_context_are_refused_before_anything_is_measured(
+    tiny: str, sizes: list[str]
+) -> None:
+    sentence = refusal(*sizes, "--model", tiny)
+    assert sentence.startswith(f"{sizes[0]} would need ")
+    assert sentence.endswith("this model was trained for 1,024: choose smaller sizes or another --model.")
+
+
+def test_the_help_does_not_threaten_the_folder_that_is_measured() -> None:
+    text = " ".join(CliRunner().invoke(app, ["turns", "--help"]).output.split())
+    assert "a subfolder of it is used and removed" in text
 
 
 @pytest.mark.slow

@@ -47,6 +47,12 @@ def test_alt_enter_begins_a_new_line(keys: PipeInput, tmp_path: Path) -> None:
     assert next(terminal_lines(tmp_path / "history")) == "one\ntwo"
 
 
+def test_a_folder_that_cannot_be_written_means_no_history_and_no_error(keys: PipeInput, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    keys.send_text("one\rtwo\r\x04")
+    assert list(terminal_lines(tmp_path / "file" / "history")) == ["one", "two"]
+
+
 def test_history_is_kept_between_sessions_for_the_user_alone(keys: PipeInput, tmp_path: Path) -> None:
     history = tmp_path / "data" / "history"
     keys.send_text("remember me\r\x04")

@@ -75,10 +75,12 @@ def test_remarks_go_to_stderr_so_that_a_pipe_gets_answers_only(
     assert capsys.readouterr().err == "reused 0/10 tokens · first token 38 ms · 2 tokens at 200/s\n"
 
 
-def test_the_stats_line_says_when_an_answer_was_cut(bench: Bench) -> None:
+def test_the_stats_line_says_what_cut_an_answer(bench: Bench) -> None:
     whole = bench.keeper.chat("hi")
+    line = stats_line(whole, 9, 300)
     cut = replace(whole, finish_reason=FinishReason.LENGTH)
-    assert stats_line(cut) == f"{stats_line(whole)} · cut at --max-tokens"
+    assert stats_line(cut, whole.usage.completion_tokens, 300) == f"{line} · cut at --max-tokens"
+    assert stats_line(cut, 9, 300) == f"{line} · the context of 300 tokens is full, /clear begins anew"
 
 
 class InterruptedOut(io.StringIO):
@@ -113,8 +115,17 @@ def test_an_error_is_explained_and_the_turn_forgotten(capsys: pytest.CaptureFixt
     bench = Bench([ContextExceeded(9000, 8192)])
     with bench.keeper:
         bench.say("hi")
-    assert "The prompt has 9000 tokens" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "The context holds 8192 tokens and this would make it 9000: "
+        "/clear begins anew, a larger --ctx holds more.\n"
+    )
     assert bench.conversation.messages == []
+
+
+def test_the_error_of_a_full_context_holds_with_and_without_a_server() -> None:
+    assert str(ContextExceeded(9000, 8192)) == (
+        "The prompt has 9000 tokens and the context holds 8192: send less, or load the model with a larger ctx."
+    )
 
 
 def test_an_error_ends_a_chat_that_reads_from_a_pipe() -> None:
@@ -187,11 +198,37 @@ def test_save_writes_json_or_markdown(bench: Bench, tmp_path: Path, capsys: pyte
 def test_a_save_that_fails_does_not_end_the_chat(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench.say(f"/save {tmp_path / 'no' / 'talk.md'}", "/save", "hi")
+    bench.say("hi", f"/save {tmp_path / 'no' / 'talk.md'}", "/save", "again")
     said = capsys.readouterr().err
     assert "Cannot write" in said
     assert "Say where" in said
-    assert bench.out.getvalue() == "re: hi\n"
+    assert bench.out.getvalue() == "re: hi\nre: again\n"
+
+
+def test_save_leaves_a_file_that_is_there_alone(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "talk.md"
+    mine.write_text("keep")
+    bench.say("hi", f"/save {mine}")
+    assert f"{mine} exists already" in capsys.readouterr().err
+    assert mine.read_text() == "keep"
+
+
+def test_save_writes_nothing_when_nothing_was_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(system="Be brief.")
+    with bench.keeper:
+        bench.say(f"/save {tmp_path / 'talk.md'}")
+    assert "nothing to save" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_refuses_formats_that_it_cannot_write(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.say("hi", f"/save {tmp_path / 'talk.pdf'}", f"/save {tmp_path / 'talk'}")
+    assert capsys.readouterr().err.count("give a name that ends in .md or .json") == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_cannot_drive_the_terminal() -> None:

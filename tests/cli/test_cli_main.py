@@ -1,19 +1,36 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from emberkeep import __version__
 from emberkeep.cli.main import app, main
+from emberkeep.config import Config, default_of, help_for, type_of
 from emberkeep.errors import ModelNotFound
 from emberkeep.library import Emberkeep
 from support.scripted_backend import ScriptedBackend, answer
+
+SETTING_FLAGS = (
+    "--model",
+    "--host",
+    "--port",
+    "--data-dir",
+    "--ctx",
+    "--parallel",
+    "--ram-budget",
+    "--disk-budget",
+    "--api-key",
+    "--threads",
+    "--gpu-layers",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +61,30 @@ def test_help_teaches_with_examples() -> None:
     for command in ("serve", "chat", "models", "doctor", "config"):
         assert f"  {command} " in result.output
     assert "emberkeep models pull hf:owner/repo/file.gguf" in result.output
+
+
+def test_every_flag_of_a_setting_tells_its_type_and_its_default() -> None:
+    text = " ".join(run("serve", "--help").output.split())
+    for flag in SETTING_FLAGS:
+        key = flag.removeprefix("--").replace("-", "_")
+        assert f"{flag} <{type_of(key)}> {help_for(key)} [default: {default_of(key)}]" in text
+    assert "--port <int> Port to listen on; 0 takes any free one. [default: 8080]" in text
+    assert "--disk-budget <size> Disk space for stored prompt state. [default: 20 GiB]" in text
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_layers_are_put_on_the_gpu_by_a_flag(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    seen: list[Config] = []
+
+    def remember(config: Config) -> None:
+        seen.append(config)
+        raise ModelNotFound("enough")
+
+    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
+    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
+    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+    run(command, "--gpu-layers", "99")
+    assert [config.gpu_layers for config in seen] == [99]
 
 
 def test_help_loads_neither_engine_nor_web_framework() -> None:
@@ -81,6 +122,46 @@ def test_wrong_usage_is_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "--port" in capsys.readouterr().err
 
 
+def test_a_refusal_of_the_system_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(config: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/some/file")
+
+    monkeypatch.setattr("emberkeep.cli.chat.install_model", refused)
+    assert run_main(monkeypatch, "chat") == 1
+    assert capsys.readouterr() == ("", "Cannot use /some/file: Permission denied.\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("buffering", "what"), [("", "Cannot write the output"), ("1", "Reading or writing failed")]
+)
+def test_output_that_cannot_be_written_is_one_sentence(buffering: str, what: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = show_config(buffering, stdout=full)
+    assert (done.returncode, done.stderr) == (1, f"{what}: No space left on device.\n")
+
+
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_a_reader_that_went_away_is_no_trouble(buffering: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        done = show_config(buffering, stdout=pipe)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def show_config(buffering: str, stdout: TextIO) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "emberkeep", "config", "show"],
+        env={**os.environ, "PYTHONUNBUFFERED": buffering},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_an_interrupt_is_quiet_and_status_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +174,7 @@ def test_an_interrupt_is_quiet_and_status_130(
 
 
 def test_serve_refuses_a_model_that_is_not_here() -> None:
-    result = run("serve", "--model", "nothing-like-it")
+    result = run("serve", "--port", "0", "--model", "nothing-like-it")
     assert isinstance(result.exception, ModelNotFound)
     assert "nothing-like-it" in str(result.exception)
 
@@ -107,6 +188,7 @@ def test_config_show_tells_where_each_value_came_from(tmp_path: Path, monkeypatc
     assert lines["ram_budget"].startswith("1.0 GiB")
     assert lines["host"].split() == ["127.0.0.1", "default"]
     assert lines["api_key"].startswith("***")
+    assert lines["ctx"].split() == ["auto", "default"]
 
 
 def test_config_show_as_json(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ def test_a_model_given_as_a_file_is_found(tmp_path: Path) -> None:
     assert findings(tmp_path, model=str(tmp_path / "m.gguf"))["model"].level is Level.OK
 
 
+def test_examining_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert findings(tmp_path)["data dir"].level is Level.OK
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_data_dir_that_cannot_be_made_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = findings(tmp_path, data_dir=tmp_path / "file" / "data")["data dir"]

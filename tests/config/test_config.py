@@ -8,10 +8,12 @@ import pytest
 from emberkeep.config import (
     Config,
     check_exposure,
+    default_of,
     help_for,
     load_config,
     parse_size,
     public_values,
+    shown,
     total_ram,
 )
 from emberkeep.errors import ConfigError
@@ -93,6 +95,11 @@ def test_an_unknown_key_in_a_file_names_key_file_and_nearest(tmp_path: Path) -> 
 def test_an_unknown_variable_names_the_nearest(tmp_path: Path) -> None:
     message = refusal(tmp_path, env={"EMBERKEEP_PROT": "1"})
     assert message == "Unknown environment variable EMBERKEEP_PROT: did you mean EMBERKEEP_PORT?"
+
+
+def test_an_unknown_variable_is_not_like_another_because_of_its_prefix(tmp_path: Path) -> None:
+    message = refusal(tmp_path, env={"EMBERKEEP_FOO_BARX": "1"})
+    assert message.startswith("Unknown environment variable EMBERKEEP_FOO_BARX: remove it;")
 
 
 def test_variables_for_tests_are_left_alone(tmp_path: Path) -> None:
@@ -187,10 +194,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content:
     assert str(tmp_path / name) in refusal(tmp_path, {"config": name})
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert (
-        refusal(tmp_path, {"config": "no.toml"})
-        == f"Cannot read {tmp_path / 'no.toml'}: No such file or directory."
+def test_a_file_that_is_not_there_is_named_with_a_way_out(tmp_path: Path) -> None:
+    assert refusal(tmp_path, {"config": "no.toml"}) == (
+        f"Cannot read {tmp_path / 'no.toml'} (No such file or directory): "
+        "name another file with --config or EMBERKEEP_CONFIG."
     )
 
 
@@ -198,6 +205,7 @@ def test_the_api_key_is_never_shown(tmp_path: Path) -> None:
     loaded = load_config({"api_key": "canary-1"}, env={}, cwd=tmp_path)
     assert loaded.config.api_key == "canary-1"
     assert "canary-1" not in repr(loaded) + str(loaded.config) + json.dumps(public_values(loaded.config))
+    assert shown(loaded.config, "api_key") == "***"
     (tmp_path / "emberkeep.json").write_text('{"api_key": ["canary-2"]}')
     assert "canary-2" not in refusal(tmp_path)
 
@@ -212,6 +220,23 @@ def test_other_machines_need_a_key(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="set --api-key or EMBERKEEP_API_KEY"):
         check_exposure(load(tmp_path, {"host": host}, {"EMBERKEEP_API_KEY": ""}))
     check_exposure(load(tmp_path, {"host": host, "api_key": "k"}))
+
+
+def test_values_are_shown_as_they_are_written(tmp_path: Path) -> None:
+    config = load(tmp_path, {"disk_budget": "1.5GiB", "allowed_hosts": ["a", "b"], "drain_s": 2.5, "ctx": 512})
+    shows = {key: shown(config, key) for key in ("disk_budget", "allowed_hosts", "drain_s", "ctx", "threads")}
+    assert shows == {
+        "disk_budget": "1.5 GiB",
+        "allowed_hosts": "a, b",
+        "drain_s": "2.5",
+        "ctx": "512",
+        "threads": "auto",
+    }
+
+
+def test_a_default_is_the_word_that_brings_it_back() -> None:
+    assert [default_of(key) for key in ("ctx", "ram_budget", "deadline_s")] == ["auto", "auto", "none"]
+    assert [default_of(key) for key in ("port", "disk_budget", "api_key")] == ["8080", "20 GiB", "none"]
 
 
 def test_every_setting_has_a_help_text() -> None:

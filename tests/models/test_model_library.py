@@ -9,6 +9,7 @@ from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.models import digest
 from emberkeep.models.digest import weights_digest
 from emberkeep.models.library import InstalledModel, ModelLibrary, Record, checked_id, id_from, is_model_id
+from emberkeep.models.spec import parse
 
 RECORD = Record(source="here", sha256="ab" * 32, size=1, quantisation="F32", pulled_at=1_700_000_000)
 
@@ -69,8 +70,19 @@ def test_an_unknown_name_says_how_to_get_it(library: ModelLibrary) -> None:
         library.get("qwen")
     assert str(missing.value) == (
         "No model called qwen; `emberkeep models list` shows what is here, "
-        "`emberkeep models pull qwen` fetches one."
+        "`emberkeep models pull hf:owner/repo/file.gguf --name qwen` fetches one."
     )
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen", "Not An Id"])
+def test_what_an_unknown_name_proposes_to_pull_can_be_pulled(library: ModelLibrary, name: str) -> None:
+    with pytest.raises(ModelNotFound) as missing:
+        library.get(name)
+    command = str(missing.value).split("`")[3]
+    spec, *flags = command.removeprefix("emberkeep models pull ").split(" ")
+    assert parse(spec)
+    assert flags in ([], ["--name", name])
+    assert all(is_model_id(flag) for flag in flags[1:])
 
 
 def test_a_removed_model_is_gone_with_its_files(library: ModelLibrary, tmp_path: Path) -> None:

@@ -39,7 +39,13 @@ def test_a_local_file(tmp_path: Path) -> None:
     assert parse(str(path)) == ("mine", LocalFile(path))
 
 
-@pytest.mark.parametrize("spec", ["qwen", "hf:o/r", "hf:o/m.gguf", "hf:o/r/model.bin", "/no/file.gguf", ""])
+@pytest.mark.parametrize("spec", ["/no/file.gguf", "file.gguf", "~/file", "owner/repo/file.gguf"])
+def test_a_file_that_is_not_there_is_called_missing(spec: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"There is no file at {spec}: give .*hf:owner/repo/file"):
+        parse(spec)
+
+
+@pytest.mark.parametrize("spec", ["qwen", "hf:o/r", "hf:o/m.gguf", "hf:o/r/model.bin", ""])
 def test_anything_else_is_explained(spec: str) -> None:
-    with pytest.raises(ModelNotFound, match="hf:owner/repo/file"):
+    with pytest.raises(ModelNotFound, match=f"^{spec} cannot be pulled: give .*hf:owner/repo/file"):
         parse(spec)

@@ -4,15 +4,16 @@ import io
 
 from rich.console import Console
 
-from emberkeep.cli.reporters import Bars, Lines
+from emberkeep.cli.bars import Bars
+from emberkeep.cli.reporters import Lines
 
 
 def _report(reporter: Bars | Lines) -> None:
     reporter.say("Fetching [x]")
     reporter.progress("Requantising", 0, None)
-    reporter.progress("Downloading", 500, 1000)
-    reporter.progress("Downloading", 1000, 1000)
-    reporter.progress("Checking", 1000, 1000)
+    reporter.progress("Downloading", 1 << 20, 2 << 20)
+    reporter.progress("Downloading", 2 << 20, 2 << 20)
+    reporter.progress("Checking", 2 << 20, 2 << 20)
     reporter.say("Done")
     reporter.close()
 
@@ -28,5 +29,6 @@ def test_a_terminal_gets_a_bar_per_step_that_ends_full() -> None:
     _report(Bars(Console(file=output, force_terminal=True, width=100, color_system=None)))
     frames = output.getvalue()
     assert "Downloading" in frames and "Checking" in frames
-    assert "1.0/1.0 kB" in frames
+    assert "2.0/2.0 MiB" in frames
+    assert "iB/s" in frames
     assert frames.rstrip().endswith("Done")

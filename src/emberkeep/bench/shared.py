@@ -32,6 +32,10 @@ class SharedPlan:
     visits: int = 2
     """How often each session comes."""
 
+    @property
+    def context(self) -> int:
+        return self.prefix_tokens + self.visits * (self.user_tokens + self.answer_tokens)
+
     def quick(self) -> SharedPlan:
         return replace(self, sessions=(6,), prefix_tokens=256, answer_tokens=8)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.bench.texts import Words
+from emberkeep.errors import EmberkeepError
+from emberkeep.models.gguf import read_header
+from emberkeep.models.profile import profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,17 @@ class Stage:
     def new_data_dir(self) -> Path:
         """An empty store's home."""
         return Path(tempfile.mkdtemp(dir=self.folder))
+
+
+def require_context(model: Path, needed: Mapping[str, int]) -> None:
+    """Raises EmberkeepError when a workload needs more tokens of context than the model was trained for."""
+    trained = profile(read_header(model)).context_length
+    for name, tokens in needed.items():
+        if tokens > trained:
+            raise EmberkeepError(
+                f"{name} would need {tokens:,} tokens of context and this model was trained for {trained:,}: "
+                "choose smaller sizes or another --model."
+            )
 
 
 @contextmanager

@@ -20,6 +20,10 @@ class TurnsPlan:
     answer_tokens: int = 48
     repeat: int = 5
 
+    @property
+    def context(self) -> int:
+        return self.system_tokens + self.turns * (self.user_tokens + self.answer_tokens)
+
     def quick(self) -> TurnsPlan:
         return replace(self, turns=3, system_tokens=128, answer_tokens=8, repeat=1)
 

@@ -18,9 +18,6 @@ from emberkeep.cli.common import ConfigFlag, ModelFlag, console, install_model, 
 
 if TYPE_CHECKING:
     from emberkeep.bench.report import Result
-    from emberkeep.bench.stage import Stage
-
-    Workload = Callable[[Stage], Coroutine[Any, Any, Result]]
 
 PIPE_WIDTH = 1000
 
@@ -47,7 +44,7 @@ class Flags:
         Path | None,
         Option(
             "--data-dir",
-            help="Folder on the disk to measure; what is stored in it is removed (default: temporary).",
+            help="Folder on the disk to measure; a subfolder of it is used and removed (default: temporary).",
         ),
     ] = None
     repeat: Annotated[int | None, Option("--repeat", min=1, help="Rounds of everything that is timed.")] = None
@@ -56,6 +53,14 @@ class Flags:
     ] = None
     quick: Annotated[bool, Option("--quick", help="Small sizes: does it run? The numbers mean little.")] = False
     config: ConfigFlag = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A benchmark, and what it measures: `run` takes a stage and the `plan`."""
+
+    run: Callable[..., Coroutine[Any, Any, Result]]
+    plan: Any
 
 
 COMMON = ("model", "data_dir", "json_file", "quick", "config")
@@ -97,8 +102,7 @@ def load(flags: Flags) -> Workload:
 def _planned(run: Callable[..., Any], plan: Any, quick: bool, **given: object) -> Workload:
     """The workload with what was asked for; explicit flags win over --quick."""
     chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value}
-    settled = replace(plan.quick() if quick else plan, **chosen)
-    return lambda stage: run(stage, settled)
+    return Workload(run, replace(plan.quick() if quick else plan, **chosen))
 
 
 # ── the commands ──
@@ -134,7 +138,16 @@ _command(
 )
 _command("miss", "What looking up and storing cost when nothing is reusable.", ("repeat",), miss)
 _command("load", "Eight clients at once, against a bare decode loop.", ("repeat",), load)
-_command("all", "All of them, one after the other.", ("repeat",), restart, turns, shared, miss, load)
+_command(
+    "all",
+    "All of them, one after the other.",
+    ("tokens", "sessions", "prefix", "repeat"),
+    restart,
+    turns,
+    shared,
+    miss,
+    load,
+)
 
 
 # ── running and printing ──
@@ -143,16 +156,21 @@ _command("all", "All of them, one after the other.", ("repeat",), restart, turns
 def _run(workloads: dict[str, Workload], flags: Flags) -> None:
     from emberkeep.bench.machine import surroundings
     from emberkeep.bench.report import report_json
-    from emberkeep.bench.stage import open_stage
+    from emberkeep.bench.stage import open_stage, require_context
 
     # A stopped benchmark must not leave servers and stores behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if flags.json_file is not None:
+        # Tried before anything is measured: an hour's figures need a place to go.
+        flags.json_file.open("a").close()
+    model = _model_file(flags)
+    require_context(model, {name: workload.plan.context for name, workload in workloads.items()})
     results = []
-    with open_stage(_model_file(flags), flags.data_dir, _say) as stage:
+    with open_stage(model, flags.data_dir, _say) as stage:
         around = surroundings(stage.model, stage.folder)
         for name, workload in workloads.items():
             _say(name)
-            results.append(asyncio.run(workload(stage)))
+            results.append(asyncio.run(workload.run(stage, workload.plan)))
             _print(results[-1])
             if flags.json_file is not None:
                 # After every workload: an hour of measuring must not be lost to a Ctrl-C in the last one.

@@ -13,16 +13,18 @@ from emberkeep.cli.common import (
     ConfigFlag,
     CtxFlag,
     DataDirFlag,
+    GpuLayersFlag,
     complain,
     console,
     install_model,
     load_config,
+    setting_help,
 )
 from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.lines import plain_lines, terminal_lines
 from emberkeep.cli.slash import Quit, run_command
-from emberkeep.config import Config, help_for
-from emberkeep.errors import EmberkeepError
+from emberkeep.config import Config
+from emberkeep.errors import ContextExceeded, EmberkeepError
 from emberkeep.types import Event, FinishReason, Json, Message, ReasoningDelta, Sampling, TextDelta
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = Sampling()
 
-ModelArgument = Annotated[str | None, typer.Argument(help=help_for("model"), show_default=False)]
+ModelArgument = Annotated[str | None, typer.Argument(help=setting_help("model"), show_default=False)]
 SystemFlag = Annotated[str, typer.Option("--system", "-s", help="System message to begin with.")]
 TemperatureFlag = Annotated[
     float, typer.Option("--temperature", "-t", min=0, help="0 always takes the likeliest token.")
@@ -45,6 +47,7 @@ def chat(
     temperature: TemperatureFlag = _DEFAULTS.temperature,
     max_tokens: MaxTokensFlag = 1024,
     ctx: CtxFlag = None,
+    gpu_layers: GpuLayersFlag = None,
     data_dir: DataDirFlag = None,
     config: ConfigFlag = None,
 ) -> None:
@@ -52,7 +55,9 @@ def chat(
 
     Lines from a pipe work too: echo "Why is the sky blue?" | emberkeep chat
     """
-    settled = load_config(model=model, ctx=ctx, data_dir=data_dir, config=config, parallel=1)
+    settled = load_config(
+        model=model, ctx=ctx, gpu_layers=gpu_layers, data_dir=data_dir, config=config, parallel=1
+    )
     install_model(settled)
     options: Options = {"temperature": temperature, "max_tokens": max_tokens}
     with _open(settled) as keeper:
@@ -102,7 +107,7 @@ class ChatSession:
             except EmberkeepError as error:
                 if not self.interactive:
                     raise
-                complain(str(error))
+                complain(_advice(error))
 
     def stats(self) -> Mapping[str, Json]:
         return self.keeper.stats()
@@ -125,7 +130,10 @@ class ChatSession:
         # A turn without an answer is forgotten: many templates refuse two user messages in a row.
         if result.text:
             self.conversation.add(user, Message("assistant", result.text, result.reasoning))
-        self.aside(stats_line(result) if finished else "stopped")
+        self.aside(self._stats_line(result) if finished else "stopped")
+
+    def _stats_line(self, result: Result) -> str:
+        return stats_line(result, self._options.get("max_tokens"), self.keeper.card.context)
 
     def _show(self, stream: Stream) -> bool:
         """Whether the answer came to its end; Ctrl-C at a terminal stops it, and only it."""
@@ -162,13 +170,26 @@ class ChatSession:
             self._out.flush()
 
 
-def stats_line(result: Result) -> str:
+def stats_line(result: Result, max_tokens: int | None, context: int) -> str:
     usage, timings = result.usage, result.timings
     line = (
         f"reused {usage.cached_tokens}/{usage.prompt_tokens} tokens · first token {result.ttft_ms:.0f} ms · "
         f"{usage.completion_tokens} tokens at {timings.predicted_per_second:.0f}/s"
     )
-    return f"{line} · cut at --max-tokens" if result.finish_reason is FinishReason.LENGTH else line
+    if result.finish_reason is not FinishReason.LENGTH:
+        return line
+    if usage.completion_tokens == max_tokens:
+        return f"{line} · cut at --max-tokens"
+    return f"{line} · the context of {context} tokens is full, /clear begins anew"
+
+
+def _advice(error: EmberkeepError) -> str:
+    if isinstance(error, ContextExceeded):
+        return (
+            f"The context holds {error.context} tokens and this would make it {error.prompt_tokens}: "
+            "/clear begins anew, a larger --ctx holds more."
+        )
+    return str(error)
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -8,24 +8,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.models import OptionInfo
 
 from emberkeep import config as settings
-from emberkeep.config import Config, help_for
+from emberkeep.config import Config, default_of, help_for, type_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+
+def setting_help(key: str) -> str:
+    return f"{help_for(key)} [default: {default_of(key)}]"
+
+
+def _flag(key: str, *short: str) -> OptionInfo:
+    option: OptionInfo = typer.Option(
+        f"--{key.replace('_', '-')}", *short, metavar=f"<{type_of(key)}>", help=setting_help(key)
+    )
+    return option
+
+
 # Flags are declared once here. All are text: `emberkeep.config` parses and explains them.
-ModelFlag = Annotated[str | None, typer.Option("--model", "-m", help=help_for("model"))]
-HostFlag = Annotated[str | None, typer.Option("--host", help=help_for("host"))]
-PortFlag = Annotated[str | None, typer.Option("--port", "-p", help=help_for("port"))]
-ApiKeyFlag = Annotated[str | None, typer.Option("--api-key", help=help_for("api_key"))]
-DataDirFlag = Annotated[Path | None, typer.Option("--data-dir", help=help_for("data_dir"))]
-CtxFlag = Annotated[str | None, typer.Option("--ctx", help=help_for("ctx"))]
-ParallelFlag = Annotated[str | None, typer.Option("--parallel", help=help_for("parallel"))]
-ThreadsFlag = Annotated[str | None, typer.Option("--threads", help=help_for("threads"))]
-RamBudgetFlag = Annotated[str | None, typer.Option("--ram-budget", help=help_for("ram_budget"))]
-DiskBudgetFlag = Annotated[str | None, typer.Option("--disk-budget", help=help_for("disk_budget"))]
+ModelFlag = Annotated[str | None, _flag("model", "-m")]
+HostFlag = Annotated[str | None, _flag("host")]
+PortFlag = Annotated[str | None, _flag("port", "-p")]
+ApiKeyFlag = Annotated[str | None, _flag("api_key")]
+DataDirFlag = Annotated[Path | None, _flag("data_dir")]
+CtxFlag = Annotated[str | None, _flag("ctx")]
+ParallelFlag = Annotated[str | None, _flag("parallel")]
+ThreadsFlag = Annotated[str | None, _flag("threads")]
+GpuLayersFlag = Annotated[str | None, _flag("gpu_layers")]
+RamBudgetFlag = Annotated[str | None, _flag("ram_budget")]
+DiskBudgetFlag = Annotated[str | None, _flag("disk_budget")]
 ConfigFlag = Annotated[
     Path | None, typer.Option("--config", help="Configuration file to read instead of the usual places.")
 ]
@@ -57,12 +71,3 @@ def complain(sentence: str) -> None:
     """One sentence on stderr, red where a person reads it."""
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     print(f"\033[31m{sentence}\033[0m" if red else sentence, file=sys.stderr)
-
-
-def readable_size(count: float) -> str:
-    """Bytes as people say them, in powers of 1024."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" or count >= 10 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -6,13 +6,11 @@ import json
 
 import typer
 
-from emberkeep.cli.common import ConfigFlag, JsonFlag, readable_size
-from emberkeep.config import LoadedConfig, load_config, public_values
+from emberkeep.cli.common import ConfigFlag, JsonFlag
+from emberkeep.config import LoadedConfig, load_config, public_values, shown
 from emberkeep.types import Json
 
 app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
-
-_IN_BYTES = frozenset({"ram_budget", "disk_budget"})
 
 
 @app.callback()
@@ -37,15 +35,7 @@ def _rows(loaded: LoadedConfig) -> dict[str, Json]:
 
 
 def _print_table(loaded: LoadedConfig) -> None:
-    table = [(key, _readable(key, row["value"]), row["from"]) for key, row in _rows(loaded).items()]
+    table = [(key, shown(loaded.config, key), origin) for key, origin in loaded.origins.items()]
     widths = [max(len(row[column]) for row in table) for column in range(2)]
     for key, value, origin in table:
         print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
-
-
-def _readable(key: str, value: Json) -> str:
-    if value is None or value == []:
-        return "-"
-    if key in _IN_BYTES:
-        return readable_size(value)
-    return ", ".join(value) if isinstance(value, list) else str(value)

@@ -28,10 +28,17 @@ class Conversation:
         self._turns.clear()
 
     def save(self, path: Path) -> None:
-        """Write Markdown for a name that ends in .md, else JSON. Replaces the file. Raises EmberkeepError."""
-        text = self._markdown() if path.suffix == ".md" else self._json()
+        """Write a new .md or .json file. Raises EmberkeepError; an existing file is left alone."""
+        written = {".md": self._markdown, ".json": self._json}.get(path.suffix)
+        if written is None:
+            raise EmberkeepError(f"Cannot write {path}: give a name that ends in .md or .json.")
+        if not self._turns:
+            raise EmberkeepError("There is nothing to save yet: say something first.")
         try:
-            path.write_text(text, encoding="utf-8")
+            with path.open("x", encoding="utf-8") as file:
+                file.write(written())
+        except FileExistsError as error:
+            raise EmberkeepError(f"{path} exists already: give another name.") from error
         except OSError as error:
             raise EmberkeepError(f"Cannot write {path}: {error.strerror or error}.") from error
 

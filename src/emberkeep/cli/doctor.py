@@ -14,10 +14,9 @@ from pathlib import Path
 
 import typer
 
-from emberkeep.cli.common import ConfigFlag, DataDirFlag, console, load_config, readable_size
-from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, total_ram
+from emberkeep.cli.common import ConfigFlag, DataDirFlag, console, load_config
+from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, readable_size, total_ram
 from emberkeep.errors import ConfigError, ModelError, ModelNotFound
-from emberkeep.files import private_folder
 
 PACKAGES = (
     "llama-cpp-python",
@@ -105,9 +104,9 @@ def _existing(path: Path) -> Path:
 
 
 def _data_dir(config: Config) -> Finding:
+    # Asking must not leave anything behind: a folder that is not there yet is not made here.
     try:
-        private_folder(config.data_dir)
-        with tempfile.TemporaryFile(dir=config.data_dir):
+        with tempfile.TemporaryFile(dir=_existing(config.data_dir)):
             pass
     except OSError as error:
         reason = error.strerror or error

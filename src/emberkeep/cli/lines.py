@@ -10,6 +10,7 @@ from emberkeep.files import private_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 
@@ -39,12 +40,21 @@ def terminal_lines(history: Path) -> Iterator[str]:
 
 def _session(history: Path) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
 
-    private_folder(history.parent)
-    history.touch(mode=0o600)
-    history.chmod(0o600)
-    return PromptSession(history=FileHistory(history), key_bindings=_keys())
+    return PromptSession(history=_history(history), key_bindings=_keys())
+
+
+def _history(path: Path) -> History:
+    """For this session only where the file cannot be written: a chat goes on without it."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    try:
+        private_folder(path.parent)
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
 
 
 def _keys() -> KeyBindings:

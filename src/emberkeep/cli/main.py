@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from emberkeep.cli.common import (
     CtxFlag,
     DataDirFlag,
     DiskBudgetFlag,
+    GpuLayersFlag,
     HostFlag,
     ModelFlag,
     ParallelFlag,
@@ -34,14 +36,14 @@ from emberkeep.errors import EmberkeepError
 EXAMPLES = """\b
 Examples:
   emberkeep serve                              OpenAI-compatible server on http://127.0.0.1:8080
-  emberkeep serve --model qwen2.5-7b --ctx 32768
   emberkeep chat                               talk to the default model in this terminal
-  emberkeep models pull hf:owner/repo/file.gguf
+  emberkeep models pull hf:owner/repo/file.gguf --name mine
+  emberkeep serve --model mine --ctx 32768     a model that was pulled before
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
 
 \b
-Every flag is also a variable (EMBERKEEP_PORT=9000) and a key in emberkeep.toml (port = 9000).
+Settings can also be variables (EMBERKEEP_PORT=9000) and keys in emberkeep.toml (port = 9000).
 """
 
 app = typer.Typer(
@@ -83,6 +85,7 @@ def serve(
     disk_budget: DiskBudgetFlag = None,
     api_key: ApiKeyFlag = None,
     threads: ThreadsFlag = None,
+    gpu_layers: GpuLayersFlag = None,
     config: ConfigFlag = None,
 ) -> None:
     """Answer OpenAI-compatible requests over HTTP until stopped.
@@ -100,6 +103,7 @@ def serve(
         disk_budget=disk_budget,
         api_key=api_key,
         threads=threads,
+        gpu_layers=gpu_layers,
         config=config,
     )
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
@@ -118,12 +122,37 @@ app.add_typer(bench_app, name="bench")
 def main() -> None:
     """Exit status: 0 done, 1 an error that has been explained, 2 wrong usage, 130 interrupted."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            # Here, not when Python ends: then it would be too late to explain what went wrong.
+            sys.stdout.flush()
     except EmberkeepError as error:
         complain(str(error))
         sys.exit(1)
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(1)
+    except OSError as error:
+        complain(_explained(error))
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _explained(error: OSError) -> str:
+    what = f"Cannot use {error.filename}" if error.filename else "Reading or writing failed"
+    try:
+        sys.stdout.flush()
+    except OSError:
+        what = "Cannot write the output"
+        _drop_output()
+    return f"{what}: {error.strerror or error}."
+
+
+def _drop_output() -> None:
+    # What is left in its buffer is written when Python ends, which would fail again, with a traceback.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli.common import DataDirFlag, JsonFlag, console, load_config, readable_size
+from emberkeep.cli.common import DataDirFlag, JsonFlag, console, load_config
 from emberkeep.cli.reporters import pull_reporter
+from emberkeep.config import readable_size
 from emberkeep.models.digest import weights_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from emberkeep.config.kinds import parse_size
+from emberkeep.config.kinds import parse_size, readable_size
 from emberkeep.config.loading import LoadedConfig, load_config
 from emberkeep.config.settings import (
     DEFAULT_MODEL,
     Config,
     accepts,
     check_exposure,
+    default_of,
     help_for,
     is_loopback,
     public_values,
+    shown,
     total_ram,
+    type_of,
 )
 
 __all__ = [
@@ -21,10 +24,14 @@ __all__ = [
     "LoadedConfig",
     "accepts",
     "check_exposure",
+    "default_of",
     "help_for",
     "is_loopback",
     "load_config",
     "parse_size",
     "public_values",
+    "readable_size",
+    "shown",
     "total_ram",
+    "type_of",
 ]

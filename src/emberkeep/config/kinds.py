@@ -15,6 +15,12 @@ class Kind:
 
     parse: Callable[[object], Any]
     accepts: str
+    type: str
+    """In one word, for `--help`."""
+    show: Callable[[Any], str] = str
+    """What `parse` returned, as a person reads it."""
+    word: str | None = None
+    """What brings the default back, where there is such a word."""
 
 
 def _parse_text(value: object) -> str:
@@ -68,12 +74,22 @@ def parse_size(value: object) -> int:
     return int(float(number) * base ** (1 + "KMGT".index(prefix.upper())))
 
 
+def readable_size(count: float) -> str:
+    """Bytes as people say them, in powers of 1024."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" or count >= 10 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def whole(low: int, high: int) -> Kind:
-    return Kind(_between(_parse_int, low, high), f"a whole number from {low} to {high}")
+    return Kind(_between(_parse_int, low, high), f"a whole number from {low} to {high}", "int")
 
 
 def seconds(low: float, high: float) -> Kind:
-    return Kind(_between(_parse_float, low, high), f"seconds from {low:g} to {high:g}")
+    accepts = f"seconds from {low:g} to {high:g}"
+    return Kind(_between(_parse_float, low, high), accepts, "seconds", lambda value: f"{value:g}")
 
 
 def _between(parse: Callable[[object], Any], low: float, high: float) -> Callable[[object], Any]:
@@ -90,7 +106,10 @@ def or_word(kind: Kind, word: str, stands_for: Callable[[], Any]) -> Kind:
     def parse(value: object) -> Any:
         return stands_for() if value == word else kind.parse(value)
 
-    return Kind(parse, f"{kind.accepts}, or {word}")
+    def show(value: Any) -> str:
+        return word if value is None else kind.show(value)
+
+    return Kind(parse, f"{kind.accepts}, or {word}", kind.type, show, word)
 
 
 def one_of(*words: str) -> Kind:
@@ -99,11 +118,19 @@ def one_of(*words: str) -> Kind:
             raise ValueError
         return str(value)
 
-    return Kind(parse, f"one of {', '.join(words)}")
+    return Kind(parse, f"one of {', '.join(words)}", "word")
 
 
-TEXT = Kind(_parse_text, "a text that is not empty")
-SECRET = Kind(_parse_secret, "a text")
-PATH = Kind(_parse_path, "a path")
-NAMES = Kind(_parse_names, "a list of names (in a variable: separated by commas)")
-BYTES = Kind(parse_size, "a size such as 512MB, 4GiB or a number of bytes")
+def _show_secret(value: str | None) -> str:
+    return "none" if value is None else "***"
+
+
+def _show_names(value: tuple[str, ...]) -> str:
+    return ", ".join(value) or "none"
+
+
+TEXT = Kind(_parse_text, "a text that is not empty", "text")
+SECRET = Kind(_parse_secret, "a text", "text", _show_secret)
+PATH = Kind(_parse_path, "a path", "path")
+NAMES = Kind(_parse_names, "a list of names (in a variable: separated by commas)", "names", _show_names)
+BYTES = Kind(parse_size, "a size such as 512MiB, 4GiB or a number of bytes", "size", readable_size)

@@ -9,7 +9,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def _config_file(flag: object, env: Mapping[str, str], cwd: Path) -> Path | None
 def _from_file(path: Path) -> Iterable[_Given]:
     for key, value in _read_file(path).items():
         if key not in FIELDS:
-            raise ConfigError(f"Unknown key {key!r} in {path}{_nearest(key, FIELDS)}")
+            raise ConfigError(f"Unknown key {key!r} in {path}{_nearest(key)}")
         yield _Given(key, value, f"file {path}", path.parent)
 
 
@@ -85,7 +85,10 @@ def _read_file(path: Path) -> Mapping[str, object]:
     try:
         content = reader(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror or error}.") from error
+        reason = error.strerror or error
+        raise ConfigError(
+            f"Cannot read {path} ({reason}): name another file with --config or {ENV_FILE}."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}.") from error
     if not isinstance(content, dict):
@@ -94,12 +97,13 @@ def _read_file(path: Path) -> Mapping[str, object]:
 
 
 def _from_env(env: Mapping[str, str], cwd: Path) -> Iterable[_Given]:
-    known = {ENV_PREFIX + key.upper(): key for key in FIELDS}
+    known = {_variable(key): key for key in FIELDS}
     for name in sorted(name for name in env if name.startswith(ENV_PREFIX)):
         if name == ENV_FILE or name.startswith(ENV_TEST_PREFIX):
             continue
         if name not in known:
-            raise ConfigError(f"Unknown environment variable {name}{_nearest(name, known)}")
+            nearest = _nearest(name.removeprefix(ENV_PREFIX).lower(), _variable)
+            raise ConfigError(f"Unknown environment variable {name}{nearest}")
         yield _Given(known[name], env[name], f"env {name}", cwd)
 
 
@@ -108,13 +112,19 @@ def _from_flags(flags: Mapping[str, object], cwd: Path) -> Iterable[_Given]:
         if value is None or key == "config":
             continue
         if key not in FIELDS:
-            raise ConfigError(f"Unknown setting {key!r}{_nearest(key, FIELDS)}")
+            raise ConfigError(f"Unknown setting {key!r}{_nearest(key)}")
         yield _Given(key, value, f"flag --{key.replace('_', '-')}", cwd)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(name, list(known), n=1)
-    return f": did you mean {match[0]}?" if match else ": `emberkeep config show` lists the known ones."
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.upper()
+
+
+def _nearest(key: str, spelled: Callable[[str], str] = str) -> str:
+    match = difflib.get_close_matches(key, FIELDS, n=1)
+    if match:
+        return f": did you mean {spelled(match[0])}?"
+    return ": remove it; `emberkeep config show` lists the known ones."
 
 
 def _parsed(given: _Given) -> Any:

@@ -135,6 +135,20 @@ def accepts(key: str) -> str:
     return str(kind_of(key).accepts)
 
 
+def type_of(key: str) -> str:
+    return kind_of(key).type
+
+
+def default_of(key: str) -> str:
+    """The default as a person reads it."""
+    return kind_of(key).word or shown(Config(), key)
+
+
+def shown(config: Config, key: str) -> str:
+    """A value as a person reads it, secrets masked."""
+    return kind_of(key).show(getattr(config, key))
+
+
 def public_values(config: Config) -> dict[str, Json]:
     """Every setting as JSON, secrets masked."""
     return {key: public_value(key, getattr(config, key)) for key in FIELDS}

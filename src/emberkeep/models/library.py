@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models.digest import remember
@@ -58,6 +59,10 @@ class ModelLibrary:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+
+    @property
+    def root(self) -> Path:
+        return self._root
 
     @property
     def digests(self) -> Path:
@@ -123,7 +128,7 @@ class ModelLibrary:
             return id
         raise ModelNotFound(
             f"No model called {id}; `emberkeep models list` shows what is here, "
-            f"`emberkeep models pull {id}` fetches one."
+            f"`emberkeep models pull {_spec_for(id)}` fetches one."
         )
 
     def _read(self, id: str) -> InstalledModel | None:
@@ -143,6 +148,14 @@ class ModelLibrary:
     def _folder(self, id: str) -> Path:
         """The only place where an id becomes a path."""
         return self._root / checked_id(id)
+
+
+def _spec_for(id: str) -> str:
+    """What to pull so that there is a model called `id`, as far as that can be known."""
+    if id == DEFAULT_MODEL:
+        return id
+    name = f" --name {id}" if is_model_id(id) else ""
+    return f"hf:owner/repo/file.gguf{name}"
 
 
 def _make_private(weights: Path) -> None:

