@@ -115,7 +115,9 @@ def _context(config: Config, shape: ModelProfile) -> int:
         return min(shape.context_length, _DEFAULT_CONTEXT)
     if config.ctx > shape.context_length:
         log.warning(
-            "--ctx %d is more than the %d tokens this model was trained for", config.ctx, shape.context_length
+            "a context of %d tokens is more than the %d this model was trained for",
+            config.ctx,
+            shape.context_length,
         )
     return config.ctx
 

@@ -148,7 +148,7 @@ class MissReason(StrEnum):
     """Why no more was reused."""
 
     NONE = "none"  # everything stored for this prompt was reused
-    NEW = "new"  # nothing is stored for this prefix
+    NEW = "new"  # nothing is stored for what follows
     DIVERGED = "diverged"  # stored text goes on differently
     CORRUPT = "corrupt"  # a stored chunk failed verification
     GONE = "gone"  # a stored chunk disappeared between lookup and load

@@ -321,6 +321,82 @@ def test_nothing_is_lost_whatever_is_written(text: str) -> None:
     assert (answer.text == text) == (not answer.calls and not text.lstrip().startswith("<think>"))
 
 
+# ── answers that are cut ──
+
+
+def cut(text: str, **options: Any) -> tuple[TextStream, list[Event]]:
+    stream = TextStream(VOCAB, tools=TOOLS, **options)
+    events = [event for byte in text.encode() for event in stream.push(byte)[0]]
+    return stream, [*events, *stream.finish(cut=True)]
+
+
+def written(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def called(events: list[Event]) -> list[tuple[str | None, str]]:
+    return [(event.name, event.arguments) for event in events if isinstance(event, ToolCallDelta)]
+
+
+@pytest.mark.parametrize("length", range(1, len(CALL) - len("}\n</tool_call>")))
+def test_a_cut_call_never_shows_its_markup(length: int) -> None:
+    stream, events = cut(f"Let me look.\n{CALL[:length]}")
+    assert written(events) == "Let me look."
+    assert not stream.saw_tool_calls
+    whole_name = '"weather"' in CALL[:length]
+    assert [name for name, _ in called(events)] == (["weather"] if whole_name else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "weather"', ""),
+        ('<tool_call>{"name": "weather", "argum', ""),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Be', '{"city": "Be'),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Bern"}', '{"city": "Bern"}'),
+        ('<tool_call>{"arguments": {"name": "x"}, "name": "weather"', '{"name": "x"}'),
+        ('<tool_call>{"type": "function", "function": {"name": "weather", "arguments": {"c', '{"c'),
+        ('```json\n{"name": "weather", "arguments": {"city": "Be', '{"city": "Be'),
+        ('{"name": "weather", "parameters": {"city": "Be', '{"city": "Be'),
+    ],
+)
+def test_a_cut_call_has_the_arguments_so_far(text: str, arguments: str) -> None:
+    stream, events = cut(text)
+    assert (written(events), called(events)) == ("", [("weather", arguments)])
+    assert not stream.saw_tool_calls
+
+
+def test_a_name_inside_the_arguments_is_not_the_calls() -> None:
+    assert called(cut('<tool_call>{"arguments": {"name": "weather", "n": ')[1]) == []
+
+
+def test_a_call_cut_behind_whole_ones_is_one_more() -> None:
+    stream, events = cut(f'{CALL}\n<tool_call>{{"name": "read_file", "arguments": {{"pa')
+    assert called(events) == [("weather", '{"city": "Bern"}'), ("read_file", '{"pa')]
+    assert not stream.saw_tool_calls
+    assert not cut(f"{CALL}\n<tool_")[0].saw_tool_calls
+
+
+def test_a_whole_call_that_lacks_only_its_end_marker_counts() -> None:
+    stream, events = cut(CALL.removesuffix("_call>"))
+    assert called(events) == [("weather", '{"city": "Bern"}')]
+    assert stream.saw_tool_calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Al',
+        '```json\n{"name": "Alice", "arguments": {"a',
+        '```json\n{"name": "weather',
+        "Done.\n```",
+        "a",
+    ],
+)
+def test_a_cut_answer_that_is_no_call_is_text(text: str) -> None:
+    assert written(cut(text)[1]) == text
+
+
 # ── requests ──
 
 

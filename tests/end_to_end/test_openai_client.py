@@ -170,6 +170,26 @@ def test_a_streamed_tool_call_is_the_same_call(client: openai.OpenAI) -> None:
     assert "".join(function.arguments or "" for function in functions) == whole.function.arguments
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_that_is_cut_never_shows_its_markup(server: ServerProcess, stream: bool) -> None:
+    demand = {**ASK_WEATHER, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+    names = []
+    for length in range(1, 24):
+        body = {**demand, "max_tokens": length, "stream": stream}
+        response = server.http.post(f"{server.url}/v1/chat/completions", json=body)
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n") if "{" in line]
+        choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+        parts = [choice["delta" if stream else "message"] for choice in choices]
+        finish = next(choice["finish_reason"] for choice in choices if choice["finish_reason"])
+        assert not "".join(part.get("content") or "" for part in parts)
+        names += [call["function"]["name"] for part in parts for call in part.get("tool_calls") or ()]
+        if finish == "tool_calls":
+            break
+        assert finish == "length"
+    assert set(names) == {"get_weather"}
+    assert len(names) > 1
+
+
 def test_with_tools_left_to_its_choice_the_model_answers_or_calls(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(**ASK_WEATHER, tool_choice="auto").choices[0]
     assert bool(choice.message.tool_calls) == (choice.finish_reason == "tool_calls")

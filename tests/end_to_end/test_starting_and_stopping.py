@@ -53,7 +53,9 @@ def test_an_idle_server_stops_at_once_and_without_complaint(model: Path, tmp_pat
     with serve(model, tmp_path) as server:
         server.chat([user("hello")], max_tokens=4)
         server.stop()
-        assert len(server.log.splitlines()) == 4, server.log  # the banner
+        *banner, asked = server.log.splitlines()
+        assert len(banner) == 4, server.log
+        assert "POST /v1/chat/completions 200: " in asked
 
 
 def test_a_stopping_server_finishes_its_answers_and_takes_no_new_ones(model: Path, tmp_path: Path) -> None:
@@ -89,6 +91,23 @@ def test_a_second_signal_ends_the_answers_too(model: Path, tmp_path: Path) -> No
         assert reply.cached_tokens == reply.prompt_tokens - 1
 
 
+def test_a_drain_that_runs_out_is_told_in_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBERKEEP_DRAIN_S", "0")
+    with serve(model, tmp_path) as server:
+        body = {"messages": [user("hello")], **LONG}
+        with server.http.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+            answer = frames(response)
+            next(answer)
+            server.terminate()
+            *_, last = answer
+        assert "ask again" in last["error"]["message"]
+        assert server.exit_code() == 0
+        assert "Cutting off 1 request(s) that did not finish within 0 s." in server.log
+        assert "ERROR" not in server.log
+
+
 # ── beginnings that fail ─────────────────────────────────────────────────────────────────────────
 
 
@@ -105,7 +124,7 @@ def test_a_model_that_is_not_there_is_named_with_the_way_out(tmp_path: Path) -> 
     with serve(tmp_path / "none.gguf", tmp_path) as server:
         assert "none.gguf" in last_words(server)
     with serve("nobody-has-this", tmp_path) as server:
-        assert "models pull nobody-has-this" in last_words(server)
+        assert "--name nobody-has-this" in last_words(server)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 100, 0.5, 0.999])

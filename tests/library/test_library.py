@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded
+from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded, RequestError
 from emberkeep.library import Emberkeep
+from emberkeep.server.wire.body import parse_body
+from emberkeep.server.wire.chat import ChatBody
 from emberkeep.types import (
     Finished,
     FinishReason,
@@ -80,10 +84,20 @@ def test_messages_and_tools_may_have_openais_shape() -> None:
         ([{"role": "robot", "content": "x"}], {}, "messages[0].role"),
         ([{"content": "x"}], {}, "messages[0].role"),
         ([{"role": "user", "content": 5}], {}, "messages[0].content"),
-        ([{"role": "assistant", "tool_calls": [{}]}], {}, "messages[0].tool_calls"),
-        ("hi", {"tools": [{"name": "add"}]}, "tools[0]"),
-        ("hi", {"max_tokens": -1}, "max_tokens"),
+        ([{"role": "assistant", "tool_calls": [{}]}], {}, "messages[0].tool_calls[0].id"),
+        ([{"role": "user"}], {}, "messages[0].content"),
+        ([5], {}, "messages[0]"),
+        ([], {}, "messages"),
+        (5, {}, "messages"),
+        ("hi", {"tools": [{"name": "add"}]}, "tools[0].function"),
+        ("hi", {"tools": [Tool("two words")]}, "tools[0].function.name"),
+        ("hi", {"max_tokens": -2}, "max_tokens"),
+        ("hi", {"max_tokens": "many"}, "max_tokens"),
         ("hi", {"temperature": -0.1}, "temperature"),
+        ("hi", {"temperature": 99}, "temperature"),
+        ("hi", {"top_p": 0}, "top_p"),
+        ("hi", {"stop": [""]}, "stop[0]"),
+        ("hi", {"json_schema": {"type": object()}}, "json_schema"),
     ],
 )
 def test_a_bad_request_names_its_field(messages: object, options: dict[str, object], field: str) -> None:
@@ -92,6 +106,85 @@ def test_a_bad_request_names_its_field(messages: object, options: dict[str, obje
         llm.chat(messages, **options)  # type: ignore[arg-type]
     assert caught.value.param == field
     assert backend.requests == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 99},
+        {"temperature": "hot"},
+        {"top_p": 0},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"seed": 2**63},
+        {"max_tokens": -2},
+        {"max_tokens": 1.5},
+        {"stop": ["a"] * 17},
+        {"stop": [""]},
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "half \ud800"}]},
+        {"tools": [{"type": "function", "function": {"name": "two words"}}]},
+    ],
+    ids=str,
+)
+def test_the_library_refuses_what_http_refuses_with_the_same_words(fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    with pytest.raises(RequestError) as over_http:
+        parse_body(ChatBody, json.dumps(body).encode()).to_request()
+    llm, _ = keeper(*answer("x"))
+    with llm, pytest.raises(RequestError) as in_python:
+        llm.chat(body.pop("messages"), **body)
+    assert in_python.value.param == over_http.value.param
+    if over_http.value.param:
+        assert str(in_python.value) == str(over_http.value)
+
+
+def test_no_limit_is_none_or_minus_one_and_some_limit_is_the_default() -> None:
+    llm, backend = keeper(*answer("x"))
+    with llm:
+        llm.chat("hi", max_tokens=None)
+        llm.chat("hi", max_tokens=-1)
+        llm.chat("hi")
+    assert [request.max_tokens for request in backend.requests] == [None, None, 256]
+
+
+def test_a_misspelt_argument_is_named_with_the_right_one() -> None:
+    llm, _ = keeper(*answer("x"))
+    with llm:
+        for call in (llm.chat, llm.generate, llm.stream):
+            with pytest.raises(InvalidField, match=r"^max_token: .* did you mean max_tokens\?$"):
+                call("hi", max_token=4)  # type: ignore[call-arg]
+        with pytest.raises(InvalidField, match=r"^colour: .* temperature"):
+            llm.chat("hi", colour="red")  # type: ignore[call-arg]
+        with pytest.raises(InvalidField, match=r"^tools: is not an argument"):
+            llm.generate("hi", tools=[])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("prompt", [5, None, ["a"]])
+def test_a_prompt_that_is_no_text_is_one_sentence(prompt: Any) -> None:
+    llm, _ = keeper(*answer("x"))
+    with llm, pytest.raises(InvalidField) as caught:
+        llm.generate(prompt)
+    assert str(caught.value) == "prompt: give a text."
+
+
+def test_messages_of_ours_go_through_unchanged() -> None:
+    llm, backend = keeper(*answer("x"))
+    messages = (
+        Message("system", "Be brief."),
+        Message("user", "", name="ann"),
+        Message("assistant", "", "hm", (ToolCall("c1", "add", '{"a":  1}'),)),
+        Message("tool", "2", tool_call_id="c1"),
+    )
+    tools = (Tool("add", "Add numbers", {"type": "object"}),)
+    with llm:
+        llm.chat(messages, tools=tools)
+    assert backend.requests[0].messages == messages
+    assert backend.requests[0].tools == tools
 
 
 def test_reasoning_and_tool_calls_are_put_together() -> None:
@@ -237,6 +330,21 @@ def test_stats_come_from_the_backend() -> None:
 def test_load_refuses_unknown_settings() -> None:
     with pytest.raises(ConfigError, match="did you mean ram_budget"):
         Emberkeep.load(ram_bugdet="1G")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("ctx", "abc"), ("parallel", 0), ("ram_budget", "much")])
+def test_load_speaks_of_settings_not_of_flags(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Emberkeep.load(**{setting: value})  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"{setting} = {value!r} is not ")
+    assert "flag" not in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
+def test_load_never_repeats_a_secret() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Emberkeep.load(api_key=["canary-7f3a"])
+    assert "canary" not in str(caught.value)
 
 
 def test_importing_emberkeep_loads_nothing_heavy() -> None:

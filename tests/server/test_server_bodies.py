@@ -44,6 +44,13 @@ def test_it_is_refused_in_openais_shape(backend: ScriptedBackend, http: httpx.Cl
     assert backend.requests == []
 
 
+def test_half_a_surrogate_pair_is_called_that(backend: ScriptedBackend, http: httpx.Client) -> None:
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    message = http.post(CHAT, content=body).json()["error"]["message"]
+    assert "half of a surrogate pair" in message
+    assert "UTF-8" not in message
+
+
 def test_what_is_nested_as_deep_as_allowed_is_taken(backend: ScriptedBackend, http: httpx.Client) -> None:
     assert http.post(CHAT, content=nested(63)).status_code == 200
 

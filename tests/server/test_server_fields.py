@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,21 +11,31 @@ import pytest
 from emberkeep.errors import InvalidField
 from emberkeep.server.wire.body import parse_body
 from emberkeep.server.wire.chat import ChatBody
-from emberkeep.types import Request, Sampling
+from emberkeep.types import Request, Sampling, ToolCall
 
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "t"}}
+CALL = {"id": "x", "type": "function", "function": {"name": "t", "arguments": "{}"}}
 
 
 def request_of(**fields: Any) -> Request:
     return parse_body(ChatBody, json.dumps({"messages": HELLO, **fields}).encode()).to_request()
 
 
+MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
+
+
+def assert_our_words(message: str) -> None:
+    """pydantic's sentences begin with a capital letter; ours say something about every kind of error."""
+    assert re.fullmatch(r"[a-z_][^:]*: [a-z].*\.", message), message
+    assert "cannot be used" not in message
+
+
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("n", [1, 16, None], [0, 17, 1.5, "1", True]),
     ("stop", ["a", ["a"] * 16, ["a" * 256], [], None], ["", [""], ["a"] * 17, ["a" * 257], 5, [5]]),
-    ("max_tokens", [0, 1, 2**31 - 1], [-1, 2**31, 1.5, "1"]),
-    ("max_completion_tokens", [0, 1], [-1, "1"]),
+    ("max_tokens", [-1, 0, 1, 2**31 - 1, None], [-2, 2**31, 1.5, "1"]),
+    ("max_completion_tokens", [-1, 0, 1], [-2, "1"]),
     ("temperature", [0, 0.0, 5, 1.5], [-0.1, 5.1, "1", True]),
     ("top_p", [0.01, 1], [0, 1.1]),
     ("top_k", [0, 40], [-1, 1.5]),
@@ -67,7 +78,7 @@ def test_a_value_outside_the_bounds_is_refused_by_name(field: str, value: Any) -
         request_of(**{field: value})
     assert caught.value.param is not None
     assert caught.value.param.split(".")[0].split("[")[0] == field
-    assert str(caught.value).endswith(".")
+    assert_our_words(str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -76,16 +87,39 @@ def test_a_value_outside_the_bounds_is_refused_by_name(field: str, value: Any) -
         ({"content": "x"}, "messages[0].role"),
         ({"role": "wizard", "content": "x"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "system", "content": None}, "messages[0].content"),
+        ({"role": "tool", "content": None, "tool_call_id": "x"}, "messages[0].content"),
+        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content"),
+        ({"role": "user", "content": None, "tool_calls": [CALL]}, "messages[0].content"),
+        ("hi", "messages[0]"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls[0].function"),
     ],
 )
-def test_a_bad_message_is_refused_with_its_place(message: dict[str, Any], param: str) -> None:
+def test_a_bad_message_is_refused_with_its_place(message: Any, param: str) -> None:
     with pytest.raises(InvalidField) as caught:
         request_of(messages=[message])
     assert caught.value.param == param
+    assert_our_words(str(caught.value))
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_an_assistant_message_may_hold_tool_calls_or_reasoning_alone(content: dict[str, Any]) -> None:
+    called = request_of(messages=[{"role": "assistant", **content, "tool_calls": [CALL]}])
+    assert called.messages[0].tool_calls[0].name == "t"
+    thought = request_of(messages=[{"role": "assistant", **content, "reasoning_content": "hm"}])
+    assert thought.messages[0].reasoning == "hm"
+
+
+def test_arguments_of_a_call_may_be_an_object() -> None:
+    call = {"id": "x", "function": {"name": "t", "arguments": {"a": 1}}}
+    assert request_of(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0].tool_calls == (
+        ToolCall("x", "t", '{"a": 1}'),
+    )
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a" * 129, "a/b", "é"])
@@ -149,6 +183,39 @@ def test_negative_seeds_are_seeds_of_their_own() -> None:
 
 def test_max_completion_tokens_wins() -> None:
     assert request_of(max_tokens=5, max_completion_tokens=0).max_tokens == 0
+
+
+def test_minus_one_means_no_limit() -> None:
+    assert request_of(max_tokens=-1).max_tokens is None
+    assert request_of(max_completion_tokens=-1).max_tokens is None
+    assert request_of(max_tokens=5, max_completion_tokens=-1).max_tokens is None
+    assert request_of(max_tokens=-1, max_completion_tokens=5).max_tokens == 5
+
+
+ODD: list[Any] = [None, True, -3, 10**400, 1.5, float(10**300), "", "x y", [], [None], {}, {"": None}, [[]], [{}]]
+
+
+def test_whatever_is_sent_is_refused_in_our_words() -> None:
+    """Every field, with values of every JSON type, also one level down."""
+    shapes = {
+        **dict.fromkeys(ChatBody.model_fields, ODD),
+        "messages": [*ODD, *([{"role": "user", "content": "x", key: odd}] for key in MESSAGE for odd in ODD)],
+        "tools": [
+            *ODD,
+            *([{**TOOL, key: odd}] for key in TOOL for odd in ODD),
+            [{"function": {"name": "x", "parameters": []}}],
+        ],
+        "response_format": [*ODD, *({"type": "json_schema", "json_schema": odd} for odd in ODD)],
+    }
+    refused = 0
+    for name, values in shapes.items():
+        for value in values:
+            try:
+                request_of(**{name: value})
+            except InvalidField as error:
+                assert_our_words(str(error))
+                refused += 1
+    assert refused > 300
 
 
 def test_top_logprobs_need_logprobs() -> None:

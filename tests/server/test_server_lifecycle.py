@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +63,7 @@ def test_a_draining_server_refuses_new_work_and_finishes_the_old() -> None:
         assert not server.thread.is_alive()
 
 
-def test_what_outlives_the_drain_is_cut_off_with_a_reason() -> None:
+def test_what_outlives_the_drain_is_cut_off_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     backend = ScriptedBackend([TextDelta(0, "Hel"), HANG])
     with running(backend, Config(drain_s=0)) as server, ThreadPoolExecutor() as pool:
         whole = pool.submit(httpx.post, server.url + CHAT, json=BODY, timeout=WAIT_S)
@@ -73,6 +76,27 @@ def test_what_outlives_the_drain_is_cut_off_with_a_reason() -> None:
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["type"] == "overloaded"
         assert backend.stopped_early.wait(WAIT_S)
+        server.thread.join(WAIT_S)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["Cutting off 2 request(s) that did not finish within 0 s."]
+
+
+def test_a_client_that_does_not_read_cannot_keep_a_server_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = ScriptedBackend([*(TextDelta(0, "x" * 1_000_000) for _ in range(100)), HANG])
+    with (
+        running(backend, Config(drain_s=0)) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as deaf,
+    ):
+        body = json.dumps({**BODY, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        deaf.sendall(head.encode() + body)
+        assert backend.hanging.wait(WAIT_S)
+        server.stop()
+        server.thread.join(WAIT_S)
+        assert not server.thread.is_alive()
+    assert "ERROR" not in caplog.text
 
 
 SCRIPT = """

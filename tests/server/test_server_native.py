@@ -9,6 +9,8 @@ import openai
 import pytest
 from scripted import ScriptedBackend
 
+from emberkeep import __version__
+
 
 def test_models_are_listed(backend: ScriptedBackend, client: openai.OpenAI, http: httpx.Client) -> None:
     assert [model.id for model in client.models.list()] == ["org/tiny"]
@@ -42,6 +44,8 @@ def test_tokenize_and_back(backend: ScriptedBackend, http: httpx.Client) -> None
     assert http.post("/tokenize", json={"content": "ab"}).json() == {"tokens": [97, 98]}
     with_bos = http.post("/tokenize", json={"content": "a", "add_special": True}).json()
     assert with_bos == {"tokens": [1, 97]}
+    nulls = {"content": "a", "add_special": None, "parse_special": None, "with_pieces": None}
+    assert http.post("/tokenize", json=nulls).json() == {"tokens": [97]}
     pieces = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
     assert pieces == {"tokens": [{"id": 97, "piece": "a"}]}
     assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
@@ -79,14 +83,51 @@ def test_the_openapi_document_describes_every_body(http: httpx.Client) -> None:
     assert {"ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody", "TemplateBody"} <= used
 
 
+def test_an_unknown_path_has_the_error_shape_and_the_way_out(http: httpx.Client) -> None:
+    for path in ("/nowhere", "/docs"):
+        response = http.get(path)
+        assert response.status_code == 404
+        assert response.json()["error"]["type"] == "invalid_request_error"
+        assert path in response.json()["error"]["message"]
+        assert "/openapi.json" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/nowhere", 404), ("GET", "/docs", 404), ("GET", "/v1/chat/completions", 405)],
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("HEAD", "/v1/completions", "POST"),
+        ("DELETE", "/tokenize", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("PUT", "/health", "GET, HEAD"),
+    ],
 )
-def test_unknown_routes_and_methods_have_the_error_shape(
-    http: httpx.Client, method: str, path: str, status: int
-) -> None:
+def test_another_method_is_told_which_one_works(http: httpx.Client, method: str, path: str, allowed: str) -> None:
     response = http.request(method, path)
-    assert response.status_code == status
-    assert response.json()["error"]["type"] == "invalid_request_error"
-    assert path in response.json()["error"]["message"]
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+    if method != "HEAD":
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"] == f"{method} does not work on {path}: use {allowed}."
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/"])
+def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
+    head, get = http.head(path), http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == get.headers["content-length"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/org/tiny", "/v1/stats", "/health"])
+def test_a_slash_at_the_end_makes_no_difference(backend: ScriptedBackend, http: httpx.Client, path: str) -> None:
+    assert http.get(f"{path}/").json() == http.get(path).json()
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert http.post("/v1/chat/completions/", json=body).status_code == 200
+
+
+def test_the_root_tells_what_this_is_and_where_to_go(http: httpx.Client) -> None:
+    pointer = http.get("/").json()
+    assert (pointer["name"], pointer["version"]) == ("Emberkeep", __version__)
+    assert http.get(pointer["docs"]).json()["paths"]
+    assert http.get(f"{pointer['api']}/models").status_code == 200

@@ -138,7 +138,9 @@ def test_an_allowed_origin_gets_its_preflight_without_a_key() -> None:
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", KEY, f"Basic {KEY}", f"Bearer {KEY}x"]
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/stats", "/openapi.json", "/nowhere", "/health/", "//health"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/models", "/v1/stats", "/openapi.json", "/nowhere", "/health/", "//health"]
+)
 def test_without_the_key_nothing_is_served(authorization: str | None, path: str) -> None:
     headers = {} if authorization is None else {"Authorization": authorization}
     response = call(Config(api_key=KEY), headers, path=path)
@@ -156,6 +158,12 @@ def test_a_key_that_is_not_ascii_is_compared_not_crashed_on() -> None:
     headers = [(b"Authorization", "Bearer é".encode())]
     assert call(Config(api_key=KEY), headers).status_code == 401  # type: ignore[arg-type]
     assert call(Config(api_key="é"), headers).status_code == 200  # type: ignore[arg-type]
+
+
+def test_the_root_is_guarded_like_the_rest() -> None:
+    assert call(Config(), {"Host": "evil.example"}, path="/").status_code == 403
+    assert call(Config(), {"Origin": "http://evil.example"}, path="/").status_code == 403
+    assert call(Config(), {}, path="/").status_code == 200
 
 
 def test_health_needs_no_key() -> None:

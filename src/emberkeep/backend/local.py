@@ -92,7 +92,7 @@ class _Choice:
 
     def ended(self, ending: Ending) -> None:
         self._over()
-        for event in self._stream.finish():
+        for event in self._stream.finish(cut=ending.reason is EndReason.LENGTH):
             self._channel.put(event)
         self._channel.put(Finished(self._index, self._finish_reason(ending)))
         self._channel.put(_Ended(self._index, ending, self._stream.reasoning_tokens))

@@ -45,6 +45,13 @@ class Dialect:
     parse: Callable[[str, frozenset[str]], tuple[ParsedCall, ...]]
     """(what stands between the markers, the request's tools) to calls; () when it is no call."""
 
+    def begun(self, body: str, tools: frozenset[str]) -> ParsedCall | None:
+        """The call that `body` is the beginning of, with as much of its arguments as was written."""
+        call = _begun_call(body)
+        if call is None or self is TAGGED or (call.name in tools and call.arguments):
+            return call
+        return None
+
 
 def held_suffix(text: str, markers: Iterable[str]) -> int:
     """How many characters at the end of `text` may be the beginning of one of `markers`."""
@@ -172,6 +179,28 @@ def _arguments(member: _Member) -> str | None:
         return raw
     except ValueError:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+
+
+_KEY = re.compile(r'[\s,]*"((?:[^"\\]|\\.)*)"\s*:\s*', re.DOTALL)
+
+
+def _begun_call(body: str) -> ParsedCall | None:
+    """None while the name is not complete."""
+    members: dict[str, str] = {}
+    name: Json = None
+    at = body.find("{") + 1
+    while at and (key := _KEY.match(body, at)):
+        try:
+            value, at = _JSON.raw_decode(body, key.end())
+        except (ValueError, RecursionError):
+            if key[1] == "function":
+                return _begun_call(body[key.end() :])
+            value, at = None, len(body)
+        members[key[1]] = body[key.end() : at]
+        name = value if key[1] == "name" else name
+    if not isinstance(name, str):
+        return None
+    return ParsedCall(name, members.get("arguments") or members.get("parameters") or "")
 
 
 TAGGED = Dialect(CALL_START, CALL_END, _any_call)

@@ -18,6 +18,7 @@ from emberkeep.chat.dialects import (
     BARE,
     MARKED_DIALECTS,
     REASONING,
+    TAGGED,
     Dialect,
     ParsedCall,
     Reasoning,
@@ -30,6 +31,7 @@ class Kind(Enum):
     TEXT = auto()
     REASONING = auto()
     CALLS = auto()
+    CUT_CALL = auto()  # the beginning of a call; its name may be missing
     HIDDEN = auto()  # markers, and the blanks around them
 
 
@@ -72,13 +74,16 @@ class Sections:
             pass
         return self._emitted()
 
-    def finish(self) -> list[Section]:
-        """The rest: nothing more will be written."""
+    def finish(self, *, cut: bool = False) -> list[Section]:
+        """The rest: nothing more will be written. `cut`: although more was to come."""
         while self._buffer and self._state == self._call:
-            if not self._take_calls(self._body.without_partial_end(self._buffer), len(self._buffer)):
+            body = self._body.without_partial_end(self._buffer)
+            if not (self._take_calls(body, len(self._buffer)) or (cut and self._take_cut_call(body))):
                 self._not_a_call()
             while self._buffer and self._state():
                 pass
+        if cut and self._tools and self._state in (self._opening, self._answer):
+            self._take_cut_marker()
         if self._buffer:
             self._take(len(self._buffer), self._kind_of_rest())
         return self._emitted()
@@ -188,6 +193,20 @@ class Sections:
         self._called = True
         self._take(length, Kind.CALLS, calls)
         return self._go(self._answer)
+
+    def _take_cut_call(self, body: str) -> bool:
+        """JSON without tags may as well be the answer, so there it takes a known name to make it a call."""
+        dialect = self._body.dialect
+        call = dialect.begun(body, self._tools)
+        if call is None and dialect is not TAGGED:
+            return False
+        self._take(len(self._buffer), Kind.CUT_CALL, (call,) if call else ())
+        return True
+
+    def _take_cut_marker(self) -> None:
+        if marker := held_suffix(self._buffer, (TAGGED.start,)):
+            self._take(len(self._buffer[:-marker].rstrip()), Kind.TEXT)
+            self._take(len(self._buffer), Kind.CUT_CALL)
 
     def _not_a_call(self) -> bool:
         """Pass the marker on as text, and read on behind it."""

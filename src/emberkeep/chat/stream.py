@@ -47,6 +47,7 @@ class TextStream:
         self._sections = None if raw else Sections(tools, reasoning)
         self._one_call = one_call
         self._calls = 0
+        self._call_was_cut = False
         self._decoded = 0
         self._passed = 0
         self._stopped = False
@@ -70,7 +71,8 @@ class TextStream:
 
     @property
     def saw_tool_calls(self) -> bool:
-        return self._calls > 0
+        """The answer came to its end with calls; one that was cut does not count."""
+        return self._calls > 0 and not self._call_was_cut
 
     @property
     def text_kept_tokens(self) -> int:
@@ -91,8 +93,8 @@ class TextStream:
         self._waiting.append(_Sampled(token_id, logprob, start, end))
         return (self._pass_on(text), self._stopped or self._has_its_call) if text else ([], False)
 
-    def finish(self) -> list[Event]:
-        """What was held back."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What was held back. `cut`: the answer had to end here (max_tokens, the context)."""
         if self._has_its_call:
             return []
         events: list[Event] = []
@@ -101,7 +103,7 @@ class TextStream:
             if not self._stopped:
                 events += self._sectioned(self._stops.flush())
         if self._sections:
-            events += self._events(self._sections.finish())
+            events += self._events(self._sections.finish(cut=cut))
         return events + self._left_over()
 
     @property
@@ -129,6 +131,7 @@ class TextStream:
                 events.append(self._text_delta(section.text, section.end))
                 continue
             tokens = self._drop_inside(section.end)
+            self._call_was_cut |= section.kind is Kind.CUT_CALL
             if section.kind is Kind.REASONING:
                 self.reasoning_tokens += tokens
                 events.append(ReasoningDelta(self._index, section.text))

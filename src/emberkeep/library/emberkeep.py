@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Unpack
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.config import Config, load_config
+from emberkeep.config.settings import FIELDS, kind_of, public_value
+from emberkeep.errors import ConfigError
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.install import ensure_model
-from emberkeep.library.requests import Messages, Options, Tools, build_request
+from emberkeep.library.requests import Messages, Options, Tools, chat_request, prompt_request
 from emberkeep.library.results import Result, VerifyReport, WarmResult
 from emberkeep.library.stream import Stream
 from emberkeep.types import Json, Request
@@ -36,7 +39,9 @@ class Emberkeep:
         configuration file. The default model is pulled when it is missing. Raises ConfigError, ModelError,
         EngineError.
         """
-        config = load_config({"model": model, **settings}).config
+        given = {"model": model, **settings}
+        _check_settings(given)
+        config = load_config(given).config
         ensure_model(config)
         return cls.open(config)
 
@@ -53,15 +58,15 @@ class Emberkeep:
 
     def generate(self, prompt: str, **options: Unpack[Options]) -> Result:
         """Continue a raw text; no chat template is applied. Raises RequestError, EngineError."""
-        return self._finish(build_request(prompt=prompt, **options))
+        return self._finish(prompt_request(prompt, options))
 
     def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Result:
         """Answer a conversation: a text, or messages in OpenAI's shape. Raises RequestError, EngineError."""
-        return self._finish(build_request(messages=messages, tools=tools, **options))
+        return self._finish(chat_request(messages, tools, options))
 
     def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Stream:
         """Answer a conversation piece by piece."""
-        return self._start(build_request(messages=messages, tools=tools, **options))
+        return self._start(chat_request(messages, tools, options))
 
     def warm(self, prompt_or_messages: Messages, *, tools: Tools | None = None) -> WarmResult:
         """Evaluate a prefix now so that later requests find it stored. A text is a raw prompt."""
@@ -108,7 +113,18 @@ class Emberkeep:
         return self._backend.stats()
 
 
+def _check_settings(given: Mapping[str, object]) -> None:
+    """What the configuration would refuse as flags, which it calls them, is refused here as arguments."""
+    for key in given.keys() & FIELDS.keys():
+        kind, value = kind_of(key), given[key]
+        try:
+            if value is not None:
+                kind.parse(value)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{key} = {public_value(key, value)!r} is not {kind.accepts}.") from None
+
+
 def _prefix(prompt_or_messages: Messages, tools: Tools | None, **options: Unpack[Options]) -> Request:
     if isinstance(prompt_or_messages, str):
-        return build_request(prompt=prompt_or_messages, **options)
-    return build_request(messages=prompt_or_messages, tools=tools, **options)
+        return prompt_request(prompt_or_messages, options)
+    return chat_request(prompt_or_messages, tools, options)

@@ -1,114 +1,135 @@
-"""From what a Python user writes (texts, OpenAI-style dicts, keywords) to a `Request`."""
+"""From what a Python user writes (texts, OpenAI-style dicts, keywords) to a `Request`.
+
+The fields and their bounds are those of the HTTP API (`fields`, `messages`): both refuse the same, with the same
+words.
+"""
 
 from __future__ import annotations
 
-import json
+import difflib
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, get_args
+from dataclasses import asdict, replace
+from typing import TypedDict
 
-from emberkeep.errors import InvalidField
-from emberkeep.types import Json, JsonFormat, Message, Request, Role, Sampling, Tool, ToolCall
+from emberkeep.errors import InvalidField, RequestError
+from emberkeep.library.checking import HALF_A_CHARACTER, checked
+from emberkeep.library.fields import GenerationFields, Label, Schema, to_limit
+from emberkeep.library.messages import MessageList, ToolList, to_messages
+from emberkeep.types import Json, JsonFormat, Message, Request, Tool, ToolCall
 
 Messages = str | Sequence[Message | Mapping[str, Json]]
 """A text is one message of the user."""
 
 Tools = Sequence[Tool | Mapping[str, Json]]
 
-
-_DEFAULTS = Sampling()
+MAX_TOKENS = 256
 
 
 class Options(TypedDict, total=False):
-    """Keywords that every kind of generation takes; `build_request` holds their defaults."""
+    """Keywords that every kind of generation takes; None means the same as leaving one out."""
 
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
+    """256 unless given; None or -1: until the model ends or the context is full."""
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
     seed: int | None
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     json_schema: Mapping[str, Json] | None
-    namespace: str
-    use_cache: bool
+    namespace: str | None
+    use_cache: bool | None
 
 
-def build_request(
-    *,
-    prompt: str | None = None,
-    messages: Messages = (),
-    tools: Tools | None = None,
-    max_tokens: int | None = 256,
-    temperature: float = _DEFAULTS.temperature,
-    top_p: float = _DEFAULTS.top_p,
-    top_k: int = _DEFAULTS.top_k,
-    min_p: float = _DEFAULTS.min_p,
-    seed: int | None = None,
-    stop: str | Sequence[str] = (),
-    json_schema: Mapping[str, Json] | None = None,
-    namespace: str = "",
-    use_cache: bool = True,
-) -> Request:
-    """`max_tokens=None` generates until the model ends or the context is full. Raises InvalidField."""
-    if max_tokens is not None and max_tokens < 0:
-        raise InvalidField("max_tokens", "give 0 or more, or None for no limit.")
-    if temperature < 0:
-        raise InvalidField("temperature", "give 0 (always the likeliest token) or more.")
-    return Request(
-        messages=to_messages(messages),
-        prompt=prompt,
-        tools=tuple(_to_tool(tool, index) for index, tool in enumerate(tools or ())),
-        format=None if json_schema is None else JsonFormat(json_schema),
-        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed),
-        max_tokens=max_tokens,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        namespace=namespace,
-        use_cache=use_cache,
+class _Call(GenerationFields):
+    json_schema: Schema | None = None
+    namespace: Label | None = None
+    use_cache: bool | None = None
+
+    def to_base(self) -> Request:
+        """What this call says, without a prompt."""
+        return Request(
+            format=None if self.json_schema is None else JsonFormat(self.json_schema),
+            sampling=self.to_sampling(),
+            max_tokens=to_limit(self.max_tokens),
+            stop=tuple(self.stop or ()),
+            namespace=self.namespace or "",
+            use_cache=self.use_cache is not False,
+        )
+
+
+class _PromptCall(_Call):
+    prompt: str
+
+
+class _ChatCall(_Call):
+    messages: MessageList
+    tools: ToolList | None = None
+
+
+def prompt_request(prompt: str, options: Options) -> Request:
+    """Raises RequestError, or InvalidField with the argument's name."""
+    call = checked(_PromptCall, {**_settled(options), "prompt": _plain(prompt)})
+    return replace(call.to_base(), prompt=call.prompt)
+
+
+def chat_request(messages: Messages, tools: Tools | None, options: Options) -> Request:
+    """Raises RequestError, or InvalidField with the argument's name."""
+    listed = [Message("user", messages)] if isinstance(messages, str) else messages
+    given = {**_settled(options), "messages": _plain(listed), "tools": _plain(tools)}
+    call = checked(_ChatCall, given)
+    return replace(
+        call.to_base(),
+        messages=to_messages(call.messages),
+        tools=tuple(tool.to_tool() for tool in call.tools or ()),
     )
 
 
-def to_messages(messages: Messages) -> tuple[Message, ...]:
-    """Raises InvalidField for a message that is not in OpenAI's shape."""
-    if isinstance(messages, str):
-        return (Message("user", messages),)
-    return tuple(_to_message(message, index) for index, message in enumerate(messages))
+def _settled(options: Options) -> dict[str, Json]:
+    for name in options:
+        if name not in Options.__annotations__:
+            raise InvalidField(name, f"is not an argument here: {_what_is(name)}")
+    return {"max_tokens": MAX_TOKENS, **{name: _plain(value) for name, value in options.items()}}
 
 
-def _to_message(message: Message | Mapping[str, Json], index: int) -> Message:
-    if isinstance(message, Message):
-        return message
-    field = f"messages[{index}]"
-    role, content = message.get("role"), message.get("content") or ""
-    if role is None or role not in get_args(Role):
-        raise InvalidField(f"{field}.role", f"give one of {', '.join(get_args(Role))}.")
-    if not isinstance(content, str):
-        raise InvalidField(f"{field}.content", "give a text.")
-    return Message(
-        role=role,
-        content=content,
-        reasoning=message.get("reasoning_content") or "",
-        tool_calls=tuple(_to_tool_call(call, field) for call in message.get("tool_calls") or ()),
-        tool_call_id=message.get("tool_call_id"),
-        name=message.get("name"),
-    )
+def _what_is(name: str) -> str:
+    known = list(Options.__annotations__)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
 
 
-def _to_tool_call(call: ToolCall | Mapping[str, Json], field: str) -> ToolCall:
-    if isinstance(call, ToolCall):
-        return call
+def _plain(value: object) -> Json:
+    """As it would have come over HTTP."""
+    match value:
+        case str():
+            return _whole(value)
+        case Message():
+            return _plain(_message_json(value))
+        case ToolCall():
+            return _plain({"id": value.id, "function": {"name": value.name, "arguments": value.arguments}})
+        case Tool():
+            return _plain({"function": asdict(value)})
+        case Mapping():
+            return {key: _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+    return value
+
+
+def _whole(text: str) -> str:
     try:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return ToolCall(call["id"], call["function"]["name"], text)
-    except (KeyError, TypeError) as error:
-        raise InvalidField(f"{field}.tool_calls", "give id and function {name, arguments}.") from error
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"The request cannot be used: {HALF_A_CHARACTER}") from None
+    return text
 
 
-def _to_tool(tool: Tool | Mapping[str, Json], index: int) -> Tool:
-    if isinstance(tool, Tool):
-        return tool
-    try:
-        function = tool["function"]
-        return Tool(function["name"], function.get("description", ""), function.get("parameters", {}))
-    except (KeyError, TypeError) as error:
-        raise InvalidField(f"tools[{index}]", "give {type: function, function: {name, ...}}.") from error
+def _message_json(message: Message) -> dict[str, object]:
+    return {
+        "role": message.role,
+        "content": message.content,
+        "reasoning_content": message.reasoning,
+        "tool_calls": message.tool_calls,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }

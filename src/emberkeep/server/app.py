@@ -18,6 +18,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.server.drain import Drain, DrainMiddleware
 from emberkeep.server.feed import ClientGone
 from emberkeep.server.openapi import DescribedApp
+from emberkeep.server.paths import PathMiddleware
 from emberkeep.server.respond import failure_response
 from emberkeep.server.routes.native import native_routes
 from emberkeep.server.routes.openai import openai_routes
@@ -30,11 +31,14 @@ log = logging.getLogger(__name__)
 def create_app(backend: Backend, config: Config) -> FastAPI:
     """The caller keeps the backend and closes it. `app.state.drain` is the `Drain` of this application."""
     drain = Drain()
-    app = DescribedApp(title="Emberkeep", version=__version__, docs_url=None, redoc_url=None)
+    app = DescribedApp(
+        title="Emberkeep", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.drain = drain
     app.include_router(openai_routes(backend))
     app.include_router(native_routes(backend, drain))
     app.add_middleware(LastResort)
+    app.add_middleware(PathMiddleware)
     app.add_middleware(DrainMiddleware, drain=drain)
     app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -65,10 +69,13 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {http.method} {http.url.path[:200]} does not exist here."
-    headers = dict(error.headers or {})
+    path, headers = http.url.path[:200], {}
+    message = f"There is no {path} here: GET /openapi.json lists what there is."
+    if error.status_code == 405:
+        allowed = (error.headers or {})["Allow"].replace("GET", "GET, HEAD")  # see PathMiddleware
+        message, headers = f"{http.method} does not work on {path}: use {allowed}.", {"Allow": allowed}
     return failure_response(Failure(error.status_code, "invalid_request_error", message, headers=headers))
 
 
 async def _on_client_gone(http: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return Response(status_code=499)  # nobody reads it but the log

@@ -29,7 +29,11 @@ def closing(source: AsyncIterator[Event]) -> aclosing[AsyncGenerator[Event, None
 class Feed:
     """Starts reading at once; needs a running loop. Close it, also after an error."""
 
-    def __init__(self, sources: Sequence[AsyncIterator[Event]], receive: Receive) -> None:
+    def __init__(
+        self, sources: Sequence[AsyncIterator[Event]], receive: Receive, bills: list[Completed] | None = None
+    ) -> None:
+        """`bills` gets the Completed of every source."""
+        self._bills = [] if bills is None else bills
         self._events: list[Event] = []
         self._error: Exception | None = None
         self._reading = len(sources)
@@ -84,6 +88,7 @@ class Feed:
             self._events.append(event)
             self._news.set()
             if type(event) is Completed:
+                self._bills.append(event)
                 return
         raise RuntimeError("the backend's events ended without Completed")
 

@@ -18,6 +18,7 @@ from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.server.drain import Drain
 from emberkeep.server.rehearsal import rehearse
+from emberkeep.server.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +35,12 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """`on_ready` is called once requests are answered without delay."""
-        debug = config.log_level == "debug"
         super().__init__(
             uvicorn.Config(
-                app,
+                RequestLog(app),
                 log_config=None,
-                log_level="debug" if debug else "warning",
-                access_log=debug,
+                log_level="debug" if config.log_level == "debug" else "warning",
+                access_log=False,
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,
@@ -79,6 +79,24 @@ class Server(uvicorn.Server):
             count, limit = self._drain.running, self._drain_s
             log.info("Finishing %d running request(s), up to %g s; stop again to quit now.", count, limit)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drain.running and not self.force_exit:
+            count, limit = self._drain.running, self._drain_s
+            log.warning("Cutting off %d request(s) that did not finish within %g s.", count, limit)
+        await self._cut_off()
+        await super().shutdown(sockets)
+
+    async def _cut_off(self) -> None:
+        """Left to uvicorn, this would be an error in the log."""
+        running = list(self.server_state.tasks)
+        for task in running:
+            task.cancel()
+        if running:
+            _, deaf = await asyncio.wait(running, timeout=LAST_WORDS_S)
+            if deaf:  # clients that do not read their last words
+                for connection in self.server_state.connections:
+                    connection.transport.abort()
+
     async def on_tick(self, counter: int) -> bool:
         over = self._drain.running == 0 or time.monotonic() >= self._deadline
         if self._drain.draining and over:
@@ -104,19 +122,8 @@ async def _run(server: Server, backend: Backend, listener: socket.socket) -> Non
     with _signals(server.stop):
         try:
             await server.serve(sockets=[listener])
-            await _end(server.server_state.tasks)
         finally:
             await _close(backend, server.hurry)
-
-
-async def _end(tasks: set[asyncio.Task[None]]) -> None:
-    """Waits for the last words of cut-off requests; those that a second signal cut off are still running."""
-    left = list(tasks)
-    for task in left:
-        if not task.cancelling():
-            task.cancel()
-    if left:
-        await asyncio.wait(left, timeout=LAST_WORDS_S)
 
 
 async def _close(backend: Backend, hurry: asyncio.Event) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from emberkeep.server.wire.body import Body
+from emberkeep.library.checking import Body
 from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request as HttpRequest
 
-from emberkeep.server.wire.body import B, parse_body
+from emberkeep.library.checking import B
+from emberkeep.server.wire.body import parse_body
 from emberkeep.server.wire.errors import Failure, Refused
 
 MAX_BODY_BYTES = 16 << 20

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.feed import ClientGone, Feed, closing
+from emberkeep.server.request_log import account_of
 from emberkeep.server.wire.answer import Answer
 from emberkeep.server.wire.errors import Failure, failure_of
 from emberkeep.server.wire.frames import Frames
@@ -35,7 +36,7 @@ def failure_response(failure: Failure) -> Response:
 async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Answer:
     """Waits for the whole answer. Raises what the backend raises, and ClientGone."""
     answer = Answer(sum(request.n for request in requests))
-    async with Feed(_sources(backend, requests), http.receive) as feed:
+    async with _feed(http, backend, requests) as feed:
         while batch := await feed.take():
             answer.add(batch)
     return answer
@@ -43,7 +44,7 @@ async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request
 
 async def stream(http: HttpRequest, backend: Backend, requests: Sequence[Request], frames: Frames) -> EventStream:
     """Waits for the first event, so that an error before it still gets its HTTP status."""
-    feed = Feed(_sources(backend, requests), http.receive)
+    feed = _feed(http, backend, requests)
     try:
         return EventStream(feed, await feed.take(), frames)
     except BaseException:
@@ -89,6 +90,12 @@ class EventStream(Response):
 
 def _part(body: bytes, *, last: bool) -> dict[str, Json]:
     return {"type": "http.response.body", "body": body, "more_body": not last}
+
+
+def _feed(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Feed:
+    account = account_of(http.scope)
+    account.prompts = len(requests)
+    return Feed(_sources(backend, requests), http.receive, account.bills)
 
 
 def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterator[Event]]:

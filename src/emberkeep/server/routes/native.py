@@ -1,4 +1,4 @@
-"""Endpoints outside OpenAI's API: health, stats, and llama.cpp's tokenize, detokenize and apply-template."""
+"""Endpoints outside OpenAI's API: what is where, health, stats; tokenize and others as llama.cpp has them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from emberkeep import __version__
 from emberkeep.backend.base import Backend
+from emberkeep.library.messages import to_messages
 from emberkeep.server.drain import Drain
 from emberkeep.server.openapi import takes
 from emberkeep.server.reading import read
 from emberkeep.server.respond import json_response
-from emberkeep.server.wire.messages import to_messages
 from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
 from emberkeep.types import Json
 
 
 def native_routes(backend: Backend, drain: Drain) -> APIRouter:
     router = APIRouter()
+
+    @router.get("/")
+    async def pointer() -> Response:
+        return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
     @router.get("/health")
     async def health() -> Response:
@@ -54,7 +59,9 @@ def native_routes(backend: Backend, drain: Drain) -> APIRouter:
 
 
 def _tokens(backend: Backend, body: TokenizeBody) -> list[Json]:
-    ids = backend.tokenize(body.content, add_special=body.add_special, parse_special=body.parse_special)
+    ids = backend.tokenize(
+        body.content, add_special=bool(body.add_special), parse_special=body.parse_special is not False
+    )
     if body.with_pieces:
         return [{"id": token, "piece": backend.detokenize([token])} for token in ids]
     return list(ids)

@@ -1,26 +1,14 @@
-"""From the bytes of a body to a checked model. Everything wrong with a body is found here."""
+"""From the bytes of a body to a checked model."""
 
 from __future__ import annotations
 
 import json
-from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from emberkeep.errors import InvalidField, RequestError
+from emberkeep.errors import RequestError
+from emberkeep.library.checking import HALF_A_CHARACTER, B, checked
 from emberkeep.types import Json
 
 MAX_DEPTH = 64
-_LONGEST_NAME = 64
-
-
-class Body(BaseModel):
-    """Unknown fields are ignored, as OpenAI does; known ones must have exactly their JSON type."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-B = TypeVar("B", bound=Body)
 
 
 def parse_body(model: type[B], raw: bytes) -> B:
@@ -28,10 +16,7 @@ def parse_body(model: type[B], raw: bytes) -> B:
     value = _parse_json(raw)
     if not isinstance(value, dict):
         raise RequestError("The body must be a JSON object.")
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise _first_complaint(error) from None
+    return checked(model, value)
 
 
 def _parse_json(raw: bytes) -> Json:
@@ -44,8 +29,10 @@ def _parse_json(raw: bytes) -> Json:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise RequestError(f"The body is not valid JSON: {error.msg} at {where}.") from None
-    except UnicodeError:
+    except UnicodeDecodeError:
         raise RequestError("The body is not valid UTF-8: send JSON encoded as UTF-8.") from None
+    except UnicodeEncodeError:
+        raise RequestError(f"The body cannot be used: {HALF_A_CHARACTER}") from None
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
@@ -74,17 +61,3 @@ def _containers(value: Json) -> list[Json]:
 
 def _too_deep() -> RequestError:
     return RequestError(f"The body is nested too deeply: use at most {MAX_DEPTH} levels.")
-
-
-def _first_complaint(error: ValidationError) -> InvalidField:
-    first = error.errors(include_url=False, include_input=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    message = str(cause) if isinstance(cause, ValueError) else first["msg"]
-    return InvalidField(_path(first["loc"]), message if message.endswith(".") else message + ".")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
-    parts = [part for part in location if part != "[key]"]
-    shown = [f"[{part}]" if isinstance(part, int) else f".{part[:_LONGEST_NAME]}" for part in parts]
-    return "".join(shown).removeprefix(".")

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from emberkeep.errors import InvalidField
-from emberkeep.server.wire.fields import Count, GenerationBody
-from emberkeep.server.wire.messages import ChoiceField, Messages, Tools, check_choice, to_messages
+from emberkeep.library.checking import TEMPLATE_NAME
+from emberkeep.library.fields import Limit, to_limit
+from emberkeep.library.messages import ChoiceField, MessageList, ToolList, check_choice, to_messages
+from emberkeep.server.wire.fields import GenerationBody
 from emberkeep.types import Request, ToolChoice
 
-TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+TemplateName = Annotated[str, Field(pattern=TEMPLATE_NAME)]
 
 
 def _plain(value: Any) -> Any:
@@ -25,11 +27,11 @@ Scalar = Annotated[Any, PlainValidator(_plain, json_schema_input_type=bool | flo
 
 
 class ChatBody(GenerationBody):
-    messages: Messages
-    tools: Tools | None = None
+    messages: MessageList
+    tools: ToolList | None = None
     tool_choice: ChoiceField = ToolChoice()
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: Annotated[dict[TemplateName, Scalar], Field(max_length=64)] | None = None
@@ -38,14 +40,14 @@ class ChatBody(GenerationBody):
         """Raises InvalidField where fields contradict each other."""
         tools = tuple(tool.to_tool() for tool in self.tools or ())
         check_choice(self.tool_choice, tools)
-        base = self.to_base()
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return replace(
-            base,
+            self.to_base(),
             messages=to_messages(self.messages),
             tools=tools,
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            max_tokens=base.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            max_tokens=to_limit(limit),
             top_logprobs=self._top_logprobs(),
             template_args=self.chat_template_kwargs or {},
         )

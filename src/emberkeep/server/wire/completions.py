@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from emberkeep.errors import InvalidField
-from emberkeep.server.wire.fields import Count, GenerationBody
+from emberkeep.library.fields import Count
+from emberkeep.server.wire.fields import GenerationBody
 from emberkeep.types import Request
 
 MAX_PROMPTS = 32

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from emberkeep.server.wire.body import Body
-from emberkeep.server.wire.fields import Count
-from emberkeep.server.wire.messages import Messages, Tools
+from emberkeep.library.checking import Body
+from emberkeep.library.fields import Count
+from emberkeep.library.messages import MessageList, ToolList
 
 
 class TokenizeBody(Body):
     content: str
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeBody(Body):
@@ -19,5 +19,5 @@ class DetokenizeBody(Body):
 
 
 class TemplateBody(Body):
-    messages: Messages
-    tools: Tools | None = None
+    messages: MessageList
+    tools: ToolList | None = None

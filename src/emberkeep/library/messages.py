@@ -1,17 +1,16 @@
-"""Messages and tools of a chat, from OpenAI's shape to ours."""
+"""Messages and tools of a chat, from OpenAI's shape to ours. HTTP and the library share it."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from emberkeep.errors import InvalidField
-from emberkeep.server.wire.body import Body
-from emberkeep.server.wire.fields import Label, Schema
+from emberkeep.library.checking import TOOL_NAME, Body
+from emberkeep.library.fields import Label, Schema
 from emberkeep.types import Json, Message, Role, Tool, ToolCall, ToolChoice
-
-TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
 class TextPart(Body):
@@ -19,13 +18,13 @@ class TextPart(Body):
     text: str
 
 
-def _joined(content: Json) -> Json:
+def _joined(content: Json) -> str | None:
     """Text of a content that is a string, null or a list of text parts; one part per line."""
-    if content is None:
-        return ""
+    if content is None or isinstance(content, str):
+        return content
     if isinstance(content, list):
         return "\n".join(_part_text(part) for part in content)
-    return content
+    raise ValueError("give a text or a list of text parts")
 
 
 def _part_text(part: Json) -> str:
@@ -34,14 +33,18 @@ def _part_text(part: Json) -> str:
     raise ValueError("only parts of type text, with a text, are supported: leave the other parts out")
 
 
+def _as_text(arguments: Json) -> Json:
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
 class CalledFunction(Body):
     name: Label
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
 
 
 class ToolCallBody(Body):
     id: Label
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def to_call(self) -> ToolCall:
@@ -50,31 +53,40 @@ class ToolCallBody(Body):
 
 class MessageBody(Body):
     role: Role
-    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart] | None)] = ""
+    content: Annotated[str | None, PlainValidator(_joined, json_schema_input_type=str | list[TextPart] | None)] = (
+        None
+    )
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=256)] | None = None
     tool_call_id: Label | None = None
     name: Label | None = None
 
+    @property
+    def says_something(self) -> bool:
+        """A model may call tools, or be cut off while it reasons, before it has any text."""
+        if self.content is not None:
+            return True
+        return self.role == "assistant" and bool(self.tool_calls or self.reasoning_content)
+
     def to_message(self) -> Message:
-        calls = (ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ())
         return Message(
             role=self.role,
-            content=self.content,
+            content=self.content or "",
             reasoning=self.reasoning_content or "",
-            tool_calls=tuple(calls),
+            tool_calls=tuple(call.to_call() for call in self.tool_calls or ()),
             tool_call_id=self.tool_call_id,
             name=self.name,
         )
 
 
-Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
+MessageList = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
 
 
 def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
     for index, body in enumerate(bodies):
-        if body.role != "assistant" and "content" not in body.model_fields_set:
-            raise InvalidField(f"messages[{index}].content", "is required for this role.")
+        if not body.says_something:
+            reason = "is required: only an assistant message with tool calls may leave it out."
+            raise InvalidField(f"messages[{index}].content", reason)
     return tuple(body.to_message() for body in bodies)
 
 
@@ -85,7 +97,7 @@ class FunctionBody(Body):
 
 
 class ToolBody(Body):
-    type: Literal["function"]
+    type: Literal["function"] | None = None
     function: FunctionBody
 
     def to_tool(self) -> Tool:
@@ -93,7 +105,7 @@ class ToolBody(Body):
         return Tool(function.name, function.description or "", function.parameters or {})
 
 
-Tools = Annotated[list[ToolBody], Field(max_length=256)]
+ToolList = Annotated[list[ToolBody], Field(max_length=256)]
 
 
 class NamedFunction(Body):

@@ -1,0 +1,19 @@
+"""Two courtesies before the router: HEAD is asked wherever GET is, and a slash at the end makes no difference."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class PathMiddleware:
+    """ASGI. The web server itself leaves out the body of an answer to HEAD."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            # A changed copy: a redirect would cost clients that do not follow it their answer.
+            scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
+        await self.app(scope, receive, send)

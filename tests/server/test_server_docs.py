@@ -1,0 +1,29 @@
+"""docs/http-api.md says what is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from emberkeep.server.wire.chat import ChatBody
+from emberkeep.server.wire.completions import CompletionBody
+from emberkeep.types import MissReason, Sampling
+
+TEXT = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+def test_the_sampling_defaults_are_told(name: str) -> None:
+    row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{name}`"))
+    assert row.endswith(f"; {getattr(Sampling(), name)} unless given |")
+
+
+def test_every_field_is_told() -> None:
+    told = set(re.findall(r"`([a-z_]+)", TEXT))
+    assert {*ChatBody.model_fields, *CompletionBody.model_fields} <= told
+
+
+def test_every_reason_is_told() -> None:
+    assert all(f"`{reason}`" in TEXT for reason in MissReason)
