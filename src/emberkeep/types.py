@@ -96,6 +96,8 @@ class Request:
     """False: evaluate everything afresh; what is computed is still kept."""
     conversation_id: str | None = None
     want_progress: bool = False
+    in_pieces: bool = True
+    """False: nobody looks at an answer before its end, so its events may come late and all together."""
     deadline_s: float | None = None
 
 

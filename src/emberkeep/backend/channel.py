@@ -40,10 +40,11 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._ready = asyncio.Event()
 
-    def put(self, item: T) -> None:
-        """The reader hears of it at the next flush."""
+    def put(self, item: T, *, wake: bool = True) -> None:
+        """The reader hears of it at the next flush, or with the next item that wakes it."""
         self._items.append(item)
-        self._outbox.add(self._loop, self._ready)
+        if wake:
+            self._outbox.add(self._loop, self._ready)
 
     async def take(self) -> T:
         """The next item, in order."""

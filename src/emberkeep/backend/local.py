@@ -70,7 +70,10 @@ _Item = Event | _Ended | EmberkeepError
 class _Choice:
     """A job's consumer: tokens in, events out. Lives on the engine's thread."""
 
-    def __init__(self, index: int, stream: TextStream, channel: Channel[_Item], place: Place) -> None:
+    def __init__(
+        self, index: int, stream: TextStream, channel: Channel[_Item], place: Place, *, in_pieces: bool
+    ) -> None:
+        self._in_pieces = in_pieces
         self._index = index
         self._stream = stream
         self._channel = channel
@@ -84,7 +87,7 @@ class _Choice:
     def token(self, token: int, logprob: TokenLogprob | None) -> bool:
         events, stop = self._stream.push(token, logprob)
         for event in events:
-            self._channel.put(event)
+            self._channel.put(event, wake=self._in_pieces)
         return stop
 
     def kept_tokens(self) -> int:
@@ -262,6 +265,7 @@ class LocalBackend:
                 TextStream.for_request(self._vocab, request, index=index, prompt=prompt.text),
                 channel,
                 place,
+                in_pieces=request.in_pieces,
             )
             jobs.append((self._job(request, prompt, choice, index, reasoning, arrived), choice))
         return jobs

@@ -104,7 +104,7 @@ class Emberkeep:
         return Stream(self._bridge.iterate(lambda: self._backend.generate(request)))
 
     def _finish(self, request: Request) -> Result:
-        with self._start(request) as stream:
+        with self._start(replace(request, in_pieces=False)) as stream:
             for _ in stream.events():
                 pass
             return stream.result

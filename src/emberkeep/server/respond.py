@@ -36,7 +36,8 @@ def failure_response(failure: Failure) -> Response:
 async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Answer:
     """Waits for the whole answer. Raises what the backend raises, and ClientGone."""
     answer = Answer(sum(request.n for request in requests))
-    async with _feed(http, backend, requests) as feed:
+    whole = [replace(request, in_pieces=False) for request in requests]
+    async with _feed(http, backend, whole) as feed:
         while batch := await feed.take():
             answer.add(batch)
     return answer
