@@ -96,7 +96,7 @@ def open_store(config: Config, fingerprint: bytes) -> KvStore:
 def _open_llamacpp(
     path: Path, config: Config, shape: ModelProfile, context: int, digest: str
 ) -> tuple[Engine, str | None]:
-    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 
     model = LlamaModel(path, gpu_layers=config.gpu_layers)
     settings = LlamaSettings(
@@ -107,7 +107,9 @@ def _open_llamacpp(
         threads=config.threads,
         rope_switches=shape.short_rope_context is not None,
     )
-    return LlamaEngine(model, settings, digest), model.chat_template
+    with one_core_each():
+        engine = LlamaEngine(model, settings, digest)
+    return engine, model.chat_template
 
 
 def _context(config: Config, shape: ModelProfile) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.errors import EmberkeepError, EngineError
 
 Tokens = npt.NDArray[np.int32]
@@ -77,7 +77,8 @@ def _main() -> None:
         sequences=len(prompts),
         batch=max(512, sum(len(prompt) for prompt in prompts)),
     )
-    engine = open_engine(Path(work["model"]), settings)
+    with one_core_each():
+        engine = open_engine(Path(work["model"]), settings)
     try:
         decode_seconds(engine, prompts, [2] * len(prompts))  # the first steps of a process make it allocate
         print(decode_seconds(engine, prompts, work["lengths"]))

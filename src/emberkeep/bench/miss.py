@@ -24,7 +24,7 @@ from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Stage
 from emberkeep.config import Config
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.runtime import assemble
 from emberkeep.sched.thread import EngineThread
 from emberkeep.types import Request, Sampling
@@ -87,9 +87,7 @@ async def run(stage: Stage, plan: MissPlan) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=config.prefill_slice)
     thread = EngineThread()
-    engine, bare = thread.submit(
-        lambda: (_Recorder(stage.model, settings), open_engine(stage.model, settings))
-    ).result()
+    engine, bare = thread.submit(lambda: _open_both(stage.model, settings)).result()
     backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, settings.context), thread)
     try:
         rounds = []
@@ -101,6 +99,11 @@ async def run(stage: Stage, plan: MissPlan) -> Result:
         await asyncio.wrap_future(backend.loop.call(bare.close))
         await backend.close()
     return _result(plan, rounds)
+
+
+def _open_both(model: Path, settings: LlamaSettings) -> tuple[_Recorder, LlamaEngine]:
+    with one_core_each():
+        return _Recorder(model, settings), open_engine(model, settings)
 
 
 async def _round(backend: LocalBackend, engine: _Recorder, bare: Engine, prompt: Tokens) -> _Round:

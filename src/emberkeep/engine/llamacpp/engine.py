@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import struct
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import llama_cpp
 import numpy as np
 
 from emberkeep.engine.base import Capabilities, KvUnit, Logits, Outcome, Payload, Rows
-from emberkeep.engine.llamacpp import binding
+from emberkeep.engine.llamacpp import binding, cores
 from emberkeep.engine.llamacpp.blob import Shape, check_blob, in_order, read_shape
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.rows import BatchBuffer
@@ -160,7 +159,7 @@ def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama
     params.n_batch = params.n_ubatch = settings.batch
     params.n_seq_max = settings.sequences + 1
     params.n_outputs_max = settings.sequences + 1
-    params.n_threads = params.n_threads_batch = settings.threads or os.cpu_count() or 1
+    params.n_threads = params.n_threads_batch = settings.threads or cores.available()
     params.flash_attn_type = _FLASH_ON
     params.type_k = params.type_v = _F16
     params.kv_unified = True

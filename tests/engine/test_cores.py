@@ -1,0 +1,51 @@
+"""Where compute threads run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.cores import available
+from emberkeep.sched.thread import EngineThread
+from helpers import tiny_gguf
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or available() < 2, reason="needs Linux and more than one core"
+)
+
+
+def open_and_look(model: Path, threads: int) -> dict[int, set[int]]:
+    """The cores of every thread of an engine's team, by thread."""
+    with one_core_each():
+        settings = LlamaSettings(context=256, cells=256, sequences=1, batch=64, threads=threads)
+        engine = LlamaEngine(LlamaModel(model), settings, "digest")
+    engine.close()
+    name = f"engine-{threading.get_native_id()}"
+    tasks = Path("/proc/self/task").iterdir()
+    team = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == name]
+    return {task: os.sched_getaffinity(task) for task in team}
+
+
+@pytest.fixture
+def thread():
+    thread = EngineThread()
+    yield thread
+    thread.end()
+
+
+def test_every_compute_thread_has_a_core_of_its_own(tmp_path, thread):
+    model, everything = tiny_gguf.dense(tmp_path / "m.gguf"), os.sched_getaffinity(0)
+    team = thread.submit(lambda: open_and_look(model, available())).result()
+    assert sorted(tuple(cores) for cores in team.values()) == [(core,) for core in sorted(everything)]
+    assert os.sched_getaffinity(0) == everything
+
+
+def test_fewer_threads_than_cores_go_where_the_kernel_puts_them(tmp_path, thread):
+    model, everything = tiny_gguf.dense(tmp_path / "m.gguf"), os.sched_getaffinity(0)
+    team = thread.submit(lambda: open_and_look(model, available() - 1)).result()
+    assert all(cores == everything for cores in team.values())
