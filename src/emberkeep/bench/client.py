@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 import socket
-from asyncio.trsock import TransportSocket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -162,7 +161,7 @@ def has_text(raw: bytes | bytearray) -> bool:
     return _FIRST_TOKEN.search(raw) is not None
 
 
-async def _read(reader: asyncio.StreamReader, connection: TransportSocket, sent: float) -> Exchange:
+async def _read(reader: asyncio.StreamReader, connection: socket.socket, sent: float) -> Exchange:
     raw, first = bytearray(), 0.0
     while data := await reader.read(_READ_BYTES):
         now = perf_counter()

@@ -22,6 +22,7 @@ from emberkeep.errors import ConfigError
 ENV_PREFIX = "EMBERKEEP_"
 ENV_FILE = "EMBERKEEP_CONFIG"
 ENV_TEST_PREFIX = "EMBERKEEP_TEST"
+ARGUMENT = "argument"
 FILE_NAMES = ("emberkeep.toml", "emberkeep.json")
 
 
@@ -29,7 +30,7 @@ FILE_NAMES = ("emberkeep.toml", "emberkeep.json")
 class LoadedConfig:
     config: Config
     origins: Mapping[str, str]
-    """Where each value came from: `default`, `file PATH`, `env NAME` or `flag --NAME`."""
+    """Where each value came from: `default`, `file PATH`, `env NAME`, `flag --NAME` or `argument`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,23 @@ class _Given:
 
 
 def load_config(
-    flags: Mapping[str, object], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    flags: Mapping[str, object],
+    *,
+    as_arguments: bool = False,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> LoadedConfig:
     """Settle every setting. Reads one file at most.
 
-    A flag whose value is None was not given; the flag `config` names the file. Raises ConfigError.
+    A flag whose value is None was not given; the flag `config` names the file. `as_arguments`: they are those of
+    a Python call, and errors do not speak of flags. Raises ConfigError.
     """
     env = os.environ if env is None else env
     cwd = Path.cwd() if cwd is None else cwd
     path = _config_file(flags.get("config"), env, cwd)
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
-    layers = (_from_file(path) if path else [], _from_env(env, cwd), _from_flags(flags, cwd))
+    layers = (_from_file(path) if path else [], _from_env(env, cwd), _from_flags(flags, as_arguments, cwd))
     for given in (given for layer in layers for given in layer):
         values[given.key] = _parsed(given)
         origins[given.key] = given.origin
@@ -107,13 +113,13 @@ def _from_env(env: Mapping[str, str], cwd: Path) -> Iterable[_Given]:
         yield _Given(known[name], env[name], f"env {name}", cwd)
 
 
-def _from_flags(flags: Mapping[str, object], cwd: Path) -> Iterable[_Given]:
+def _from_flags(flags: Mapping[str, object], as_arguments: bool, cwd: Path) -> Iterable[_Given]:
     for key, value in flags.items():
         if value is None or key == "config":
             continue
         if key not in FIELDS:
             raise ConfigError(f"Unknown setting {key!r}{_nearest(key)}")
-        yield _Given(key, value, f"flag --{key.replace('_', '-')}", cwd)
+        yield _Given(key, value, ARGUMENT if as_arguments else f"flag --{key.replace('_', '-')}", cwd)
 
 
 def _variable(key: str) -> str:
@@ -133,5 +139,6 @@ def _parsed(given: _Given) -> Any:
         value = kind.parse(given.value)
     except (ValueError, OverflowError) as error:
         shown = public_value(given.key, given.value)
-        raise ConfigError(f"{given.key} = {shown!r} ({given.origin}) is not {kind.accepts}.") from error
+        where = "" if given.origin == ARGUMENT else f" ({given.origin})"
+        raise ConfigError(f"{given.key} = {shown!r}{where} is not {kind.accepts}.") from error
     return given.base / value if isinstance(value, Path) else value

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Unpack
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.config import Config, load_config
-from emberkeep.config.settings import FIELDS, kind_of, public_value
-from emberkeep.errors import ConfigError
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.install import ensure_model
 from emberkeep.library.requests import Messages, Options, Tools, chat_request, prompt_request
@@ -39,9 +36,7 @@ class Emberkeep:
         configuration file. The default model is pulled when it is missing. Raises ConfigError, ModelError,
         EngineError.
         """
-        given = {"model": model, **settings}
-        _check_settings(given)
-        config = load_config(given).config
+        config = load_config({"model": model, **settings}, as_arguments=True).config
         ensure_model(config)
         return cls.open(config)
 
@@ -111,17 +106,6 @@ class Emberkeep:
 
     async def _stats(self) -> dict[str, Json]:
         return self._backend.stats()
-
-
-def _check_settings(given: Mapping[str, object]) -> None:
-    """What the configuration would refuse as flags, which it calls them, is refused here as arguments."""
-    for key in given.keys() & FIELDS.keys():
-        kind, value = kind_of(key), given[key]
-        try:
-            if value is not None:
-                kind.parse(value)
-        except (ValueError, OverflowError):
-            raise ConfigError(f"{key} = {public_value(key, value)!r} is not {kind.accepts}.") from None
 
 
 def _prefix(prompt_or_messages: Messages, tools: Tools | None, **options: Unpack[Options]) -> Request:
