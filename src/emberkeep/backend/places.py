@@ -28,7 +28,8 @@ class Places:
             self._taken += 1
         return Place(self, choices)
 
-    def _give_back(self, place: Place) -> None:
+    def give_back(self, place: Place) -> None:
+        """Twice is harmless: a request may leave while its last choice ends on the engine's thread."""
         with self._lock:
             self._taken -= place.is_taken
             place.is_taken = False
@@ -49,4 +50,4 @@ class Place:
             self.leave()
 
     def leave(self) -> None:
-        self._places._give_back(self)
+        self._places.give_back(self)
