@@ -9,8 +9,10 @@
     ├── RequestError           the caller asked for something that cannot be done
     │   ├── InvalidField       one named field has a bad value
     │   ├── ContextExceeded    the prompt is longer than the context
+    │   ├── NoSuchEntry        nothing of that name is stored
     │   └── TemplateFailed     the chat template refused these messages
     ├── Overloaded             the queue is full, or the server is shutting down
+    ├── RateLimited            one user has as many requests here as a user may have
     ├── DeadlineExceeded       the request ran out of its time
     └── EngineError            the engine could not evaluate
 
@@ -69,6 +71,10 @@ class ContextExceeded(RequestError):
         self.context = context
 
 
+class NoSuchEntry(RequestError):
+    pass
+
+
 class TemplateFailed(RequestError):
     pass
 
@@ -77,6 +83,14 @@ class Overloaded(EmberkeepError):
     """`retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RateLimited(EmberkeepError):
+    """`retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 

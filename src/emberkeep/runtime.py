@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.channel import Outbox
 from emberkeep.backend.local import LocalBackend
 from emberkeep.backend.places import Places
+from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.config import Config, total_ram
+from emberkeep.config import Config, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.errors import ModelBroken, TemplateFailed
 from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Keeping, KvStore
 from emberkeep.models.digest import weights_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelLibrary
@@ -61,9 +63,14 @@ def assemble(
 ) -> LocalBackend:
     """A backend over any engine, which was opened on `thread`. Both belong to it from now on."""
     template = _template(engine, template_source)
-    store = open_store(config, engine.fingerprint)
+    store = open_store(config, engine.fingerprint, {"model": card.id})
     slice_ = min(config.prefill_slice, engine.capabilities.batch)
-    settings = LoopSettings(parallel=config.parallel, prefill_slice=slice_)
+    settings = LoopSettings(
+        parallel=config.parallel,
+        prefill_slice=slice_,
+        tracked=config.tracked_conversations,
+        warm_after=config.turns_to_warm,
+    )
     outbox = Outbox()
     return LocalBackend(
         card,
@@ -72,18 +79,27 @@ def assemble(
         EngineLoop(engine, store, settings, thread=thread, after_step=outbox.flush),
         store,
         outbox,
-        Places(config.parallel + config.queue),
+        Places(config.parallel + config.queue, config.max_concurrent_per_user),
         context=engine.capabilities.context,
+        keep_alive=KeepAlive(ttls(config), config.sweep_s, config.tracked_conversations),
         deadline_s=config.deadline_s,
         drain_s=config.drain_s,
     )
 
 
-def open_store(config: Config, fingerprint: bytes) -> KvStore:
+def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> KvStore:
     """Without a usable folder the store lives in RAM: serving goes on."""
+    keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
 
     def store(cold: ColdTier | None) -> KvStore:
-        return KvStore(fingerprint, warm_budget=config.ram_budget, cold=cold, cold_budget=config.disk_budget)
+        return KvStore(
+            fingerprint,
+            warm_budget=config.ram_budget,
+            cold=cold,
+            cold_budget=config.disk_budget,
+            keeping=keeping,
+            about=about,
+        )
 
     if config.disk_budget:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,6 +12,28 @@ Json = Any
 """Anything that `json.loads` returns."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+SHARED = "*"
+"""The namespace of what an operator declared shareable: everybody reads it, only `--warm` writes it. No
+user's namespace looks like this (see `private_namespace`)."""
+
+
+def private_namespace(user: str, salt: str = "") -> str:
+    """Where one user's state lives. A JSON list: no user and salt can be chosen to look like another pair."""
+    return json.dumps([user, salt]) if user or salt else ""
+
+
+def user_of(namespace: str) -> str:
+    """The inverse of `private_namespace`, without the salt."""
+    return str(json.loads(namespace)[0]) if namespace.startswith("[") else ""
+
+
+class Ttl(StrEnum):
+    """How long state is kept ready after its last use; how many seconds each stands for is a setting."""
+
+    SHORT = "short"
+    LONG = "long"
+    EXTENDED = "extended"
 
 
 # ── what is asked ────────────────────────────────────────────────────────────────────────────────
@@ -90,11 +113,23 @@ class Request:
     echo: bool = False
     template_args: Mapping[str, Json] = field(default_factory=dict)
     """Extra variables for the chat template (`enable_thinking`, ...)."""
+    user: str = ""
+    """Who asks: limits and fairness are per user."""
     namespace: str = ""
-    """Requests share stored state only within one namespace."""
+    """Requests share stored state only within one namespace, and what is in `SHARED`."""
     use_cache: bool = True
     """False: evaluate everything afresh; what is computed is still kept."""
+    is_kept: bool = True
+    """False: nothing of what is computed is kept."""
+    is_prefix: bool = False
+    """Nobody waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
     conversation_id: str | None = None
+    cache_key: str | None = None
+    """OpenAI's `prompt_cache_key`: names a conversation when nothing else does."""
+    ttl: Ttl | None = None
+    """None: the usual one."""
+    slot: int | None = None
+    """The engine's slot that the client would like best."""
     want_progress: bool = False
     in_pieces: bool = True
     """False: nobody looks at an answer before its end, so its events may come late and all together."""
@@ -144,6 +179,8 @@ class Divergence:
     token_index: int
     stored_text: str
     prompt_text: str
+    where: str = ""
+    """The part of the request that stands there (`message 3 (user)`), where that is known."""
 
 
 class MissReason(StrEnum):
@@ -152,6 +189,14 @@ class MissReason(StrEnum):
     NONE = "none"  # everything stored for this prompt was reused
     NEW = "new"  # nothing is stored for what follows
     DIVERGED = "diverged"  # stored text goes on differently
+    EDITED = "edited_message"  # the same, inside a message that was stored with another text
+    TOOLS = "changed_tools"  # the same, inside the definitions of tools
+    EVICTED = "evicted"  # it was stored, and its room was needed
+    EXPIRED = "expired"  # it was stored, outlived its TTL, and was removed
+    REMOVED = "removed"  # somebody removed it
+    OTHER_USER = "other_user"  # it is stored, for another user
+    OTHER_MODEL = "other_model"  # it is stored, for another model or engine
+    NO_SNAPSHOT = "no_snapshot"  # this model's state can be resumed only where it was snapshotted
     CORRUPT = "corrupt"  # a stored chunk failed verification
     GONE = "gone"  # a stored chunk disappeared between lookup and load
     CHEAPER = "cheaper_to_recompute"  # loading was predicted to take longer
@@ -173,6 +218,99 @@ class LookupRecord:
     @property
     def reused_tokens(self) -> int:
         return self.hot_tokens + self.warm_tokens + self.cold_tokens
+
+
+# ── what is kept ─────────────────────────────────────────────────────────────────────────────────
+
+
+class EntryKind(StrEnum):
+    CONVERSATION = "conversation"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A conversation or a prefix in the store."""
+
+    id: str
+    kind: EntryKind
+    name: str
+    """The conversation id, if a client gave one."""
+    head: str
+    """Its first words; empty where they are not known any more."""
+    user: str
+    is_shared: bool
+    """Declared shareable by the operator: everybody may reuse it."""
+    tokens: int
+    bytes: int
+    """Including what it shares with others."""
+    warm_tokens: int
+    cold_tokens: int
+    """How many of `tokens` are in RAM and on disk; often both."""
+    idle_s: float
+    """Seconds since it was last used."""
+    hits: int
+    turns: int
+    branches: int
+    ttl: Ttl
+    expires_in_s: float
+    """Negative: it is not wanted any more, and goes first when room is needed."""
+    is_pinned: bool
+    hot_tokens: int = 0
+    """How many of `tokens` rest in the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryText:
+    entry: CacheEntry
+    text: str
+    """The whole of its latest state, as the model reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    entries: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A prefix that is ready."""
+
+    tokens: int
+    cached_tokens: int
+    """How many of them were stored before."""
+    seconds: float
+    entry_id: str
+    """Its entry in the cache."""
+    ttl: Ttl | None = None
+    """How long it is kept ready after its last use; None where it is not stored."""
+    error: str | None = None
+    """Why it is not ready after all. Nobody has to care: the next request evaluates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A stored state, continued greedily beside a fresh evaluation of the same tokens."""
+
+    entry: CacheEntry
+    reused_tokens: int
+    compared: int
+    agreed: int
+    """Tokens of the continuation, and how many were equal before the first difference."""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.agreed == self.compared
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a request would reuse now, and why not more."""
+
+    lookup: LookupRecord
+    sentence: str
 
 
 # ── what happens ─────────────────────────────────────────────────────────────────────────────────
@@ -246,6 +384,34 @@ class Completed:
 
 
 Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed
+
+
+# ── which experts a mixture chose ────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    layer: int
+    tokens: int
+    """How many were evaluated here; at least one."""
+    counts: tuple[int, ...]
+    """Per expert how many of these tokens were sent to it."""
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """Per expert the share of the tokens that were sent to it."""
+        return tuple(count / self.tokens for count in self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStats:
+    enabled: bool
+    """Whether anything is being counted now."""
+    experts: int
+    experts_used: int | None
+    """By each token, in each layer; None where layers differ."""
+    layers: tuple[LayerExperts, ...]
+    """Those that have counted something."""
 
 
 # ── what a model's vocabulary offers ─────────────────────────────────────────────────────────────

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
+from emberkeep.backend.places import Place, Places
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.errors import InvalidField, Overloaded
+from emberkeep.errors import InvalidField, Overloaded, RateLimited
 from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Request, Sampling
 from helpers.scheduling import Gate
@@ -27,8 +31,10 @@ def anyio_backend() -> str:
 
 
 @asynccontextmanager
-async def served(folder: Path, engine: FakeEngine, *, parallel: int, queue: int) -> AsyncIterator[LocalBackend]:
-    config = Config(data_dir=folder, parallel=parallel, queue=queue)
+async def served(
+    folder: Path, engine: FakeEngine, *, parallel: int, queue: int, per_user: int | None = None
+) -> AsyncIterator[LocalBackend]:
+    config = Config(data_dir=folder, parallel=parallel, queue=queue, max_concurrent_per_user=per_user)
     backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
     try:
         yield backend
@@ -36,8 +42,8 @@ async def served(folder: Path, engine: FakeEngine, *, parallel: int, queue: int)
         await backend.close()
 
 
-def request(prompt: str, *, n: int = 1) -> Request:
-    return Request(prompt=prompt, n=n, max_tokens=3, sampling=Sampling(temperature=0))
+def request(prompt: str, *, n: int = 1, user: str = "") -> Request:
+    return Request(prompt=prompt, n=n, max_tokens=3, sampling=Sampling(temperature=0), user=user)
 
 
 async def answer(backend: LocalBackend, asked: Request) -> Completed:
@@ -89,3 +95,64 @@ async def test_a_request_that_is_refused_or_given_up_leaves_its_place(tmp_path: 
         await asyncio.wait([given_up])
         gate.open()
         await answer(backend, request("the next"))
+
+
+@pytest.mark.parametrize("user", ["alice", ""])
+async def test_a_user_is_limited_and_others_are_not_concerned(tmp_path: Path, user: str) -> None:
+    """Those without a name are one user as well."""
+    engine = FakeEngine()
+    async with served(tmp_path, engine, parallel=1, queue=3, per_user=2) as backend:
+        gate = Gate(engine)
+        mine = [asyncio.create_task(answer(backend, request(f"mine {i}", user=user))) for i in range(2)]
+        await asyncio.to_thread(gate.reached)
+        with pytest.raises(RateLimited, match="limited to 2 at a time: try again") as refused:
+            await answer(backend, request("a third", user=user))
+        assert refused.value.retry_after > 0
+        other = asyncio.create_task(answer(backend, request("another's", user="bob")))
+        gate.open()
+        await asyncio.gather(*mine, other)
+        await answer(backend, request("a third", user=user))
+
+
+async def test_the_limit_of_a_user_holds_on_a_full_server_too(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with served(tmp_path, engine, parallel=1, queue=0, per_user=1) as backend:
+        gate = Gate(engine)
+        running = asyncio.create_task(answer(backend, request("mine", user="alice")))
+        await asyncio.to_thread(gate.reached)
+        with pytest.raises(RateLimited):
+            await answer(backend, request("mine again", user="alice"))
+        with pytest.raises(Overloaded):
+            await answer(backend, request("another's", user="bob"))
+        gate.open()
+        await running
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["take", "leave"]), st.integers(0, 9)), max_size=60),
+    per_user=st.none() | st.integers(1, 4),
+)
+def test_a_place_is_refused_exactly_when_a_limit_is_reached(
+    steps: list[tuple[str, int]], per_user: int | None
+) -> None:
+    places, held, left = Places(6, per_user), list[Place](), list[Place]()
+    for what, number in steps:
+        if what == "leave":
+            # A second time is harmless.
+            left += [held.pop(number % len(held))] if held else []
+            for place in left:
+                place.leave()
+            continue
+        user = str(number % 3)
+        mine = Counter(place.user for place in held)[user]
+        if per_user is not None and mine >= per_user:
+            with pytest.raises(RateLimited):
+                places.take(user, 1)
+        elif len(held) >= 6:
+            with pytest.raises(Overloaded):
+                places.take(user, 1)
+        else:
+            held.append(places.take(user, 1))
+    for place in held:
+        place.choice_over()
+    assert not places._taken_by, "users who have left are remembered"

@@ -30,6 +30,7 @@ SETTING_FLAGS = (
     "--api-key",
     "--threads",
     "--gpu-layers",
+    "--max-concurrent-per-user",
 )
 
 

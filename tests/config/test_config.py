@@ -118,6 +118,8 @@ def test_an_unknown_setting_of_the_library_is_refused(tmp_path: Path) -> None:
         ("port", True),
         ("port", 80.5),
         ("parallel", 0),
+        ("max_concurrent_per_user", 0),
+        ("max_concurrent_per_user", "many"),
         ("ctx", "big"),
         ("ctx", 1),
         ("ram_budget", "-1"),
@@ -166,10 +168,14 @@ def test_sizes_are_read_as_people_write_them(text: object, size: int) -> None:
 
 
 def test_auto_and_none_bring_the_default_back(tmp_path: Path) -> None:
-    (tmp_path / "emberkeep.toml").write_text('ctx = 1024\nthreads = 2\nram_budget = "1G"\ndeadline_s = 5')
-    flags: dict[str, object] = {"ctx": "auto", "threads": "auto", "ram_budget": "auto", "deadline_s": "none"}
-    config = load(tmp_path, flags)
-    assert (config.ctx, config.threads, config.deadline_s) == (None, None, None)
+    (tmp_path / "emberkeep.toml").write_text(
+        'ctx = 1024\nthreads = 2\nram_budget = "1G"\ndeadline_s = 5\nmax_concurrent_per_user = 2'
+    )
+    assert load(tmp_path).max_concurrent_per_user == 2
+    auto, none = ("ctx", "threads", "ram_budget"), ("deadline_s", "max_concurrent_per_user")
+    config = load(tmp_path, {**dict.fromkeys(auto, "auto"), **dict.fromkeys(none, "none")})
+    assert (config.ctx, config.threads) == (None, None)
+    assert (config.deadline_s, config.max_concurrent_per_user) == (None, None)
     assert config.ram_budget == total_ram() // 4
 
 

@@ -1,47 +1,30 @@
-"""What every engine promises, asked of the fake one and of llama.cpp over a tiny random model."""
+"""What every engine whose state is by range promises: the fake one, and llama.cpp over a tiny random model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from emberkeep.engine.base import Engine, KvUnit, Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.errors import EngineError
-from helpers.tiny_gguf import dense
+from helpers.engines import NOISE, TOKENS, broken_payloads, evaluate, exported, same
 
-TOKENS = np.random.default_rng(3).integers(40, 120, 400, dtype=np.int32)
-NOISE = 0.03
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(scope="session")
-def tiny_dense(tmp_path_factory) -> Path:
-    return dense(tmp_path_factory.mktemp("models") / "dense.gguf")
-
-
 @pytest.fixture(params=["fake", "llama.cpp"])
-def make(request, tiny_dense):
-    """Makes engines with a few cells, and closes them."""
-    engines: list[Engine] = []
+def make(request, open_engine):
+    """Makes engines with a few cells."""
 
     def make_one(*, cells: int = 1024, weights: str = "w") -> Engine:
-        engine: Engine
         if request.param == "fake":
-            engine = FakeEngine(cells=cells, context=cells, sequences=4, batch=256, weights=weights)
-        else:
-            settings = LlamaSettings(context=cells, cells=cells, sequences=4, batch=256, threads=1)
-            engine = LlamaEngine(LlamaModel(tiny_dense), settings, weights)
-        engines.append(engine)
-        return engine
+            return FakeEngine(cells=cells, context=cells, sequences=4, batch=256, weights=weights)
+        return open_engine(cells=cells, sequences=4, digest=weights)
 
-    yield make_one
-    for engine in engines:
-        engine.close()
+    return make_one
 
 
 @pytest.fixture
@@ -49,22 +32,12 @@ def engine(make: Make) -> Engine:
     return make()
 
 
-def evaluate(engine: Engine, sequence: int, start: int, end: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
-    outcome = engine.evaluate([Rows(sequence, start, tokens[start:end], want_logits=True)])
-    assert outcome is Outcome.DONE
-    return engine.logits(0).copy()
-
-
-def same(engine: Engine, a: np.ndarray, b: np.ndarray) -> bool:
-    """The fake engine is exact; llama.cpp's sums depend a little on the shape of a batch."""
-    return np.array_equal(a, b) if isinstance(engine, FakeEngine) else bool(np.abs(a - b).max() < NOISE)
-
-
 def test_capabilities_describe_a_range_engine(engine):
     assert engine.capabilities.kv_unit is KvUnit.RANGE
     assert engine.capabilities.can_shift
     assert engine.capabilities.max_sequences == 4
     assert engine.capabilities.kv_bytes_per_token > 0
+    assert engine.capabilities.snapshot_bytes == 0
     assert len(evaluate(engine, 0, 0, 5)) == engine.vocab.size
 
 
@@ -97,7 +70,7 @@ def test_sequences_of_one_batch_get_their_own_logits(engine):
 def test_state_that_went_out_and_in_gives_bit_equal_logits(make):
     source, target = make(), make()
     evaluate(source, 0, 0, 200)
-    payload = source.export_kv(0, 0, 200)
+    payload = exported(source, 0, 0, 200)
     expected = evaluate(source, 0, 200, 208)
     assert target.import_kv(0, 0, 200, payload, 0) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 200, 208), expected)
@@ -107,22 +80,44 @@ def test_state_comes_in_by_ranges(make):
     source, target = make(), make()
     evaluate(source, 0, 0, 200)
     for start, end in ((0, 128), (128, 130), (130, 200)):
-        assert target.import_kv(0, start, end, source.export_kv(0, start, end), start) is Outcome.DONE
+        assert target.import_kv(0, start, end, exported(source, 0, start, end), start) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 200, 201), evaluate(source, 0, 200, 201))
 
 
 def test_an_export_leaves_the_sequence_as_it_is_and_repeats_its_bytes(engine):
     evaluate(engine, 0, 0, 100)
-    first = bytes(engine.export_kv(0, 20, 90))
-    assert bytes(engine.export_kv(0, 20, 90)) == first
+    first = bytes(exported(engine, 0, 20, 90))
+    assert bytes(exported(engine, 0, 20, 90)) == first
     assert same(engine, evaluate(engine, 0, 100, 110), evaluate(engine, 1, 0, 110))
+
+
+def test_one_export_gives_the_ranges_between_many_borders(engine):
+    evaluate(engine, 0, 0, 100)
+    one_by_one = [exported(engine, 0, start, end) for start, end in ((10, 74), (74, 75), (75, 100))]
+    assert engine.export_kv(0, (10, 74, 75, 100)) == one_by_one
+
+
+def test_nothing_is_exported_beyond_the_end(engine):
+    evaluate(engine, 0, 0, 100)
+    with pytest.raises(EngineError):
+        engine.export_kv(0, (0, 50, 101))
+    with pytest.raises(EngineError):
+        engine.export_kv(1, (0, 50))
+
+
+def test_there_are_no_snapshots_of_a_state_that_is_by_range(engine):
+    evaluate(engine, 0, 0, 100)
+    with pytest.raises(EngineError):
+        engine.export_snapshot(0)
+    with pytest.raises(EngineError):
+        engine.import_snapshot(0, 100, memoryview(b""))
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 64), (0, 1), (30, 100), (63, 64), (0, 100)])
 def test_a_part_of_a_payload_can_be_imported(make, start, end):
     source, target = make(), make()
     evaluate(source, 0, 0, 100)
-    payload = source.export_kv(0, 0, 100)
+    payload = exported(source, 0, 0, 100)
     if start:
         target.import_kv(0, 0, start, payload, 0)
     assert target.import_kv(0, start, end, payload, 0) is Outcome.DONE
@@ -134,7 +129,7 @@ def test_a_part_of_a_payload_can_be_imported(make, start, end):
 def test_an_import_after_evaluation_continues_it(make):
     source, target = make(), make()
     evaluate(source, 0, 0, 200)
-    payload = source.export_kv(0, 64, 192)
+    payload = exported(source, 0, 64, 192)
     evaluate(target, 0, 0, 100)
     assert target.import_kv(0, 100, 180, payload, 64) is Outcome.DONE
     fresh = evaluate(make(), 0, 0, 190)
@@ -180,7 +175,7 @@ def test_a_shift_closes_the_gap(engine):
     engine.shift(0, 20, 60)
     shorter = np.concatenate([TOKENS[:20], TOKENS[60:100], TOKENS[100:140]])
     assert np.isfinite(evaluate(engine, 0, 60, 70, shorter)).all()
-    assert len(engine.export_kv(0, 60, 70)) == len(engine.export_kv(0, 0, 10))
+    assert len(exported(engine, 0, 60, 70)) == len(exported(engine, 0, 0, 10))
 
 
 def test_an_engine_without_room_says_so_and_stays_as_it_is(make):
@@ -195,7 +190,7 @@ def test_an_engine_without_room_says_so_and_stays_as_it_is(make):
 def test_an_import_without_room_says_so_and_stays_as_it_is(make):
     engine, source = make(cells=256), make()
     evaluate(source, 0, 0, 128)
-    payload = source.export_kv(0, 0, 128)
+    payload = exported(source, 0, 0, 128)
     evaluate(engine, 0, 0, 200)
     assert engine.import_kv(1, 0, 128, payload, 0) is Outcome.NO_ROOM
     assert same(engine, evaluate(engine, 0, 200, 210), evaluate(make(), 0, 0, 210))
@@ -211,29 +206,15 @@ def test_state_that_lies_scattered_over_the_cells_is_exported_in_order(make):
     engine.trim(0, 0)
     evaluate(engine, 1, 100, 200)
     for start, end in ((0, 50), (50, 150), (150, 200)):
-        assert target.import_kv(0, start, end, engine.export_kv(1, start, end), start) is Outcome.DONE
+        assert target.import_kv(0, start, end, exported(engine, 1, start, end), start) is Outcome.DONE
     assert same(target, evaluate(target, 0, 200, 210), evaluate(make(), 0, 0, 210))
-
-
-def broken_payloads(payload: memoryview) -> list[memoryview]:
-    data = bytes(payload)
-    return [
-        memoryview(b""),
-        memoryview(data[:3]),
-        memoryview(data[:-1]),
-        memoryview(data + b"\0"),
-        memoryview(bytes(len(data))),
-        memoryview(b"\xff" * len(data)),
-        memoryview(data[: len(data) // 2]),
-        memoryview(data + data),
-    ]
 
 
 def test_payloads_of_another_shape_are_refused_and_change_nothing(make):
     engine, source = make(), make()
     evaluate(source, 0, 0, 100)
     evaluate(engine, 0, 0, 20)
-    for payload in broken_payloads(source.export_kv(0, 20, 100)):
+    for payload in broken_payloads(exported(source, 0, 20, 100)):
         with pytest.raises(EngineError):
             engine.import_kv(0, 20, 100, payload, 20)
     assert same(engine, evaluate(engine, 0, 20, 30), evaluate(make(), 0, 0, 30))
@@ -258,7 +239,7 @@ def test_payloads_at_another_place_are_refused_and_change_nothing(make, start, e
     evaluate(source, 0, 0, 100)
     evaluate(engine, 0, 0, 20)
     with pytest.raises(EngineError):
-        engine.import_kv(0, start, end, source.export_kv(0, 20, 100), payload_start)
+        engine.import_kv(0, start, end, exported(source, 0, 20, 100), payload_start)
     assert same(engine, evaluate(engine, 0, 20, 30), evaluate(make(), 0, 0, 30))
 
 

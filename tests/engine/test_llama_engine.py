@@ -5,76 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emberkeep.engine.base import KvUnit, Outcome, Rows
+from emberkeep.engine.base import KvUnit, Outcome
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, system_info
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
 from helpers import tiny_gguf
+from helpers.engines import KINDS, RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
 from helpers.scheduling import Recorder, Rig
 
-TOKENS = np.random.default_rng(3).integers(40, 120, 400, dtype=np.int32)
-KINDS = {
-    "dense": tiny_gguf.dense,
-    "sliding window": tiny_gguf.sliding_window,
-    "recurrent": tiny_gguf.recurrent,
-}
 
-
-@pytest.fixture(scope="session")
-def model_files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    return {kind: write(folder / f"{kind}.gguf") for kind, write in KINDS.items()}
-
-
-@pytest.fixture
-def open_engine(model_files):
-    engines = []
-
-    def make(
-        kind: str = "dense", *, cells: int = 1024, digest: str = "digest", rope_switches: bool = True
-    ) -> LlamaEngine:
-        settings = LlamaSettings(
-            context=cells, cells=cells, sequences=8, batch=256, threads=1, rope_switches=rope_switches
-        )
-        engines.append(LlamaEngine(LlamaModel(model_files[kind]), settings, digest))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def evaluate(engine: LlamaEngine, sequence: int, start: int, end: int) -> np.ndarray:
-    assert engine.evaluate([Rows(sequence, start, TOKENS[start:end], want_logits=True)]) is Outcome.DONE
-    return engine.logits(0).copy()
-
-
-def test_a_flipped_byte_in_the_skeleton_is_refused_and_changes_nothing(open_engine):
-    engine = open_engine()
-    evaluate(engine, 0, 0, 30)
-    payload = engine.export_kv(0, 10, 30)
-    engine.trim(0, 10)
-    expected = evaluate(engine, 0, 10, 12)
-    engine.trim(0, 10)
-    for offset in _skeleton(engine, cells=20):
-        broken = np.frombuffer(payload, np.uint8).copy()
-        broken[offset] ^= 0x11
-        with pytest.raises(EngineError):
-            engine.import_kv(0, 10, 30, memoryview(broken), 10)
-    assert np.array_equal(evaluate(engine, 0, 10, 12), expected)
-
-
-def _skeleton(engine: LlamaEngine, cells: int) -> list[int]:
-    """Offsets of everything in a payload but its rows and the sequence ids, which the library ignores."""
-    shape = engine._shape
-    cell = 16
-    offsets = [*range(16), *(cell + c * shape.cell_bytes + b for c in range(cells) for b in range(8))]
-    at = 16 + cells * shape.cell_bytes
-    offsets += range(at, at + 8)
-    at += 8
-    for _, row in shape.tensors:
-        offsets += range(at, at + 12)
-        at += 12 + cells * row
-    return offsets
+@pytest.mark.parametrize("kind", RANGE_KINDS)
+def test_ranges_that_went_out_and_in_give_bit_equal_logits(open_engine, kind):
+    source, target = open_engine(kind), open_engine(kind)
+    evaluate(source, 0, 0, 700)
+    borders = (0, 128, 130, 512, 700)
+    for start, end, payload in zip(borders, borders[1:], source.export_kv(0, borders), strict=False):
+        assert target.import_kv(0, start, end, payload, start) is Outcome.DONE
+    assert np.array_equal(evaluate(target, 0, 700, 708), evaluate(source, 0, 700, 708))
 
 
 def test_a_payload_of_another_model_shape_is_refused(open_engine, tmp_path, monkeypatch):
@@ -82,7 +28,7 @@ def test_a_payload_of_another_model_shape_is_refused(open_engine, tmp_path, monk
     settings = LlamaSettings(context=256, cells=256, sequences=2, batch=64, threads=1)
     deeper = LlamaEngine(LlamaModel(tiny_gguf.dense(tmp_path / "deeper.gguf")), settings, "d")
     evaluate(deeper, 0, 0, 30)
-    payload = deeper.export_kv(0, 0, 30)
+    payload = exported(deeper, 0, 0, 30)
     deeper.close()
     with pytest.raises(EngineError):
         open_engine().import_kv(0, 0, 30, payload, 0)
@@ -101,29 +47,15 @@ def test_a_model_with_one_set_of_rope_factors_has_one_fingerprint_for_all_contex
 def test_each_kind_of_model_says_how_its_state_can_be_kept(open_engine):
     units = {kind: open_engine(kind).capabilities.kv_unit for kind in KINDS}
     assert units == {
-        "dense": KvUnit.RANGE,
-        "sliding window": KvUnit.SNAPSHOT,
+        **dict.fromkeys(RANGE_KINDS, KvUnit.RANGE),
         "recurrent": KvUnit.SNAPSHOT,
+        "hybrid": KvUnit.BOTH,
+        "sliding window": KvUnit.BOTH,
+        "hybrid window": KvUnit.BOTH,
     }
 
 
-def test_a_recurrent_state_cannot_be_cut_back(open_engine):
-    engine = open_engine("recurrent")
-    evaluate(engine, 0, 0, 50)
-    with pytest.raises(EngineError, match="cut back"):
-        engine.trim(0, 20)
-    engine.trim(0, 0)
-    assert np.isfinite(evaluate(engine, 0, 0, 20)).all()
-
-
-@pytest.mark.parametrize("kind", ["sliding window", "recurrent"])
-def test_state_that_is_no_range_is_not_imported(open_engine, kind):
-    engine = open_engine(kind)
-    with pytest.raises(EngineError):
-        engine.import_kv(0, 0, 10, memoryview(bytes(100)), 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dense", *SNAPSHOT_KINDS])
 def test_conversations_are_answered_as_without_a_cache(open_engine, tmp_path, kind):
     """Turns, a branch and a repeat, against evaluation of everything afresh."""
     prompt = TOKENS[:200].tolist()
@@ -138,7 +70,7 @@ def test_conversations_are_answered_as_without_a_cache(open_engine, tmp_path, ki
         assert rig.loop.counters.failed == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dense", *SNAPSHOT_KINDS])
 def test_the_next_turn_continues_in_the_engine(open_engine, tmp_path, kind):
     prompt = TOKENS[:100].tolist()
     with Rig(tmp_path, open_engine(kind)) as rig:
@@ -147,7 +79,7 @@ def test_the_next_turn_continues_in_the_engine(open_engine, tmp_path, kind):
         assert rig.run(turn, max_new=1).lookup.hot_tokens == len(turn) - 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dense", *SNAPSHOT_KINDS])
 def test_after_a_stop_string_the_next_answer_is_right(open_engine, tmp_path, kind):
     prompt = TOKENS[:100].tolist()
     with Rig(tmp_path, open_engine(kind)) as rig:

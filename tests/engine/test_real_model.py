@@ -10,6 +10,7 @@ import pytest
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.types import TokenLogprob
+from helpers.engines import exported
 from helpers.scheduling import Rig
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def test_restored_state_gives_bit_equal_logits(open_engine):
     assert source.evaluate([Rows(0, 0, tokens, want_logits=False)]) is Outcome.DONE
     for start in range(0, 400, 128):
         end = min(start + 128, 400)
-        payload = source.export_kv(0, start, end)
+        payload = exported(source, 0, start, end)
         assert target.import_kv(0, start, end, payload, start) is Outcome.DONE
     rows = Rows(0, 400, more, want_logits=True)
     source.evaluate([rows])

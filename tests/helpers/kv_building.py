@@ -36,7 +36,8 @@ def exported(tokens: TokenArray, start: int, end: int) -> memoryview:
     """The payload of [start, end) of a sequence that begins with `tokens`."""
     engine = FakeEngine(cells=1 << 20, context=1 << 20)
     engine.evaluate([Rows(0, 0, tokens[:end], want_logits=False)])
-    return engine.export_kv(0, start, end)
+    (payload,) = engine.export_kv(0, (start, end))
+    return payload
 
 
 LONG = prompt(1000)
@@ -133,8 +134,8 @@ def check_books(store: KvStore) -> None:
     with store._lock:
         books = store._books
         chunks = list(books)
-        assert books.warm_bytes == sum(len(c.payload) for c in chunks if c.payload is not None)
-        assert books.cold_bytes == sum(c.bytes for c in chunks if c.on_disk)
+        assert books.warm.bytes == sum(len(c.payload) for c in chunks if c.payload is not None)
+        assert books.cold.bytes == sum(c.bytes for c in chunks if c.on_disk)
         assert all(c.pins >= 0 for c in chunks)
         assert all(c.on_disk or c.payload is not None for c in chunks)
         reachable = [c for root in books._roots.values() for c in _below(root)]

@@ -188,9 +188,11 @@ class Gate:
         self._open.set()
 
 
-def reference(tokens: Iterable[int], *, sampling: Sampling = GREEDY, max_new: int = 12) -> list[int]:
+def reference(
+    tokens: Iterable[int], *, sampling: Sampling = GREEDY, max_new: int = 12, engine: FakeEngine | None = None
+) -> list[int]:
     """What an engine that has never seen anything answers."""
-    engine, sampler = FakeEngine(cells=1 << 15), Sampler(sampling)
+    engine, sampler = engine or FakeEngine(cells=1 << 15), Sampler(sampling)
     todo = np.fromiter(tokens, np.int32)
     start, answer = 0, []
     while len(answer) < max_new:

@@ -1,8 +1,9 @@
-"""Tiny models with random weights that llama.cpp really loads: dense, sliding-window and recurrent."""
+"""Tiny models with random weights that llama.cpp really loads, one for each way of keeping state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,10 @@ STATE = 16
 CONV = 4
 TIME_RANK = 8
 WINDOW = 16
+LATENT = 32
+INDEX = 64
+EXPERTS = 8
+EXPERTS_USED = 2
 
 _PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁,.!"]
 VOCAB = len(_PIECES)
@@ -30,7 +35,8 @@ _KINDS = [
     *[TokenType.NORMAL] * (VOCAB - 259),
 ]
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = dict[str, tuple[int, ...]]
+Metadata = Mapping[str, int | float | list[int]]
 
 
 def dense(path: Path, *, seed: int = 0, template: str | None = None) -> Path:
@@ -55,6 +61,43 @@ def sliding_window(path: Path, *, seed: int = 0) -> Path:
     return _write(path, "gemma2", metadata, _attention_shapes() | norms, seed)
 
 
+def moe(path: Path, *, seed: int = 0, template: str | None = None) -> Path:
+    """Mixtral's shape, with a router that anybody can predict: see `chosen_experts`."""
+    metadata = {
+        **_attention_metadata(),
+        "expert_count": EXPERTS,
+        "expert_used_count": EXPERTS_USED,
+    }
+    shapes = _attention_shapes()
+    for layer in range(LAYERS):
+        shapes = _without(shapes, layer, "ffn_gate", "ffn_up", "ffn_down")
+        shapes |= {
+            f"blk.{layer}.ffn_gate_inp.weight": (EXPERTS, WIDTH),
+            f"blk.{layer}.ffn_gate_exps.weight": (EXPERTS, INNER, WIDTH),
+            f"blk.{layer}.ffn_up_exps.weight": (EXPERTS, INNER, WIDTH),
+            f"blk.{layer}.ffn_down_exps.weight": (EXPERTS, WIDTH, INNER),
+        }
+    return _write(path, "llama", metadata, shapes, seed, template, _route_by_token)
+
+
+def chosen_experts(token: int, layer: int) -> list[int]:
+    """Where `moe` sends a token, whatever stands before it."""
+    return [(token + layer + place) % EXPERTS for place in range(EXPERTS_USED)]
+
+
+def _route_by_token(name: str, weights: np.ndarray) -> None:
+    """The first numbers of every hidden state say which token it belongs to; nothing is ever added to them."""
+    if name == "token_embd.weight":
+        weights[:, :EXPERTS] = 0
+        for token, place in itertools.product(range(VOCAB), range(EXPERTS_USED)):
+            weights[token, (token + place) % EXPERTS] = 2.0 - place / EXPERTS_USED
+    elif "attn_output" in name or "ffn_down_exps" in name:
+        weights[..., :EXPERTS, :] = 0
+    elif "ffn_gate_inp" in name:
+        layer = int(name.split(".")[1])
+        weights[:] = np.roll(np.eye(EXPERTS, WIDTH), layer, axis=0)
+
+
 def recurrent(path: Path, *, seed: int = 0) -> Path:
     """Mamba's shape: a state instead of keys and values."""
     metadata = {
@@ -64,33 +107,162 @@ def recurrent(path: Path, *, seed: int = 0) -> Path:
         "feed_forward_length": 0,
         "attention.head_count": 0,
         "attention.layer_norm_rms_epsilon": 1e-5,
-        "ssm.conv_kernel": CONV,
-        "ssm.inner_size": INNER,
-        "ssm.state_size": STATE,
-        "ssm.time_step_rank": TIME_RANK,
+        **_mamba_metadata(),
     }
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "token_embd.weight": (VOCAB, WIDTH),
         "output_norm.weight": (WIDTH,),
         "output.weight": (VOCAB, WIDTH),
     }
     for layer in range(LAYERS):
-        shapes |= {
-            f"blk.{layer}.attn_norm.weight": (WIDTH,),
-            f"blk.{layer}.ssm_in.weight": (2 * INNER, WIDTH),
-            f"blk.{layer}.ssm_conv1d.weight": (INNER, CONV),
-            f"blk.{layer}.ssm_conv1d.bias": (INNER,),
-            f"blk.{layer}.ssm_x.weight": (TIME_RANK + 2 * STATE, INNER),
-            f"blk.{layer}.ssm_dt.weight": (INNER, TIME_RANK),
-            f"blk.{layer}.ssm_dt.bias": (INNER,),
-            f"blk.{layer}.ssm_a": (INNER, STATE),
-            f"blk.{layer}.ssm_d": (INNER,),
-            f"blk.{layer}.ssm_out.weight": (WIDTH, INNER),
-        }
+        shapes |= {f"blk.{layer}.attn_norm.weight": (WIDTH,), **_mamba_shapes(layer)}
     return _write(path, "mamba", metadata, shapes, seed)
 
 
-def _attention_metadata() -> dict[str, int | float]:
+def hybrid(path: Path, *, seed: int = 0) -> Path:
+    """Jamba's shape: Mamba's layers and attention layers take turns."""
+    metadata = {
+        **_attention_metadata(),
+        **_mamba_metadata(),
+        "attention.head_count_kv": _every_second_layer(KV_HEADS),
+    }
+    shapes = _attention_shapes()
+    for layer in range(0, LAYERS, 2):
+        shapes = _without(shapes, layer, "attn_q", "attn_k", "attn_v", "attn_output")
+        shapes |= _mamba_shapes(layer)
+        shapes |= {
+            f"blk.{layer}.ssm_dt_norm.weight": (TIME_RANK,),
+            f"blk.{layer}.ssm_b_norm.weight": (STATE,),
+            f"blk.{layer}.ssm_c_norm.weight": (STATE,),
+        }
+    return _write(path, "jamba", metadata, shapes, seed)
+
+
+def hybrid_window(path: Path, *, seed: int = 0) -> Path:
+    """LFM 2's shape: convolutions over a few tokens, and attention layers that see only the last `WINDOW`."""
+    metadata = {
+        **_attention_metadata(),
+        "attention.head_count_kv": _every_second_layer(KV_HEADS),
+        "attention.sliding_window": WINDOW,
+        "shortconv.l_cache": CONV,
+    }
+    shapes = _attention_shapes()
+    shapes["token_embd_norm.weight"] = shapes.pop("output_norm.weight")
+    for layer in range(LAYERS):
+        if layer % 2:
+            shapes |= {f"blk.{layer}.attn_{part}_norm.weight": (HEAD,) for part in "qk"}
+        else:
+            shapes = _without(shapes, layer, "attn_q", "attn_k", "attn_v", "attn_output")
+            shapes |= {
+                f"blk.{layer}.shortconv.conv.weight": (WIDTH, CONV),
+                f"blk.{layer}.shortconv.in_proj.weight": (3 * WIDTH, WIDTH),
+                f"blk.{layer}.shortconv.out_proj.weight": (WIDTH, WIDTH),
+            }
+    return _write(path, "lfm2", metadata, shapes, seed)
+
+
+def latent(path: Path, *, seed: int = 0) -> Path:
+    """DeepSeek 2's shape: one latent row per token stands for the keys and values of all heads."""
+    return _write(path, "deepseek2", _latent_metadata(), _latent_shapes(), seed)
+
+
+def indexed(path: Path, *, seed: int = 0) -> Path:
+    """DeepSeek 3.2's shape: a second cache, over which each layer chooses the `WINDOW` tokens that it looks at."""
+    metadata = {
+        **_latent_metadata(),
+        "expert_gating_func": 1,
+        "attention.indexer.head_count": HEADS,
+        "attention.indexer.key_length": INDEX,
+        "attention.indexer.top_k": WINDOW,
+    }
+    shapes = _latent_shapes()
+    for layer in range(LAYERS):
+        shapes |= {
+            f"blk.{layer}.indexer.k_norm.weight": (INDEX,),
+            f"blk.{layer}.indexer.k_norm.bias": (INDEX,),
+            f"blk.{layer}.indexer.proj.weight": (HEADS, WIDTH),
+            f"blk.{layer}.indexer.attn_k.weight": (INDEX, WIDTH),
+            f"blk.{layer}.indexer.attn_q_b.weight": (HEADS * INDEX, LATENT),
+        }
+    return _write(path, "deepseek32", metadata, shapes, seed)
+
+
+def _latent_metadata() -> Metadata:
+    return {
+        **_attention_metadata(),
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": LATENT,
+        "attention.kv_lora_rank": LATENT,
+        "attention.key_length": LATENT + HEAD,
+        "attention.value_length": LATENT,
+        "attention.key_length_mla": 2 * HEAD,
+        "attention.value_length_mla": HEAD,
+        "leading_dense_block_count": LAYERS,
+        "expert_feed_forward_length": INNER,
+        "expert_shared_count": 0,
+    }
+
+
+def _latent_shapes() -> Shapes:
+    shapes = _attention_shapes()
+    for layer in range(LAYERS):
+        shapes = _without(shapes, layer, "attn_q", "attn_k", "attn_v")
+        shapes |= {
+            f"blk.{layer}.attn_q_a_norm.weight": (LATENT,),
+            f"blk.{layer}.attn_kv_a_norm.weight": (LATENT,),
+            f"blk.{layer}.attn_q_a.weight": (LATENT, WIDTH),
+            f"blk.{layer}.attn_q_b.weight": (HEADS * 2 * HEAD, LATENT),
+            f"blk.{layer}.attn_kv_a_mqa.weight": (LATENT + HEAD, WIDTH),
+            f"blk.{layer}.attn_k_b.weight": (HEADS, LATENT, HEAD),
+            f"blk.{layer}.attn_v_b.weight": (HEADS, HEAD, LATENT),
+        }
+    return shapes
+
+
+def several_positions(path: Path, *, seed: int = 0) -> Path:
+    """Qwen 2 VL's shape: a token has a place in time, height and width."""
+    metadata = {**_attention_metadata(), "rope.dimension_sections": [HEAD // 4, HEAD // 8, HEAD // 8, 0]}
+    biases = {
+        f"blk.{layer}.attn_{part}.bias": (width,)
+        for layer in range(LAYERS)
+        for part, width in (("q", WIDTH), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD))
+    }
+    return _write(path, "qwen2vl", metadata, _attention_shapes() | biases, seed)
+
+
+def _every_second_layer(heads: int) -> list[int]:
+    return [heads * (layer % 2) for layer in range(LAYERS)]
+
+
+def _without(shapes: Shapes, layer: int, *parts: str) -> Shapes:
+    left_out = {f"blk.{layer}.{part}.weight" for part in parts}
+    return {name: shape for name, shape in shapes.items() if name not in left_out}
+
+
+def _mamba_metadata() -> Metadata:
+    return {
+        "ssm.conv_kernel": CONV,
+        "ssm.inner_size": INNER,
+        "ssm.state_size": STATE,
+        "ssm.time_step_rank": TIME_RANK,
+    }
+
+
+def _mamba_shapes(layer: int) -> Shapes:
+    return {
+        f"blk.{layer}.ssm_in.weight": (2 * INNER, WIDTH),
+        f"blk.{layer}.ssm_conv1d.weight": (INNER, CONV),
+        f"blk.{layer}.ssm_conv1d.bias": (INNER,),
+        f"blk.{layer}.ssm_x.weight": (TIME_RANK + 2 * STATE, INNER),
+        f"blk.{layer}.ssm_dt.weight": (INNER, TIME_RANK),
+        f"blk.{layer}.ssm_dt.bias": (INNER,),
+        f"blk.{layer}.ssm_a": (INNER, STATE),
+        f"blk.{layer}.ssm_d": (INNER,),
+        f"blk.{layer}.ssm_out.weight": (WIDTH, INNER),
+    }
+
+
+def _attention_metadata() -> Metadata:
     return {
         "block_count": LAYERS,
         "context_length": 1024,
@@ -103,8 +275,8 @@ def _attention_metadata() -> dict[str, int | float]:
     }
 
 
-def _attention_shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,)}
+def _attention_shapes() -> Shapes:
+    shapes: Shapes = {"token_embd.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,)}
     for layer in range(LAYERS):
         shapes |= {
             f"blk.{layer}.attn_norm.weight": (WIDTH,),
@@ -123,15 +295,17 @@ def _attention_shapes() -> dict[str, tuple[int, ...]]:
 def _write(
     path: Path,
     architecture: str,
-    metadata: Mapping[str, int | float],
+    metadata: Metadata,
     shapes: Shapes,
     seed: int,
     template: str | None = None,
+    change: Callable[[str, np.ndarray], None] = lambda name, weights: None,
 ) -> Path:
+    """`change` may alter the random weights of a tensor in place."""
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{architecture}.{key}", value)  # type: ignore[arg-type]
+        add = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[type(value)]
+        add(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(_PIECES)
     writer.add_token_scores([0.0] * VOCAB)
@@ -142,7 +316,9 @@ def _write(
         writer.add_chat_template(template)
     random = np.random.default_rng(seed)
     for name, shape in shapes.items():
-        writer.add_tensor(name, _weights(name, shape, random))
+        weights = _weights(name, shape, random)
+        change(name, weights)
+        writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -22,9 +22,9 @@ def test_ram_stays_within_its_budget_and_the_rest_is_read_back(tmp_path):
     for tokens in prompts:
         put(store, tokens)
         store.flush()
-        assert store._books.warm_bytes <= 5 * CHUNK_BYTES
+        assert store._books.warm.bytes <= 5 * CHUNK_BYTES
     assert [load(store, tokens) for tokens in prompts] == [400] * 6
-    assert store._books.warm_bytes <= 5 * CHUNK_BYTES
+    assert store._books.warm.bytes <= 5 * CHUNK_BYTES
     check_books(store)
     store.close()
 

@@ -36,7 +36,7 @@ def tier(tmp_path: Path):
 
 
 def keys_of(tier: ColdTier) -> set[bytes]:
-    return {row.description.key for row in tier.open_rows()[0]}
+    return {row.key for row in tier.open_rows()[0]}
 
 
 def test_a_written_chunk_is_read_back_and_listed(tier):
@@ -60,7 +60,7 @@ def test_two_tiers_on_one_folder_see_each_others_chunks(tier, tmp_path):
     other = ColdTier(tmp_path, FINGERPRINT)
     other.open_rows()
     tier.write([entry(0)])
-    assert [row.description.key for row in other.news()] == [description(0).key]
+    assert [row.key for row in other.news()] == [description(0).key]
     assert other.news() == []
     assert other.read(description(0)) == payload(description(0))
     other.close()

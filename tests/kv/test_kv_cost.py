@@ -7,11 +7,11 @@ from helpers.kv_building import ids
 
 
 def chain(count: int, size: int = 1000) -> tuple[Segment, ...]:
-    segments, cursor = [], Cursor(new_root(""), 0)
+    segments, cursor = [], Cursor(new_root(""), 0, "")
     for _ in range(count):
         chunk = Chunk(key=b"", parent=cursor.chunk, take=cursor.used, tokens=ids(*range(100)), size=size)
         segments.append(Segment(chunk, chunk.start, chunk.end))
-        cursor = Cursor(chunk, 100)
+        cursor = Cursor(chunk, 100, "")
     return tuple(segments)
 
 

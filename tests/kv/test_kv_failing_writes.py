@@ -95,5 +95,5 @@ def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monk
         put(store, LONG[:128])
         store.flush()
     assert chunk_files(tmp_path) == []
-    assert PLENTY > store._books.cold_bytes == 0
+    assert PLENTY > store._books.cold.bytes == 0
     store.close()

@@ -6,7 +6,8 @@ import apsw
 import numpy as np
 import pytest
 
-from emberkeep.kv.index import Index, Unreadable
+from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.index import Index, Row, Unreadable, Uses
 from helpers.kv_building import FINGERPRINT, chunk_files, load, new_store, prompt, put
 
 TOKENS = prompt(300)
@@ -30,6 +31,12 @@ def rows(folder: Path) -> int:
     return len(Index(database(folder), FINGERPRINT).rows_after(0))
 
 
+def described(row: Row) -> Description:
+    return Description(
+        FINGERPRINT, row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.given
+    )
+
+
 def everything_is_found(folder: Path) -> bool:
     store = new_store(folder)
     found = load(store, TOKENS)
@@ -40,11 +47,11 @@ def everything_is_found(folder: Path) -> bool:
 
 def test_rows_say_what_was_added(folder):
     first, second, third = Index(database(folder), FINGERPRINT).rows_after(0)
-    assert [row.description.start for row in (first, second, third)] == [0, 128, 256]
-    assert np.array_equal(third.description.tokens, TOKENS[256:])
-    assert second.description.parent == first.description.key
+    assert [row.start for row in (first, second, third)] == [0, 128, 256]
+    assert np.array_equal(third.tokens, TOKENS[256:])
+    assert second.parent == first.key
     sizes = {path.stem: path.stat().st_size for path in chunk_files(folder)}
-    assert first.bytes == sizes[first.description.key.hex()]
+    assert first.bytes == sizes[first.key.hex()]
 
 
 def test_only_newer_rows_are_asked_for(folder):
@@ -56,16 +63,16 @@ def test_only_newer_rows_are_asked_for(folder):
 def test_a_known_key_is_left_alone(folder):
     index = Index(database(folder), FINGERPRINT)
     before = index.rows_after(0)
-    index.add([(before[0].description, 7)])
+    index.add([(described(before[0]), 7)])
     assert [row.bytes for row in index.rows_after(0)] == [row.bytes for row in before]
 
 
 def test_another_connections_writes_change_the_version(folder):
     mine, other = Index(database(folder), FINGERPRINT), Index(database(folder), FINGERPRINT)
     before = mine.version()
-    mine.touch([(5, 5, mine.rows_after(0)[0].description.key)])
+    mine.touch([(mine.rows_after(0)[0].key, Uses(hits=5))])
     assert mine.version() == before
-    other.remove([other.rows_after(0)[0].description.key])
+    other.remove([other.rows_after(0)[0].key])
     assert mine.version() != before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from emberkeep.types import private_namespace
 from helpers.kv_building import (
     LONG,
     PIECES,
@@ -19,16 +20,19 @@ from helpers.kv_building import (
     reopened,
 )
 
+ALICE = private_namespace("alice")
+BOB = private_namespace("bob")
+
 
 def test_namespaces_do_not_see_each_other(store):
-    put(store, LONG, namespace="alice")
-    assert load(store, LONG, namespace="bob") == 0
+    put(store, LONG, namespace=ALICE)
+    assert load(store, LONG, namespace=BOB) == 0
     assert load(store, LONG) == 0
 
 
 def test_readahead_stays_in_its_namespace(tmp_path):
     store = only_on_disk(tmp_path, LONG)
-    assert store.readahead("alice", b"".join(PIECES[t] for t in LONG), PIECES) == set()
+    assert store.readahead(ALICE, b"".join(PIECES[t] for t in LONG), PIECES) == set()
     store.close()
 
 
@@ -42,34 +46,34 @@ def test_the_path_of_a_chunk_is_made_of_hex_digits_only(store, tmp_path):
 
 
 def test_forgetting_a_namespace_removes_its_files_and_no_others(store, tmp_path):
-    put(store, LONG, namespace="alice")
-    put(store, LONG[:300], namespace="bob")
+    put(store, LONG, namespace=ALICE)
+    put(store, LONG[:300], namespace=BOB)
     store.flush()
-    store.forget("alice")
-    assert load(store, LONG, namespace="alice") == 0
-    assert load(store, LONG, namespace="bob") == 300
+    store.catalogue.forget_user("alice")
+    assert load(store, LONG, namespace=ALICE) == 0
+    assert load(store, LONG, namespace=BOB) == 300
     assert len(chunk_files(tmp_path)) == 3
     again = reopened(store, tmp_path)
-    assert load(again, LONG, namespace="alice") == 0
+    assert load(again, LONG, namespace=ALICE) == 0
     again.close()
 
 
 def test_forgetting_also_removes_chunks_that_lost_their_parent(store, tmp_path):
-    put(store, LONG, namespace="alice")
+    put(store, LONG, namespace=ALICE)
     store.flush()
-    first = store.match("alice", LONG[:128]).segments[0].chunk
+    first = store.match(ALICE, LONG[:128]).segments[0].chunk
     store.close()
     file_of(tmp_path, first.key).unlink()
     again = new_store(tmp_path)
-    again.forget("alice")
+    again.catalogue.forget_user("alice")
     assert chunk_files(tmp_path) == []
     again.close()
 
 
 def test_a_running_sequence_goes_on_storing_after_its_namespace_was_forgotten(store):
-    origin = store.origin("alice")
-    put(store, LONG[:128], namespace="alice")
-    store.forget("alice")
+    origin = store.origin(ALICE)
+    put(store, LONG[:128], namespace=ALICE)
+    store.catalogue.forget_user("alice")
     cursor = store.advance(origin, LONG[:128])
     store.insert(cursor, LONG[:128], exported(LONG, 0, 128), (), fork=False)
-    assert load(store, LONG, namespace="alice") == 128
+    assert load(store, LONG, namespace=ALICE) == 128

@@ -72,7 +72,7 @@ def test_two_stores_may_compute_the_same_prompt(store, tmp_path):
     other.refresh()
     for one in (store, other):
         for chunk in chunks_of(one):
-            chunk.payload, one._books.warm_bytes = None, one._books.warm_bytes - len(chunk.payload)
+            chunk.payload, one._books.warm.bytes = None, one._books.warm.bytes - len(chunk.payload)
         assert load(one, LONG) == 1000
         assert one.counters.damaged_chunks == 0
     other.close()

@@ -56,7 +56,7 @@ def use(store: KvStore, worker: int) -> None:
         if random.random() < 0.1:
             store.refresh()
         if random.random() < 0.03:
-            store.forget("")
+            store.catalogue.forget_user("")
         if random.random() < 0.05:
             match = store.match("", conversation(number, length))
             store.release(match)
@@ -117,7 +117,7 @@ def test_any_history_leaves_right_books_and_right_payloads(tmp_path_factory, his
         elif action == "load":
             load(store, tokens)
         elif action == "forget":
-            store.forget("")
+            store.catalogue.forget_user("")
         elif action == "reject":
             match = store.match("", tokens)
             store.release(match)

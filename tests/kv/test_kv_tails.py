@@ -74,7 +74,7 @@ def test_a_tail_stays_when_what_supersedes_it_is_lost_before_it_is_written(tmp_p
         broken.setattr("emberkeep.kv.chunkfile.write", no_space)
         longer = put(store, LONG[:128])
         store.flush()
-    store._books.drop(longer.chunk)  # as if RAM had run short
+    store._books.drop(longer.chunk, None)  # as if RAM had run short
     store._writer._paused_until = 0.0
     put(store, prompt(20, seed=1))
     store.flush()

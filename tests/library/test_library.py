@@ -26,6 +26,7 @@ from emberkeep.types import (
     Tool,
     ToolCall,
     ToolCallDelta,
+    Ttl,
 )
 from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
@@ -98,6 +99,9 @@ def test_messages_and_tools_may_have_openais_shape() -> None:
         ("hi", {"top_p": 0}, "top_p"),
         ("hi", {"stop": [""]}, "stop[0]"),
         ("hi", {"json_schema": {"type": object()}}, "json_schema"),
+        ("hi", {"user": "u" * 513}, "user"),
+        ("hi", {"conversation_id": 5}, "conversation_id"),
+        ("hi", {"ttl": "5m"}, "ttl"),
     ],
 )
 def test_a_bad_request_names_its_field(messages: object, options: dict[str, object], field: str) -> None:
@@ -128,6 +132,8 @@ def test_a_bad_request_names_its_field(messages: object, options: dict[str, obje
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": "half \ud800"}]},
         {"tools": [{"type": "function", "function": {"name": "two words"}}]},
+        {"user": "u" * 513},
+        {"conversation_id": 5},
     ],
     ids=str,
 )
@@ -141,6 +147,37 @@ def test_the_library_refuses_what_http_refuses_with_the_same_words(fields: dict[
     assert in_python.value.param == over_http.value.param
     if over_http.value.param:
         assert str(in_python.value) == str(over_http.value)
+
+
+def test_users_are_the_same_people_as_over_http() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "user": "Ann",
+        "cache_salt": "s",
+        "conversation_id": "c",
+    }
+    over_http = parse_body(ChatBody, json.dumps(body).encode()).to_request()
+    llm, backend = keeper(*answer("x"))
+    with llm:
+        llm.chat("hi", user="Ann", namespace="s", conversation_id="c")
+        llm.chat("hi", user="Ann")
+        llm.chat("hi", user="", namespace="", conversation_id="")
+        llm.chat("hi")
+    both, named, empty, nobody = backend.requests
+    for request in (both, over_http):
+        assert (request.user, request.namespace, request.conversation_id) == ("Ann", '["Ann", "s"]', "c")
+    assert named.namespace == '["Ann", ""]'
+    assert empty == nobody
+    assert (nobody.user, nobody.namespace, nobody.conversation_id, nobody.ttl) == ("", "", None, None)
+
+
+def test_a_time_to_live_is_a_word_or_a_value_of_ours() -> None:
+    llm, backend = keeper(*answer("x"))
+    with llm:
+        for ttl in Ttl:
+            llm.chat("hi", ttl=ttl)
+            llm.chat("hi", ttl=str(ttl))
+    assert [request.ttl for request in backend.requests] == [ttl for ttl in Ttl for _ in range(2)]
 
 
 def test_no_limit_is_none_or_minus_one_and_some_limit_is_the_default() -> None:

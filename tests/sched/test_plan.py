@@ -14,7 +14,7 @@ from helpers.scheduling import GREEDY, Recorder
 
 def sequence(slot: int, prompt: int, *, computed: int = 0) -> Sequence:
     job = Job(np.zeros(prompt, np.int32), Sampler(GREEDY), Recorder(), max_new=10)
-    return Sequence(slot, job, Cursor(new_root(""), 0), computed)
+    return Sequence(slot, job, Cursor(new_root(""), 0, ""), computed)
 
 
 def planned(planner: Planner, *sequences: Sequence) -> dict[int, int]:

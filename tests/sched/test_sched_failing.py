@@ -83,7 +83,7 @@ def test_a_memory_that_stays_full_fails_the_job_and_not_the_loop(tmp_path):
 
 def test_state_that_cannot_be_exported_costs_its_reuse_only(tmp_path):
     class Mute(FakeEngine):
-        def export_kv(self, sequence, start, end):
+        def export_kv(self, sequence, borders):
             raise EngineError("no")
 
     with Rig(tmp_path, Mute()) as rig:

@@ -269,7 +269,7 @@ def test_state_the_engine_refuses_is_recomputed_and_counted(tmp_path):
         match = rig.store.match("", rig.job(PROMPT).tokens)
         chunk = match.segments[1].chunk
         chunk.payload = memoryview(bytes(12 * 128))
-        rig.store._books.warm_bytes += len(chunk.payload)
+        rig.store._books.warm.bytes += len(chunk.payload)
         rig.store.release(match)
         answer = rig.run(PROMPT)
         assert answer.answer == reference(PROMPT)

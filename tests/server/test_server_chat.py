@@ -17,6 +17,7 @@ from emberkeep.errors import (
     EngineError,
     InvalidField,
     Overloaded,
+    RateLimited,
     TemplateFailed,
 )
 from emberkeep.types import (
@@ -297,6 +298,7 @@ FAILURES = [
     (TemplateFailed("The template refused."), 400, "invalid_request_error", None, None),
     (ContextExceeded(9000, 4096), 400, "invalid_request_error", "messages", "context_length_exceeded"),
     (Overloaded("Full.", 2.2), 503, "overloaded", None, "overloaded"),
+    (RateLimited("Too many.", 2.2), 429, "rate_limit_error", None, "rate_limit_exceeded"),
     (DeadlineExceeded("Too late."), 504, "deadline", None, "deadline_exceeded"),
     (EngineError("The engine broke."), 500, "server_error", None, None),
     (ZeroDivisionError("secret detail"), 500, "server_error", None, None),
@@ -324,9 +326,20 @@ def test_an_error_before_the_first_event_has_its_status(
     assert "secret" not in response.text
 
 
-def test_overload_says_when_to_come_back(backend: ScriptedBackend, http: httpx.Client) -> None:
-    backend.reset(Overloaded("Full.", 2.2))
+@pytest.mark.parametrize("error", [Overloaded("Full.", 2.2), RateLimited("Too many.", 2.2)])
+def test_who_must_wait_is_told_when_to_come_back(
+    backend: ScriptedBackend, http: httpx.Client, error: Exception
+) -> None:
+    backend.reset(error)
     assert ask(http).headers["retry-after"] == "3"
+
+
+def test_the_official_client_knows_a_limit_when_it_meets_one(
+    backend: ScriptedBackend, client: openai.OpenAI
+) -> None:
+    backend.reset(RateLimited("Too many.", 1))
+    with pytest.raises(openai.RateLimitError, match="Too many"):
+        client.chat.completions.create(model="default", messages=HELLO)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emberkeep.errors import InvalidField
 from emberkeep.server.wire.body import parse_body
 from emberkeep.server.wire.chat import ChatBody
-from emberkeep.types import Request, Sampling, ToolCall
+from emberkeep.types import SHARED, Request, Sampling, ToolCall, Ttl, user_of
 
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "t"}}
@@ -49,6 +51,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("user_id", ["", "a-B_9", "a" * 512], ["a b", "é", "../x", "a\n", "a" * 513, 5]),
     ("llama_user_id", ["", "a-B_9"], ["a b", "a" * 513]),
     ("cache_salt", ["s"], ["", "s" * 513, 5]),
+    ("user", ["", "Ann <ann@example.org>", "é" * 512], ["u" * 513, 5]),
     ("conversation_id", ["c", ""], ["c" * 513, 5]),
     ("prompt_cache_key", ["c"], ["c" * 513, 5]),
     ("prompt_cache_retention", ["in_memory", "in-memory", "24h", None], ["1h", 24]),
@@ -62,7 +65,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("logprobs", [True, False], [1, "true"]),
     ("top_logprobs", [0, None], [5, 21, -1, "1"]),
     ("chat_template_kwargs", [{"enable_thinking": False, "a": 1, "b": "x", "c": None}], [{"a": []}, {"a b": 1}]),
-    ("id_slot", [0, -1, 7], []),
+    ("id_slot", [0, -1, 7, None], [-2, 2**31, 1.5, "0", True]),
     ("an_unknown_field", [{"anything": []}], []),
 ]
 
@@ -233,31 +236,68 @@ def test_cache_prompt_false_means_afresh() -> None:
     assert request_of(cache_prompt=False).use_cache is False
 
 
-def test_a_conversation_is_the_most_specific_thing_given() -> None:
-    assert request_of(conversation_id="c", prompt_cache_key="k", user="u").conversation_id == "c"
-    assert request_of(prompt_cache_key="k", user="u").conversation_id == "k"
-    assert request_of(user="u").conversation_id == "u"
-    assert request_of().conversation_id is None
+def test_a_conversation_and_a_cache_key_are_two_things() -> None:
+    both = request_of(conversation_id="c", prompt_cache_key="k", user="u")
+    assert (both.conversation_id, both.cache_key) == ("c", "k")
+    assert request_of(prompt_cache_key="k", user="u").conversation_id is None
+    empty = request_of(conversation_id="", prompt_cache_key="")
+    assert (empty.conversation_id, empty.cache_key) == (None, None)
 
 
-def test_user_and_affinity_do_not_isolate() -> None:
-    assert request_of(user="u", prompt_cache_key="k", conversation_id="c").namespace == ""
-    assert request_of(user_id="").namespace == ""
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [("in_memory", Ttl.SHORT), ("in-memory", Ttl.SHORT), ("24h", Ttl.EXTENDED), (None, None)],
+)
+def test_retention_becomes_a_class_of_time_to_live(asked: str | None, kept: Ttl | None) -> None:
+    assert request_of(prompt_cache_retention=asked).ttl is kept
 
 
-def test_namespaces_are_equal_exactly_when_user_and_salt_are() -> None:
-    given = [
-        {},
-        {"user_id": "a"},
-        {"user_id": "b"},
-        {"cache_salt": "a"},
-        {"user_id": "a", "cache_salt": "a"},
-        {"user_id": "a", "cache_salt": "b"},
-        {"cache_salt": '["a", "b"]'},
-        {"cache_salt": '", "'},
-    ]
-    assert len({request_of(**fields).namespace for fields in given}) == len(given)
-    assert request_of(user_id="a").namespace == request_of(llama_user_id="a").namespace
+@pytest.mark.parametrize(("asked", "wanted"), [(0, 0), (7, 7), (-1, None), (None, None)])
+def test_a_slot_can_be_wished_for(asked: int | None, wanted: int | None) -> None:
+    assert request_of(id_slot=asked).slot == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "user"),
+    [
+        ({}, ""),
+        ({"user_id": "a"}, "a"),
+        ({"llama_user_id": "a"}, "a"),
+        ({"user": "a@b.c"}, "a@b.c"),
+        ({"user_id": "a", "user": "b"}, "a"),
+        ({"llama_user_id": "a", "user": "b"}, "a"),
+        ({"user_id": "", "llama_user_id": "", "user": "b"}, "b"),
+        ({"user_id": "", "user": ""}, ""),
+    ],
+    ids=str,
+)
+def test_the_user_is_whoever_is_named_with_ids_first(fields: dict[str, str], user: str) -> None:
+    request = request_of(**fields, cache_salt="s")
+    assert request.user == user
+    assert user_of(request.namespace) == user
+
+
+def test_affinity_does_not_isolate() -> None:
+    assert request_of(prompt_cache_key="k", conversation_id="c", id_slot=1).namespace == ""
+    assert request_of(user_id="", user="").namespace == ""
+
+
+HOSTILE = st.text(st.sampled_from('a*"[], \\\x00\u2028é'), max_size=6)
+
+
+@given(one=st.tuples(HOSTILE, HOSTILE), other=st.tuples(HOSTILE, HOSTILE))
+def test_namespaces_are_equal_exactly_when_user_and_salt_are(one: tuple[str, str], other: tuple[str, str]) -> None:
+    spaces = []
+    for user, salt in (one, other):
+        request = request_of(user=user, **({"cache_salt": salt} if salt else {}))
+        assert request.namespace != SHARED
+        assert user_of(request.namespace) == user
+        spaces.append(request.namespace)
+    assert (spaces[0] == spaces[1]) == (one == other)
+
+
+def test_an_id_and_a_name_that_are_equal_are_one_user() -> None:
+    assert len({request_of(**{key: "a"}).namespace for key in ("user_id", "llama_user_id", "user")}) == 1
 
 
 def test_two_different_users_in_one_request_are_refused() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from typing import Annotated
 
 import httpx
 import openai
 import pytest
+from fastapi import Query, Response
 from scripted import ScriptedBackend
 
 from emberkeep import __version__
+from emberkeep.config import Config
+from emberkeep.server.app import create_app
 
 
 def test_models_are_listed(backend: ScriptedBackend, client: openai.OpenAI, http: httpx.Client) -> None:
@@ -65,6 +70,25 @@ def test_bad_values_are_refused_by_name(http: httpx.Client, path: str, body: obj
     response = http.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_a_bad_query_is_refused_like_a_bad_body() -> None:
+    app = create_app(ScriptedBackend(), Config())
+
+    @app.get("/entries")
+    async def entries(limit: Annotated[int, Query(le=5)]) -> Response:
+        return Response()
+
+    async def ask(query: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.get(f"/entries{query}")
+
+    for query, message in [("", "is required"), ("?limit=x", "has a value"), ("?limit=6", "give 5 or less")]:
+        response = asyncio.run(ask(query))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "limit"
+        assert message in response.json()["error"]["message"]
+    assert "422" not in app.openapi()["paths"]["/entries"]["get"]["responses"]
 
 
 def test_apply_template(backend: ScriptedBackend, http: httpx.Client) -> None:

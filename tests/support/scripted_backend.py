@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.errors import EmberkeepError
@@ -20,6 +21,7 @@ from emberkeep.types import (
     Timings,
     Tool,
     Usage,
+    Warmed,
 )
 
 FOREVER = "forever"
@@ -67,6 +69,12 @@ class ScriptedBackend:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    async def warm(self, request: Request) -> Warmed:
+        usage = Usage()
+        async for event in self.generate(replace(request, is_prefix=True, max_tokens=0)):
+            usage = event.usage if isinstance(event, Completed) else usage
+        return Warmed(usage.prompt_tokens, usage.cached_tokens, 0.01, "0123456789ab")
 
     async def _play(self, step: Step) -> None:
         if isinstance(step, EmberkeepError):

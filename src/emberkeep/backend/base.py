@@ -6,7 +6,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from emberkeep.types import Event, Json, Message, Request, Tool
+from emberkeep.types import (
+    CacheEntry,
+    EntryText,
+    Event,
+    ExpertStats,
+    Explanation,
+    Json,
+    Message,
+    Removed,
+    Request,
+    Tool,
+    Verified,
+    Warmed,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +30,32 @@ class ModelCard:
     context: int
     owned_by: str = "emberkeep"
     details: Mapping[str, Json] | None = None
+
+
+class Cache(Protocol):
+    """What a backend keeps. Every method blocks: call it outside the event loop."""
+
+    def entries(self) -> list[CacheEntry]:
+        """Everything that is stored, the latest used first."""
+
+    def show(self, entry_id: str) -> EntryText:
+        """Raises NoSuchEntry, as all that take an id."""
+
+    def pin(self, entry_id: str, pinned: bool) -> CacheEntry:
+        """A pinned entry is never evicted and does not expire."""
+
+    def remove(self, entry_id: str) -> Removed:
+        """Remove an entry and what only it uses, pinned or not."""
+
+    def remove_user(self, user: str) -> Removed:
+        """Remove everything of one user; "" is everybody who gave no name."""
+
+    def gc(self) -> Removed:
+        """Remove everything that has outlived its TTL and is not pinned."""
+
+    def explain(self, request: Request) -> Explanation:
+        """What `request` would reuse if it came now, and why not more: for the operator, because it tells about
+        other users. Raises RequestError."""
 
 
 class Backend(Protocol):
@@ -30,6 +69,25 @@ class Backend(Protocol):
         itself. Closing the iterator (or cancelling the task that reads it) stops the work within one step.
         """
 
+    async def warm(self, request: Request) -> Warmed:
+        """Evaluate a prefix (messages without an answer, or a text) so that later requests find it.
+
+        Raises RequestError for what is wrong with the request; any other failure is a line in the log and the
+        result's `error`.
+        """
+
+    async def verify(self, entry_id: str, tokens: int) -> Verified:
+        """Continue an entry's stored state greedily by so many tokens, and do the same without stored state.
+
+        Raises NoSuchEntry, Overloaded, EngineError.
+        """
+
+    def keep_warm(self, prefixes: Sequence[Request]) -> None:
+        """Warm these, now and before they fall out, for as long as the backend lives. Returns at once."""
+
+    @property
+    def cache(self) -> Cache: ...
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
 
     def detokenize(self, tokens: Sequence[int]) -> str: ...
@@ -38,6 +96,16 @@ class Backend(Protocol):
 
     def stats(self) -> dict[str, Json]:
         """Counters and gauges, cheap enough to be polled."""
+
+    def expert_stats(self) -> ExpertStats:
+        """Which experts were chosen while they were counted. Raises RequestError for a model without experts."""
+
+    async def track_experts(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
+        """Count experts or stop counting (None: as before), and with `reset` begin anew.
+
+        Switching waits for running requests, and new ones wait for it. Raises RequestError for a model without
+        experts, Overloaded, EngineError.
+        """
 
     async def close(self) -> None:
         """No new work; finish or fail what runs; write what is not yet on disk."""

@@ -19,11 +19,13 @@ from emberkeep.cli.common import (
     DiskBudgetFlag,
     GpuLayersFlag,
     HostFlag,
+    MaxConcurrentPerUserFlag,
     ModelFlag,
     ParallelFlag,
     PortFlag,
     RamBudgetFlag,
     ThreadsFlag,
+    WarmFlag,
     complain,
     install_model,
     load_config,
@@ -86,6 +88,8 @@ def serve(
     api_key: ApiKeyFlag = None,
     threads: ThreadsFlag = None,
     gpu_layers: GpuLayersFlag = None,
+    warm: WarmFlag = None,
+    max_concurrent_per_user: MaxConcurrentPerUserFlag = None,
     config: ConfigFlag = None,
 ) -> None:
     """Answer OpenAI-compatible requests over HTTP until stopped.
@@ -104,6 +108,8 @@ def serve(
         api_key=api_key,
         threads=threads,
         gpu_layers=gpu_layers,
+        warm=warm or None,
+        max_concurrent_per_user=max_concurrent_per_user,
         config=config,
     )
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.

@@ -15,13 +15,16 @@ from emberkeep.config.settings import (
     public_values,
     shown,
     total_ram,
+    ttls,
     type_of,
 )
+from emberkeep.config.warm import WarmPrefix
 
 __all__ = [
     "DEFAULT_MODEL",
     "Config",
     "LoadedConfig",
+    "WarmPrefix",
     "accepts",
     "check_exposure",
     "default_of",
@@ -33,5 +36,6 @@ __all__ = [
     "readable_size",
     "shown",
     "total_ram",
+    "ttls",
     "type_of",
 ]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from emberkeep.config.warm import parse_prefixes, settle_prefixes, show_prefixes
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -21,6 +23,8 @@ class Kind:
     """What `parse` returned, as a person reads it."""
     word: str | None = None
     """What brings the default back, where there is such a word."""
+    settle: Callable[[Any, Path], Any] = lambda value, base: value
+    """What `parse` returned, with relative paths starting at `base`. May raise ConfigError."""
 
 
 def _parse_text(value: object) -> str:
@@ -92,6 +96,19 @@ def seconds(low: float, high: float) -> Kind:
     return Kind(_between(_parse_float, low, high), accepts, "seconds", lambda value: f"{value:g}")
 
 
+def clamped_seconds(low: float, high: float) -> Kind:
+    """What is out of bounds becomes the nearest bound: an interval that is too short would only burn time."""
+
+    def parse(value: object) -> float:
+        number = _parse_float(value)
+        if number != number:
+            raise ValueError
+        return min(max(number, low), high)
+
+    accepts = f"seconds; less than {low:g} means {low:g}, more than {high:g} means {high:g}"
+    return Kind(parse, accepts, "seconds", lambda value: f"{value:g}")
+
+
 def _between(parse: Callable[[object], Any], low: float, high: float) -> Callable[[object], Any]:
     def checked(value: object) -> Any:
         number = parse(value)
@@ -131,6 +148,13 @@ def _show_names(value: tuple[str, ...]) -> str:
 
 TEXT = Kind(_parse_text, "a text that is not empty", "text")
 SECRET = Kind(_parse_secret, "a text", "text", _show_secret)
-PATH = Kind(_parse_path, "a path", "path")
+PATH = Kind(_parse_path, "a path", "path", settle=lambda path, base: base / path)
 NAMES = Kind(_parse_names, "a list of names (in a variable: separated by commas)", "names", _show_names)
+PREFIXES = Kind(
+    parse_prefixes,
+    "a text, a file, or a list of tables with system, prompt, messages, tools, file and ttl",
+    "text|file",
+    show_prefixes,
+    settle=settle_prefixes,
+)
 BYTES = Kind(parse_size, "a size such as 512MiB, 4GiB or a number of bytes", "size", readable_size)

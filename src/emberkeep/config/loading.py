@@ -141,4 +141,4 @@ def _parsed(given: _Given) -> Any:
         shown = public_value(given.key, given.value)
         where = "" if given.origin == ARGUMENT else f" ({given.origin})"
         raise ConfigError(f"{given.key} = {shown!r}{where} is not {kind.accepts}.") from error
-    return given.base / value if isinstance(value, Path) else value
+    return kind.settle(value, given.base)

@@ -11,11 +11,27 @@ from typing import Any
 
 import platformdirs
 
-from emberkeep.config.kinds import BYTES, NAMES, PATH, SECRET, TEXT, Kind, one_of, or_word, seconds, whole
+from emberkeep.config.kinds import (
+    BYTES,
+    NAMES,
+    PATH,
+    PREFIXES,
+    SECRET,
+    TEXT,
+    Kind,
+    clamped_seconds,
+    one_of,
+    or_word,
+    seconds,
+    whole,
+)
+from emberkeep.config.warm import WarmPrefix, show_prefixes
 from emberkeep.errors import ConfigError
-from emberkeep.types import Json
+from emberkeep.types import Json, Ttl
 
 DEFAULT_MODEL = "smollm2-135m"
+
+_YEAR_S = 365 * 86_400
 
 _RAM_IF_UNKNOWN = 8 << 30
 
@@ -97,6 +113,59 @@ class Config:
     queue: int = field(
         default=64, metadata=_about(whole(0, 100_000), "Requests that may wait before new ones are refused.")
     )
+    max_concurrent_per_user: int | None = field(
+        default=None,
+        metadata=_about(
+            or_word(whole(1, 100_000), "none", lambda: None),
+            "Requests that one user may have here at a time, running or waiting.",
+        ),
+    )
+    warm: tuple[WarmPrefix, ...] = field(
+        default=(),
+        metadata=_about(
+            PREFIXES,
+            "System prompt to have ready for everybody, or a file with one (.json: messages and tools).",
+        ),
+    )
+    ttl_short_s: float = field(
+        default=300.0,
+        metadata=_about(clamped_seconds(2, _YEAR_S), "Seconds after its last use that a prefix is kept ready."),
+    )
+    ttl_long_s: float = field(
+        default=3600.0,
+        metadata=_about(
+            clamped_seconds(2, _YEAR_S), "The same for conversations, and for what asks for the class long."
+        ),
+    )
+    ttl_extended_s: float = field(
+        default=86_400.0, metadata=_about(clamped_seconds(2, _YEAR_S), "The same for the class extended.")
+    )
+    sweep_s: float = field(
+        default=30.0,
+        metadata=_about(
+            clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
+        ),
+    )
+    turns_to_warm: int = field(
+        default=2,
+        metadata=_about(
+            whole(1, 1000), "Turns of its conversation after which an unused branch leaves the engine for RAM."
+        ),
+    )
+    turns_to_cold: int = field(
+        default=4, metadata=_about(whole(1, 1000), "Turns after which it leaves RAM for the disk.")
+    )
+    tracked_conversations: int = field(
+        default=16,
+        metadata=_about(whole(1, 10_000), "Conversations whose slot and prefix are looked after at a time."),
+    )
+    disk_writes_per_day: int | None = field(
+        default=200 << 30,
+        metadata=_about(
+            or_word(BYTES, "none", lambda: None),
+            "Bytes a day written to disk; beyond them only what has been reused is.",
+        ),
+    )
     deadline_s: float | None = field(
         default=None,
         metadata=_about(
@@ -125,6 +194,11 @@ class Config:
 
 
 FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Config)}
+
+
+def ttls(config: Config) -> dict[Ttl, float]:
+    """Seconds of each class."""
+    return {Ttl.SHORT: config.ttl_short_s, Ttl.LONG: config.ttl_long_s, Ttl.EXTENDED: config.ttl_extended_s}
 
 
 def help_for(key: str) -> str:
@@ -180,4 +254,6 @@ def public_value(key: str, value: Any) -> Json:
         return "***"
     if isinstance(value, Path):
         return str(value)
+    if kind_of(key) is PREFIXES:
+        return show_prefixes(value) if isinstance(value, tuple) else str(value)
     return list(value) if isinstance(value, tuple) else value

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.types import Vocab
+from emberkeep.types import ExpertStats, Vocab
 
 Logits = npt.NDArray[np.float32]
 Payload = memoryview
@@ -23,8 +23,23 @@ Payload = memoryview
 
 
 class KvUnit(StrEnum):
-    RANGE = "range"  # any token range can be exported and imported
-    SNAPSHOT = "snapshot"  # only the whole state at one position
+    """How a sequence's state can be taken apart.
+
+    Whatever is not by range is in a snapshot: the state after exactly the tokens evaluated so far. A sequence
+    is restored by importing its ranges, and then the snapshot that was taken where they end.
+    """
+
+    RANGE = "range"  # any token range can be exported and imported: attention
+    SNAPSHOT = "snapshot"  # only as a whole, at one position: recurrent models
+    BOTH = "both"  # attention by range, the rest (recurrent or sliding-window layers) as a whole
+
+    @property
+    def has_ranges(self) -> bool:
+        return self is not KvUnit.SNAPSHOT
+
+    @property
+    def has_snapshots(self) -> bool:
+        return self is not KvUnit.RANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +54,9 @@ class Capabilities:
     batch: int
     """Most rows that one `evaluate` takes."""
     kv_bytes_per_token: int
+    """Of what is by range."""
+    snapshot_bytes: int
+    """Of one snapshot, at most; 0 without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +75,22 @@ class Outcome(Enum):
     NO_ROOM = "no room"  # nothing was evaluated: free cells and try again
 
 
+class ExpertTracking(Protocol):
+    """Counts which experts of a mixture are chosen. Off at first, and then it costs nothing."""
+
+    def track(self, enabled: bool) -> None:
+        """Switching it on or off empties every sequence and blocks for as long as opening the context takes.
+
+        Raises EngineError, and the engine is then unusable.
+        """
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+
+    def stats(self) -> ExpertStats:
+        """What was counted in steps that are over. May be called from any thread."""
+
+
 class Engine(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
@@ -68,6 +102,10 @@ class Engine(Protocol):
     def fingerprint(self) -> bytes:
         """32 bytes that change whenever anything that shapes KV bytes changes."""
 
+    @property
+    def experts(self) -> ExpertTracking | None:
+        """None for a model that has none to choose from."""
+
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         """Extend each named sequence. Blocks for one step. Raises EngineError when the engine is unusable."""
 
@@ -77,8 +115,14 @@ class Engine(Protocol):
         A view into the engine's memory: valid and unmodified until the next `evaluate`.
         """
 
-    def export_kv(self, sequence: int, start: int, end: int) -> Payload:
-        """A copy of the state of positions [start, end). The sequence stays as it is."""
+    def export_kv(self, sequence: int, borders: Sequence[int]) -> list[Payload]:
+        """Copies of the state between consecutive positions of `borders`. The sequence stays as it is.
+
+        Empty payloads where the state has no ranges. Raises EngineError.
+        """
+
+    def export_snapshot(self, sequence: int) -> Payload:
+        """A copy of what is not by range, as it is after everything evaluated so far. Raises EngineError."""
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
         """Append positions [start, end) to `sequence`, whose state must end at `start`.
@@ -87,11 +131,22 @@ class Engine(Protocol):
         Raises EngineError, with the sequence unchanged, when the payload does not have this engine's shape.
         """
 
+    def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
+        """Let `sequence`, whose ranges end at `position` (if its state has any), go on from there.
+
+        Between the first `import_kv` and this, a sequence of a model with snapshots cannot be evaluated. Raises
+        EngineError, and the sequence must then be trimmed to 0, when the payload does not have this engine's
+        shape or was not taken at `position`.
+        """
+
     def copy_kv(self, source: int, target: int, end: int) -> None:
-        """Make `target` (which must be empty) share positions [0, end) of `source`. No bytes are copied."""
+        """Make `target` (which must be empty) share positions [0, end) of `source`. No bytes are copied.
+
+        With snapshots, `end` must be where `source` ends.
+        """
 
     def trim(self, sequence: int, start: int) -> None:
-        """Forget positions from `start` on."""
+        """Forget positions from `start` on. With snapshots, only 0 and the sequence's end are possible."""
 
     def shift(self, sequence: int, start: int, end: int) -> None:
         """Cut positions [start, end) out and move what follows down. The result is approximate."""

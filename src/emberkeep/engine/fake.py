@@ -1,8 +1,9 @@
 """A deterministic engine without a model: it runs most tests, and anything that must not cost seconds.
 
 Its "KV" is honest where it matters: the value at a position depends on every token before it, logits depend
-on every value in the sequence, and payloads carry those values. State that belongs to other tokens therefore
-gives other answers, exactly as in a real model.
+on every value in the sequence, and payloads carry those values. What is not by range is one more value, which
+depends on every token and travels only in snapshots. State that belongs to other tokens therefore gives other
+answers, exactly as in a real model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,6 +23,8 @@ from emberkeep.errors import EngineError
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PAIRS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "st", " t", " a", " s", "e ", "s ", ". ")
 _CELL = struct.Struct("<iQ")
+_SNAPSHOT = struct.Struct("<4siQ")
+_MAGIC = b"snap"
 _END_BOOST = 12.0
 
 CHATML = (
@@ -76,6 +80,18 @@ class _Cell:
     value: int
 
 
+@dataclass(slots=True)
+class _State:
+    """Of one sequence. There are cells only for what is by range."""
+
+    rest: int
+    """What is not by range."""
+    end: int = 0
+    cells: list[_Cell] = field(default_factory=list)
+    is_whole: bool = True
+    """False between the import of ranges and that of the snapshot that belongs to them."""
+
+
 class FakeEngine:
     """`on_evaluate` is called before every step, on the engine's thread: tests use it to pause or to fail."""
 
@@ -87,45 +103,52 @@ class FakeEngine:
         sequences: int = 8,
         batch: int = 512,
         weights: str = "fake",
+        kv_unit: KvUnit = KvUnit.RANGE,
         on_evaluate: Callable[[Sequence[Rows]], None] | None = None,
     ) -> None:
         self.vocab = FakeVocab()
         self.capabilities = Capabilities(
-            kv_unit=KvUnit.RANGE,
-            can_shift=True,
+            kv_unit=kv_unit,
+            can_shift=not kv_unit.has_snapshots,
             max_sequences=sequences,
             cells=cells,
             context=context,
             batch=batch,
-            kv_bytes_per_token=_CELL.size,
+            kv_bytes_per_token=_CELL.size if kv_unit.has_ranges else 0,
+            snapshot_bytes=_SNAPSHOT.size if kv_unit.has_snapshots else 0,
         )
-        self.fingerprint = hashlib.sha256(f"fake engine, weights {weights}".encode()).digest()
+        self.fingerprint = hashlib.sha256(f"fake engine, weights {weights}, by {kv_unit}".encode()).digest()
+        self.experts = None
         self.on_evaluate = on_evaluate
         self.evaluated_tokens = 0
         self.is_closed = False
         self._weights = int.from_bytes(hashlib.sha256(weights.encode()).digest()[:8], "little")
-        self._sequences: dict[int, list[_Cell]] = {}
+        self._unit = kv_unit
+        self._states: dict[int, _State] = {}
         self._latest: list[int] = []
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         if self.on_evaluate:
             self.on_evaluate(batch)
-        if self._used_cells() + sum(len(rows.tokens) for rows in batch) > self.capabilities.cells:
+        if self._lacks_room(sum(len(rows.tokens) for rows in batch)):
             return Outcome.NO_ROOM
         for rows in batch:
-            cells = self._cells(rows.sequence)
-            if rows.start != len(cells):
-                raise EngineError(f"sequence {rows.sequence} ends at {len(cells)}, not at {rows.start}")
-            for token in rows.tokens:
-                cells.append(_Cell(_mix(cells[-1].value if cells else self._weights, int(token))))
+            state = self._state(rows.sequence)
+            if rows.start != state.end or not state.is_whole:
+                raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
+            for token in rows.tokens.tolist():
+                self._append(state, token)
             self.evaluated_tokens += len(rows.tokens)
         self._latest = [rows.sequence for rows in batch]
         return Outcome.DONE
 
     def logits(self, index: int) -> Logits:
+        latest = self._state(self._latest[index])
         state = self._weights
-        for cell in self._cells(self._latest[index]):
+        for cell in latest.cells:
             state = _mix(state, cell.value)
+        if self._unit.has_snapshots:
+            state = _mix(state, latest.rest)
         logits = np.random.Generator(np.random.PCG64(state)).standard_normal(self.vocab.size).astype(np.float32)
         logits[:32] = logits[127:256] = -30.0  # only printable text
         logits[[self.vocab.specials["<|im_start|>"], self.vocab.specials["<|endoftext|>"]]] = -30.0
@@ -133,44 +156,90 @@ class FakeEngine:
             logits[self.vocab.specials["<|im_end|>"]] += _END_BOOST
         return logits
 
-    def export_kv(self, sequence: int, start: int, end: int) -> Payload:
-        cells = self._cells(sequence)[start:end]
-        if len(cells) != end - start:
-            raise EngineError(f"sequence {sequence} does not reach from {start} to {end}")
+    def export_kv(self, sequence: int, borders: Sequence[int]) -> list[Payload]:
+        state = self._state(sequence)
+        if borders[-1] > state.end:
+            raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
+        return [self._export(state.cells[start:end], start) for start, end in pairwise(borders)]
+
+    def _export(self, cells: list[_Cell], start: int) -> Payload:
         return memoryview(b"".join(_CELL.pack(start + i, cell.value) for i, cell in enumerate(cells)))
 
+    def export_snapshot(self, sequence: int) -> Payload:
+        state = self._state(sequence)
+        if not self._unit.has_snapshots or not state.is_whole or not state.end:
+            raise EngineError(f"Sequence {sequence} has nothing that could be kept as a snapshot.")
+        return memoryview(_SNAPSHOT.pack(_MAGIC, state.end, state.rest))
+
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
-        cells = self._cells(sequence)
-        table = list(_CELL.iter_unpack(payload)) if len(payload) % _CELL.size == 0 else []
+        state = self._state(sequence)
+        if len(payload) % _CELL.size or (len(payload) and not self._unit.has_ranges):
+            raise EngineError("A stored KV payload has another size than its chunk.")
+        table = list(_CELL.iter_unpack(payload))
         if [position for position, _ in table] != list(range(payload_start, payload_start + len(table))):
             raise EngineError("A stored KV payload holds other positions than its chunk.")
-        if not payload_start <= start < end <= payload_start + len(table):
+        payload_end = payload_start + len(table) if self._unit.has_ranges else end
+        if not payload_start <= start < end <= payload_end:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
-        if len(cells) != start:
+        if state.end != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        if self._used_cells() + len(table) > self.capabilities.cells:
+        if self._lacks_room(len(table)):
             return Outcome.NO_ROOM
-        cells += (_Cell(value) for _, value in table[start - payload_start : end - payload_start])
+        state.cells += (_Cell(value) for _, value in table[start - payload_start : end - payload_start])
+        state.end, state.is_whole = end, not self._unit.has_snapshots
+        return Outcome.DONE
+
+    def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
+        state = self._state(sequence)
+        if not self._unit.has_snapshots or len(payload) != _SNAPSHOT.size:
+            raise EngineError("A stored snapshot has another size than its model's state.")
+        magic, taken_at, rest = _SNAPSHOT.unpack(payload)
+        if magic != _MAGIC or taken_at != position or position < 1:
+            raise EngineError("A stored snapshot was taken at another position than its place.")
+        if state.end != position and (self._unit.has_ranges or state.end):
+            raise EngineError(f"Sequence {sequence} ends at {state.end}, not where the snapshot was taken.")
+        state.end, state.rest, state.is_whole = position, rest, True
         return Outcome.DONE
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
-        assert not self._cells(target)
-        self._sequences[target] = self._cells(source)[:end]
+        state = self._state(source)
+        assert not self._state(target).end
+        if self._unit.has_snapshots and end != state.end:
+            raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
+        self._states[target] = _State(state.rest, min(end, state.end), state.cells[:end], state.is_whole)
 
     def trim(self, sequence: int, start: int) -> None:
-        del self._cells(sequence)[start:]
+        state = self._state(sequence)
+        if self._unit.has_snapshots and 0 < start < state.end:
+            raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
+        if start == 0:
+            self._states.pop(sequence)
+        else:
+            del state.cells[start:]
+            state.end = min(state.end, start)
 
     def shift(self, sequence: int, start: int, end: int) -> None:
-        del self._cells(sequence)[start:end]
+        state = self._state(sequence)
+        if self._unit.has_snapshots:
+            raise EngineError("Nothing can be cut out of this model's state.")
+        del state.cells[start:end]
+        state.end = len(state.cells)
 
     def close(self) -> None:
         self.is_closed = True
 
-    def _cells(self, sequence: int) -> list[_Cell]:
-        return self._sequences.setdefault(sequence, [])
+    def _state(self, sequence: int) -> _State:
+        return self._states.setdefault(sequence, _State(self._weights))
 
-    def _used_cells(self) -> int:
-        return len({id(cell) for cells in self._sequences.values() for cell in cells})
+    def _append(self, state: _State, token: int) -> None:
+        state.rest = _mix(state.rest + 1, token)
+        if self._unit.has_ranges:
+            state.cells.append(_Cell(_mix(state.cells[-1].value if state.cells else self._weights, token)))
+        state.end += 1
+
+    def _lacks_room(self, more: int) -> bool:
+        used = len({id(cell) for state in self._states.values() for cell in state.cells})
+        return self._unit.has_ranges and used + more > self.capabilities.cells
 
 
 def _mix(state: int, value: int) -> int:

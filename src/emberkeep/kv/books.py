@@ -5,25 +5,52 @@ No locks and no I/O: `KvStore` calls everything here with its lock held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from emberkeep.kv import value
-from emberkeep.kv.index import Row
-from emberkeep.kv.keys import ROOT, ChunkKey
-from emberkeep.kv.tree import Chunk, new_root
+from emberkeep.kv.entries import Entry, EntryId, Label, Tail
+from emberkeep.kv.ghosts import Ghost, Ghosts, ghost_of
+from emberkeep.kv.index import Row, Uses
+from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
+from emberkeep.kv.tree import Chunk, Cursor, descend, new_root, path_to
+from emberkeep.types import SHARED, MissReason, Ttl, user_of
 
 LOW_WATER = 0.95
 """Eviction goes down to this share of a budget, so that it does not run again for every chunk."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one tier holds."""
+
+    chunks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    def add(self, chunk: Chunk, size: int) -> None:
+        self.chunks += 1
+        self.tokens += len(chunk.tokens)
+        self.bytes += size
+
+    def take(self, chunk: Chunk, size: int) -> None:
+        self.chunks -= 1
+        self.tokens -= len(chunk.tokens)
+        self.bytes -= size
 
 
 class Books:
     def __init__(self) -> None:
         self.clock = 0
         """Ticks once per lookup: the order of uses, whatever the machine's clock does."""
-        self.warm_bytes = 0
-        self.cold_bytes = 0
+        self.warm = Tally()
+        self.cold = Tally()
+        self.ghosts = Ghosts()
+        self.entries: dict[EntryId, Entry] = {}
+        self.news = News()
         self._roots: dict[str, Chunk] = {}
         self._chunks: dict[ChunkKey, Chunk] = {}
+        self._warm: dict[ChunkKey, Chunk] = {}
         self._orphans: dict[ChunkKey, list[Row]] = {}
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -42,129 +69,319 @@ class Books:
             root = self._roots[namespace] = new_root(namespace)
         return root
 
+    def namespaces(self) -> list[str]:
+        """Of everybody who has something here, or had."""
+        waiting = (row.namespace for rows in self._orphans.values() for row in rows)
+        return [*{*self._roots, *(chunk.namespace for chunk in self), *waiting}]
+
+    # ── finding ──
+
+    def origin(self, namespace: str) -> Cursor:
+        return Cursor(self.root(namespace), 0, namespace)
+
+    def deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
+        """The deepest place at or below `cursor` that spells `tokens`; from the beginning, also what is shared."""
+        if cursor.chunk not in self:
+            cursor = self.origin(cursor.namespace)
+        best = descend(cursor, tokens)
+        if cursor.position == 0 and cursor.chunk.namespace != SHARED:
+            shared = descend(Cursor(self.root(SHARED), 0, cursor.namespace), tokens)
+            best = max(best, shared, key=lambda place: place.position)
+        return best
+
+    def use(self, chunk: Chunk) -> None:
+        chunk.hits += 1
+        chunk.last_used = self.clock
+        self.news.used[chunk.key] = chunk
+
     # ── coming ──
 
     def add(self, chunk: Chunk, payload: memoryview) -> None:
         """Enter a chunk that has just been computed; it is in RAM only."""
-        chunk.payload = payload
-        chunk.last_used = self.clock
-        self.warm_bytes += len(payload)
+        chunk.born = chunk.last_used = self.clock
+        if ghost := self.ghosts.take(chunk.key):
+            chunk.hits, chunk.was_written = ghost.hits, ghost.was_written
+        self._warmed(chunk, payload)
         self._enter(chunk)
 
-    def adopt(self, rows: Iterable[Row]) -> None:
-        """Enter chunks that are on disk; those whose parent is not known yet wait for it."""
-        todo = list(rows)
+    def adopt(self, rows: Iterable[Row], wanted_until: float) -> None:
+        """Enter chunks that are on disk; those whose parent is not known yet wait for it.
+
+        `wanted_until` goes for chunks of which only the file is known.
+        """
+        todo = list(rows)[::-1]  # the oldest is taken first: parents come before their children
         while todo:
             row = todo.pop()
-            d = row.description
-            parent = self.root(d.namespace) if d.parent == ROOT else self._chunks.get(d.parent)
+            parent = self.root(row.namespace) if row.parent == ROOT else self._chunks.get(row.parent)
             if parent is None:
-                self._orphans.setdefault(d.parent, []).append(row)
+                self._orphans.setdefault(row.parent, []).append(row)
                 continue
-            if d.key not in self._chunks and d.take <= len(parent.tokens):
-                self._hang(row, parent)
-            todo += self._orphans.pop(d.key, ())
+            if row.key not in self._chunks and row.take <= len(parent.tokens):
+                self._hang(row, parent, wanted_until)
+            if self._orphans:
+                todo += self._orphans.pop(row.key, ())
 
     def take_orphans(self) -> list[ChunkKey]:
         """Chunks on disk that no lookup can reach because their parent was lost; they are forgotten here."""
-        lost = [row.description.key for rows in self._orphans.values() for row in rows]
+        lost = [row.key for rows in self._orphans.values() for row in rows]
         self._orphans.clear()
         return lost
 
     def became_warm(self, chunk: Chunk, payload: memoryview) -> None:
-        if chunk.payload is None:
-            chunk.payload = payload
-            self.warm_bytes += len(payload) if chunk in self else 0
+        if chunk.payload is None and chunk in self:
+            self._warmed(chunk, payload)
+        elif chunk.payload is None:
+            chunk.payload = payload  # it has gone meanwhile, and somebody waits for it
 
     def became_cold(self, chunk: Chunk, size: int) -> None:
         if not chunk.on_disk:
             chunk.on_disk = True
             chunk.bytes = size
-            self.cold_bytes += size
+            self.cold.add(chunk, size)
+
+    # ── entries ──
+
+    def turn_ended(self, label: Label, cursor: Cursor, now: float, ttl_s: Mapping[Ttl, float]) -> Entry:
+        """A request has left its state at `cursor`: it is wanted for its TTL from now on."""
+        entry = Entry.new(label, cursor.namespace)
+        entry = self.entries.setdefault(entry.id, entry)
+        entry.turn_ended(label, cursor, self.clock, now)
+        self.news.entries[entry.id] = entry
+        for chunk in _on_the_way(cursor):
+            chunk.expires = max(chunk.expires, now + ttl_s[entry.ttl])
+            chunk.is_pinned |= entry.is_pinned
+            self.news.used[chunk.key] = chunk
+        return entry
+
+    def tail_of(self, entry: Entry) -> Cursor | None:
+        """Where its latest state that still exists ends."""
+        for tail in reversed(entry.tails):
+            if (chunk := self._chunks.get(tail.chunk)) and tail.used <= len(chunk.tokens):
+                return Cursor(chunk, tail.used, entry.namespace)
+        return None
+
+    def pin(self, entry: Entry, pinned: bool) -> None:
+        entry.is_pinned = pinned
+        self.news.entries[entry.id] = entry
+        for chunk in self._held_by(entry):
+            chunk.is_pinned = pinned
+        if not pinned:
+            self.apply_pins()  # other entries may hold on to the same chunks
+
+    def apply_pins(self) -> None:
+        for entry in self.entries.values():
+            for chunk in self._held_by(entry) if entry.is_pinned else ():
+                chunk.is_pinned = True
+
+    def remove_entry(self, entry: Entry) -> list[Chunk]:
+        """Forget an entry and drop what nobody else builds on; returns those chunks."""
+        self._forget_entry(entry)
+        others = {tail.chunk for other in self.entries.values() for tail in other.tails}
+        gone: list[Chunk] = []
+        for tail in entry.tails:
+            chunk = self._chunks.get(tail.chunk)
+            while chunk and not chunk.is_root and chunk.key not in others and _only_snapshots(chunk):
+                parent = chunk.parent
+                gone += self.drop(chunk, MissReason.REMOVED)
+                chunk = parent
+        return gone
+
+    def forget_empty_entries(self) -> None:
+        """Entries whose last chunk is gone are not listed any more."""
+        for entry in [e for e in self.entries.values() if self.tail_of(e) is None]:
+            self._forget_entry(entry)
 
     # ── going ──
 
-    def drop(self, chunk: Chunk) -> None:
-        """Take a chunk and everything below it out of the tree and the books."""
+    def drop(self, chunk: Chunk, reason: MissReason | None) -> list[Chunk]:
+        """Take a chunk and everything below it out of the tree and the books; returns them.
+
+        Without a reason it leaves no trace: something else holds its tokens.
+        """
         chunk.detach()
+        gone: list[Chunk] = []
         todo = [chunk]
         while todo:
-            gone = todo.pop()
-            todo += gone.children()
-            if self._chunks.pop(gone.key, None) is None:
+            victim = todo.pop()
+            todo += victim.children()
+            if self._chunks.pop(victim.key, None) is None:
                 continue
-            self._cool(gone)
-            if gone.on_disk:
-                self.cold_bytes -= gone.bytes
+            if reason is not None:
+                self._remember(ghost_of(victim, reason))
+            self._cool(victim)
+            if victim.on_disk:
+                self.cold.take(victim, victim.bytes)
+            self.news.used.pop(victim.key, None)
+            gone.append(victim)
+        return gone
 
     def forget(self, namespace: str) -> list[ChunkKey]:
-        """Drop everything of a namespace; returns what was there."""
+        """Drop everything of a namespace, traces included; returns what was there."""
         gone = [chunk for chunk in self._chunks.values() if chunk.namespace == namespace]
         for chunk in gone:
-            self.drop(chunk)
+            self.drop(chunk, None)
         # The root stays: sequences that are running build on it.
-        lost = [row for rows in self._orphans.values() for row in rows if row.description.namespace == namespace]
+        lost = [row for rows in self._orphans.values() for row in rows if row.namespace == namespace]
         for row in lost:
-            self._orphans[row.description.parent].remove(row)
-        return [chunk.key for chunk in gone] + [row.description.key for row in lost]
+            self._orphans[row.parent].remove(row)
+        for entry in [e for e in self.entries.values() if e.namespace == namespace]:
+            self._forget_entry(entry)
+        self.ghosts.forget(namespace)
+        self.news.ghosts = [ghost for ghost in self.news.ghosts if ghost.namespace != namespace]
+        return [chunk.key for chunk in gone] + [row.key for row in lost]
 
     def shrink_warm(self, budget: int) -> int:
         """Bring RAM under `budget`; returns how many chunks left it. What is also on disk goes first, and of what
         exists nowhere else only leaves go."""
-        if self.warm_bytes <= budget:
+        if self.warm.bytes <= budget:
             return 0
-        warm = [c for c in self if c.payload is not None and not c.pins]
+        warm = [c for c in self._warm.values() if not c.pins]
         warm.sort(key=lambda c: (not c.on_disk, value.worth(c, self.clock)))
         count = 0
         for chunk in warm:
-            if self.warm_bytes <= budget * LOW_WATER:
+            if self.warm.bytes <= budget * LOW_WATER:
                 break
             if chunk.on_disk:
                 self._cool(chunk)
-            elif chunk.is_leaf:
-                self.drop(chunk)
+            elif chunk.is_leaf and not chunk.is_pinned:
+                self.drop(chunk, MissReason.EVICTED)
             else:
                 continue
             count += 1
         return count
 
-    def shrink_cold(self, target: float) -> list[Chunk]:
-        """Drop unpinned leaves, least worth first, down to `target` bytes or until no leaf is left.
+    def shrink_cold(self, target: float, now: float) -> list[Chunk]:
+        """Drop leaves that nobody uses or pinned, expired ones first, then by worth, down to `target` bytes.
 
         Returns them; their parents may be leaves now, so call it until it returns nothing.
         """
         victims: list[Chunk] = []
-        if self.cold_bytes <= target:
+        if self.cold.bytes <= target:
             return victims
-        leaves = [c for c in self if c.on_disk and c.is_leaf and not c.pins]
-        for chunk in sorted(leaves, key=lambda c: value.worth(c, self.clock)):
-            if self.cold_bytes <= target:
+        leaves = [c for c in self if c.on_disk and _may_go(c)]
+        for chunk in sorted(leaves, key=lambda c: (c.expires > now, value.worth(c, self.clock))):
+            if self.cold.bytes <= target:
                 break
             victims.append(chunk)
-            self.drop(chunk)
+            self.drop(chunk, MissReason.EVICTED if chunk.expires > now else MissReason.EXPIRED)
         return victims
+
+    def drop_expired(self, now: float) -> list[Chunk]:
+        """Drop everything that is not wanted any more, leaves first."""
+        victims: list[Chunk] = []
+        while expired := [c for c in self if c.expires <= now and _may_go(c)]:
+            for chunk in expired:
+                victims += self.drop(chunk, MissReason.EXPIRED)
+        return victims
+
+    def cool_expired(self, now: float) -> int:
+        """Give back the RAM of what is on disk and not wanted any more; returns how many chunks left it."""
+        idle = [c for c in self._warm.values() if c.on_disk and c.expires <= now and not c.pins]
+        for chunk in idle:
+            self._cool(chunk)
+        return len(idle)
+
+    def cool_branch(self, tail: Tail) -> int:
+        """Give back the RAM of a branch that nobody has used since `tail`; returns how many chunks left it."""
+        count = 0
+        chunk = self._chunks.get(tail.chunk)
+        while chunk and not chunk.is_root and chunk.last_used <= tail.tick and not chunk.pins:
+            if chunk.on_disk and chunk.payload is not None:
+                self._cool(chunk)
+                count += 1
+            chunk = chunk.parent
+        return count
+
+    # ── inside ──
 
     def _enter(self, chunk: Chunk) -> None:
         self._chunks[chunk.key] = chunk
         chunk.attach()
 
-    def _cool(self, chunk: Chunk) -> None:
-        if chunk.payload is not None:
-            self.warm_bytes -= len(chunk.payload)
-            chunk.payload = None
+    def _warmed(self, chunk: Chunk, payload: memoryview) -> None:
+        chunk.payload = payload
+        self._warm[chunk.key] = chunk
+        self.warm.add(chunk, len(payload))
 
-    def _hang(self, row: Row, parent: Chunk) -> None:
-        d = row.description
+    def _cool(self, chunk: Chunk) -> None:
+        if self._warm.pop(chunk.key, None) is not None and chunk.payload is not None:
+            self.warm.take(chunk, len(chunk.payload))
+        chunk.payload = None
+
+    def _remember(self, ghost: Ghost) -> None:
+        self.ghosts.add([ghost])
+        self.news.ghosts.append(ghost)
+
+    def _forget_entry(self, entry: Entry) -> None:
+        self.entries.pop(entry.id, None)
+        self.news.entries.pop(entry.id, None)
+        self.news.forgotten.append(entry.id)
+
+    def _held_by(self, entry: Entry) -> Iterator[Chunk]:
+        cursor = self.tail_of(entry)
+        return _on_the_way(cursor) if cursor else iter(())
+
+    def _hang(self, row: Row, parent: Chunk, wanted_until: float) -> None:
         chunk = Chunk(
-            key=d.key,
+            key=row.key,
             parent=parent,
-            take=d.take,
-            tokens=d.tokens,
-            sampled=d.sampled,
-            given=d.given,
+            take=row.take,
+            tokens=row.tokens,
+            sampled=row.sampled,
+            given=row.given,
             size=row.bytes,
+            namespace=row.namespace,
         )
-        chunk.hits, chunk.last_used = row.hits, row.last_used
+        chunk.born, chunk.last_used, chunk.hits = row.born, row.last_used, row.hits
+        chunk.expires = row.expires or wanted_until
         self.clock = max(self.clock, row.last_used)
         self.became_cold(chunk, row.bytes)
         self._enter(chunk)
+
+
+class News:
+    """What the index does not know yet."""
+
+    def __init__(self) -> None:
+        self.used: dict[ChunkKey, Chunk] = {}
+        self.entries: dict[EntryId, Entry] = {}
+        self.forgotten: list[EntryId] = []
+        self.ghosts: list[Ghost] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.used or self.entries or self.forgotten or self.ghosts)
+
+    def put_back(self, unsaved: News) -> None:
+        """It could not be written down: what came since wins."""
+        self.used = {**unsaved.used, **self.used}
+        self.entries = {**unsaved.entries, **self.entries}
+        self.forgotten = [*unsaved.forgotten, *self.forgotten]
+        self.ghosts = [*unsaved.ghosts, *self.ghosts]
+
+    def uses(self) -> list[tuple[ChunkKey, Uses]]:
+        chunks = [chunk for chunk in self.used.values() if chunk.on_disk]
+        return [(c.key, Uses(c.born, c.last_used, c.hits, c.expires)) for c in chunks]
+
+
+def of_user(namespaces: Iterable[str], user: str) -> list[str]:
+    """Those that belong to `user`, whatever the salt; "" is everybody who gave no name."""
+    return [n for n in namespaces if n != SHARED and user_of(n) == user]
+
+
+def _on_the_way(cursor: Cursor) -> Iterator[Chunk]:
+    """The chunks that make up the state at `cursor`, with the snapshots taken inside them."""
+    for segment in path_to(cursor):
+        yield segment.chunk
+        for snapshot in segment.chunk.children():
+            if snapshot.is_snapshot and snapshot.start <= segment.end and cursor.sees(snapshot):
+                yield snapshot
+
+
+def _may_go(chunk: Chunk) -> bool:
+    return chunk.is_leaf and not chunk.pins and not chunk.is_pinned
+
+
+def _only_snapshots(chunk: Chunk) -> bool:
+    """Nothing but state at positions inside it hangs below it."""
+    return all(child.is_snapshot for child in chunk.children())

@@ -97,7 +97,7 @@ class Description:
     @property
     def has_its_key(self) -> bool:
         key = chunk_key(self.fingerprint, self.namespace, self.parent, self.take, self.tokens)
-        return key == self.key and len(self.tokens) > 0
+        return key == self.key
 
 
 def pack_spans(spans: tuple[Span, ...]) -> bytes:

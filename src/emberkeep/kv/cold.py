@@ -21,18 +21,31 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
-from emberkeep.kv.index import Index, Row, Unreadable
+from emberkeep.kv.entries import Entry, EntryId
+from emberkeep.kv.ghosts import Ghost
+from emberkeep.kv.index import Index, Row, Unreadable, Uses, model_with
 from emberkeep.kv.keys import ChunkKey, store_name
 from emberkeep.kv.reading import Buffers
 
 log = logging.getLogger("emberkeep.kv")
+
+INDEX = "index.db"
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    entries: list[Entry]
+    ghosts: list[Ghost]
+    meta: dict[str, Any]
 
 
 class ColdTier:
@@ -51,7 +64,7 @@ class ColdTier:
         # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
         opening = _lock(self.folder / "opening", fcntl.LOCK_EX)
         try:
-            self._index = Index(self.folder / "index.db", fingerprint)
+            self._index = Index(self.folder / INDEX, fingerprint)
         finally:
             os.close(opening)
         self._index_lock = threading.Lock()
@@ -71,7 +84,7 @@ class ColdTier:
             self._index.start_over()
             rows, damaged = self._reconcile()
         # Requests ask for news: on a connection of their own they never wait for a write.
-        self._news = Index(self.folder / "index.db", self._fingerprint)
+        self._news = Index(self.folder / INDEX, self._fingerprint)
         self._seen_seq = max((row.seq for row in rows), default=0)
         self._seen_version = self._news.version()
         return rows, damaged
@@ -108,6 +121,22 @@ class ColdTier:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
         return chunkfile.read(self._path(expected.key), expected, self._buffers)
 
+    def is_whole(self, row: Row) -> bool:
+        """Read a chunk's file and verify it; a damaged one is put out of reach. One that is gone is no damage."""
+        identity = (row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.given)
+        try:
+            self.read(Description(self._fingerprint, *identity))
+        except Damaged as reason:
+            log.info("quarantined %s.kv: %s", row.key.hex(), reason)
+            self.quarantine(row.key)
+            return False
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            log.warning("cannot read %s.kv: %s", row.key.hex(), error)
+            return False
+        return True
+
     def get_ready(self, size: int, limit: int, readers: int) -> None:
         """Prepare memory, up to `limit` bytes, for `readers` threads that read files of `size`.
 
@@ -134,9 +163,33 @@ class ColdTier:
         with suppress(OSError), self._index_lock:
             self._index.remove([key])
 
-    def touch(self, uses: Iterable[tuple[int, int, ChunkKey]]) -> None:
+    def notes(self) -> Notes:
+        """What is known besides the chunks themselves. Call it after `open_rows`."""
+        try:
+            with self._index_lock:
+                return Notes(self._index.entries(), self._index.ghosts(), self._index.meta())
+        except Unreadable as reason:
+            log.warning("the store's notes about its chunks are lost: %s", reason)
+            return Notes([], [], {})
+
+    def save_notes(
+        self,
+        uses: Iterable[tuple[ChunkKey, Uses]],
+        entries: Iterable[Entry],
+        forgotten: Iterable[EntryId],
+        ghosts: Iterable[Ghost],
+        meta: Mapping[str, Any],
+    ) -> None:
         with self._index_lock:
             self._index.touch(uses)
+            self._index.remove_entries(forgotten)
+            self._index.save_entries(entries)
+            self._index.add_ghosts(ghosts)
+            self._index.save_meta(meta)
+
+    def forget_ghosts(self, namespace: str) -> None:
+        with self._index_lock:
+            self._index.remove_ghosts(namespace)
 
     @contextmanager
     def evicting(self) -> Iterator[bool]:
@@ -156,15 +209,20 @@ class ColdTier:
 
         Returns the bytes that remain. A store that any process has open stays.
         """
-        others = [path for path in self.root.iterdir() if _is_store(path) and path != self.folder]
+        others = self._other_stores()
         sizes = {path: sum(file.stat().st_size for file in path.glob("chunks/*/*.kv")) for path in others}
-        for path in sorted(others, key=_last_change):
+        for path in reversed(others):
             if sum(sizes.values()) <= allowed:
                 break
             if _remove_if_unused(path):
                 log.info("removed the stored state of a model that is no longer served (%d bytes)", sizes[path])
                 del sizes[path]
         return sum(sizes.values())
+
+    def other_model(self, sources: Sequence[str]) -> str | None:
+        """The name of a model that has something with one of these sources in a store of its own."""
+        found = (model_with(path / INDEX, sources) for path in self._other_stores())
+        return next((model for model in found if model), None)
 
     def close(self) -> None:
         with self._news_lock, self._index_lock:
@@ -174,6 +232,9 @@ class ColdTier:
         for descriptor in self._locks:
             os.close(descriptor)
         self._locks = []
+
+    def _other_stores(self) -> list[Path]:
+        return [path for path in stores_under(self.root) if path != self.folder]
 
     def _path(self, key: ChunkKey) -> Path:
         name = key.hex()
@@ -194,10 +255,10 @@ class ColdTier:
         # The index first: a file that another process adds in between is then seen twice, not never.
         rows = self._index.rows_after(0)
         on_disk = self._scan()
-        known = {row.description.key for row in rows}
+        known = {row.key for row in rows}
         damaged = self._adopt(on_disk - known)
         self._index.remove(known - on_disk)
-        present = [row for row in rows if row.description.key in on_disk]
+        present = [row for row in rows if row.key in on_disk]
         return present + self._index.rows_after(max((row.seq for row in rows), default=0)), damaged
 
     def _scan(self) -> set[ChunkKey]:
@@ -265,12 +326,18 @@ def _remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
     return True
 
 
+def stores_under(root: Path) -> list[Path]:
+    """The folders of all stores, the latest used first."""
+    found = [path for path in root.iterdir() if _is_store(path)] if root.is_dir() else []
+    return sorted(found, key=_last_change, reverse=True)
+
+
 def _is_store(path: Path) -> bool:
     return re.fullmatch("[0-9a-f]{32}", path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 def _last_change(folder: Path) -> float:
     try:
-        return (folder / "index.db").stat().st_mtime
+        return (folder / INDEX).stat().st_mtime
     except OSError:
         return 0.0

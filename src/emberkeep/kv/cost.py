@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from emberkeep.kv.tree import Segment
+from emberkeep.kv.tree import Chunk, Segment
 
 
 @dataclass(slots=True)
@@ -44,12 +45,17 @@ class CostModel:
             return segments
         best, best_saving, saving = 0, 0.0, 0.0
         for count, segment in enumerate(segments, 1):
-            saving += self.evaluate.seconds(segment.end - segment.start) - self._load_seconds(segment)
+            saving += self.evaluate.seconds(segment.end - segment.start) - self._load_seconds(segment.chunk)
             if saving >= best_saving:
                 best, best_saving = count, saving
         return segments[:best]
 
-    def _load_seconds(self, segment: Segment) -> float:
-        size = segment.chunk.bytes
-        read = 0.0 if segment.chunk.payload is not None else self.read.seconds(size)
-        return read + self.import_.seconds(size)
+    def is_worth_loading(self, chunks: Iterable[Chunk], tokens: int) -> bool:
+        """Whether loading all of `chunks` is predicted to be faster than evaluating `tokens`."""
+        if self.evaluate.value is None:
+            return True
+        return sum(self._load_seconds(chunk) for chunk in chunks) <= self.evaluate.seconds(tokens)
+
+    def _load_seconds(self, chunk: Chunk) -> float:
+        read = 0.0 if chunk.payload is not None else self.read.seconds(chunk.bytes)
+        return read + self.import_.seconds(chunk.bytes)

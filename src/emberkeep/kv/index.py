@@ -1,22 +1,28 @@
 """The cold tier's index: a SQLite cache of what the chunk files say, so that opening a store is quick.
 
 It is never trusted for correctness. A row whose file is gone is dropped, a file without a row is read and
-added, and a database that cannot be opened is thrown away and rebuilt from the files.
+added, and a database that cannot be opened is thrown away and rebuilt from the files. What only the database
+knows (when chunks were used, what people call them, why others went) is then lost, and no state with it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import apsw
 import numpy as np
 
 from emberkeep.kv.chunkfile import Description, pack_spans, unpack_spans
-from emberkeep.kv.keys import ChunkKey, token_bytes
+from emberkeep.kv.entries import Entry, EntryId, Label, unpack_tails
+from emberkeep.kv.ghosts import LIMIT as GHOST_LIMIT
+from emberkeep.kv.ghosts import Ghost
+from emberkeep.kv.keys import ChunkKey, TokenArray, key_of_bytes, token_bytes
+from emberkeep.kv.tree import Span
+from emberkeep.types import EntryKind, MissReason, Ttl
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunk (
@@ -30,11 +36,39 @@ CREATE TABLE IF NOT EXISTS chunk (
     sampled BLOB NOT NULL,
     given INTEGER NOT NULL,
     bytes INTEGER NOT NULL,
+    born INTEGER NOT NULL DEFAULT 0,
     last_used INTEGER NOT NULL DEFAULT 0,
-    hits INTEGER NOT NULL DEFAULT 0
-)
+    hits INTEGER NOT NULL DEFAULT 0,
+    expires REAL NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS entry (
+    id TEXT PRIMARY KEY,
+    namespace TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    key TEXT NOT NULL,
+    head TEXT NOT NULL,
+    ttl TEXT NOT NULL,
+    name TEXT NOT NULL,
+    source TEXT NOT NULL,
+    turns INTEGER NOT NULL,
+    used_at REAL NOT NULL,
+    is_pinned INTEGER NOT NULL,
+    tails TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS gone (
+    key BLOB PRIMARY KEY,
+    namespace TEXT NOT NULL,
+    parent BLOB NOT NULL,
+    take INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    hits INTEGER NOT NULL,
+    was_written INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
-_VERSION = 2
+_TABLES = ("chunk", "entry", "gone", "meta")
+_VERSION = 3
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
@@ -42,12 +76,32 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Uses:
+    """What is known about a chunk's use, which its file does not say."""
+
+    born: int = 0
+    last_used: int = 0
+    hits: int = 0
+    expires: float = 0.0
+
+
+class Row(NamedTuple):
+    """A chunk on disk. A tuple, because opening a store makes a hundred thousand."""
+
     seq: int
-    description: Description
+    key: ChunkKey
+    namespace: str
+    parent: ChunkKey
+    take: int
+    start: int
+    tokens: TokenArray
+    sampled: tuple[Span, ...]
+    given: bool
     bytes: int
+    born: int
     last_used: int
     hits: int
+    expires: float
 
 
 class Unreadable(OSError):
@@ -74,7 +128,8 @@ class Index:
 
     def rows_after(self, seq: int) -> list[Row]:
         """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
-        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, given, bytes, last_used, hits
+        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, given, bytes,
+                        born, last_used, hits, expires
                  FROM chunk WHERE seq > ? ORDER BY seq"""
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
 
@@ -87,9 +142,50 @@ class Index:
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
 
-    def touch(self, uses: Iterable[tuple[int, int, ChunkKey]]) -> None:
-        """Record (last_used, hits, key)."""
-        self._write("UPDATE chunk SET last_used = ?, hits = ? WHERE key = ?", list(uses))
+    def touch(self, uses: Iterable[tuple[ChunkKey, Uses]]) -> None:
+        sql = "UPDATE chunk SET born = ?, last_used = ?, hits = ?, expires = ? WHERE key = ?"
+        self._write(sql, [(u.born, u.last_used, u.hits, u.expires, key) for key, u in uses])
+
+    def entries(self) -> list[Entry]:
+        """Raises Unreadable."""
+        sql = """SELECT namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails
+                 FROM entry"""
+        return _translated(lambda: [_entry(values) for values in self._db.execute(sql)])
+
+    def save_entries(self, entries: Iterable[Entry]) -> None:
+        sql = """INSERT OR REPLACE INTO entry
+                 (id, namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails)
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+        self._write(sql, [_entry_values(entry) for entry in entries])
+
+    def remove_entries(self, ids: Iterable[EntryId]) -> None:
+        self._write("DELETE FROM entry WHERE id = ?", [(id_,) for id_ in ids])
+
+    def ghosts(self) -> list[Ghost]:
+        """Oldest first. Raises Unreadable."""
+        sql = "SELECT key, namespace, parent, take, length, reason, hits, was_written FROM gone ORDER BY rowid"
+        return _translated(lambda: [_ghost(values) for values in self._db.execute(sql)])
+
+    def add_ghosts(self, ghosts: Iterable[Ghost]) -> None:
+        """The oldest beyond `ghosts.LIMIT` are forgotten."""
+        listed = list(ghosts)
+        if not listed:
+            return
+        sql = "INSERT OR REPLACE INTO gone VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        self._write(
+            sql,
+            [(g.key, g.namespace, g.parent, g.take, g.length, g.reason, g.hits, g.was_written) for g in listed],
+        )
+        self._write("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", [(GHOST_LIMIT,)])
+
+    def remove_ghosts(self, namespace: str) -> None:
+        self._write("DELETE FROM gone WHERE namespace = ?", [(namespace,)])
+
+    def meta(self) -> dict[str, Any]:
+        return _translated(lambda: dict(self._db.execute("SELECT name, value FROM meta")))
+
+    def save_meta(self, values: Mapping[str, Any]) -> None:
+        self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
 
     def version(self) -> int:
         """A number that changes when another connection has written."""
@@ -111,17 +207,62 @@ class Index:
             _translated(run)
 
     def _row(self, values: tuple[Any, ...]) -> Row:
-        seq, key, namespace, parent, take, start, tokens, sampled, given, size, last_used, hits = values
-        ids, spans = np.frombuffer(tokens, "<i4"), unpack_spans(sampled)
-        description = Description(self._fingerprint, namespace, key, parent, take, start, ids, spans, bool(given))
-        if not description.has_its_key:
+        seq, key, namespace, parent, take, start, tokens, sampled, given, *rest = values
+        if key_of_bytes(self._fingerprint, namespace, parent, take, tokens) != key:
             raise Unreadable("the store's index: a key does not belong to its tokens")
-        return Row(seq, description, size, last_used, hits)
+        ids = np.frombuffer(tokens, "<i4")
+        spans = unpack_spans(sampled) if sampled else ()
+        return Row(seq, key, namespace, parent, take, start, ids, spans, bool(given), *rest)
+
+
+def model_with(path: Path, sources: Sequence[str]) -> str | None:
+    """The model of another store, if its index knows an entry with one of these sources; None on any trouble."""
+    marks = ", ".join("?" * len(sources))
+    try:
+        known = _looked_up(path, f"SELECT 1 FROM entry WHERE source IN ({marks}) LIMIT 1", *sources)
+        name = _looked_up(path, "SELECT value FROM meta WHERE name = 'model'") if known else []
+    except OSError:
+        return None
+    return str(name[0][0]) if name else None
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What the index of a store says about the store, which stays as it is. Raises OSError."""
+    return dict(_looked_up(path, "SELECT name, value FROM meta"))
+
+
+def _looked_up(path: Path, sql: str, *values: Any) -> list[Any]:
+    def read() -> list[Any]:
+        db = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
+        try:
+            db.set_busy_timeout(_BUSY_MS)
+            return db.execute(sql, values).fetchall()
+        finally:
+            db.close()
+
+    return _translated(read)
 
 
 def _values(d: Description, size: int) -> tuple[Any, ...]:
     tokens, sampled = token_bytes(d.tokens), pack_spans(d.sampled)
     return (d.key, d.namespace, d.parent, d.take, d.start, tokens, sampled, d.given, size)
+
+
+def _entry(values: tuple[Any, ...]) -> Entry:
+    namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails = values
+    label = Label(EntryKind(kind), key, head, None, name, source)
+    return Entry(label, namespace, Ttl(ttl), turns, used_at, bool(is_pinned), unpack_tails(tails))
+
+
+def _entry_values(entry: Entry) -> tuple[Any, ...]:
+    label = entry.label
+    what = (entry.id, entry.namespace, label.kind, label.key, label.head, entry.ttl, label.name, label.source)
+    return (*what, entry.turns, entry.used_at, entry.is_pinned, entry.pack_tails())
+
+
+def _ghost(values: tuple[Any, ...]) -> Ghost:
+    key, namespace, parent, take, length, reason, hits, was_written = values
+    return Ghost(key, namespace, parent, take, length, MissReason(reason), hits, bool(was_written))
 
 
 def _open(path: Path) -> apsw.Connection:
@@ -132,9 +273,11 @@ def _open(path: Path) -> apsw.Connection:
         # The files are the truth: losing the newest rows in a power cut costs a directory scan.
         db.pragma("synchronous", "normal")
         if db.pragma("user_version") not in (0, _VERSION):
-            db.execute("DROP TABLE IF EXISTS chunk")
+            for table in _TABLES:
+                db.execute(f"DROP TABLE IF EXISTS {table}")
         db.execute(_SCHEMA)
-        db.pragma("user_version", _VERSION)
+        if db.pragma("user_version") != _VERSION:  # a store that is only looked at is not written to
+            db.pragma("user_version", _VERSION)
         db.execute("SELECT count(*) FROM chunk").fetchall()
     except BaseException:
         db.close()

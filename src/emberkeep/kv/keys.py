@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NewType
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy.typing as npt
 ChunkKey = NewType("ChunkKey", bytes)
 TokenArray = npt.NDArray[np.int32]
 
+_U32 = struct.Struct("<I")
+
 FORMAT_VERSION = 2
 ROOT = ChunkKey(b"")
 """Parent key of chunks that begin at position 0."""
@@ -24,7 +27,7 @@ ROOT = ChunkKey(b"")
 
 def pack_fields(fields: Iterable[bytes]) -> bytes:
     """Each field behind its length: a concatenation that can be taken apart in one way only."""
-    return b"".join(struct.pack("<I", len(field)) + field for field in fields)
+    return b"".join([_U32.pack(len(field)) + field for field in fields])
 
 
 def unpack_fields(data: bytes) -> list[bytes]:
@@ -44,20 +47,26 @@ def unpack_fields(data: bytes) -> list[bytes]:
 
 
 def chunk_key(fingerprint: bytes, namespace: str, parent: ChunkKey, take: int, tokens: TokenArray) -> ChunkKey:
-    fields = [
-        struct.pack("<I", FORMAT_VERSION),
-        fingerprint,
-        namespace.encode(),
-        parent,
-        struct.pack("<I", take),
-        token_bytes(tokens),
-    ]
-    return ChunkKey(hashlib.blake2b(pack_fields(fields), digest_size=32).digest())
+    return key_of_bytes(fingerprint, namespace, parent, take, token_bytes(tokens))
+
+
+def key_of_bytes(fingerprint: bytes, namespace: str, parent: ChunkKey, take: int, tokens: bytes) -> ChunkKey:
+    """`chunk_key` for tokens that are bytes already. Opening a store asks for a hundred thousand of these, so what
+    they have in common is hashed once."""
+    digest = _common_part(fingerprint, namespace).copy()
+    digest.update(pack_fields((parent, _U32.pack(take), tokens)))
+    return ChunkKey(digest.digest())
+
+
+@lru_cache(maxsize=256)
+def _common_part(fingerprint: bytes, namespace: str) -> hashlib.blake2b:
+    fields = [_U32.pack(FORMAT_VERSION), fingerprint, namespace.encode()]
+    return hashlib.blake2b(pack_fields(fields), digest_size=32)
 
 
 def store_name(fingerprint: bytes) -> str:
     """The name of the folder for everything with this fingerprint, in this format."""
-    fields = [struct.pack("<I", FORMAT_VERSION), fingerprint]
+    fields = [_U32.pack(FORMAT_VERSION), fingerprint]
     return hashlib.blake2b(pack_fields(fields), digest_size=16).hexdigest()
 
 

@@ -46,7 +46,7 @@ def stored_spelling(
             if (offset in borders and sampled > most) or is_whole:
                 best, most = (tuple(ids), offset), sampled
             for group in chunk.branches.get(index, {}).values():
-                todo += ((child, 0, offset, tuple(ids), sampled) for child in group)
+                todo += ((child, 0, offset, tuple(ids), sampled) for child in group if cursor.sees(child))
             stop, is_sampled = _run(chunk, index, specials)
             run = chunk.tokens[index:stop].tolist()
             if max(run, default=len(pieces)) >= len(pieces):
@@ -78,18 +78,21 @@ def _run(chunk: Chunk, index: int, specials: Set[int]) -> tuple[int, bool]:
     return next((index + 1 + i for i, token in enumerate(rest) if token in specials), stop), False
 
 
-def spelled_chunks(root: Chunk, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
-    """Chunks whose text lies along the beginning of `text`: what a lookup of its tokens will most likely want.
+def spelled_chunks(origin: Cursor, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
+    """Chunks below `origin`, a root, whose text lies along the beginning of `text`: what a lookup of its tokens
+    will most likely want.
 
     Only a guess made before the text is tokenised, a whole chunk per comparison.
     """
     found = []
-    todo = [(root, 0)]
+    todo = [(origin.chunk, 0)]
     while todo:
         chunk, offset = todo.pop()
         for take, by_first in chunk.branches.items():
             begin = offset + sum(len(pieces[t]) for t in chunk.tokens[:take].tolist())
             for child in (child for group in by_first.values() for child in group):
+                if child.is_snapshot or not origin.sees(child):
+                    continue
                 if child.tokens.max() >= len(pieces):
                     continue  # a foreign file: no prompt of this model has such tokens
                 first = pieces[int(child.tokens[0])]

@@ -6,25 +6,62 @@ the store's own threads. Failing disks make the store smaller, never a request f
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
-from emberkeep.kv.books import LOW_WATER, Books
+from emberkeep.kv import value
+from emberkeep.kv.books import LOW_WATER, Books, News
+from emberkeep.kv.catalogue import Catalogue
+from emberkeep.kv.clock import Saved, StoreClock
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.cost import CostModel
+from emberkeep.kv.counters import StoreCounters
+from emberkeep.kv.entries import Entry, Label
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
 from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
-from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, common_prefix, descend, path_to
+from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, common_prefix, last_snapshot, path_to
 from emberkeep.kv.writer import Writer
+from emberkeep.kv.writes import WriteBudget
+from emberkeep.types import SHARED, MissReason, Ttl
 
 log = logging.getLogger("emberkeep.kv")
 
 CHUNK_TOKENS = 128
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How long things are kept, and where."""
+
+    ttl: Mapping[Ttl, float] = field(
+        default_factory=lambda: {Ttl.SHORT: 300.0, Ttl.LONG: 3600.0, Ttl.EXTENDED: 86_400.0}
+    )
+    """Seconds after the last use."""
+    cold_after: int = 4
+    """Turns of its conversation after which a branch that was left alone leaves RAM."""
+    writes_per_day: int | None = None
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What a lookup would find."""
+
+    cursor: Cursor
+    tokens: int
+    """How many could be reused."""
+    warm_tokens: int
+    """How many of these are in RAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +70,33 @@ class Match:
 
     cursor: Cursor
     segments: tuple[Segment, ...]
+    snapshot: Chunk | None = None
+    """Asked for snapshots: the one that was taken where `segments` end; without one there are no segments."""
 
     @property
     def tokens(self) -> int:
         return self.cursor.position
 
 
-@dataclass(slots=True)
-class StoreCounters:
-    lookups: int = 0
-    inserted_chunks: int = 0
-    read_chunks: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    damaged_chunks: int = 0
-    vanished_chunks: int = 0
-    warm_evictions: int = 0
-    cold_evictions: int = 0
-
-
 class KvStore:
     """`cold` may be None: then everything lives in RAM only. Safe to use from any thread."""
 
-    def __init__(self, fingerprint: bytes, *, warm_budget: int, cold: ColdTier | None, cold_budget: int) -> None:
+    def __init__(
+        self,
+        fingerprint: bytes,
+        *,
+        warm_budget: int,
+        cold: ColdTier | None,
+        cold_budget: int,
+        keeping: Keeping | None = None,
+        about: Mapping[str, Any] | None = None,
+        clock: StoreClock | None = None,
+    ) -> None:
+        """`about` is written into the store's folder, for people and tools that come without the model."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
+        self.keeping = keeping or Keeping()
         self._cold = cold
         self._warm_budget = warm_budget
         self._cold_budget = cold_budget
@@ -66,42 +104,121 @@ class KvStore:
         """Bytes of other fingerprints' stores; None until looked at."""
         self._lock = threading.Lock()
         self._books = Books()
+        self._clock = clock or StoreClock()
+        self._about = dict(about or {})
+        self._writes = WriteBudget(self.keeping.writes_per_day)
+        self._unwritten: set[ChunkKey] = set()
+        """In RAM only, because they were not worth writing when their turn came."""
         self._fetches: dict[ChunkKey, Fetch] = {}
         self._reader: Reader | None = None
         self._writer: Writer | None = None
         if cold is not None:
+            self._open(cold, clock)
+        self.catalogue = Catalogue(
+            self._books, self._lock, self._cold, lambda: self._clock.now(), self.keeping.ttl, self.counters
+        )
+
+    def _open(self, cold: ColdTier, clock: StoreClock | None) -> None:
+        with no_garbage_collection():  # it would look at a hundred thousand new objects again and again
             rows, damaged = cold.open_rows()
-            self._books.adopt(rows)
-            self.counters.damaged_chunks += damaged
-            self._reader = Reader(
-                cold,
-                fingerprint,
-                typical_size=max((row.bytes for row in rows), default=0),
-                ready_bytes=warm_budget // 16,
-                on_done=self._fetched,
-            )
-            self._writer = Writer(cold, fingerprint, on_durable=self._became_durable, on_idle=self._tend_disk)
+            notes = cold.notes()
+            if clock is None and "clock" in notes.meta:
+                self._clock = StoreClock(Saved(notes.meta["clock"], notes.meta["wall"]))
+            self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
+        self._writes = WriteBudget(
+            self.keeping.writes_per_day, notes.meta.get("write_day", 0), notes.meta.get("written", 0)
+        )
+        self._books.ghosts.add(notes.ghosts)
+        self._books.entries = {entry.id: entry for entry in notes.entries}
+        self._books.forget_empty_entries()
+        self._books.apply_pins()
+        self.counters.damaged_chunks += damaged
+        self._reader = Reader(
+            cold,
+            self.fingerprint,
+            typical_size=max((row.bytes for row in rows), default=0),
+            ready_bytes=self._warm_budget // 16,
+            on_done=self._fetched,
+        )
+        self._writer = Writer(
+            cold,
+            self.fingerprint,
+            is_worth_it=self._worth_writing,
+            on_durable=self._became_durable,
+            on_idle=self._tidy,
+        )
 
     # ── lookup ──
 
-    def match(self, namespace: str, tokens: TokenArray) -> Match:
-        """The longest verified prefix of `tokens`. Never blocks on disk."""
+    def match(self, namespace: str, tokens: TokenArray, *, snapshots: bool = False) -> Match:
+        """The longest verified prefix of `tokens`; with `snapshots`, its part up to the last of these.
+
+        Never blocks on disk.
+        """
         with self._lock:
             self._books.clock += 1
             self.counters.lookups += 1
-            cursor = descend(Cursor(self._books.root(namespace), 0), tokens)
+            cursor = self._books.deepest(self._books.origin(namespace), tokens)
+            snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             segments = path_to(cursor)
-            for segment in segments:
-                segment.chunk.pins += 1
-                segment.chunk.hits += 1
-                segment.chunk.last_used = self._books.clock
-            return Match(cursor, segments)
+            if snapshots:
+                end = snapshot.start if snapshot else 0
+                segments = tuple(Segment(s.chunk, s.start, min(s.end, end)) for s in segments if s.start < end)
+            match = Match(cursor, segments, snapshot)
+            for chunk in _chunks_of(match):
+                chunk.pins += 1
+                self._books.use(chunk)
+            late = [chunk for chunk in _chunks_of(match) if chunk.key in self._unwritten]
+        self._write_after_all(late)
+        return match
+
+    def peek(self, namespace: str, tokens: TokenArray, *, snapshots: bool) -> Peek:
+        """What `match` would find; nothing is used or pinned by looking."""
+        with self._lock:
+            cursor = self._books.deepest(self._books.origin(namespace), tokens)
+            segments = path_to(cursor)
+            snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
+            end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
+            warm = sum(max(min(s.end, end) - s.start, 0) for s in segments if s.chunk.payload is not None)
+            return Peek(cursor, end, warm)
+
+    def touch(self, label: Label, namespace: str, tokens: TokenArray, *, snapshots: bool) -> bool:
+        """Bring a prefix into RAM and want it for another TTL; False when it is not stored whole.
+
+        Blocks until it is read from disk.
+        """
+        match = self.match(namespace, tokens, snapshots=snapshots)
+        try:
+            reached = match.segments[-1].end if match.segments else 0
+            if reached < len(tokens) or not all(self._bring_in(chunk) for chunk in _chunks_of(match)):
+                return False
+            self.turn_ended(label, match.cursor)
+            return True
+        finally:
+            self.release(match)
+
+    def _bring_in(self, chunk: Chunk) -> bool:
+        done = threading.Event()
+        fetch = self.fetch(chunk, done.set)
+        if fetch.state is FetchState.PENDING:
+            done.wait()
+        return fetch.state is FetchState.READY
+
+    def other_model(self, sources: Sequence[str]) -> str | None:
+        """The name of a model whose own store holds something that begins with the same text. Blocks on disk."""
+        return self._cold.other_model(sources) if self._cold else None
 
     def release(self, match: Match) -> None:
         """Unpin. Must be called exactly once per match."""
         with self._lock:
-            for segment in match.segments:
-                segment.chunk.pins -= 1
+            for chunk in _chunks_of(match):
+                chunk.pins -= 1
+
+    def why_gone(self, cursor: Cursor, tokens: TokenArray) -> MissReason | None:
+        """Why nothing follows `cursor` though it once did, if that is so."""
+        with self._lock:
+            ghost = self._books.ghosts.after(self.fingerprint, cursor, tokens)
+            return ghost.reason if ghost else None
 
     def stored_after(self, cursor: Cursor) -> TokenArray:
         """Up to a chunk of what the store holds after `cursor`, to explain where a prompt diverged."""
@@ -109,7 +226,8 @@ class KvStore:
             rest = cursor.chunk.tokens[cursor.used :]
             if len(rest):
                 return rest
-            latest = max(cursor.chunk.children(), key=lambda child: child.last_used, default=None)
+            seen = (child for child in cursor.chunk.children() if cursor.sees(child) and not child.is_snapshot)
+            latest = max(seen, key=lambda child: child.last_used, default=None)
             return rest if latest is None else latest.tokens
 
     def replay(
@@ -135,7 +253,7 @@ class KvStore:
             log.warning("cannot read the store's index: %s", error)
             return
         with self._lock:
-            self._books.adopt(rows)
+            self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
 
     def readahead(self, namespace: str, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
         """Begin to read from disk what is probably stored for `text`; returns what it began to read.
@@ -143,7 +261,9 @@ class KvStore:
         Never blocks: it runs while the prompt is still being tokenised.
         """
         with self._lock:
-            likely = spelled_chunks(self._books.root(namespace), text, pieces)
+            roots = {namespace, SHARED}
+            origins = [Cursor(self._books.root(root), 0, namespace) for root in roots]
+            likely = [chunk for origin in origins for chunk in spelled_chunks(origin, text, pieces)]
             cold = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self._fetches]
             for chunk in cold:
                 self._start_fetch(chunk)
@@ -168,7 +288,7 @@ class KvStore:
         with self._lock:
             self.counters.damaged_chunks += 1
             if chunk in self._books:
-                self._books.drop(chunk)
+                self._books.drop(chunk, None)
         if self._cold:
             self._cold.quarantine(chunk.key)
 
@@ -176,14 +296,12 @@ class KvStore:
 
     def origin(self, namespace: str) -> Cursor:
         with self._lock:
-            return Cursor(self._books.root(namespace), 0)
+            return self._books.origin(namespace)
 
     def advance(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
         """Move `cursor` along everything already stored for `tokens`."""
         with self._lock:
-            if cursor.chunk not in self._books:
-                cursor = Cursor(self._books.root(cursor.chunk.namespace), 0)
-            return descend(cursor, tokens)
+            return self._books.deepest(cursor, tokens)
 
     def growth_point(self, cursor: Cursor) -> Cursor:
         """Where the next chunk should begin: at `cursor`, or earlier if it ends an unshared tail.
@@ -193,9 +311,10 @@ class KvStore:
         chunk = cursor.chunk
         with self._lock:
             at_end = cursor.used == len(chunk.tokens)
-            if at_end and chunk.is_leaf and not chunk.is_fork and len(chunk.tokens) < CHUNK_TOKENS:
+            is_theirs = chunk.namespace == cursor.namespace
+            if at_end and is_theirs and chunk.is_leaf and not chunk.is_fork and len(chunk.tokens) < CHUNK_TOKENS:
                 assert chunk.parent is not None
-                return Cursor(chunk.parent, chunk.take)
+                return cursor.moved(chunk.parent, chunk.take)
             return cursor
 
     def insert(
@@ -214,43 +333,63 @@ class KvStore:
         once it is safe. When the parent has been evicted meanwhile, or there is no room, nothing is added, and the
         result is the tree's beginning.
         """
-        parent = cursor.chunk
         tokens = np.ascontiguousarray(tokens, np.int32)
-        key = chunk_key(self.fingerprint, parent.namespace, parent.key, cursor.used, tokens)
+        chunk = self._new_chunk(cursor, tokens, payload, tuple(sampled), given)
         with self._lock:
-            if parent not in self._books:
-                return Cursor(self._books.root(parent.namespace), 0)
-            if known := self._books.get(key):
+            if cursor.chunk not in self._books:
+                return self._books.origin(cursor.namespace)
+            if known := self._books.get(chunk.key):
                 known.is_fork |= fork
-                return Cursor(known, len(tokens))
-            chunk = Chunk(
-                key=key,
-                parent=parent,
-                take=cursor.used,
-                tokens=tokens,
-                sampled=tuple(sampled),
-                given=given,
-                size=len(payload),
-            )
+                return cursor.moved(known, len(tokens))
             chunk.is_fork = fork
-            self._books.add(chunk, payload)
-            self.counters.inserted_chunks += 1
+            self._add(chunk, payload)
             replaced = _tail_inside(chunk)
             self._make_room()
             if chunk not in self._books:
-                return Cursor(self._books.root(parent.namespace), 0)
+                return self._books.origin(cursor.namespace)
         if self._writer:
             self._writer.put(chunk, replaced)
         elif replaced:
             self._retire(replaced)
-        return Cursor(chunk, len(tokens))
+        return cursor.moved(chunk, len(tokens))
 
-    def forget(self, namespace: str) -> None:
-        """Drop everything of a namespace, in RAM and on disk."""
+    def has_snapshot(self, cursor: Cursor) -> bool:
         with self._lock:
-            gone = self._books.forget(namespace)
-        if self._cold:
-            self._cold.remove(gone)
+            found = last_snapshot(cursor, cursor.position)
+            return found is not None and found.start == cursor.position
+
+    def insert_snapshot(self, cursor: Cursor, payload: memoryview) -> None:
+        """Add the state at exactly `cursor`. Does nothing where there is one, or no room for it."""
+        chunk = self._new_chunk(cursor, _NO_TOKENS, payload, (), False)
+        with self._lock:
+            if cursor.chunk not in self._books or self._books.get(chunk.key):
+                return
+            self._add(chunk, payload)
+            self._make_room()
+            is_kept = chunk in self._books
+        if self._writer and is_kept:
+            self._writer.put(chunk, None)
+
+    def turn_ended(self, label: Label, cursor: Cursor) -> Entry | None:
+        """A request has left its state at `cursor`. None when there is nothing there any more."""
+        with self._lock:
+            if cursor.chunk.is_root or cursor.chunk not in self._books:
+                return None
+            entry = self._books.turn_ended(label, cursor, self._clock.now(), self.keeping.ttl)
+            stale = entry.stale_tails(self.keeping.cold_after)
+            self.counters.cooled_by_turns += sum(self._books.cool_branch(tail) for tail in stale)
+        if self._writer:
+            self._writer.wake()
+        return entry
+
+    def sweep(self) -> int:
+        """Give back the RAM of what nobody has wanted for its TTL; returns how many chunks left it."""
+        with self._lock:
+            idle = self._books.cool_expired(self._clock.now())
+            self.counters.cooled_when_idle += idle
+        if self._writer:
+            self._writer.wake()
+        return idle
 
     # ── life ──
 
@@ -264,35 +403,32 @@ class KvStore:
         if self._reader and self._writer and self._cold:
             self._reader.close()
             self._writer.close()
-            self._save_uses()
+            self._save_notes()
             self._cold.close()
 
     def stats(self) -> dict[str, object]:
+        """Cheap: nothing is walked."""
         with self._lock:
-            warm = [chunk for chunk in self._books if chunk.payload is not None]
-            cold = [chunk for chunk in self._books if chunk.on_disk]
-            counters = self.counters
+            books, counters = self._books, self.counters
             return {
+                "folder": self._cold.folder.name if self._cold else None,
                 "lookups": counters.lookups,
                 "inserted_chunks": counters.inserted_chunks,
-                "warm": {
-                    "chunks": len(warm),
-                    "tokens": sum(len(chunk.tokens) for chunk in warm),
-                    "bytes": self._books.warm_bytes,
-                    "budget": self._warm_budget,
-                    "evictions": counters.warm_evictions,
-                },
+                "entries": len(books.entries),
+                "ghosts": len(books.ghosts),
+                "evictions": counters.evictions(),
+                "warm": {**asdict(books.warm), "budget": self._warm_budget},
                 "cold": {
-                    "chunks": len(cold),
-                    "tokens": sum(len(chunk.tokens) for chunk in cold),
-                    "bytes": self._books.cold_bytes,
+                    **asdict(books.cold),
                     "budget": self._cold_budget,
-                    "evictions": counters.cold_evictions,
                     "read_chunks": counters.read_chunks,
                     "read_bytes": counters.read_bytes,
                     "read_seconds": round(counters.read_seconds, 6),
                     "damaged_chunks": counters.damaged_chunks,
                     "vanished_chunks": counters.vanished_chunks,
+                    "written_today_bytes": self._writes.spent,
+                    "daily_write_budget": self._writes.limit,
+                    "unwritten_chunks": len(self._unwritten),
                     **(self._writer.stats() if self._writer else {}),
                 },
             }
@@ -309,6 +445,29 @@ class KvStore:
 
     def _make_room(self) -> None:
         self.counters.warm_evictions += self._books.shrink_warm(self._warm_budget)
+
+    def _wanted_until(self, ttl: Ttl) -> float:
+        return self._clock.now() + self.keeping.ttl[ttl]
+
+    def _new_chunk(
+        self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: tuple[Span, ...], given: bool
+    ) -> Chunk:
+        parent, namespace = cursor.chunk, cursor.namespace
+        return Chunk(
+            key=chunk_key(self.fingerprint, namespace, parent.key, cursor.used, tokens),
+            parent=parent,
+            take=cursor.used,
+            tokens=tokens,
+            sampled=sampled,
+            given=given,
+            size=len(payload),
+            namespace=namespace,
+        )
+
+    def _add(self, chunk: Chunk, payload: memoryview) -> None:
+        self._books.add(chunk, payload)
+        chunk.expires = self._wanted_until(Ttl.LONG)
+        self.counters.inserted_chunks += 1
 
     # ── inside, on the store's own threads ──
 
@@ -327,7 +486,7 @@ class KvStore:
                 counters.damaged_chunks += result.state is FetchState.DAMAGED
                 counters.vanished_chunks += result.state is FetchState.GONE
                 if chunk in self._books:
-                    self._books.drop(chunk)
+                    self._books.drop(chunk, None)
             fetch.state = result.state
         for notify in fetch.waiting:
             notify()
@@ -336,9 +495,12 @@ class KvStore:
         assert self._cold is not None
         unwanted = []
         with self._lock:
+            self._writes.spend(sum(sizes.values()))
             for key, size in sizes.items():
+                self._unwritten.discard(key)
                 if chunk := self._books.get(key):
                     self._books.became_cold(chunk, size)
+                    self._books.news.used[key] = chunk
                 else:
                     unwanted.append(key)
             self._make_room()
@@ -351,43 +513,95 @@ class KvStore:
         with self._lock:
             if tail.pins or not tail.is_leaf or tail.is_fork or tail not in self._books:
                 return
-            self._books.drop(tail)
+            self._books.drop(tail, None)
         if tail.on_disk and self._cold:
             self._cold.remove([tail.key])
 
+    def _worth_writing(self, chunk: Chunk, batch: Set[ChunkKey]) -> bool:
+        """Asked on the writer's thread. `batch`: what is about to be written with it."""
+        assert chunk.parent is not None
+        with self._lock:
+            # A chunk is of no use on disk without those before it.
+            reachable = chunk.parent.is_root or chunk.parent.on_disk or chunk.parent.key in batch
+            worth_it = reachable and value.worth_writing(chunk, self._writes.spent, self._writes.limit)
+            if not worth_it and chunk in self._books:
+                self._unwritten.add(chunk.key)
+            return worth_it
+
+    def _write_after_all(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks that were not worth writing have been reused: they are now."""
+        for chunk in chunks:
+            if self._writer:
+                self._writer.put(chunk, None)
+
+    def _tidy(self) -> None:
+        """Runs on the writer's thread when it has nothing to write."""
+        self._tend_disk()
+        self._save_notes()
+
     def _tend_disk(self) -> None:
-        """Bring the disk under its budget. Runs on the writer's thread when it has nothing to write."""
+        """Bring the disk under its budget."""
         assert self._cold is not None
         others = self._other_stores
-        if others is not None and self._books.cold_bytes + others <= self._cold_budget:
+        if others is not None and self._books.cold.bytes + others <= self._cold_budget:
             return
         with self._cold.evicting() as alone:
             if alone:
                 with self._lock:
                     lost = self._books.take_orphans()
                 self._cold.remove(lost)
-                allowed = max(self._cold_budget - self._books.cold_bytes, 0)
+                allowed = max(self._cold_budget - self._books.cold.bytes, 0)
                 self._other_stores = self._cold.shrink_other_stores(allowed)
                 self._evict_cold(self._cold_budget - self._other_stores)
 
     def _evict_cold(self, budget: int) -> None:
         """Nothing while the budget holds; else down to its low-water mark, deepest first."""
         assert self._cold is not None
-        target = budget * LOW_WATER if self._books.cold_bytes > budget else budget
+        target = budget * LOW_WATER if self._books.cold.bytes > budget else budget
         while True:
             with self._lock:
-                victims = self._books.shrink_cold(target)
-                self.counters.cold_evictions += len(victims)
+                now = self._clock.now()
+                victims = self._books.shrink_cold(target, now)
+                self._unwritten.difference_update(chunk.key for chunk in victims)
+                expired = sum(chunk.expires <= now for chunk in victims)
+                self.counters.expired_evictions += expired
+                self.counters.cold_evictions += len(victims) - expired
             if not victims:
                 return
             self._cold.remove(chunk.key for chunk in victims)
 
-    def _save_uses(self) -> None:
+    def _save_notes(self) -> None:
         assert self._cold is not None
+        with self._lock:
+            self._books.forget_empty_entries()
+            if self._books.news.is_empty:
+                return
+            news, self._books.news = self._books.news, News()
+            uses, clock, (day, written) = news.uses(), self._clock.saved(), self._writes.saved()
+        meta: dict[str, Any] = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written}
+        meta |= {"fingerprint": self.fingerprint, **self._about}
         try:
-            self._cold.touch((c.last_used, c.hits, c.key) for c in self._books if c.on_disk)
+            self._cold.save_notes(uses, news.entries.values(), news.forgotten, news.ghosts, meta)
         except OSError as error:
             log.warning("cannot save when chunks were last used: %s", error)
+            with self._lock:
+                self._books.news.put_back(news)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _chunks_of(match: Match) -> list[Chunk]:
+    chunks = [segment.chunk for segment in match.segments]
+    return [*chunks, match.snapshot] if match.snapshot else chunks
 
 
 def _tail_inside(chunk: Chunk) -> Chunk | None:

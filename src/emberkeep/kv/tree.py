@@ -5,6 +5,12 @@
 
 A chunk begins at `parent.start + take`: a branch point inside a chunk needs no split, because an import can
 stop anywhere. Matching compares every token. The tree holds no locks: its store does.
+
+A snapshot is a chunk of no tokens: the state after exactly the tokens above it that cannot be cut by token. It
+hangs where it was taken, beside the chunks that go on from there.
+
+Each namespace has a root. What hangs below `SHARED`'s root may belong to anybody: a user's own text after a prefix
+that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,19 +21,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
+from emberkeep.types import SHARED
 
 Span = tuple[int, int]
+
+_SNAPSHOT = -1
+"""Where a snapshot stands among its siblings, which stand under their first token."""
 
 
 class Chunk:
     """One stored token range: its place in the tree, and where its bytes are."""
 
     __slots__ = (
+        "born",
         "branches",
         "bytes",
+        "expires",
         "given",
         "hits",
         "is_fork",
+        "is_pinned",
         "key",
         "last_used",
         "namespace",
@@ -39,6 +52,7 @@ class Chunk:
         "start",
         "take",
         "tokens",
+        "was_written",
     )
 
     def __init__(
@@ -53,9 +67,8 @@ class Chunk:
         size: int = 0,
         namespace: str = "",
     ) -> None:
-        """`namespace` is a root's; every other chunk has its parent's."""
         self.key = key
-        self.namespace: str = parent.namespace if parent else namespace
+        self.namespace = namespace
         self.parent = parent
         self.take = take
         self.start: int = parent.start + take if parent else 0
@@ -71,8 +84,18 @@ class Chunk:
         self.is_fork = False
         """Other sequences branch off at its end, so it is not replaced when its own conversation grows."""
         self.pins = 0
+        """Lookups that are using it now."""
+        self.is_pinned = False
+        """Somebody asked that it be kept."""
         self.hits = 0
+        """Lookups that reused it, also before it was evicted and stored again."""
+        self.born = 0
         self.last_used = 0
+        """Both in ticks of the store's logical clock."""
+        self.expires = 0.0
+        """Until when it is wanted, in the store's seconds."""
+        self.was_written = False
+        """It was on disk before, and evicted."""
         self.branches: dict[int, dict[int, list[Chunk]]] = {}
         """take -> first token -> children. More than one child only where processes stored the same twice."""
 
@@ -88,6 +111,19 @@ class Chunk:
     def is_leaf(self) -> bool:
         return not self.branches
 
+    @property
+    def is_snapshot(self) -> bool:
+        return self.parent is not None and not len(self.tokens)
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens that would be evaluated again without it; for a snapshot, those since the one before."""
+        if not self.is_snapshot:
+            return len(self.tokens)
+        assert self.parent is not None
+        before = last_snapshot(Cursor(self.parent, self.take, self.namespace), self.start - 1)
+        return self.start - (before.start if before else 0)
+
     def children(self) -> Iterator[Chunk]:
         for by_first in self.branches.values():
             for group in by_first.values():
@@ -96,11 +132,11 @@ class Chunk:
     def attach(self) -> None:
         assert self.parent is not None
         by_first = self.parent.branches.setdefault(self.take, {})
-        by_first.setdefault(int(self.tokens[0]), []).append(self)
+        by_first.setdefault(self._place, []).append(self)
 
     def detach(self) -> None:
         assert self.parent is not None
-        first = int(self.tokens[0])
+        first = self._place
         by_first = self.parent.branches.get(self.take, {})
         group = by_first.get(first, [])
         if self in group:
@@ -110,17 +146,28 @@ class Chunk:
         if not by_first:
             self.parent.branches.pop(self.take, None)
 
+    @property
+    def _place(self) -> int:
+        return int(self.tokens[0]) if len(self.tokens) else _SNAPSHOT
+
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the tree: after the first `used` tokens of `chunk`."""
+    """A place in the tree, after the first `used` tokens of `chunk`, as `namespace` sees it."""
 
     chunk: Chunk
     used: int
+    namespace: str
 
     @property
     def position(self) -> int:
         return self.chunk.start + self.used
+
+    def sees(self, chunk: Chunk) -> bool:
+        return chunk.namespace == self.namespace or chunk.namespace == SHARED
+
+    def moved(self, chunk: Chunk, used: int) -> Cursor:
+        return Cursor(chunk, used, self.namespace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +200,34 @@ def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:
         chunk, used = (here := todo.pop()).chunk, here.used
         used += common_prefix(chunk.tokens[used:], tokens[here.position :])
         if chunk.start + used > best.position:
-            best = Cursor(chunk, used)
+            best = cursor.moved(chunk, used)
         for take, by_first in chunk.branches.items():
             begin = chunk.start + take
             if here.used <= take <= used and begin < len(tokens):
-                todo += (Cursor(child, 0) for child in by_first.get(int(tokens[begin]), ()))
+                group = by_first.get(int(tokens[begin]), ())
+                todo += (cursor.moved(child, 0) for child in group if cursor.sees(child))
     return best
+
+
+def place_at(cursor: Cursor, position: int) -> Cursor:
+    """The place at `position` on the way to `cursor`."""
+    chunk = cursor.chunk
+    while chunk.parent is not None and chunk.start >= position:
+        chunk = chunk.parent
+    return cursor.moved(chunk, position - chunk.start)
+
+
+def last_snapshot(cursor: Cursor, limit: int) -> Chunk | None:
+    """The deepest snapshot on the way to `cursor` that was taken at or before position `limit`."""
+    chunk, used = cursor.chunk, cursor.used
+    while True:
+        for take in sorted((t for t in chunk.branches if t <= min(used, limit - chunk.start)), reverse=True):
+            for snapshot in chunk.branches[take].get(_SNAPSHOT, ()):
+                if cursor.sees(snapshot):
+                    return snapshot
+        if chunk.parent is None:
+            return None
+        chunk, used = chunk.parent, chunk.take
 
 
 def path_to(cursor: Cursor) -> tuple[Segment, ...]:

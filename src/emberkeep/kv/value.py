@@ -16,3 +16,11 @@ def worth(chunk: Chunk, now: int) -> float:
     cost = len(chunk.tokens) * (1 + chunk.start / _DEPTH_SCALE)
     age = max(now - chunk.last_used, 0) + 1
     return cost * (1 + chunk.hits) / (max(chunk.bytes, 1) * age)
+
+
+def worth_writing(chunk: Chunk, spent_today: int, budget: int | None) -> bool:
+    """Whether the SSD should wear for it: not a second time for what was never reused, and over the daily budget
+    only for what was."""
+    is_proven = chunk.hits > 0
+    within = budget is None or spent_today + chunk.bytes <= budget
+    return is_proven or (within and not chunk.was_written)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from time import monotonic
 
@@ -23,23 +23,27 @@ _PAUSE_S = 10.0
 
 
 class Writer:
-    """`on_durable(sizes, replaced)` and `on_idle()` are called from the writer's thread."""
+    """`is_worth_it(chunk, keys beside it)`, `on_durable(sizes, replaced)` and `on_idle()` are called from the
+    writer's thread."""
 
     def __init__(
         self,
         cold: ColdTier,
         fingerprint: bytes,
         *,
+        is_worth_it: Callable[[Chunk, Set[ChunkKey]], bool],
         on_durable: Callable[[dict[ChunkKey, int], list[Chunk]], None],
         on_idle: Callable[[], None],
     ) -> None:
         self._cold = cold
         self._fingerprint = fingerprint
+        self._is_worth_it = is_worth_it
         self._on_durable = on_durable
         self._on_idle = on_idle
         self._queue: list[tuple[Chunk, Chunk | None]] = []
         self._changed = threading.Condition()
         self._busy = False
+        self._woken = False
         self._closing = False
         self._paused_until = 0.0
         self.written_chunks = 0
@@ -55,10 +59,18 @@ class Writer:
             self._queue.append((chunk, replaces))
             self._changed.notify_all()
 
+    def wake(self) -> None:
+        """There is something to tidy, if nothing to write."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
     def flush(self) -> None:
         """Block until the queue is empty and the disk has answered."""
         with self._changed:
-            self._changed.wait_for(lambda: (not self._queue or self._is_paused) and not self._busy)
+            self._changed.wait_for(
+                lambda: (not (self._queue or self._woken) or self._is_paused) and not self._busy
+            )
 
     def close(self) -> None:
         with self._changed:
@@ -77,8 +89,8 @@ class Writer:
 
     def _run(self) -> None:
         _step_back()
-        while batch := self._next_batch():
-            self._write(batch)
+        while self._has_work():
+            self._write(self._next_batch())
             if not self._queue:
                 self._tidy(self._on_idle)
             with self._changed:
@@ -89,16 +101,24 @@ class Writer:
     def _is_paused(self) -> bool:
         return monotonic() < self._paused_until and not self._closing
 
-    def _next_batch(self) -> list[tuple[Chunk, Chunk | None]]:
+    def _has_work(self) -> bool:
+        """Waits for some; False when there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+            self._changed.wait_for(lambda: self._queue or self._woken or self._closing)
             while self._is_paused:
                 self._changed.wait(self._paused_until - monotonic())
+            self._busy = bool(self._queue or self._woken)
+            self._woken = False
+            return self._busy
+
+    def _next_batch(self) -> list[tuple[Chunk, Chunk | None]]:
+        with self._changed:
             batch, self._queue = self._queue[:_BATCH], self._queue[_BATCH:]
-            self._busy = bool(batch)
             return batch
 
     def _write(self, batch: list[tuple[Chunk, Chunk | None]]) -> None:
+        if not batch:
+            return
         try:
             sizes = self._cold.write(self._entries(batch))
         except OSError as error:
@@ -111,10 +131,14 @@ class Writer:
 
     def _entries(self, batch: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Description, memoryview]]:
         """What is still worth writing: evicted chunks have lost their payload by now."""
-        payloads = [(chunk, chunk.payload) for chunk, _ in batch]
-        return [
-            (describe(chunk, self._fingerprint), payload) for chunk, payload in payloads if payload is not None
-        ]
+        entries = []
+        keys: set[ChunkKey] = set()
+        for chunk, _ in batch:
+            payload = chunk.payload
+            if payload is not None and not chunk.on_disk and self._is_worth_it(chunk, keys):
+                keys.add(chunk.key)
+                entries.append((describe(chunk, self._fingerprint), payload))
+        return entries
 
     def _refused(self, batch: list[tuple[Chunk, Chunk | None]], error: OSError) -> None:
         """Leave the disk alone for a while, then try again: a chunk is no use without those before it."""

@@ -63,8 +63,12 @@ def checked(model: type[B], value: Mapping[str, Json]) -> B:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        message = _phrase(first["type"], first.get("ctx", {}))
-        raise InvalidField(_path(first["loc"]), f"{message}.") from None
+        raise refusal(first["loc"], first["type"], first.get("ctx", {})) from None
+
+
+def refusal(location: tuple[int | str, ...], kind: str, context: Mapping[str, Any]) -> InvalidField:
+    """One of pydantic's errors in our words."""
+    return InvalidField(_path(location), f"{_phrase(kind, context)}.")
 
 
 def _phrase(kind: str, context: Mapping[str, Any]) -> str:

@@ -6,14 +6,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Unpack
 
-from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.base import Backend, Cache, ModelCard
 from emberkeep.config import Config, load_config
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.install import ensure_model
-from emberkeep.library.requests import Messages, Options, Tools, chat_request, prompt_request
+from emberkeep.library.requests import Messages, Options, Tools, chat_request, prefix_request, prompt_request
 from emberkeep.library.results import Result, VerifyReport, WarmResult
 from emberkeep.library.stream import Stream
-from emberkeep.types import Json, Request
+from emberkeep.library.warming import declared_prefixes
+from emberkeep.types import SHARED, ExpertStats, Json, Request, Verified
 
 
 class Emberkeep:
@@ -45,7 +46,10 @@ class Emberkeep:
         """Load a model that is here, with settings that are settled. Raises ModelError, EngineError."""
         from emberkeep.runtime import open_backend
 
-        return cls(open_backend(config))
+        prefixes = declared_prefixes(config)
+        backend = open_backend(config)
+        backend.keep_warm(prefixes)
+        return cls(backend)
 
     @property
     def card(self) -> ModelCard:
@@ -63,19 +67,56 @@ class Emberkeep:
         """Answer a conversation piece by piece."""
         return self._start(chat_request(messages, tools, options))
 
-    def warm(self, prompt_or_messages: Messages, *, tools: Tools | None = None) -> WarmResult:
-        """Evaluate a prefix now so that later requests find it stored. A text is a raw prompt."""
-        result = self._finish(_prefix(prompt_or_messages, tools, max_tokens=0))
-        return WarmResult(result.usage.prompt_tokens, result.usage.cached_tokens, result.total_ms)
+    def warm(
+        self, prompt_or_messages: Messages = (), *, tools: Tools | None = None, **options: Unpack[Options]
+    ) -> WarmResult:
+        """Evaluate a prefix now so that later requests find it stored. A text is a raw prompt.
+
+        Of messages, what every conversation that begins with them has in common. Best effort: what goes wrong is
+        in the result's `error` and in the log. Raises RequestError for a prefix that cannot be.
+        """
+        warmed = self._bridge.run(self._backend.warm(prefix_request(prompt_or_messages, tools, options)))
+        return WarmResult(warmed.tokens, warmed.cached_tokens, 1e3 * warmed.seconds, warmed.error)
+
+    def keep_warm(self, messages: Messages) -> None:
+        """Warm a prefix in the background, now and whenever it is about to fall out. Returns at once.
+
+        What goes wrong is a line in the log. Raises RequestError for a prefix that cannot be.
+        """
+        # It counts against nobody's limit: whoever asks while it is being evaluated is not refused for it.
+        self._backend.keep_warm([replace(prefix_request(messages, None, {}), user=SHARED)])
+
+    @property
+    def cache(self) -> Cache:
+        """What is stored: list, show, pin, remove, explain."""
+        return self._backend.cache
+
+    def verify_entry(self, entry_id: str, tokens: int = 16) -> Verified:
+        """Continue an entry of the cache from its stored state and from a fresh evaluation, and compare.
+
+        Raises NoSuchEntry, EngineError.
+        """
+        return self._bridge.run(self._backend.verify(entry_id, tokens))
 
     def verify(self, prompt_or_messages: Messages, max_tokens: int = 32) -> VerifyReport:
         """Compare a greedy answer from stored state with a freshly evaluated one. A text is a raw prompt."""
-        self.warm(prompt_or_messages)
-        greedy = _prefix(prompt_or_messages, None, max_tokens=max_tokens, temperature=0.0)
+        greedy = _prompt_or_chat(prompt_or_messages, max_tokens=max_tokens, temperature=0.0)
+        self._finish(replace(greedy, max_tokens=0))
         return VerifyReport(self._finish(greedy), self._finish(replace(greedy, use_cache=False)))
 
     def stats(self) -> dict[str, Json]:
         return self._bridge.run(self._stats())
+
+    def expert_stats(self) -> ExpertStats:
+        """Which experts were chosen while they were counted. Raises RequestError for a model without experts."""
+        return self._backend.expert_stats()
+
+    def track_experts(self, enabled: bool | None = None, *, reset: bool = False) -> ExpertStats:
+        """Begin or end to count which experts are chosen, or count anew. Running calls finish before it.
+
+        Raises RequestError for a model without experts.
+        """
+        return self._bridge.run(self._backend.track_experts(enabled, reset=reset))
 
     def close(self) -> None:
         """Finish or fail what runs and write what is not yet on disk. Calling it twice is harmless."""
@@ -108,7 +149,7 @@ class Emberkeep:
         return self._backend.stats()
 
 
-def _prefix(prompt_or_messages: Messages, tools: Tools | None, **options: Unpack[Options]) -> Request:
+def _prompt_or_chat(prompt_or_messages: Messages, **options: Unpack[Options]) -> Request:
     if isinstance(prompt_or_messages, str):
         return prompt_request(prompt_or_messages, options)
-    return chat_request(prompt_or_messages, tools, options)
+    return chat_request(prompt_or_messages, None, options)

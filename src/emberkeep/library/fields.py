@@ -12,7 +12,7 @@ from emberkeep.types import Json, Sampling
 
 MAX_SCHEMA_BYTES = 256 << 10
 NO_LIMIT = -1
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 _PASSED_ON = (
     "temperature",
     "top_k",
@@ -47,9 +47,9 @@ def _no_less_than_no_limit(limit: int) -> int:
 
 Schema = Annotated[dict[str, Any], AfterValidator(_small_enough)]
 Label = Annotated[str, Field(max_length=512)]
-Count = Annotated[int, Field(ge=0, le=_INT32_MAX)]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Limit = Annotated[
-    int, Field(le=_INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
+    int, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
 ]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -61,6 +61,10 @@ Stops = Annotated[
     Field(max_length=16),
     BeforeValidator(_listed, json_schema_input_type=StopText | list[StopText]),
 ]
+
+
+NO_OTHERS: dict[str, Json] = {"additionalProperties": False}
+"""For a schema of a mapping: pydantic only says which keys may be there."""
 
 
 class GenerationFields(Body):
@@ -78,7 +82,7 @@ class GenerationFields(Body):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=NO_OTHERS)] | None = None
 
     def to_sampling(self) -> Sampling:
         values = {name: getattr(self, name) for name in _PASSED_ON}

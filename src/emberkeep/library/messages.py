@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -10,7 +11,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from emberkeep.errors import InvalidField
 from emberkeep.library.checking import TOOL_NAME, Body
 from emberkeep.library.fields import Label, Schema
-from emberkeep.types import Json, Message, Role, Tool, ToolCall, ToolChoice
+from emberkeep.types import Json, Message, Request, Role, Tool, ToolCall, ToolChoice
 
 
 class TextPart(Body):
@@ -79,7 +80,11 @@ class MessageBody(Body):
         )
 
 
-MessageList = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
+MAX_MESSAGES = 10_000
+
+MessageList = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
+BeginningList = Annotated[list[MessageBody], Field(max_length=MAX_MESSAGES)]
+"""Of a prefix, which may be tools alone."""
 
 
 def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
@@ -106,6 +111,18 @@ class ToolBody(Body):
 
 
 ToolList = Annotated[list[ToolBody], Field(max_length=256)]
+
+
+def prefix_of_chats(base: Request, messages: list[MessageBody], tools: list[ToolBody]) -> Request:
+    """What `base` says about whom it is for, with something to have ready for chats. Raises InvalidField."""
+    if not (messages or tools):
+        raise InvalidField("messages", "give messages, tools or a text.")
+    return replace(
+        base,
+        messages=to_messages(messages),
+        tools=tuple(tool.to_tool() for tool in tools),
+        is_prefix=True,
+    )
 
 
 class NamedFunction(Body):

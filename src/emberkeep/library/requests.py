@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.checking import HALF_A_CHARACTER, checked
 from emberkeep.library.fields import GenerationFields, Label, Schema, to_limit
-from emberkeep.library.messages import MessageList, ToolList, to_messages
-from emberkeep.types import Json, JsonFormat, Message, Request, Tool, ToolCall
+from emberkeep.library.messages import BeginningList, MessageList, ToolList, prefix_of_chats, to_messages
+from emberkeep.types import Json, JsonFormat, Message, Request, Tool, ToolCall, Ttl, private_namespace
 
 Messages = str | Sequence[Message | Mapping[str, Json]]
 """A text is one message of the user."""
@@ -37,14 +37,23 @@ class Options(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     json_schema: Mapping[str, Json] | None
+    user: str | None
+    """Who asks: stored state is shared only between calls for the same user."""
     namespace: str | None
+    """The same once more, within a user: HTTP's `cache_salt`."""
     use_cache: bool | None
+    conversation_id: str | None
+    ttl: str | None
+    """`short`, `long` or `extended`."""
 
 
 class _Call(GenerationFields):
     json_schema: Schema | None = None
+    user: Label | None = None
     namespace: Label | None = None
     use_cache: bool | None = None
+    conversation_id: Label | None = None
+    ttl: Literal["short", "long", "extended"] | None = None
 
     def to_base(self) -> Request:
         """What this call says, without a prompt."""
@@ -53,8 +62,11 @@ class _Call(GenerationFields):
             sampling=self.to_sampling(),
             max_tokens=to_limit(self.max_tokens),
             stop=tuple(self.stop or ()),
-            namespace=self.namespace or "",
+            user=self.user or "",
+            namespace=private_namespace(self.user or "", self.namespace or ""),
             use_cache=self.use_cache is not False,
+            conversation_id=self.conversation_id or None,
+            ttl=Ttl(self.ttl) if self.ttl else None,
         )
 
 
@@ -65,6 +77,24 @@ class _PromptCall(_Call):
 class _ChatCall(_Call):
     messages: MessageList
     tools: ToolList | None = None
+
+
+class _PrefixCall(_Call):
+    messages: BeginningList
+    tools: ToolList | None = None
+
+
+def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: Options) -> Request:
+    """Something to have ready: a text is a raw prompt, and tools may come without messages.
+
+    Raises RequestError, or InvalidField with the argument's name.
+    """
+    options = {**options, "max_tokens": 0}
+    if isinstance(prompt_or_messages, str):
+        return replace(prompt_request(prompt_or_messages, options), is_prefix=True)
+    given = {**_settled(options), "messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
+    call = checked(_PrefixCall, given)
+    return prefix_of_chats(call.to_base(), call.messages, call.tools or [])
 
 
 def prompt_request(prompt: str, options: Options) -> Request:

@@ -52,6 +52,8 @@ class WarmResult:
     cached_tokens: int
     """How many of them were stored before."""
     ms: float
+    error: str | None = None
+    """Why it is not ready after all."""
 
 
 @dataclass(frozen=True, slots=True)

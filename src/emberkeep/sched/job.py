@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Protocol
 
 from emberkeep.errors import EmberkeepError
+from emberkeep.kv.entries import Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import LookupRecord, Progress, TokenLogprob
@@ -51,6 +52,23 @@ class Consumer(Protocol):
     def failed(self, error: EmberkeepError) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stable:
+    """The beginning of a prompt that stays while conversations come and go: system message and tools."""
+
+    label: Label
+    length: int
+    """In tokens."""
+
+
+@dataclass(slots=True)
+class Notes:
+    """What is written down about the state that a job leaves behind. May be filled in until the job ends."""
+
+    label: Label | None = None
+    stable: Stable | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """One choice of one request. Exactly one of `ended` and `failed` is called unless it is cancelled."""
@@ -64,11 +82,20 @@ class Job:
     """What the chat template writes after the answer: evaluated after the end, for the next turn."""
     given: bool = False
     """The client sent `tokens`, not text."""
+    user: str = ""
+    """Jobs of different users take turns."""
     namespace: str = ""
     use_cache: bool = True
+    is_kept: bool = True
     want_progress: bool = False
     deadline: float | None = None
     """On the monotonic clock."""
+    notes: Notes = field(default_factory=Notes)
+    borders: frozenset[int] = frozenset()
+    """Positions in the prompt where others will go on: what cannot be cut by token is stored there."""
+    affinity: str = ""
+    """Jobs with equal ones (in one namespace) like to have the same slot."""
+    wanted_slot: int | None = None
     read_ahead: Set[ChunkKey] = frozenset()
     """Chunks whose reading from disk began for this job before it was submitted."""
     submitted: float = field(default_factory=monotonic)

@@ -1,10 +1,14 @@
-"""Storing what a sequence has computed: chunk by chunk while it grows, the tail when it rests."""
+"""Storing what a sequence has computed: chunk by chunk while it grows, the tail when it rests.
+
+State that cannot be cut by token is stored where it will be wanted again: at the borders that a job names (the end
+of its stable prefix, the ends of messages) and at the end of every turn.
+"""
 
 from __future__ import annotations
 
 import logging
 
-from emberkeep.engine.base import Engine, KvUnit
+from emberkeep.engine.base import Engine
 from emberkeep.errors import EngineError
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.sched.sequence import Sequence
@@ -21,46 +25,72 @@ class Keeper:
     def __init__(self, engine: Engine, store: KvStore) -> None:
         self._engine = engine
         self._store = store
-        self._enabled = engine.capabilities.kv_unit is KvUnit.RANGE
+        self._takes_snapshots = engine.capabilities.kv_unit.has_snapshots
 
     def keep_full_chunks(self, sequence: Sequence) -> None:
-        """Store every complete chunk. Cheap when there is none."""
-        if sequence.unsaved >= CHUNK_TOKENS:
+        """Store every complete chunk. Cheap when there is none.
+
+        With snapshots nothing is stored between them: no lookup could use it.
+        """
+        if not sequence.is_kept:
+            return
+        if self._takes_snapshots:
+            if sequence.computed in sequence.borders:
+                self.keep_all(sequence)
+        elif sequence.unsaved >= CHUNK_TOKENS:
             self._keep(sequence, sequence.computed, tail=False, fork=False)
 
     def keep_all(self, sequence: Sequence) -> None:
         """Store everything computed, with a tail chunk for what does not fill one."""
+        if not sequence.is_kept:
+            return
         if sequence.unsaved > 0:
             self._keep(sequence, sequence.computed, tail=True, fork=False)
+        if self._takes_snapshots and sequence.computed:
+            self._keep_snapshot(sequence)
 
     def keep_fork(self, sequence: Sequence, position: int) -> None:
         """Store everything up to `position`, where another sequence is about to branch off.
 
         Ending a chunk there keeps the branches from each storing the shared part of it.
         """
-        if position - sequence.cursor.position >= _WORTH_A_CHUNK:
+        is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
+        if is_worth_it and sequence.is_kept and not self._takes_snapshots:
             self._keep(sequence, position, tail=True, fork=True)
 
     def _keep(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
-        if not self._enabled:
-            return
         tokens = sequence.tokens[:end]
-        cursor, before = sequence.cursor, -1
-        # A full store takes nothing more: then the place does not move, and the rest is tried again later.
-        while before < (cursor := self._store.advance(cursor, tokens)).position < end:
-            before = cursor.position
-            begin = self._store.growth_point(cursor)
-            stop = min(begin.position + CHUNK_TOKENS, end)
-            if stop - begin.position < CHUNK_TOKENS and not tail:
-                break
-            try:
-                payload = self._engine.export_kv(sequence.slot, begin.position, stop)
-            except EngineError as error:
-                log.warning("what was computed is not kept: %s", error)
-                break
-            spans = sequence.sampled_spans(begin.position, stop)
-            part = tokens[begin.position : stop]
+        sequence.cursor = self._store.advance(sequence.cursor, tokens)
+        begin = self._store.growth_point(sequence.cursor)
+        borders = _borders(begin.position, end, tail=tail)
+        if sequence.cursor.position >= end or len(borders) < 2:
+            return
+        try:
+            payloads = self._engine.export_kv(sequence.slot, borders)
+        except EngineError as error:
+            log.warning("what was computed is not kept: %s", error)
+            return
+        cursor = begin
+        for start, stop, payload in zip(borders, borders[1:], payloads, strict=False):
+            spans = sequence.sampled_spans(start, stop)
             cursor = self._store.insert(
-                begin, part, payload, spans, fork=fork and stop == end, given=sequence.given
+                cursor, tokens[start:stop], payload, spans, fork=fork and stop == end, given=sequence.given
             )
+            if cursor.position != stop:
+                break  # a full store takes nothing more: the rest is tried again later
         sequence.cursor = cursor
+
+    def _keep_snapshot(self, sequence: Sequence) -> None:
+        cursor = sequence.cursor
+        if cursor.position != sequence.computed or self._store.has_snapshot(cursor):
+            return
+        try:
+            self._store.insert_snapshot(cursor, self._engine.export_snapshot(sequence.slot))
+        except EngineError as error:
+            log.warning("what was computed is not kept: %s", error)
+
+
+def _borders(begin: int, end: int, *, tail: bool) -> list[int]:
+    """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail."""
+    borders = list(range(begin, end + 1, CHUNK_TOKENS))
+    return [*borders, end] if tail and borders[-1] < end else borders

@@ -10,9 +10,10 @@ from emberkeep.errors import EngineError
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore, Match
-from emberkeep.kv.tree import Cursor, Segment
+from emberkeep.kv.tree import Chunk, Cursor, place_at
+from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.job import Job
-from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence import Load, Phase, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.types import Divergence, MissReason
 
@@ -24,11 +25,15 @@ _WORTH_WAITING = 16
 class Loader:
     """Belongs to the engine's thread. `wake` is called from the store's threads when bytes have arrived."""
 
-    def __init__(self, engine: Engine, store: KvStore, slots: Slots, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, store: KvStore, slots: Slots, affinity: Affinity, wake: Callable[[], None]
+    ) -> None:
         self._engine = engine
         self._store = store
         self._slots = slots
+        self._affinity = affinity
         self._wake = wake
+        self._unit = engine.capabilities.kv_unit
 
     def worth_waiting_for(self, job: Job) -> HotMatch | None:
         """A sequence that is about to compute more of this prompt than exists anywhere now."""
@@ -48,44 +53,60 @@ class Loader:
         """Give the job a slot and begin loading. None when no slot is free."""
         wanted = job.tokens[: job.reusable if job.use_cache else 0]
         hot = self._slots.computed_match(job.namespace, wanted)
+        match = self._store.match(job.namespace, wanted, snapshots=self._unit.has_snapshots)
+        if match.snapshot and match.snapshot.start > hot.tokens:
+            hot = HotMatch(None, 0)  # such state is restored as a whole
         self._slots.clear_the_way(avoid=hot.sequence)
-        slot = self._place(hot)
+        slot = self._place(job, hot)
         if slot is None:
+            self._store.release(match)
             return None
         origin = self._store.origin(job.namespace)
         known = hot.sequence.cursor if hot.sequence and hot.sequence.cursor.position <= hot.tokens else origin
-        sequence = Sequence(slot, job, known, hot.tokens)
+        sequence = Sequence(slot, job, Cursor(known.chunk, known.used, job.namespace), hot.tokens)
+        sequence.borders = job.borders if self._unit.has_snapshots else frozenset()
         self._slots.occupy(sequence)
+        sequence.match = match
         if job.use_cache:
-            self._plan_loads(sequence, self._store.match(job.namespace, wanted))
+            self._plan_loads(sequence, match)
         else:
             sequence.reason = MissReason.DISABLED
+            self._finish(sequence)
         return sequence
 
     def pump(self, sequence: Sequence) -> None:
         """Import what has arrived, in order; ends the loading phase when all is in or something failed."""
         while sequence.loads:
-            segment, fetch = sequence.loads[0]
-            if fetch.state is FetchState.PENDING:
+            load = sequence.loads[0]
+            if load.fetch.state is FetchState.PENDING:
                 return
             sequence.loads.popleft()
-            if not self._import(sequence, segment, fetch.state):
-                sequence.loads.clear()
+            if not self._import(sequence, load):
+                self._give_up_loading(sequence)
         self._finish(sequence)
 
     def abandon(self, sequence: Sequence) -> None:
         """Stop waiting for anything."""
-        sequence.loads.clear()
+        if sequence.loads:
+            self._give_up_loading(sequence)
         self._finish(sequence)
 
-    def _place(self, hot: HotMatch) -> int | None:
+    def _give_up_loading(self, sequence: Sequence) -> None:
+        """What was loaded so far stays, unless it is of no use without the rest."""
+        sequence.loads.clear()
+        if self._unit.has_snapshots:
+            self._engine.trim(sequence.slot, 0)
+            sequence.computed = sequence.hot_tokens = sequence.warm_tokens = sequence.cold_tokens = 0
+
+    def _place(self, job: Job, hot: HotMatch) -> int | None:
         """A slot that holds exactly the hot prefix."""
+        prefer = self._affinity.slot_for(job.namespace, job.affinity, job.wanted_slot)
         source = hot.sequence
         if source is None:
-            return self._slots.claim()
+            return self._slots.claim(prefer=prefer)
         if not source.is_active and hot.tokens == source.computed:
             return source.slot
-        slot = self._slots.claim(avoid=source)
+        slot = self._slots.claim(avoid=source, prefer=prefer)
         if slot is not None:
             self._engine.copy_kv(source.slot, slot, hot.tokens)
         elif not source.is_active:
@@ -94,45 +115,72 @@ class Loader:
         return slot
 
     def _plan_loads(self, sequence: Sequence, match: Match) -> None:
-        sequence.match = match
         sequence.reason = self._miss_reason(sequence, match)
-        useful = tuple(s for s in match.segments if s.end > sequence.computed)
-        chosen = self._store.costs.worth_loading(useful)
-        if len(chosen) < len(useful):
-            sequence.reason = MissReason.CHEAPER
-        sequence.from_disk = {segment for segment in chosen if segment.chunk.payload is None}
-        for segment in chosen:
-            sequence.loads.append((segment, self._store.fetch(segment.chunk, self._wake)))
+        chunks = self._worth_loading(sequence, match)
+        sequence.from_disk = {chunk.key for chunk, _ in chunks if chunk.payload is None}
+        for chunk, end in chunks:
+            sequence.loads.append(Load(chunk, end, self._store.fetch(chunk, self._wake)))
         sequence.phase = Phase.LOADING
         self.pump(sequence)
 
-    def _import(self, sequence: Sequence, segment: Segment, state: FetchState) -> bool:
-        payload = segment.chunk.payload
-        if state is not FetchState.READY or payload is None:
-            sequence.reason = MissReason.CORRUPT if state is FetchState.DAMAGED else MissReason.GONE
+    def _worth_loading(self, sequence: Sequence, match: Match) -> list[tuple[Chunk, int]]:
+        """Chunks in the order in which they have to be imported, each with the position up to which."""
+        useful = tuple(s for s in match.segments if s.end > sequence.computed)
+        if match.snapshot and match.snapshot.start > sequence.computed:
+            return self._whole(sequence, match, match.snapshot)
+        if self._unit.has_snapshots:
+            return []
+        chosen = self._store.costs.worth_loading(useful)
+        if len(chosen) < len(useful):
+            sequence.reason = MissReason.CHEAPER
+        return [(segment.chunk, segment.end) for segment in chosen]
+
+    def _whole(self, sequence: Sequence, match: Match, snapshot: Chunk) -> list[tuple[Chunk, int]]:
+        """Everything up to a snapshot, or nothing."""
+        ranges = [(s.chunk, s.end) for s in match.segments] if self._unit.has_ranges else []
+        chunks = [*ranges, (snapshot, snapshot.start)]
+        if not self._store.costs.is_worth_loading([chunk for chunk, _ in chunks], snapshot.start):
+            sequence.reason = MissReason.CHEAPER
+            return []
+        return chunks
+
+    def _import(self, sequence: Sequence, load: Load) -> bool:
+        payload = load.chunk.payload
+        if load.fetch.state is not FetchState.READY or payload is None:
+            is_damaged = load.fetch.state is FetchState.DAMAGED
+            sequence.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
             return False
-        start, begin = sequence.computed, perf_counter()
+        begin = perf_counter()
         try:
             while (
-                outcome := self._engine.import_kv(sequence.slot, start, segment.end, payload, segment.chunk.start)
+                outcome := self._into_engine(sequence, load, payload)
             ) is Outcome.NO_ROOM and self._slots.free_cells():
                 pass
         except EngineError:
-            self._store.reject(segment.chunk)
+            self._store.reject(load.chunk)
             sequence.reason = MissReason.CORRUPT
             return False
         if outcome is Outcome.NO_ROOM:
             return False
         self._store.costs.import_.measure(len(payload), perf_counter() - begin)
-        self._account(sequence, segment, segment.end - start)
+        self._account(sequence, load)
         return True
 
-    def _account(self, sequence: Sequence, segment: Segment, tokens: int) -> None:
+    def _into_engine(self, sequence: Sequence, load: Load, payload: memoryview) -> Outcome:
+        chunk = load.chunk
+        if chunk.is_snapshot:
+            return self._engine.import_snapshot(sequence.slot, chunk.start, payload)
+        return self._engine.import_kv(sequence.slot, sequence.computed, load.end, payload, chunk.start)
+
+    def _account(self, sequence: Sequence, load: Load) -> None:
         assert sequence.job is not None
-        sequence.computed = segment.end
-        if sequence.cursor.position < segment.end:
-            sequence.cursor = Cursor(segment.chunk, segment.end - segment.chunk.start)
-        if segment.chunk.key in sequence.job.read_ahead or segment in sequence.from_disk:
+        chunk = load.chunk
+        tokens = load.end - sequence.computed
+        sequence.computed = load.end
+        if sequence.cursor.position < load.end:
+            here = Cursor(chunk, load.end - chunk.start, sequence.namespace)
+            sequence.cursor = place_at(here, load.end) if chunk.is_snapshot else here
+        if chunk.key in sequence.job.read_ahead or chunk.key in sequence.from_disk:
             sequence.cold_tokens += tokens
         else:
             sequence.warm_tokens += tokens
@@ -147,19 +195,27 @@ class Loader:
 
     def _miss_reason(self, sequence: Sequence, match: Match) -> MissReason:
         """Why not more than the longest of hot and stored state can be reused."""
+        job = sequence.job
+        assert job is not None
         reached = max(match.tokens, sequence.computed)
         if match.tokens < reached:
             return MissReason.NEW
+        if gone := self._store.why_gone(match.cursor, job.tokens):
+            return gone
         stored = self._store.stored_after(match.cursor)
-        if not len(stored):
-            return MissReason.NEW
-        assert sequence.job is not None
+        if match.tokens == job.reusable or not len(stored):
+            return MissReason.NO_SNAPSHOT if self._falls_short(sequence, match) else MissReason.NEW
         sequence.divergence = Divergence(
             token_index=reached,
             stored_text=self._text(stored),
-            prompt_text=self._text(sequence.job.tokens[reached:]),
+            prompt_text=self._text(job.tokens[reached:]),
         )
         return MissReason.DIVERGED
+
+    def _falls_short(self, sequence: Sequence, match: Match) -> bool:
+        """The tokens are known, but their state can be resumed only at an earlier place."""
+        restored = max(match.snapshot.start if match.snapshot else 0, sequence.computed)
+        return self._unit.has_snapshots and restored < match.tokens
 
     def _text(self, tokens: TokenArray) -> str:
         pieces = self._engine.vocab.pieces

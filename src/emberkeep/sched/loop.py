@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from emberkeep.engine.base import Engine, KvUnit, Outcome, Rows
+from emberkeep.engine.base import Engine, ExpertTracking, KvUnit, Outcome, Rows
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded
+from emberkeep.kv.entries import EntryId
+from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import place_at
+from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.job import Ending, EndReason, Job
 from emberkeep.sched.keeper import Keeper
 from emberkeep.sched.loader import Loader
@@ -39,6 +44,10 @@ class LoopSettings:
     """Jobs in the engine at once."""
     prefill_slice: int
     """Prompt tokens per step while nothing else runs."""
+    tracked: int = 16
+    """Conversations whose slot is remembered."""
+    warm_after: int = 2
+    """Turns of its conversation after which a branch that was left alone leaves the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,12 @@ class _Call:
     action: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _BetweenJobs:
+    action: Callable[[], None]
+    future: Future[Any]
+
+
 class _Wake:
     pass
 
@@ -59,7 +74,7 @@ class _Stop:
     pass
 
 
-_Command = Job | _Cancel | _Call | _Wake | _Stop
+_Command = Job | _Cancel | _Call | _BetweenJobs | _Wake | _Stop
 
 
 @dataclass(slots=True)
@@ -77,7 +92,7 @@ class LoopCounters:
 
 
 class EngineLoop:
-    """`submit`, `cancel`, `call`, `stats` and `close` may be called from any thread."""
+    """`submit`, `cancel`, `call`, `between_jobs`, `stats` and `close` may be called from any thread."""
 
     def __init__(
         self,
@@ -98,10 +113,13 @@ class EngineLoop:
         self._settings = settings
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._line = WaitingLine()
+        self._between: deque[_BetweenJobs] = deque()
+        """No job is started while something is in here."""
         self._slots = Slots(engine)
+        self._affinity = Affinity(engine.capabilities.max_sequences, settings.tracked)
         self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
         self._keeper = Keeper(engine, store)
-        self._loader = Loader(engine, store, self._slots, wake=lambda: self._inbox.put(_Wake()))
+        self._loader = Loader(engine, store, self._slots, self._affinity, wake=lambda: self._inbox.put(_Wake()))
         self._stopping = False
         self._door = threading.Lock()
         """Held while a job enters the inbox, so that none comes in behind the one who stops."""
@@ -116,19 +134,27 @@ class EngineLoop:
 
     def submit(self, job: Job) -> None:
         """Raises Overloaded once the loop is being closed."""
-        with self._door:
-            if self._stopping:
-                raise Overloaded(_SHUTTING_DOWN)
-            self._inbox.put(job)
+        self._enter(job)
 
     def cancel(self, job: Job) -> None:
         """Stop within one step. What was computed is kept; the consumer hears nothing more."""
         self._inbox.put(_Cancel(job))
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Run `action` on the engine's thread between two steps."""
+        """Run `action` on the engine's thread between two steps. Raises as `submit` does."""
         future, run = promised(action)
-        self._inbox.put(_Call(run))
+        self._enter(_Call(run))
+        return future
+
+    def between_jobs(self, action: Callable[[], T]) -> Future[T]:
+        """Run `action` on the engine's thread while the engine holds nothing.
+
+        Running jobs finish before it, new ones wait for it, and sequences at rest are dropped: the store has them
+        as well. An error of `action` ends the loop, since nobody knows what it left of the engine. Raises
+        Overloaded once the loop is being closed; an action that still waits then fails with the same.
+        """
+        future, run = promised(action)
+        self._enter(_BetweenJobs(run, future))
         return future
 
     def close(self, drain_seconds: float = 0.0) -> None:
@@ -141,6 +167,44 @@ class EngineLoop:
         self._inbox.put(_Stop())
         self._thread.end()
 
+    def forget(self, namespaces: set[str]) -> Future[None]:
+        """Drop what rests in the engine for these, and what is remembered of their answers."""
+
+        def drop() -> None:
+            self._slots.forget(namespaces)
+            self._affinity.forget(namespaces)
+            self.recent.forget(namespaces)
+
+        return self.call(drop)
+
+    def drop_resting(self, entries: Iterable[EntryId]) -> Future[None]:
+        """Drop what rests in the engine for these: the store has it as well."""
+        listed = set(entries)
+
+        def drop() -> None:
+            for sequence in self._slots.idle:
+                if sequence.entry in listed:
+                    self._slots.drop(sequence)
+
+        return self.call(drop)
+
+    def hot_tokens(self, namespace: str, tokens: TokenArray) -> Future[int]:
+        """How many leading tokens are in the engine."""
+        return self.call(lambda: self._slots.computed_match(namespace, tokens).tokens)
+
+    @property
+    def kv_unit(self) -> KvUnit:
+        return self._engine.capabilities.kv_unit
+
+    def resting(self) -> dict[EntryId, int]:
+        """Entries whose latest state is in the engine, with its length."""
+        return {s.entry: s.computed for s in self._slots.idle if s.entry is not None}
+
+    @property
+    def experts(self) -> ExpertTracking | None:
+        """The engine's: switch them only by `between_jobs`, reset them only by `call`."""
+        return self._engine.experts
+
     def stats(self) -> dict[str, object]:
         active = self._slots.active
         return {
@@ -151,11 +215,18 @@ class EngineLoop:
             **asdict(self.counters),
         }
 
+    def _enter(self, command: Job | _Call | _BetweenJobs) -> None:
+        with self._door:
+            if self._stopping:
+                raise Overloaded(_SHUTTING_DOWN)
+            self._inbox.put(command)
+
     # ── the loop ──
 
     def _run(self) -> None:
         try:
             while self._take_commands(wait=not self._has_work()):
+                self._act_between_jobs()
                 self._admit()
                 self._after_step()
                 self._step()
@@ -239,7 +310,7 @@ class EngineLoop:
         sequence.tokens.cut(length)
         sequence.answer_end = len(sequence.tokens)
         if sequence.computed > length:
-            if self._engine.capabilities.kv_unit is KvUnit.SNAPSHOT:
+            if self._engine.capabilities.kv_unit.has_snapshots:
                 length = 0  # such state cannot go back: it is given up
             sequence.tokens.cut(length)
             self._engine.trim(sequence.slot, length)
@@ -248,8 +319,10 @@ class EngineLoop:
     # ── beginnings ──
 
     def _has_work(self) -> bool:
+        active = self._slots.active
+        can_act = bool(self._between) and not active
         can_admit = self._place_freed and len(self._line) > 0
-        return can_admit or any(s.is_runnable for s in self._slots.active)
+        return can_act or can_admit or any(s.is_runnable for s in active)
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
@@ -272,11 +345,26 @@ class EngineLoop:
             self._cancel(command.job)
         elif isinstance(command, _Call):
             command.action()
+        elif isinstance(command, _BetweenJobs):
+            self._between.append(command)
+
+    def _act_between_jobs(self) -> None:
+        """Does nothing while a job is in the engine."""
+        while self._between and not self._slots.active:
+            for sequence in self._slots.idle:
+                self._slots.drop(sequence)
+            command = self._between.popleft()
+            command.action()
+            self._place_freed = True
+            if not command.future.cancelled() and (error := command.future.exception()):
+                raise error
 
     def _admit(self) -> None:
-        """Start waiting jobs in order, passing over those for whom waiting saves work."""
+        """Start waiting jobs in turn, passing over those for whom waiting saves work."""
         self._place_freed = False
-        for job in self._line:
+        if self._between:
+            return
+        for job in self._line.in_turn(self._running_by_user()):
             busy = self._slots.active
             taken = sum(s.reserved for s in busy)
             if len(busy) >= self._settings.parallel or taken + job.cells > self._engine.capabilities.cells:
@@ -290,6 +378,9 @@ class EngineLoop:
             if self._loader.start(job) is None:
                 return
             self._line.remove(job)
+
+    def _running_by_user(self) -> Counter[str]:
+        return Counter(s.job.user for s in self._slots.active if s.job is not None)
 
     def _keep_before_fork(self, job: Job) -> None:
         hot = self._slots.computed_match(job.namespace, job.tokens[: job.reusable])
@@ -322,7 +413,8 @@ class EngineLoop:
         assert job is not None
         self._count(sequence)
         answer = (sequence.prompt_length, sequence.answer_end)
-        self.recent.add(sequence.namespace, sequence.tokens[:], answer)
+        if job.is_kept:
+            self.recent.add(sequence.namespace, sequence.tokens[:], answer)
         job.consumer.ended(self._ending(sequence, reason))
         sequence.phase = Phase.CLOSING
         if reason is not EndReason.STOPPED and job.max_new:
@@ -336,10 +428,25 @@ class EngineLoop:
 
     def _rest(self, sequence: Sequence) -> None:
         self._keeper.keep_all(sequence)
+        self._write_down(sequence)
         sequence.rest()
-        if not sequence.computed:
+        if not sequence.computed or not sequence.is_kept:
             self._slots.drop(sequence)
         self._place_freed = True
+
+    def _write_down(self, sequence: Sequence) -> None:
+        """Tell the store whose turn this was, and which prefix it had in common with others."""
+        label, stable, cursor = sequence.notes.label, sequence.notes.stable, sequence.cursor
+        if stable is not None and stable.length <= cursor.position:
+            # A prefix that the operator shares is one entry, whoever uses it.
+            place = place_at(cursor, stable.length)
+            self._store.turn_ended(stable.label, replace(place, namespace=place.chunk.namespace))
+        if label is None:
+            return
+        entry = self._store.turn_ended(label, cursor)
+        if entry is not None:
+            sequence.entry, sequence.turn = entry.id, entry.turns
+            self._slots.demote(entry.id, entry.turns - self._settings.warm_after)
 
     def _ending(self, sequence: Sequence, reason: EndReason) -> Ending:
         job, now = sequence.job, monotonic()
@@ -410,8 +517,11 @@ class EngineLoop:
         with self._door:
             self._stopping = True
         while not self._inbox.empty():
-            if isinstance(late := self._inbox.get(), Job):
+            late = self._inbox.get()
+            if isinstance(late, Job):
                 self._line.add(late)
+            elif isinstance(late, _BetweenJobs):
+                self._between.append(late)
         for job in self._line:
             self._line.remove(job)
             job.consumer.failed(error)
@@ -419,6 +529,9 @@ class EngineLoop:
             self._fail(sequence, error)
 
     def _keep_everything(self) -> None:
+        for command in self._between:
+            if command.future.set_running_or_notify_cancel():
+                command.future.set_exception(Overloaded(_SHUTTING_DOWN))
         for job in self._line:
             self._line.remove(job)
             job.consumer.failed(Overloaded(_SHUTTING_DOWN))

@@ -28,6 +28,9 @@ class RecentAnswers:
         # One assignment of a new tuple: readers need no lock.
         self._latest_first = (spelled, *self._latest_first[: self._limit - 1])
 
+    def forget(self, namespaces: set[str]) -> None:
+        self._latest_first = tuple(s for s in self._latest_first if s.namespace not in namespaces)
+
     def replay(
         self,
         namespace: str,
@@ -40,7 +43,7 @@ class RecentAnswers:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
         for spelled in self._latest_first:
             if spelled.namespace == namespace and common_prefix(spelled.tokens, ids) == len(ids):
-                found = stored_spelling(Cursor(spelled, len(ids)), text, start, borders, pieces)
+                found = stored_spelling(Cursor(spelled, len(ids), namespace), text, start, borders, pieces)
                 if found[0]:
                     return found
         return (), start

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
 
 import numpy as np
 
+from emberkeep.kv.entries import EntryId
 from emberkeep.kv.fetch import Fetch
-from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.store import Match
-from emberkeep.kv.tree import Cursor, Segment, Span
+from emberkeep.kv.tree import Chunk, Cursor, Span
 from emberkeep.sched.job import Job
 from emberkeep.types import Divergence, LookupRecord, MissReason
 
@@ -25,6 +27,15 @@ class Phase(Enum):
     EVALUATING = "evaluating"  # prompt or answer
     CLOSING = "closing"  # answered; the end of the turn is still to be evaluated
     IDLE = "idle"  # resting in the engine, ready to be continued or copied
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A stored chunk on its way into the sequence, of which the positions up to `end` are wanted."""
+
+    chunk: Chunk
+    end: int
+    fetch: Fetch
 
 
 class TokenBuffer:
@@ -60,6 +71,13 @@ class Sequence:
         self.job: Job | None = job
         self.namespace = job.namespace
         self.given = job.given
+        self.notes = job.notes
+        self.is_kept = job.is_kept
+        self.borders: frozenset[int] = frozenset()
+        """Where evaluation pauses so that the state can be stored."""
+        self.entry: EntryId | None = None
+        self.turn = 0
+        """Whose turn it holds, and which one, once it rests."""
         self.phase = Phase.EVALUATING
         self.tokens = TokenBuffer(job.tokens, min(job.max_new, 512) + len(job.closing))
         self.prompt_length = len(job.tokens)
@@ -72,8 +90,8 @@ class Sequence:
         self.reason = MissReason.NEW
         self.divergence: Divergence | None = None
         self.match: Match | None = None
-        self.loads: deque[tuple[Segment, Fetch]] = deque()
-        self.from_disk: set[Segment] = set()
+        self.loads: deque[Load] = deque()
+        self.from_disk: set[ChunkKey] = set()
         self.started = monotonic()
         self.load_seconds = 0.0
         self.first_token_at: float | None = None
@@ -122,7 +140,8 @@ class Sequence:
 
     def _prompt_slice_end(self, budget: int) -> int:
         """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""
-        remaining = self.prompt_length - 1 - self.computed
+        ahead = [border for border in self.borders if border > self.computed]
+        remaining = min([*ahead, self.prompt_length - 1]) - self.computed
         if FAIR_SLICE <= budget < remaining < budget + FAIR_SLICE:
             budget = (remaining + 1) // 2
         return self.computed + min(budget, remaining)

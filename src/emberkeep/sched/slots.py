@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import monotonic
 
-from emberkeep.engine.base import Engine, KvUnit
+from emberkeep.engine.base import Engine
+from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.types import SHARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Slots:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._whole_only = engine.capabilities.kv_unit is KvUnit.SNAPSHOT
+        self._whole_only = engine.capabilities.kv_unit.has_snapshots
         self._by_slot: dict[int, Sequence] = {}
 
     @property
@@ -43,7 +45,7 @@ class Slots:
         """The sequence that shares the longest computed prefix with `tokens`."""
         best = HotMatch(None, 0)
         for sequence in self._by_slot.values():
-            if sequence.namespace != namespace or sequence.phase is Phase.LOADING:
+            if sequence.namespace not in (namespace, SHARED) or sequence.phase is Phase.LOADING:
                 continue
             length = common_prefix(sequence.tokens[: sequence.computed], tokens)
             if self._whole_only and length != sequence.computed:
@@ -56,15 +58,16 @@ class Slots:
         """The active sequence that will have computed the longest shared prefix when its prompt is done."""
         best = HotMatch(None, 0)
         for sequence in self.active:
-            if sequence.namespace == namespace and not self._whole_only:
+            if sequence.namespace in (namespace, SHARED) and not self._whole_only:
                 length = common_prefix(sequence.tokens[:], tokens)
                 if length > max(best.tokens, sequence.computed):
                     best = HotMatch(sequence, length)
         return best
 
-    def claim(self, avoid: Sequence | None = None) -> int | None:
+    def claim(self, avoid: Sequence | None = None, prefer: int = 0) -> int | None:
         """A free slot, taken from the least valuable idle sequence (not `avoid`) if it must be."""
-        for slot in range(self._engine.capabilities.max_sequences):
+        slots: list[int] = [prefer, *range(self._engine.capabilities.max_sequences)]
+        for slot in slots:
             if slot not in self._by_slot:
                 return slot
         victim = self._least_valuable(avoid)
@@ -85,11 +88,22 @@ class Slots:
         """Before new work: give up resting sequences (not `avoid`), which the store has as well.
 
         Attention walks over every used cell, whoever's it is: 8,192 tokens at rest make a decode step 1.5 times
-        and prompt evaluation twice as long, and their reload takes two such steps. State that cannot be
-        reloaded stays.
+        and prompt evaluation twice as long, and their reload takes two such steps.
         """
-        for sequence in () if self._whole_only else self.idle:
+        for sequence in self.idle:
             if sequence is not avoid:
+                self.drop(sequence)
+
+    def demote(self, entry: EntryId, before_turn: int) -> None:
+        """Give up branches of a conversation that it has left alone since that turn."""
+        for sequence in self.idle:
+            if sequence.entry == entry and sequence.turn <= before_turn:
+                self.drop(sequence)
+
+    def forget(self, namespaces: set[str]) -> None:
+        """Give up everything that rests for these."""
+        for sequence in self.idle:
+            if sequence.namespace in namespaces:
                 self.drop(sequence)
 
     def free_cells(self, avoid: Sequence | None = None) -> bool:

@@ -21,6 +21,8 @@ def promised(action: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
     future: Future[T] = Future()
 
     def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(action())
         except BaseException as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -15,13 +17,20 @@ from emberkeep import __version__
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
+from emberkeep.library.checking import refusal
 from emberkeep.server.drain import Drain, DrainMiddleware
 from emberkeep.server.feed import ClientGone
+from emberkeep.server.metrics.collector import StatsCollector
+from emberkeep.server.metrics.requests import RequestMetrics
 from emberkeep.server.openapi import DescribedApp
 from emberkeep.server.paths import PathMiddleware
 from emberkeep.server.respond import failure_response
+from emberkeep.server.routes.cache import cache_routes
+from emberkeep.server.routes.experts import expert_routes
+from emberkeep.server.routes.metrics import metrics_routes
 from emberkeep.server.routes.native import native_routes
 from emberkeep.server.routes.openai import openai_routes
+from emberkeep.server.routes.warm import warm_routes
 from emberkeep.server.security import SecurityMiddleware
 from emberkeep.server.wire.errors import Failure, failure_of
 
@@ -29,14 +38,23 @@ log = logging.getLogger(__name__)
 
 
 def create_app(backend: Backend, config: Config) -> FastAPI:
-    """The caller keeps the backend and closes it. `app.state.drain` is the `Drain` of this application."""
-    drain = Drain()
+    """The caller keeps the backend and closes it.
+
+    `app.state` has the application's own `drain` and `metrics`, for the server around it to begin and to feed.
+    """
+    drain, registry = Drain(), CollectorRegistry()
+    registry.register(StatsCollector(backend))
     app = DescribedApp(
         title="Emberkeep", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.drain = drain
+    app.state.metrics = RequestMetrics(registry)
     app.include_router(openai_routes(backend))
     app.include_router(native_routes(backend, drain))
+    app.include_router(cache_routes(backend))
+    app.include_router(warm_routes(backend))
+    app.include_router(expert_routes(backend))
+    app.include_router(metrics_routes(registry))
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)
     app.add_middleware(DrainMiddleware, drain=drain)
@@ -44,6 +62,7 @@ def create_app(backend: Backend, config: Config) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(EmberkeepError, _on_error)
     return app
 
@@ -64,6 +83,14 @@ class LastResort:
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:
     return failure_response(failure_of(error))
+
+
+async def _on_bad_parameter(http: HttpRequest, error: Exception) -> Response:
+    """What the framework checks by itself: parameters in the path and in the query."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    _, *location = first["loc"]
+    return failure_response(failure_of(refusal(tuple(location), first["type"], first.get("ctx", {}))))
 
 
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:

@@ -7,6 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from emberkeep.errors import Overloaded
+from emberkeep.server.account import account_of
 from emberkeep.server.respond import failure_response
 from emberkeep.server.wire.errors import failure_of
 
@@ -25,7 +26,7 @@ class Drain:
 
 
 class DrainMiddleware:
-    """ASGI. Answers 503 to every POST once draining; reading (health, stats) goes on."""
+    """ASGI. Once draining, answers 503 to everything but reading (health, stats)."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self.app = app
@@ -34,7 +35,7 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif self._drain.draining and scope["method"] == "POST":
+        elif self._drain.draining and scope["method"] in ("POST", "DELETE"):
             error = Overloaded("The server is shutting down: try again in a moment.", RETRY_AFTER_S)
             await failure_response(failure_of(error))(scope, receive, send)
         else:
@@ -67,6 +68,7 @@ class _Begun:
     async def give_up(self, scope: Scope, receive: Receive) -> None:
         error = Overloaded("The server stopped before this answer was complete: ask again.", RETRY_AFTER_S)
         failure = failure_of(error)
+        account_of(scope).broken_off = True
         if self._start is None:
             await failure_response(failure)(scope, receive, self._send)
         else:

@@ -26,6 +26,12 @@ def closing(source: AsyncIterator[Event]) -> aclosing[AsyncGenerator[Event, None
     return aclosing(cast("AsyncGenerator[Event, None]", source))
 
 
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left; its body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Feed:
     """Starts reading at once; needs a running loop. Close it, also after an error."""
 
@@ -93,7 +99,6 @@ class Feed:
         raise RuntimeError("the backend's events ended without Completed")
 
     async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._error = ClientGone()
         self._news.set()

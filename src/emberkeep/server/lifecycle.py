@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.server.drain import Drain
+from emberkeep.server.metrics.requests import Metered
 from emberkeep.server.rehearsal import rehearse
 from emberkeep.server.request_log import RequestLog
 
@@ -37,7 +38,7 @@ class Server(uvicorn.Server):
         """`on_ready` is called once requests are answered without delay."""
         super().__init__(
             uvicorn.Config(
-                RequestLog(app),
+                RequestLog(Metered(app, app.state.metrics)),
                 log_config=None,
                 log_level="debug" if config.log_level == "debug" else "warning",
                 access_log=False,

@@ -1,4 +1,4 @@
-"""The OpenAPI document. Bodies are read by us, not by FastAPI, so their schemas are added here."""
+"""The OpenAPI document. Bodies are read by us, not by FastAPI, so their schemas are added here; so are errors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,99 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from emberkeep.library.checking import Body
+from emberkeep.server.wire.cache import EntryBody, VerifyBody
 from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
+from emberkeep.server.wire.experts import TrackingBody
 from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
+from emberkeep.server.wire.warm import WarmBody
+from emberkeep.types import Json
 
 _WHERE = "#/components/schemas/{model}"
-_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, TemplateBody)
+_BODIES: tuple[type[Body], ...] = (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    DetokenizeBody,
+    TemplateBody,
+    TrackingBody,
+    EntryBody,
+    VerifyBody,
+    WarmBody,
+)
+
+HELLO = {"role": "user", "content": "Why is the sky blue?"}
+"""A message for examples."""
+
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""Responses of a route whose answers may also come as a stream."""
+
+_ERRORS = {
+    400: "A field has a bad value, or the prompt is longer than the context.",
+    401: "The API key is missing or wrong.",
+    403: "The Host or Origin is not allowed.",
+    404: "What is named is not here.",
+    413: "The body or the prompt is too large.",
+    429: "This user has too many requests running; Retry-After says when to try again.",
+    500: "Something broke; the server's log says what.",
+    503: "The queue is full or the server is stopping; Retry-After says when to try again.",
+    504: "The request took longer than it may.",
+}
+_EVERYWHERE = (401, 403, 500)
+
+_MAYBE_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _MAYBE_TEXT,
+                "code": _MAYBE_TEXT,
+            },
+        }
+    },
+}
 
 
-def takes(model: type[Body]) -> dict[str, Any]:
-    schema = {"$ref": _WHERE.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def takes(*models: type[Body], **example: Json) -> dict[str, Any]:
+    """The body of a route, which may be of several kinds, and fields that make one which is accepted."""
+    kinds = [{"$ref": _WHERE.format(model=model.__name__)} for model in models]
+    content: dict[str, Json] = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
+    if example:
+        content["example"] = example
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 class DescribedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            document = super().openapi()
-            _, shared = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_WHERE)
-            document.setdefault("components", {}).setdefault("schemas", {}).update(shared["$defs"])
+            _complete(super().openapi())
         return super().openapi()
+
+
+def _complete(document: dict[str, Json]) -> None:
+    _, shared = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_WHERE)
+    document["components"] = {
+        "schemas": shared["$defs"] | {"Error": _ERROR},
+        "responses": {f"Error{status}": _error_response(status) for status in _ERRORS},
+    }
+    for path in document["paths"].values():
+        for method, operation in path.items():
+            operation["responses"].pop("422", None)  # the framework's own; ours is 400
+            for status in _possible_errors(method, operation):
+                operation["responses"].setdefault(str(status), {"$ref": f"#/components/responses/Error{status}"})
+
+
+def _error_response(status: int) -> dict[str, Json]:
+    schema = {"$ref": _WHERE.format(model="Error")}
+    return {"description": _ERRORS[status], "content": {"application/json": {"schema": schema}}}
+
+
+def _possible_errors(method: str, operation: dict[str, Json]) -> tuple[int, ...]:
+    """Only what takes nothing and changes nothing has nothing to refuse."""
+    return _EVERYWHERE if method == "get" and "parameters" not in operation else tuple(_ERRORS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from starlette.requests import Request as HttpRequest
 
 from emberkeep.library.checking import B
-from emberkeep.server.wire.body import parse_body
+from emberkeep.server.wire.body import parse_body, parse_object
 from emberkeep.server.wire.errors import Failure, Refused
+from emberkeep.types import Json
 
 MAX_BODY_BYTES = 16 << 20
 """Several times the text of the longest contexts; a bomb of this size still parses within a second."""
@@ -15,6 +16,11 @@ MAX_BODY_BYTES = 16 << 20
 async def read(http: HttpRequest, model: type[B]) -> B:
     """Raises Refused (413), RequestError or InvalidField."""
     return parse_body(model, await _bounded(http))
+
+
+async def read_object(http: HttpRequest) -> dict[str, Json]:
+    """A body of which more than one kind is accepted. Raises Refused (413) or RequestError."""
+    return parse_object(await _bounded(http))
 
 
 async def _bounded(http: HttpRequest) -> bytes:

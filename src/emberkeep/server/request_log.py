@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from emberkeep.server.account import Account, account_of
 from emberkeep.server.wire.cost import total
 from emberkeep.types import Completed
 
 log = logging.getLogger(__name__)
 
-_ACCOUNT = "emberkeep.account"
-_QUIET_PATHS = frozenset({"/health"})
+_QUIET_PATHS = frozenset({"/health", "/metrics"})
 """Asked by machines every few seconds: told at the level debug."""
-
-
-@dataclass(slots=True)
-class Account:
-    """What one HTTP request asked for, and what it has cost so far."""
-
-    prompts: int = 0
-    bills: list[Completed] = field(default_factory=list)
-    """One for every prompt that was answered."""
-
-
-def account_of(scope: Scope) -> Account:
-    account: Account = scope.setdefault(_ACCOUNT, Account())
-    return account
 
 
 class RequestLog:

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError
+from emberkeep.server.account import account_of
 from emberkeep.server.feed import ClientGone, Feed, closing
-from emberkeep.server.request_log import account_of
 from emberkeep.server.wire.answer import Answer
 from emberkeep.server.wire.errors import Failure, failure_of
 from emberkeep.server.wire.frames import Frames
@@ -28,9 +28,21 @@ def json_response(value: Json, status: int = 200) -> Response:
 
 
 def failure_response(failure: Failure) -> Response:
-    response = json_response(failure.json(), failure.status)
-    response.headers.update(failure.headers)
-    return response
+    return _FailureResponse(failure)
+
+
+class _FailureResponse(Response):
+    """Enters itself into the request's account, wherever on the way to the backend it was made."""
+
+    media_type = "application/json"
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(json.dumps(failure.json()).encode(), failure.status, failure.headers)
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        account_of(scope).failure = self._failure
+        await super().__call__(scope, receive, send)
 
 
 async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Answer:
@@ -75,6 +87,7 @@ class EventStream(Response):
             except Exception as error:
                 if not isinstance(error, EmberkeepError):
                     log.exception("A stream failed.")
+                account_of(scope).broken_off = True
                 await send(_part(failure_of(error).frame(), last=True))
 
     async def _write(self, send: Send) -> None:

@@ -6,13 +6,16 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config, check_exposure
+from emberkeep.library.warming import declared_prefixes
 from emberkeep.runtime import open_backend
 from emberkeep.server.app import create_app
 from emberkeep.server.lifecycle import Server, run_until_stopped
 from emberkeep.server.listener import bind
+from emberkeep.server.presence import announced, reachable_url
 
 
 def serve(config: Config, *, install: Callable[[Config], None]) -> None:
@@ -21,12 +24,16 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
     `install` makes sure that the model is here; it runs once the address is known to be ours.
     """
     check_exposure(config)
+    prefixes = declared_prefixes(config)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    with bind(config.host, config.port) as listener:
+    with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
         install(config)
         backend = open_backend(config)
+        backend.keep_warm(prefixes)
 
         def announce() -> None:
+            url = reachable_url(config.host, listener.getsockname()[1])
+            until_the_end.enter_context(announced(config.data_dir, url))
             print(banner(config, backend, listener), file=sys.stderr, flush=True)
 
         run_until_stopped(Server(create_app(backend, config), config, on_ready=announce), backend, listener)

@@ -1,19 +1,29 @@
-"""The layout of llama.cpp's sequence state, checked before the library sees a stored byte.
+"""The parts that llama.cpp's state of one sequence is made of.
 
-    u32 magic, u32 sequence                                       both constant: exports go through sequence 0
+Numbers are little-endian. A part of attention layers, which is over after `cell_count` when that is 0:
+
     u32 n_stream = 1, u32 cell_count
-    cell_count x { i32 pos, u32 n_seq_id, n_seq_id x i32 }        n_seq_id is 0 or 1 in an export of one sequence
-    u32 v_trans, u32 n_layer
+    cell_count x { i32 pos, u32 n_seq_id = 1, [i32 x, i32 y, i32 token,] i32 seq_id }
+    u32 v_trans = 0, u32 n_layer
     n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } K
-    n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } V, rows again because flash attention is on
+    n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } V
 
-llama.cpp trusts the sizes in a blob, so a payload is only passed on when its skeleton equals that of a
-blob this very context exported (its `Shape`) and its positions are the ones asked for.
+Cells have x, y and token where a token has several positions. V is in rows because flash attention is on, and
+missing where K holds a latent of both. A part of recurrent layers, whose whole past is one cell:
+
+    u32 cell_count, cell_count x { i32 pos, u32 n_seq_id = 0 }
+    u32 s_trans = 0, u32 n_layer of the model
+    for each recurrent layer { i32 type, u64 row_bytes, cell_count x row_bytes } R
+    for each recurrent layer { i32 type, u64 row_bytes, cell_count x row_bytes } S
+
+llama.cpp trusts the sizes in a part, so one is only passed on when its skeleton (everything but cells and rows)
+is that of a part which this very context exported.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,95 +31,148 @@ import numpy.typing as npt
 
 from emberkeep.errors import EngineError
 
-_HEAD = struct.Struct("<II")
+Bytes = npt.NDArray[np.uint8]
+Tensor = tuple[int, int]
+"""Type and bytes of one row."""
+
+Rows = slice | npt.NDArray[np.intp]
+
+_PAIR = struct.Struct("<II")
 _TENSOR = struct.Struct("<iQ")
-_CELLS_AT = 2 * _HEAD.size
+_RECURRENT_HEAD = struct.Struct("<III")
+_RECURRENT_CELL = struct.Struct("<iI")
+_CELL_BYTES = (12, 24)
+
+UNKNOWN = "llama.cpp exported a state in a layout this version does not know."
+EMPTY = _PAIR.pack(1, 0)
+"""A part of attention layers without cells."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What every blob of one context has in common."""
-
-    head: bytes
+class Attention:
     cell_bytes: int
-    v_trans: int
-    tensors: tuple[tuple[int, int], ...]
-    """(type, row bytes) of each K layer, then of each V layer."""
+    layers: int
+    tensors: tuple[Tensor, ...]
+    """Of each K layer, then of each V layer."""
+
+    @classmethod
+    def read(cls, part: Bytes, cells: int, *, has_values: bool) -> Attention | None:
+        """What `part` begins with, if that can be a part with `cells` cells at positions 0 .."""
+        if bytes(part[: _PAIR.size]) != _PAIR.pack(1, cells):
+            return None
+        positions = np.arange(cells, dtype=np.int32)
+        for size in _CELL_BYTES:
+            table = part[_PAIR.size :][: cells * size]
+            if len(table) == cells * size and np.array_equal(_words(table.reshape(cells, size))[:, 0], positions):
+                return cls._read_tensors(part, cells, size, has_values)
+        return None
+
+    @classmethod
+    def _read_tensors(cls, part: Bytes, cells: int, cell_bytes: int, has_values: bool) -> Attention | None:
+        offset = _PAIR.size + cells * cell_bytes
+        tensors: list[Tensor] = []
+        try:
+            _, layers = _PAIR.unpack_from(part, offset)
+            offset += _PAIR.size
+            while len(tensors) < layers * (1 + has_values):
+                tensors.append(_TENSOR.unpack_from(part, offset))
+                offset += _TENSOR.size + cells * tensors[-1][1]
+        except (struct.error, OverflowError):
+            return None
+        return cls(cell_bytes, layers, tuple(tensors))
 
     @property
     def row_bytes(self) -> int:
         return sum(size for _, size in self.tensors)
 
-    def blob_bytes(self, cells: int) -> int:
-        skeleton = _CELLS_AT + _HEAD.size + _TENSOR.size * len(self.tensors)
-        return skeleton + cells * (self.cell_bytes + self.row_bytes)
+    def size(self, cells: int) -> int:
+        return 2 * _PAIR.size + _TENSOR.size * len(self.tensors) + cells * (self.cell_bytes + self.row_bytes)
+
+    def check(self, part: Bytes, cells: int) -> None:
+        """`part` has the size of one with `cells` cells. Raises EngineError unless it is one."""
+        skeleton = (
+            _PAIR.pack(1, cells),
+            _PAIR.pack(0, self.layers),
+            *(_TENSOR.pack(*tensor) for tensor in self.tensors),
+        )
+        for (given, _), expected in zip(self._blocks(part, cells), skeleton, strict=True):
+            if bytes(given) != expected:
+                raise EngineError("A stored KV payload comes from another model layout.")
+        if not (self._cells(part, cells)[:, 1] == 1).all():
+            raise EngineError("A stored KV payload belongs to another number of sequences than one.")
+
+    def positions(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
+        """In the order of the rows."""
+        return self._cells(part, cells)[:, 0]
+
+    def pick(self, part: Bytes, cells: int, chosen: Rows, target: Bytes, count: int) -> None:
+        """Make `target` a part with only the `count` `chosen` rows of `part`, which has `cells`."""
+        for (skeleton, rows), (to, picked) in zip(
+            self._blocks(part, cells), self._blocks(target, count), strict=True
+        ):
+            to[:] = skeleton
+            picked[:] = rows[chosen]
+        target[: _PAIR.size] = np.frombuffer(_PAIR.pack(1, count), np.uint8)
+
+    def _cells(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
+        _, table = next(self._blocks(part, cells))
+        return _words(table)
+
+    def _blocks(self, part: Bytes, cells: int) -> Iterator[tuple[Bytes, Bytes]]:
+        """A piece of the skeleton and the rows behind it, one after the other."""
+        offset = 0
+        for skeleton, row in (
+            (_PAIR.size, self.cell_bytes),
+            (_PAIR.size, 0),
+            *((_TENSOR.size, row) for _, row in self.tensors),
+        ):
+            begin = offset + skeleton
+            end = begin + cells * row
+            yield part[offset:begin], part[begin:end].reshape(cells, row)
+            offset = end
 
 
-def read_shape(blob: memoryview) -> Shape:
-    """The shape of a blob that llama.cpp has just written (and that is therefore trusted)."""
-    n_stream, cells = _HEAD.unpack_from(blob, _HEAD.size)
-    if n_stream != 1 or cells == 0:
-        raise EngineError("llama.cpp exported a KV state in a layout this version does not know.")
-    cell_bytes = 8 + 4 * struct.unpack_from("<I", blob, _CELLS_AT + 4)[0]
-    offset = _CELLS_AT + cells * cell_bytes
-    v_trans, layers = _HEAD.unpack_from(blob, offset)
-    offset += _HEAD.size
-    tensors = []
-    for _ in range(2 * layers):
-        kind, row = _TENSOR.unpack_from(blob, offset)
-        tensors.append((kind, row))
-        offset += _TENSOR.size + cells * row
-    if offset != len(blob) or v_trans:
-        raise EngineError("llama.cpp exported a KV state in a layout this version does not know.")
-    return Shape(bytes(blob[: _HEAD.size]), cell_bytes, v_trans, tuple(tensors))
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    layers: int
+    """Of the model, recurrent or not."""
+    tensors: tuple[Tensor, ...]
+    """Of each R layer, then of each S layer."""
+
+    @classmethod
+    def read(cls, part: Bytes) -> Recurrent:
+        """From a part without cells. Raises EngineError."""
+        head, tensors = part[: _RECURRENT_HEAD.size], part[_RECURRENT_HEAD.size :]
+        if len(head) < _RECURRENT_HEAD.size or len(tensors) % _TENSOR.size:
+            raise EngineError(UNKNOWN)
+        cells, transposed, layers = _RECURRENT_HEAD.unpack(head)
+        if cells or transposed:
+            raise EngineError(UNKNOWN)
+        return cls(layers, tuple(_TENSOR.iter_unpack(tensors)))
+
+    @property
+    def size(self) -> int:
+        rows = sum(_TENSOR.size + row for _, row in self.tensors)
+        return _RECURRENT_HEAD.size + _RECURRENT_CELL.size + rows
+
+    def check(self, part: Bytes, position: int) -> None:
+        """`part` has this size. Raises EngineError unless it is the state after `position` tokens."""
+        count, last, sequences, transposed, layers = struct.unpack_from("<IiIII", part)
+        if last != position - 1:
+            raise EngineError("A stored snapshot was taken at another position than its place.")
+        good = (count, sequences, transposed, layers) == (1, 0, 0, self.layers)
+        offset = _RECURRENT_HEAD.size + _RECURRENT_CELL.size
+        for tensor in self.tensors:
+            good = good and _TENSOR.unpack_from(part, offset) == tensor
+            offset += _TENSOR.size + tensor[1]
+        if not good:
+            raise EngineError("A stored snapshot comes from another model layout.")
 
 
-def in_order(blob: memoryview, shape: Shape) -> memoryview:
-    """A blob that llama.cpp has just written, its rows by position: it writes them as they lie in its cells."""
-    _, cells = _HEAD.unpack_from(blob, _HEAD.size)
-    order = np.argsort(_cell_table(blob, shape, cells)[:, 0], kind="stable")
-    if np.array_equal(order, np.arange(cells)):
-        return blob
-    data = np.frombuffer(blob, np.uint8).copy()
-    offset = _CELLS_AT
-    for skipped, row in (
-        (0, shape.cell_bytes),
-        (_HEAD.size, 0),
-        *((_TENSOR.size, row) for _, row in shape.tensors),
-    ):
-        offset += skipped
-        rows = data[offset : offset + cells * row].reshape(cells, row)
-        rows[:] = rows[order]
-        offset += cells * row
-    return memoryview(data)
+def cell_count(part: Bytes) -> int:
+    """Of the part of attention layers that `part` begins with; 0 when that is cut off."""
+    return int(_PAIR.unpack_from(part)[1]) if len(part) >= _PAIR.size else 0
 
 
-def check_blob(blob: memoryview, shape: Shape, start: int) -> int:
-    """The number of cells in `blob`, which must hold positions `start ..` in order. Raises EngineError."""
-    if len(blob) < _CELLS_AT:
-        raise EngineError("A stored KV payload is too short.")
-    n_stream, cells = _HEAD.unpack_from(blob, _HEAD.size)
-    if n_stream != 1 or blob[: _HEAD.size] != shape.head or len(blob) != shape.blob_bytes(cells):
-        raise EngineError("A stored KV payload has another size than its cell count says.")
-    _check_cells(blob, shape, cells, start)
-    offset = _CELLS_AT + cells * shape.cell_bytes
-    if _HEAD.unpack_from(blob, offset) != (shape.v_trans, len(shape.tensors) // 2):
-        raise EngineError("A stored KV payload comes from another model layout.")
-    offset += _HEAD.size
-    for tensor in shape.tensors:
-        if _TENSOR.unpack_from(blob, offset) != tensor:
-            raise EngineError("A stored KV payload comes from another model layout.")
-        offset += _TENSOR.size + cells * tensor[1]
-    return int(cells)
-
-
-def _check_cells(blob: memoryview, shape: Shape, cells: int, start: int) -> None:
-    table = _cell_table(blob, shape, cells)
-    consecutive = np.array_equal(table[:, 0], np.arange(start, start + cells, dtype=np.int32))
-    if not consecutive or not (table[:, 1] == (shape.cell_bytes - 8) // 4).all():
-        raise EngineError("A stored KV payload holds other positions than its chunk.")
-
-
-def _cell_table(blob: memoryview, shape: Shape, cells: int) -> npt.NDArray[np.int32]:
-    words = np.frombuffer(blob, dtype="<i4", count=cells * shape.cell_bytes // 4, offset=_CELLS_AT)
-    return words.reshape(cells, shape.cell_bytes // 4)
+def _words(table: Bytes) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(table).view("<i4")

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import platform
-import struct
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import llama_cpp
 import numpy as np
 
 from emberkeep.engine.base import Capabilities, KvUnit, Logits, Outcome, Payload, Rows
-from emberkeep.engine.llamacpp import binding, cores
-from emberkeep.engine.llamacpp.blob import Shape, check_blob, in_order, read_shape
+from emberkeep.engine.llamacpp import binding
+from emberkeep.engine.llamacpp.blob import Bytes
+from emberkeep.engine.llamacpp.context import LlamaSettings, fingerprint, open_context, windows_suffice
+from emberkeep.engine.llamacpp.experts import ExpertCounter
+from emberkeep.engine.llamacpp.layout import PROBE, Exports, Layout, learn
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.rows import BatchBuffer
+from emberkeep.engine.llamacpp.state import PARTIAL, read_state, shared, write_state
 from emberkeep.errors import EngineError
 
-_F16 = 1
-_FLASH_ON = 1
 _SCRATCH = 0
 """llama.cpp's sequence that exports and imports go through; the scheduler's sequence n is its n + 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaSettings:
-    context: int
-    """Longest single sequence, in tokens."""
-    cells: int
-    """Token cells shared by all sequences."""
-    sequences: int
-    """Sequences that the scheduler may use."""
-    batch: int = 512
-    """Most tokens evaluated in one step."""
-    threads: int | None = None
-    rope_switches: bool = True
-    """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
+@dataclass(slots=True)
+class _Place:
+    """How far a sequence has come."""
+
+    end: int = 0
+    is_whole: bool = True
+    """False between the import of ranges and that of the snapshot that belongs to them."""
 
 
 class LlamaEngine:
@@ -46,30 +41,38 @@ class LlamaEngine:
     def __init__(self, model: LlamaModel, settings: LlamaSettings, weights_digest: str) -> None:
         self._model = model
         self.vocab = model.vocab
-        self._context = _open_context(model, settings)
-        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._settings = settings
+        self.experts = ExpertCounter.of(model, self._reopen)
+        self._open()
         self._batch = BatchBuffer(settings.batch)
         self._last_rows: list[int] = []
-        self._shape = None if model.is_recurrent else self._learn_shape()
+        self._layout = self._learn_layout()
+        self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
+        self._share_windows = self._layout is None or windows_suffice(self._context, self._layout, settings)
         self.capabilities = Capabilities(
-            kv_unit=KvUnit.RANGE if self._shape else KvUnit.SNAPSHOT,
-            can_shift=bool(llama_cpp.llama_memory_can_shift(self._memory)),
+            kv_unit=self._unit,
+            can_shift=self._unit is KvUnit.RANGE and bool(llama_cpp.llama_memory_can_shift(self._memory)),
             max_sequences=settings.sequences,
             cells=settings.cells,
             context=min(settings.context, settings.cells),
             batch=settings.batch,
-            kv_bytes_per_token=self._shape.row_bytes if self._shape else 0,
+            kv_bytes_per_token=self._layout.row_bytes if self._layout else 0,
+            snapshot_bytes=self._snapshot_bytes(),
         )
-        cells = llama_cpp.llama_n_ctx_seq(self._context)
-        has_long_rope = settings.rope_switches and cells > _original_context(model)
-        self.fingerprint = _fingerprint(model, weights_digest, has_long_rope, self._shape)
+        self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
 
     # ── evaluation ──
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        for rows in batch:
+            self._require(rows.sequence, end=rows.start)
         llama_batch, self._last_rows = self._batch.fill(batch)
         code = llama_cpp.llama_decode(self._context, llama_batch)
         if code == 0:
+            for rows in batch:
+                self._places[rows.sequence].end += len(rows.tokens)
+            if self.experts is not None:
+                self.experts.step_done()
             return Outcome.DONE
         if code == 1:
             binding.take_errors()
@@ -86,113 +89,147 @@ class LlamaEngine:
 
     # ── state ──
 
-    def export_kv(self, sequence: int, start: int, end: int) -> Payload:
-        llama_cpp.llama_memory_seq_cp(self._memory, sequence + 1, _SCRATCH, start, end)
-        try:
-            size = llama_cpp.llama_state_seq_get_size(self._context, _SCRATCH)
-            buffer = np.empty(size, np.uint8)
-            pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-            written = llama_cpp.llama_state_seq_get_data(self._context, pointer, size, _SCRATCH)
-        finally:
-            llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
-        if written != size or (self._shape and size != self._shape.blob_bytes(end - start)):
-            raise EngineError(f"llama.cpp exported {written} bytes for the positions {start} to {end}.")
-        return in_order(memoryview(buffer), self._shape) if self._shape else memoryview(buffer)
+    def export_kv(self, sequence: int, borders: Sequence[int]) -> list[Payload]:
+        if borders[-1] > self._places[sequence].end:
+            raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
+        if self._layout is None or not self._unit.has_ranges:
+            return [memoryview(b"")] * (len(borders) - 1)
+        # Cut outside of the library where an export brings the windows with it: once is enough.
+        spans = pairwise(borders) if self._unit is KvUnit.RANGE else [borders]
+        return [payload for span in spans for payload in self._export_ranges(self._layout, sequence, span)]
+
+    def _export_ranges(self, layout: Layout, sequence: int, borders: Sequence[int]) -> list[Payload]:
+        with shared(self._memory, sequence + 1, _SCRATCH, borders[0], borders[-1]):
+            if layout.recurrent:
+                # Takes the recurrent state, which may be large, out of the copy.
+                write_state(self._context, _SCRATCH, layout.empty_snapshot, PARTIAL)
+            state = read_state(self._context, _SCRATCH)
+        return layout.cut(state, borders)
+
+    def export_snapshot(self, sequence: int) -> Payload:
+        layout, end = self._snapshot_layout(), self._places[sequence].end
+        self._require(sequence, end=end)
+        state = self._read_rest(sequence)
+        layout.check_snapshot(memoryview(state), end)
+        return memoryview(state)
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
-        if self._shape is None:
-            raise EngineError("This model's state cannot be imported by token range.")
-        if not payload_start <= start < end <= payload_start + check_blob(payload, self._shape, payload_start):
+        if not payload_start <= start < end <= self._payload_end(payload, payload_start, end):
             raise EngineError("A stored KV payload does not hold the positions asked for.")
-        if llama_cpp.llama_memory_seq_pos_max(self._memory, sequence + 1) != start - 1:
+        place = self._places[sequence]
+        if place.end != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        data = np.frombuffer(payload, np.uint8)
-        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        read = llama_cpp.llama_state_seq_set_data(self._context, pointer, len(data), _SCRATCH)
-        if read == 0:
-            llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        if self._unit.has_ranges and not self._import_range(sequence, start, end, payload):
             return Outcome.NO_ROOM
-        llama_cpp.llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, start, end)
-        llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        place.end, place.is_whole = end, not self._unit.has_snapshots
         return Outcome.DONE
 
+    def _payload_end(self, payload: Payload, start: int, end: int) -> int:
+        if self._layout is not None and self._unit.has_ranges:
+            return self._layout.check_range(payload, start)
+        if len(payload):
+            raise EngineError("A stored KV payload holds ranges, and this model's state has none.")
+        return end
+
+    def _import_range(self, sequence: int, start: int, end: int, payload: Payload) -> bool:
+        has_room = write_state(self._context, _SCRATCH, np.frombuffer(payload, np.uint8))
+        if has_room:
+            llama_cpp.llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, start, end)
+        llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        return has_room
+
+    def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
+        layout, place = self._snapshot_layout(), self._places[sequence]
+        if place.end != position and (self._unit.has_ranges or place.end):
+            raise EngineError(f"Sequence {sequence} ends at {place.end}, not where the snapshot was taken.")
+        layout.check_snapshot(payload, position)
+        place.end = position
+        place.is_whole = write_state(self._context, sequence + 1, np.frombuffer(payload, np.uint8), PARTIAL)
+        return Outcome.DONE if place.is_whole else Outcome.NO_ROOM
+
     def copy_kv(self, source: int, target: int, end: int) -> None:
+        place = self._places[source]
+        if self._unit.has_snapshots and end != place.end:
+            raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
         llama_cpp.llama_memory_seq_cp(self._memory, source + 1, target + 1, 0, end)
+        is_whole = place.is_whole
+        if is_whole and not self._share_windows:
+            is_whole = write_state(self._context, target + 1, self._read_rest(source), PARTIAL)
+        self._places[target] = _Place(min(end, place.end), is_whole)
 
     def trim(self, sequence: int, start: int) -> None:
-        if not llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
+        place = self._places[sequence]
+        is_possible = not self._unit.has_snapshots or start == 0 or start >= place.end
+        if not is_possible or not llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
             raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
+        self._places[sequence] = _Place(min(start, place.end), place.is_whole or start == 0)
 
     def shift(self, sequence: int, start: int, end: int) -> None:
+        if self._unit.has_snapshots:
+            raise EngineError("Nothing can be cut out of this model's state.")
         llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, end)
         llama_cpp.llama_memory_seq_add(self._memory, sequence + 1, end, -1, start - end)
+        self._places[sequence].end -= end - start
+
+    def _require(self, sequence: int, *, end: int) -> None:
+        """Raises EngineError unless `sequence` ends at `end` and has all of its state."""
+        place = self._places[sequence]
+        if place.end != end:
+            raise EngineError(f"Sequence {sequence} ends at {place.end}, not at {end}.")
+        if not place.is_whole:
+            raise EngineError(f"Sequence {sequence} has no snapshot of its first {end} tokens to go on from.")
+
+    def _read_rest(self, sequence: int) -> Bytes:
+        """What is not by range."""
+        with shared(self._memory, sequence + 1, _SCRATCH, 0, self._places[sequence].end):
+            return read_state(self._context, _SCRATCH, PARTIAL)
 
     def close(self) -> None:
+        self._free()
+        self._model.close()
+
+    def _open(self) -> None:
+        on_node = self.experts.callback if self.experts is not None else None
+        self._context = open_context(self._model, self._settings, on_node)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._places: defaultdict[int, _Place] = defaultdict(_Place)
+
+    def _free(self) -> None:
         if self._context:
             llama_cpp.llama_free(self._context)
             self._context = None
-        self._model.close()
 
-    def _learn_shape(self) -> Shape | None:
-        """Evaluate two tokens once and read the layout off what llama.cpp exports for them.
+    def _reopen(self) -> None:
+        self._free()  # before the other is opened: there may not be room for both
+        self._open()
 
-        None for a layout that cannot be taken apart by token (a second cache for sliding-window layers).
+    def _learn_layout(self) -> Layout | None:
+        """Evaluate a few tokens once and read the layout off what llama.cpp exports for them.
+
+        None for one that this version does not know.
         """
+        empty = self._exports()
         probe = self.vocab.bos if self.vocab.bos is not None else 0
-        self.evaluate([Rows(_SCRATCH - 1, 0, np.full(2, probe, np.int32), want_logits=False)])
-        size = llama_cpp.llama_state_seq_get_size(self._context, _SCRATCH)
-        buffer = np.empty(size, np.uint8)
-        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        llama_cpp.llama_state_seq_get_data(self._context, pointer, size, _SCRATCH)
+        self.evaluate([Rows(_SCRATCH - 1, 0, np.full(PROBE, probe, np.int32), want_logits=False)])
+        exports = self._exports()
         # A step with logits touches what the first real one would otherwise have to wait for.
-        self.evaluate([Rows(_SCRATCH - 1, 2, np.full(1, probe, np.int32), want_logits=True)])
+        self.evaluate([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), want_logits=True)])
         llama_cpp.llama_memory_clear(self._memory, True)
+        self._places.clear()
         try:
-            return read_shape(memoryview(buffer))
-        except (EngineError, struct.error):
+            return learn(empty, exports, llama_cpp.llama_model_n_swa(self._model.handle))
+        except EngineError:
             return None
 
+    def _exports(self) -> Exports:
+        return Exports(read_state(self._context, _SCRATCH), read_state(self._context, _SCRATCH, PARTIAL))
 
-def _open_context(model: LlamaModel, settings: LlamaSettings) -> llama_cpp.llama_context_p:
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = settings.cells
-    params.n_batch = params.n_ubatch = settings.batch
-    params.n_seq_max = settings.sequences + 1
-    params.n_outputs_max = settings.sequences + 1
-    params.n_threads = params.n_threads_batch = settings.threads or cores.available()
-    params.flash_attn_type = _FLASH_ON
-    params.type_k = params.type_v = _F16
-    params.kv_unified = True
-    # The full-size window makes sliding-window layers range-addressable like the others.
-    params.swa_full = True
-    params.no_perf = True
-    binding.take_errors()
-    context = llama_cpp.llama_init_from_model(model.handle, params)
-    if not context:
-        raise EngineError(
-            f"llama.cpp could not make room for {settings.cells} tokens of context, "
-            f"{binding.take_errors() or 'out of memory'}: try a smaller --ctx or --parallel."
-        )
-    return context
+    def _snapshot_layout(self) -> Layout:
+        if self._layout is None or not self._unit.has_snapshots:
+            raise EngineError("This model's state has nothing that could be kept as a snapshot.")
+        return self._layout
 
-
-def _fingerprint(model: LlamaModel, weights_digest: str, has_long_rope: bool, shape: Shape | None) -> bytes:
-    """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build."""
-    parts = [
-        "llama.cpp",
-        binding.version(),
-        platform.machine(),
-        weights_digest,
-        model.metadata("general.architecture"),
-        llama_cpp.llama_model_rope_type(model.handle),
-        llama_cpp.llama_model_rope_freq_scale_train(model.handle),
-        has_long_rope,
-        "flash, unified, full window",
-        shape,
-    ]
-    return hashlib.sha256("\0".join(repr(part) for part in parts).encode()).digest()
-
-
-def _original_context(model: LlamaModel) -> int:
-    given = model.metadata(f"{model.metadata('general.architecture')}.rope.scaling.original_context_length")
-    return int(given) if given else model.train_context
+    def _snapshot_bytes(self) -> int:
+        if self._layout is None or not self._unit.has_snapshots:
+            return 0
+        return self._layout.snapshot_bytes(min(self._layout.window, self._settings.cells))

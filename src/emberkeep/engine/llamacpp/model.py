@@ -32,9 +32,6 @@ class LlamaModel:
             raise ModelBroken(f"llama.cpp cannot load {path.name}: {binding.take_errors() or 'unknown format'}.")
         self.vocab = LlamaVocab(llama_cpp.llama_model_get_vocab(self.handle))
         self.train_context: int = llama_cpp.llama_model_n_ctx_train(self.handle)
-        self.is_recurrent = bool(
-            llama_cpp.llama_model_is_recurrent(self.handle) or llama_cpp.llama_model_is_hybrid(self.handle)
-        )
 
     @property
     def chat_template(self) -> str | None:

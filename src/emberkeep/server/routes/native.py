@@ -12,7 +12,7 @@ from emberkeep import __version__
 from emberkeep.backend.base import Backend
 from emberkeep.library.messages import to_messages
 from emberkeep.server.drain import Drain
-from emberkeep.server.openapi import takes
+from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.reading import read
 from emberkeep.server.respond import json_response
 from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
@@ -26,7 +26,7 @@ def native_routes(backend: Backend, drain: Drain) -> APIRouter:
     async def pointer() -> Response:
         return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
-    @router.get("/health")
+    @router.get("/health", responses={503: {"description": "The server is stopping."}})
     async def health() -> Response:
         if drain.draining:
             return json_response({"status": "draining"}, 503)
@@ -38,17 +38,17 @@ def native_routes(backend: Backend, drain: Drain) -> APIRouter:
 
     # Long texts take a while: a thread keeps the loop free for the streams.
 
-    @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+    @router.post("/tokenize", openapi_extra=takes(TokenizeBody, content="hello world"))
     async def tokenize(http: HttpRequest) -> Response:
         body = await read(http, TokenizeBody)
         return json_response({"tokens": await asyncio.to_thread(_tokens, backend, body)})
 
-    @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+    @router.post("/detokenize", openapi_extra=takes(DetokenizeBody, tokens=[1, 2]))
     async def detokenize(http: HttpRequest) -> Response:
         body = await read(http, DetokenizeBody)
         return json_response({"content": await asyncio.to_thread(backend.detokenize, body.tokens)})
 
-    @router.post("/apply-template", openapi_extra=takes(TemplateBody))
+    @router.post("/apply-template", openapi_extra=takes(TemplateBody, messages=[HELLO]))
     async def apply_template(http: HttpRequest) -> Response:
         body = await read(http, TemplateBody)
         tools = [tool.to_tool() for tool in body.tools or ()]

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.errors import ModelNotFound
-from emberkeep.server.openapi import takes
+from emberkeep.server.openapi import HELLO, STREAMS, takes
 from emberkeep.server.reading import read
 from emberkeep.server.respond import gather, json_response, stream
 from emberkeep.server.wire.chat import ChatBody
@@ -21,7 +21,7 @@ from emberkeep.types import Json
 def openai_routes(backend: Backend) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
+    @router.post("/v1/chat/completions", responses=STREAMS, openapi_extra=takes(ChatBody, messages=[HELLO]))
     async def chat_completions(http: HttpRequest) -> Response:
         body = await read(http, ChatBody)
         check_model(body.model, backend.card)
@@ -33,7 +33,9 @@ def openai_routes(backend: Backend) -> APIRouter:
         answer = await gather(http, backend, requests)
         return json_response(answer.chat_json(envelope))
 
-    @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
+    @router.post(
+        "/v1/completions", responses=STREAMS, openapi_extra=takes(CompletionBody, prompt="Once upon a time")
+    )
     async def completions(http: HttpRequest) -> Response:
         body = await read(http, CompletionBody)
         check_model(body.model, backend.card)

@@ -13,10 +13,15 @@ MAX_DEPTH = 64
 
 def parse_body(model: type[B], raw: bytes) -> B:
     """Raises RequestError, or InvalidField with the path of the first bad field."""
+    return checked(model, parse_object(raw))
+
+
+def parse_object(raw: bytes) -> dict[str, Json]:
+    """Raises RequestError."""
     value = _parse_json(raw)
     if not isinstance(value, dict):
         raise RequestError("The body must be a JSON object.")
-    return checked(model, value)
+    return value
 
 
 def _parse_json(raw: bytes) -> Json:

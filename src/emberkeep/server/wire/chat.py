@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator
 
 from emberkeep.errors import InvalidField
 from emberkeep.library.checking import TEMPLATE_NAME
-from emberkeep.library.fields import Limit, to_limit
+from emberkeep.library.fields import NO_OTHERS, Limit, to_limit
 from emberkeep.library.messages import ChoiceField, MessageList, ToolList, check_choice, to_messages
 from emberkeep.server.wire.fields import GenerationBody
 from emberkeep.types import Request, ToolChoice
@@ -24,6 +24,7 @@ def _plain(value: Any) -> Any:
 
 
 Scalar = Annotated[Any, PlainValidator(_plain, json_schema_input_type=bool | float | str | None)]
+TemplateArgs = Annotated[dict[TemplateName, Scalar], Field(max_length=64, json_schema_extra=NO_OTHERS)]
 
 
 class ChatBody(GenerationBody):
@@ -34,7 +35,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    chat_template_kwargs: Annotated[dict[TemplateName, Scalar], Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateArgs | None = None
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from emberkeep.types import Completed, Json, LookupRecord, MissReason, Timings, Usage
+from emberkeep.types import Completed, Divergence, Json, LookupRecord, MissReason, Timings, Usage
 
 
 def total(parts: Sequence[Completed]) -> Completed:
@@ -76,14 +76,24 @@ def timings_json(timings: Timings) -> dict[str, Json]:
     }
 
 
+def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
+    return {
+        "reused": {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens},
+        "reason": lookup.reason,
+        "divergence": _divergence_json(lookup.divergence) if lookup.divergence else None,
+    }
+
+
+def _divergence_json(divergence: Divergence) -> dict[str, Json]:
+    return {**asdict(divergence), "where": divergence.where or None}
+
+
 def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, Json]:
     """The `emberkeep` object: what was reused, from where, and why not more."""
     lookup, timings = completed.lookup, completed.timings
     return {
-        "reused": {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens},
+        **lookup_json(lookup),
         "load_ms": lookup.load_ms,
-        "reason": lookup.reason,
-        "divergence": asdict(lookup.divergence) if lookup.divergence else None,
         "ttft_ms": timings.ttft_ms,
         "queue_ms": timings.queue_ms,
         "conversation_id": conversation_id,

@@ -12,7 +12,9 @@ from emberkeep.errors import (
     DeadlineExceeded,
     EmberkeepError,
     ModelNotFound,
+    NoSuchEntry,
     Overloaded,
+    RateLimited,
     RequestError,
 )
 from emberkeep.types import Json
@@ -54,16 +56,25 @@ def failure_of(error: BaseException) -> Failure:
             return error.failure
         case ContextExceeded():
             return Failure(400, "invalid_request_error", message, "context_length_exceeded", error.param)
+        case NoSuchEntry():
+            return Failure(404, "invalid_request_error", message, "entry_not_found", error.param)
         case RequestError():
             return Failure(400, "invalid_request_error", message, None, error.param)
         case ModelNotFound():
             return Failure(404, "invalid_request_error", message, "model_not_found", "model")
         case Overloaded():
-            seconds = str(max(1, math.ceil(error.retry_after)))
-            return Failure(503, "overloaded", message, "overloaded", headers={"Retry-After": seconds})
+            return Failure(503, "overloaded", message, "overloaded", headers=_come_back(error.retry_after))
+        case RateLimited():
+            return Failure(
+                429, "rate_limit_error", message, "rate_limit_exceeded", headers=_come_back(error.retry_after)
+            )
         case DeadlineExceeded():
             return Failure(504, "deadline", message, "deadline_exceeded")
         case EmberkeepError():
             return Failure(500, "server_error", message)
         case _:
             return Failure(500, "server_error", "The server failed on this request: its log says why.")
+
+
+def _come_back(seconds: float) -> dict[str, str]:
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

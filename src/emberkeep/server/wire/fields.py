@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from emberkeep.errors import InvalidField
 from emberkeep.library.checking import USER_ID, Body
-from emberkeep.library.fields import GenerationFields, Label, Schema, to_limit
-from emberkeep.types import JsonFormat, Request
+from emberkeep.library.fields import INT32_MAX, GenerationFields, Label, Schema, to_limit
+from emberkeep.types import JsonFormat, Request, Ttl, private_namespace
 
 UserId = Annotated[str, Field(pattern=USER_ID)]
+
+ANY_SLOT = -1
+_TTLS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
 
 
 class StreamOptions(Body):
@@ -37,7 +40,34 @@ class ResponseFormat(Body):
         return JsonFormat(self.json_schema.schema_)
 
 
-class GenerationBody(GenerationFields):
+class OwnerFields(Body):
+    """Whose state it is, and what the owner calls it."""
+
+    user_id: UserId | None = None
+    llama_user_id: UserId | None = None
+    user: Label | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    conversation_id: Label | None = None
+    prompt_cache_key: Label | None = None
+
+    def to_owned(self) -> Request:
+        """A request that says this and nothing else. Raises InvalidField where fields contradict each other."""
+        user = self._user()
+        return Request(
+            user=user,
+            namespace=private_namespace(user, self.cache_salt or ""),
+            conversation_id=self.conversation_id or None,
+            cache_key=self.prompt_cache_key or None,
+        )
+
+    def _user(self) -> str:
+        """OpenAI's `user` counts too: somebody who is named must not share state with those who are not."""
+        if self.user_id and self.llama_user_id and self.user_id != self.llama_user_id:
+            raise InvalidField("llama_user_id", "must equal user_id when both are given.")
+        return self.user_id or self.llama_user_id or self.user or ""
+
+
+class GenerationBody(GenerationFields, OwnerFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -46,14 +76,9 @@ class GenerationBody(GenerationFields):
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     response_format: ResponseFormat | None = None
 
-    user_id: UserId | None = None
-    llama_user_id: UserId | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    user: Label | None = None
-    prompt_cache_key: Label | None = None
-    conversation_id: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     cache_prompt: bool | None = None
+    id_slot: Annotated[int, Field(ge=ANY_SLOT, le=INT32_MAX)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -61,22 +86,15 @@ class GenerationBody(GenerationFields):
 
     def to_base(self) -> Request:
         """What this body says, without a prompt. Raises InvalidField where fields contradict each other."""
-        return Request(
+        return replace(
+            self.to_owned(),
             format=self.response_format.to_format() if self.response_format else None,
             sampling=self.to_sampling(),
             max_tokens=to_limit(self.max_tokens),
             stop=tuple(self.stop or ()),
             n=self.n or 1,
-            namespace=self._namespace(),
             use_cache=self.cache_prompt is not False,
-            conversation_id=self.conversation_id or self.prompt_cache_key or self.user or None,
+            ttl=_TTLS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
+            slot=None if self.id_slot == ANY_SLOT else self.id_slot,
             want_progress=bool(self.stream and self.return_progress),
         )
-
-    def _namespace(self) -> str:
-        """A JSON list, so that no user and salt can be chosen to look like another pair."""
-        if self.user_id and self.llama_user_id and self.user_id != self.llama_user_id:
-            raise InvalidField("llama_user_id", "must equal user_id when both are given.")
-        user = self.user_id or self.llama_user_id or ""
-        salt = self.cache_salt or ""
-        return json.dumps([user, salt]) if user or salt else ""

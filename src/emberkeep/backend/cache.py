@@ -1,0 +1,201 @@
+"""The cache as people see it: what is kept, for whom, and why a prompt was not reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from emberkeep.backend.prompts import Prompt, PromptMaker
+from emberkeep.errors import NoSuchEntry
+from emberkeep.kv.books import of_user
+from emberkeep.kv.catalogue import spelled
+from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import Cursor
+from emberkeep.sched.loop import EngineLoop
+from emberkeep.types import (
+    CacheEntry,
+    Divergence,
+    EntryText,
+    Explanation,
+    LookupRecord,
+    MissReason,
+    Removed,
+    Request,
+)
+
+_EXCERPT_TOKENS = 12
+_SHOWN_CHARS = 64
+_NOTICEABLE = 16
+"""Tokens that somebody else must have in common with a prompt for that to be an explanation."""
+
+
+class StoreCache:
+    """Every method may block for milliseconds, removing for longer: call them outside the event loop."""
+
+    def __init__(
+        self,
+        store: KvStore,
+        loop: EngineLoop,
+        prompts: PromptMaker,
+        *,
+        on_forget: Callable[[set[str]], None] = lambda namespaces: None,
+    ) -> None:
+        """`on_forget` is called with the namespaces of a user of whom nothing may stay."""
+        self._store = store
+        self._loop = loop
+        self._prompts = prompts
+        self._on_forget = on_forget
+
+    # ── what is kept ──
+
+    def entries(self) -> list[CacheEntry]:
+        hot = self._loop.resting()
+        return [_with_hot(entry, hot) for entry in self._store.catalogue.entries()]
+
+    def show(self, entry_id: str) -> EntryText:
+        entry, tokens, _ = self.stored(entry_id)
+        return EntryText(entry, self._prompts.detokenize(tokens))
+
+    def stored(self, entry_id: str) -> tuple[CacheEntry, list[int], str]:
+        """An entry, the tokens of its latest state, and whose they are."""
+        entry, tail = self._entry(entry_id), self._store.catalogue.tail(entry_id)
+        if tail is None:
+            raise _unknown(entry_id)
+        return entry, spelled(tail).tolist(), tail.namespace
+
+    def pin(self, entry_id: str, pinned: bool) -> CacheEntry:
+        if not self._store.catalogue.pin(self._entry(entry_id).id, pinned):
+            raise NoSuchEntry(f"{entry_id} has no name that could be pinned: use it once, then pin it.", "id")
+        return self._entry(entry_id)
+
+    def remove(self, entry_id: str) -> Removed:
+        self._loop.drop_resting([entry_id])
+        removed = self._store.catalogue.remove(entry_id)
+        if removed is None:
+            raise _unknown(entry_id)
+        return removed
+
+    def remove_user(self, user: str) -> Removed:
+        mine = set(of_user(self._store.catalogue.namespaces(), user))
+        self._on_forget(mine)
+        self._loop.forget(mine).result()
+        return self._store.catalogue.forget_user(user)
+
+    def gc(self) -> Removed:
+        return self._store.catalogue.gc()
+
+    def _entry(self, entry_id: str) -> CacheEntry:
+        entry = self._store.catalogue.entry(entry_id)
+        if entry is None:
+            raise _unknown(entry_id)
+        return _with_hot(entry, self._loop.resting())
+
+    # ── why ──
+
+    def explain(self, request: Request) -> Explanation:
+        """What `request` would reuse if it came now, and why not more. Raises RequestError."""
+        prompt = self._prompts.make(request)
+        if not request.use_cache:
+            fresh = LookupRecord(prompt_tokens=len(prompt.tokens), reason=MissReason.DISABLED)
+            return Explanation(fresh, "Nothing is reused: the request asks for everything to be evaluated afresh.")
+        wanted = prompt.tokens[:-1]
+        hot = self._loop.hot_tokens(request.namespace, wanted).result()
+        peek = self._store.peek(request.namespace, wanted, snapshots=self._loop.kv_unit.has_snapshots)
+        lookup = LookupRecord(
+            prompt_tokens=len(prompt.tokens),
+            hot_tokens=hot,
+            warm_tokens=max(peek.warm_tokens - hot, 0) if hot < peek.tokens else 0,
+            cold_tokens=max(peek.tokens - max(peek.warm_tokens, hot), 0),
+            reason=MissReason.NEW,
+        )
+        reused = max(hot, peek.tokens)
+        if reused >= len(wanted):
+            return Explanation(replace(lookup, reason=MissReason.NONE), f"All {reused:,} tokens are stored.")
+        return self._why(request, prompt, lookup, peek.cursor, reused)
+
+    def _why(
+        self, request: Request, prompt: Prompt, lookup: LookupRecord, cursor: Cursor, reused: int
+    ) -> Explanation:
+        def because(reason: MissReason, sentence: str) -> Explanation:
+            return Explanation(replace(lookup, reason=reason), f"{_so_far(reused, prompt)} {sentence}")
+
+        if gone := self._store.why_gone(cursor, prompt.tokens):
+            return because(gone, _GONE[gone].format(at=cursor.position))
+        other = self._store.catalogue.elsewhere(request.namespace, prompt.tokens)
+        if other and other.tokens >= cursor.position + _NOTICEABLE:
+            whose = f"the user {other.user}" if other.user else "requests without a user"
+            sentence = f"{other.tokens:,} tokens of it are stored for {whose}, and users do not share state."
+            return because(MissReason.OTHER_USER, sentence)
+        if cursor.position < _NOTICEABLE and (model := self._store.other_model(_sources(prompt))):
+            sentence = f"Its beginning is stored for {model}, whose state fits no other model or engine."
+            return because(MissReason.OTHER_MODEL, sentence)
+        stored = self._store.stored_after(cursor)
+        if len(stored) and cursor.position < len(prompt.tokens) - 1:
+            found = replace(
+                lookup, reason=MissReason.DIVERGED, divergence=self._divergence(cursor, prompt, stored)
+            )
+            return self._diverged(request, prompt, found, reused)
+        if reused < cursor.position:
+            sentence = f"{cursor.position:,} are known, but this model's state can be resumed only at snapshots."
+            return because(MissReason.NO_SNAPSHOT, sentence)
+        return because(MissReason.NEW, "Nothing was ever stored for what follows.")
+
+    def _diverged(self, request: Request, prompt: Prompt, lookup: LookupRecord, reused: int) -> Explanation:
+        lookup = self.located(request, prompt, lookup)
+        d = lookup.divergence
+        assert d is not None
+        sides = f"stored is {d.stored_text!r}, the prompt has {d.prompt_text!r}"
+        where = d.where[:1].upper() + d.where[1:] if d.where else "The prompt"
+        what = {
+            MissReason.TOOLS: f"{where} was changed, added or moved",
+            MissReason.EDITED: f"{where} was edited",
+        }.get(lookup.reason, f"{where} goes on differently")
+        sentence = f"{_so_far(reused, prompt)} {what} at token {d.token_index:,}: {sides}."
+        return Explanation(lookup, sentence)
+
+    def located(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:
+        """A lookup that diverged, with the part of the request where it did."""
+        divergence = lookup.divergence
+        if divergence is None:
+            return lookup
+        place = self._prompts.place_of(request, prompt, divergence.token_index)
+        if place is None:
+            return lookup
+        reason = MissReason.EDITED
+        if place.in_tools:
+            reason = MissReason.TOOLS
+        elif place.is_last:
+            reason = MissReason.DIVERGED
+        return replace(lookup, reason=reason, divergence=replace(divergence, where=place.sentence))
+
+    def _divergence(self, cursor: Cursor, prompt: Prompt, stored: TokenArray) -> Divergence:
+        at = cursor.position
+        return Divergence(
+            token_index=at,
+            stored_text=self._prompts.detokenize(stored[:_EXCERPT_TOKENS].tolist()),
+            prompt_text=self._prompts.detokenize(prompt.tokens[at : at + _EXCERPT_TOKENS].tolist()),
+        )
+
+
+_GONE = {
+    MissReason.EVICTED: "What followed token {at:,} was stored and evicted: its room was needed.",
+    MissReason.EXPIRED: "What followed token {at:,} was stored, outlived its TTL and was removed.",
+    MissReason.REMOVED: "What followed token {at:,} was stored and removed by request.",
+}
+
+
+def _with_hot(entry: CacheEntry, resting: Mapping[str, int]) -> CacheEntry:
+    return replace(entry, hot_tokens=min(resting.get(entry.id, 0), entry.tokens))
+
+
+def _sources(prompt: Prompt) -> list[str]:
+    return [key for key in (prompt.keys.stable, prompt.keys.prefix) if key]
+
+
+def _so_far(reused: int, prompt: Prompt) -> str:
+    return f"{reused:,} of {len(prompt.tokens):,} tokens can be reused."
+
+
+def _unknown(entry_id: str) -> NoSuchEntry:
+    return NoSuchEntry(f"There is no entry {entry_id[:_SHOWN_CHARS]!r}: `emberkeep cache ls` lists them.", "id")

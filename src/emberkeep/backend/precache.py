@@ -1,0 +1,165 @@
+"""Having ready what will be asked for: declared prefixes, and those of conversations that are going on.
+
+One thread of its own. Everything here is best effort: what fails is a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from emberkeep.backend.prompts import PromptMaker
+from emberkeep.chat.segments import cache_keys, stable_messages
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.loop import EngineLoop
+from emberkeep.types import SHARED, Request, Ttl, Warmed
+
+log = logging.getLogger("emberkeep.backend")
+
+_BEFORE_EXPIRY = 0.8
+"""The part of the short TTL after which an untouched prefix is warmed again."""
+
+PrefixKey = tuple[str, str]
+"""Namespace and cache key."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    ttl: Mapping[Ttl, float]
+    """Seconds."""
+    sweep_s: float = 30.0
+    """How often to look."""
+    tracked: int = 16
+    """Prefixes of conversations that are kept warm at most, besides the declared ones."""
+
+
+@dataclass(slots=True)
+class _Prefix:
+    request: Request
+    is_declared: bool
+    asked_at: float
+    """When somebody last used it."""
+    warmed_at: float
+
+
+class Precache:
+    """Everything but `close` may be called from any thread, and returns at once."""
+
+    def __init__(
+        self,
+        warm: Callable[[Request], Awaitable[Warmed]],
+        prompts: PromptMaker,
+        store: KvStore,
+        loop: EngineLoop,
+        settings: KeepAlive,
+    ) -> None:
+        self._warm = warm
+        self._prompts = prompts
+        self._store = store
+        self._loop = loop
+        self._settings = settings
+        self._prefixes: OrderedDict[PrefixKey, _Prefix] = OrderedDict()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="precache", daemon=True)
+        self._thread.start()
+
+    def declare(self, prefixes: Sequence[Request]) -> None:
+        """Warm these now and keep them warm for good."""
+        with self._changed:
+            for request in prefixes:
+                self._prefixes[_key(request)] = _Prefix(request, True, monotonic(), float("-inf"))
+            self._changed.notify_all()
+
+    def seen(self, request: Request) -> None:
+        """A conversation goes on: its stable beginning stays warm while it is open."""
+        prefix = replace(
+            request,
+            messages=stable_messages(request.messages),
+            is_prefix=True,
+            conversation_id=None,
+            max_tokens=0,
+            user=SHARED,  # nobody asked for it: it counts against nobody's limit
+        )
+        now = monotonic()
+        with self._changed:
+            known = self._prefixes.get(_key(prefix)) or _Prefix(prefix, False, now, now)
+            known.asked_at = known.warmed_at = now
+            self._prefixes[_key(prefix)] = known
+            self._prefixes.move_to_end(_key(prefix))
+            passing = [key for key, known in self._prefixes.items() if not known.is_declared]
+            for key in passing[: -self._settings.tracked]:
+                del self._prefixes[key]
+
+    def forget(self, namespaces: set[str]) -> None:
+        with self._changed:
+            for key in [key for key in self._prefixes if key[0] in namespaces]:
+                del self._prefixes[key]
+
+    def close(self) -> None:
+        """Blocks until the prefix that is being warmed is done or given up by the loop's closing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    # ── on its own thread ──
+
+    def _run(self) -> None:
+        while not self._closing:
+            self.sweep()
+            with self._changed:
+                if not self._closing and not self._due():
+                    self._changed.wait(self._settings.sweep_s)
+
+    def sweep(self) -> None:
+        """Warm what is about to fall out, then let go of what nobody wants any more."""
+        for prefix in self._due():
+            if self._closing:
+                return
+            self._refresh(prefix)
+        try:
+            self._store.sweep()
+            expired = self._store.catalogue.expired(self._loop.resting())
+            if expired:
+                self._loop.drop_resting(expired)
+        except EmberkeepError as error:
+            log.debug("no sweep: %s", error)
+
+    def _due(self) -> list[_Prefix]:
+        now = monotonic()
+        late = now - _BEFORE_EXPIRY * self._settings.ttl[Ttl.SHORT]
+        open_since = now - self._settings.ttl[Ttl.LONG]
+        with self._changed:
+            for key in [k for k, p in self._prefixes.items() if not p.is_declared and p.asked_at < open_since]:
+                del self._prefixes[key]
+            return [prefix for prefix in self._prefixes.values() if prefix.warmed_at <= late]
+
+    def _refresh(self, prefix: _Prefix) -> None:
+        """From the store if it is all there, so that no conversation loses its slot for it."""
+        prefix.warmed_at = monotonic()
+        try:
+            prompt = self._prompts.make(prefix.request)
+            if not self._store.touch(
+                prompt.label, prefix.request.namespace, prompt.tokens, snapshots=self._loop.kv_unit.has_snapshots
+            ):
+                asyncio.run(self._warm_one(prefix.request))
+        except EmberkeepError as error:
+            log.warning("a prefix was not warmed: %s", error)
+        except Exception:
+            log.exception("a prefix was not warmed")
+
+    async def _warm_one(self, request: Request) -> None:
+        warmed = await self._warm(request)
+        if warmed.error is None:
+            log.info("warmed %d tokens in %.1f s", warmed.tokens, warmed.seconds)
+
+
+def _key(request: Request) -> PrefixKey:
+    keys = cache_keys(request)
+    return request.namespace, keys.stable or keys.entry

@@ -1,0 +1,251 @@
+"""From a request to the tokens that are evaluated for it, and what is known about them before that."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from emberkeep.chat.grammar import Constraint, Grammars
+from emberkeep.chat.segments import (
+    CacheKeys,
+    Place,
+    cache_keys,
+    head_of,
+    message_ends,
+    place_of,
+    stable_hash,
+    stable_head,
+    stable_messages,
+)
+from emberkeep.chat.template import ChatTemplate
+from emberkeep.chat.tokens import PromptTokenizer
+from emberkeep.errors import ContextExceeded, InvalidField, TemplateFailed
+from emberkeep.kv.entries import Label
+from emberkeep.kv.keys import ChunkKey, TokenArray
+from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import common_prefix
+from emberkeep.sched.job import Stable
+from emberkeep.sched.lookahead import Lookahead
+from emberkeep.sched.recent import RecentAnswers
+from emberkeep.types import EntryKind, Message, Request, Tool, Vocab
+
+_REMEMBERED_PREFIXES = 64
+_BORDERS = 4
+"""Ends of messages, counted from the last, where a conversation may be taken up again."""
+_PROBES = ("1", "x")
+"""First letters of a user's message that no tokenizer joins with each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str
+    tokens: TokenArray
+    closing: tuple[int, ...]
+    constraint: Constraint | None
+    read_ahead: frozenset[ChunkKey]
+    keys: CacheKeys
+    label: Label
+    borders: frozenset[int]
+
+
+class PromptMaker:
+    """Safe to use from several threads; every method blocks, for milliseconds."""
+
+    def __init__(
+        self,
+        vocab: Vocab,
+        template: ChatTemplate,
+        store: KvStore,
+        recent: RecentAnswers,
+        *,
+        context: int,
+        wants_borders: bool,
+    ) -> None:
+        """`wants_borders`: the engine's state can be resumed only where it was stored as a whole."""
+        self._vocab = vocab
+        self._template = template
+        self._store = store
+        self._recent = recent
+        self._context = context
+        self._wants_borders = wants_borders
+        self._tokenizer = PromptTokenizer(vocab)
+        self._grammars = Grammars(vocab)
+        self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
+        self._stable_ids: OrderedDict[str, TokenArray] = OrderedDict()
+
+    def make(self, request: Request) -> Prompt:
+        """Everything about a request that needs no engine. Raises RequestError."""
+        self._store.refresh()
+        text, ids, ahead = self._spell(request)
+        self._check_length(request, len(ids))
+        tokens = np.array(ids, np.int32)
+        keys = cache_keys(request)
+        return Prompt(
+            text=text,
+            tokens=tokens,
+            closing=self._turn_end if request.prompt is None else (),
+            constraint=self._grammars.constraint_for(request),
+            read_ahead=frozenset(ahead),
+            keys=keys,
+            label=_label(request, keys),
+            borders=self._borders(request, text, tokens) if self._wants_borders else frozenset(),
+        )
+
+    def stable(self, request: Request, tokens: TokenArray) -> Stable | None:
+        """The stable beginning of a prompt. Nothing waits for it: call it when the prompt is on its way."""
+        key = stable_hash(request)
+        if key is None or request.is_prefix:
+            return None
+        try:
+            ids = self._stable_prefix(request)
+        except TemplateFailed:
+            return None
+        is_there = 0 < len(ids) < len(tokens) and common_prefix(ids, tokens) == len(ids)
+        return Stable(_stable_label(request, key), len(ids)) if is_there else None
+
+    def label(self, request: Request) -> Label:
+        """What the state that `request` leaves behind is called."""
+        return _label(request, cache_keys(request))
+
+    def render(self, request: Request) -> str:
+        if not request.messages and not (request.is_prefix and request.tools):
+            raise InvalidField("messages", "at least one message is needed.")
+        return self._template.render(
+            request.messages,
+            request.tools,
+            add_generation_prompt=not request.is_prefix,
+            args=request.template_args,
+        )
+
+    def place_of(self, request: Request, prompt: Prompt, token_index: int) -> Place | None:
+        """Which part of a chat stands at a token; None where that cannot be told."""
+        if request.prompt is not None:
+            return None
+        before = self.detokenize(prompt.tokens[:token_index].tolist())
+        lead = self.detokenize(self.lead(prompt.text))
+        with suppress(TemplateFailed):
+            return place_of(self._ender(request), request, prompt.text, len(before) - len(lead))
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return b"".join(self._vocab.pieces[token] for token in tokens).decode("utf-8", "replace")
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        if any(not 0 <= token < self._vocab.size for token in ids):
+            raise InvalidField(param, f"token ids must be between 0 and {self._vocab.size - 1}.")
+
+    def lead(self, text: str) -> tuple[int, ...]:
+        """The token that the model wants before any text, unless the text writes it itself."""
+        bos = self._vocab.bos
+        if not self._vocab.adds_bos or bos is None:
+            return ()
+        return () if text.startswith(self.detokenize([bos])) else (bos,)
+
+    def _spell(self, request: Request) -> tuple[str, Sequence[int], set[ChunkKey]]:
+        """Text and ids of a request, and what it began to read from disk."""
+        if isinstance(request.prompt, tuple):
+            self.check_ids(request.prompt, "prompt")
+            return self.detokenize(request.prompt), request.prompt, set()
+        if request.is_prefix and request.prompt is None and _is_stable(request):
+            ids = self._stable_prefix(request)
+            return self.detokenize(ids.tolist()), ids.tolist(), set()
+        text = request.prompt if request.prompt is not None else self.render(request)
+        look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
+        lead = self.lead(text)
+        ahead = look.read_ahead(self.detokenize(lead) + text) if request.use_cache else set()
+        return text, self._tokenizer.encode(text, replay=look.replay, before=lead), ahead
+
+    def _check_length(self, request: Request, length: int) -> None:
+        if length == 0:
+            raise InvalidField("prompt", "the prompt is empty: send at least one token.")
+        if length + (request.max_tokens != 0) > self._context:
+            raise ContextExceeded(length, self._context)
+        bad = [token for token in request.sampling.logit_bias if not 0 <= token < self._vocab.size]
+        if bad:
+            raise InvalidField("logit_bias", f"{bad[0]} is not a token of this model.")
+
+    # ── the stable beginning ──
+
+    def _stable_prefix(self, request: Request) -> TokenArray:
+        """What prompts with these system messages and tools have in common. Raises TemplateFailed."""
+        key = stable_hash(request)
+        assert key is not None
+        known = self._stable_ids.get(key)
+        if known is None:
+            known = self._stable_ids[key] = self._find_stable_prefix(request)
+            while len(self._stable_ids) > _REMEMBERED_PREFIXES:
+                with suppress(KeyError):
+                    self._stable_ids.popitem(last=False)
+        return known
+
+    def _find_stable_prefix(self, request: Request) -> TokenArray:
+        """Found by trying: two questions, and where their prompts part."""
+        stable = stable_messages(request.messages)
+        spelled = []
+        for probe in _PROBES:
+            messages = [*stable, Message("user", probe)]
+            text = self._template.render(messages, request.tools, args=request.template_args)
+            spelled.append(np.array(self._tokenizer.encode(text, before=self.lead(text)), np.int32))
+        return spelled[0][: common_prefix(*spelled)]
+
+    # ── borders ──
+
+    def _borders(self, request: Request, text: str, tokens: TokenArray) -> frozenset[int]:
+        """Token positions at which the stable beginning and the last messages end."""
+        ends: list[int] = []
+        stable = self.stable(request, tokens)
+        if request.prompt is None:
+            with suppress(TemplateFailed):
+                ends = message_ends(self._ender(request), request, text, _BORDERS)
+        lead = len(self.lead(text))
+        pieces = self._vocab.pieces
+        reached = accumulate(len(pieces[token]) for token in tokens[lead:].tolist())
+        position_at = {offset: lead + count for count, offset in enumerate(reached, 1)}
+        offsets = [len(text[:end].encode("utf-8", "surrogatepass")) for end in ends]
+        found = [position_at[offset] for offset in offsets if offset in position_at]
+        return frozenset([*found, stable.length] if stable else found) - {len(tokens)}
+
+    def _ender(self, request: Request) -> _Ender:
+        return _Ender(self._template, request)
+
+
+class _Ender:
+    """Renders the beginning of a conversation as `segments` wants it."""
+
+    def __init__(self, template: ChatTemplate, request: Request) -> None:
+        self._template = template
+        self._args = request.template_args
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return self._template.render(messages, tools, add_generation_prompt=False, args=self._args)
+
+
+def _is_stable(request: Request) -> bool:
+    return len(stable_messages(request.messages)) == len(request.messages)
+
+
+def _label(request: Request, keys: CacheKeys) -> Label:
+    if request.is_prefix and request.prompt is None and keys.stable and _is_stable(request):
+        return _stable_label(request, keys.stable)
+    kind = EntryKind.PREFIX if request.is_prefix and not request.conversation_id else EntryKind.CONVERSATION
+    return Label(
+        kind=kind,
+        key=keys.entry,
+        head=head_of(request),
+        ttl=request.ttl,
+        name=request.conversation_id or request.cache_key or "",
+        source=keys.stable or keys.prefix,
+    )
+
+
+def _stable_label(request: Request, key: str) -> Label:
+    ttl = request.ttl if request.is_prefix else None
+    return Label(EntryKind.PREFIX, key, stable_head(request), ttl, source=key)

@@ -1,0 +1,97 @@
+"""What the store remembers of chunks that are gone: why they went, and how often they had been reused.
+
+It lets a miss be explained ("evicted", "expired"), and lets a chunk that comes back keep its history: one that is
+evicted and wanted again and again is worth more than its last stay alone would say.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
+from emberkeep.kv.tree import Chunk, Cursor
+from emberkeep.types import MissReason
+
+LIMIT = 50_000
+"""About 100 bytes each."""
+
+_SNAPSHOT_LENGTH = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    key: ChunkKey
+    namespace: str
+    parent: ChunkKey
+    take: int
+    length: int
+    reason: MissReason
+    hits: int
+    was_written: bool
+
+
+def ghost_of(chunk: Chunk, reason: MissReason) -> Ghost:
+    assert chunk.parent is not None
+    return Ghost(
+        key=chunk.key,
+        namespace=chunk.namespace,
+        parent=chunk.parent.key,
+        take=chunk.take,
+        length=len(chunk.tokens),
+        reason=reason,
+        hits=chunk.hits,
+        was_written=chunk.on_disk or chunk.was_written,
+    )
+
+
+class Ghosts:
+    """The latest `limit` of them. No locks: the store has one."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._by_key: OrderedDict[ChunkKey, Ghost] = OrderedDict()
+        self._below: dict[tuple[ChunkKey, int, str], set[ChunkKey]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, ghosts: Iterable[Ghost]) -> None:
+        for ghost in ghosts:
+            self.take(ghost.key)
+            self._by_key[ghost.key] = ghost
+            self._below.setdefault(_place(ghost), set()).add(ghost.key)
+        while len(self._by_key) > self._limit:
+            self.take(next(iter(self._by_key)))
+
+    def take(self, key: ChunkKey) -> Ghost | None:
+        """Forget a chunk, because it is back; returns what was known."""
+        ghost = self._by_key.pop(key, None)
+        if ghost is not None:
+            siblings = self._below[_place(ghost)]
+            siblings.discard(key)
+            if not siblings:
+                del self._below[_place(ghost)]
+        return ghost
+
+    def forget(self, namespace: str) -> None:
+        for key in [key for key, ghost in self._by_key.items() if ghost.namespace == namespace]:
+            self.take(key)
+
+    def after(self, fingerprint: bytes, cursor: Cursor, tokens: TokenArray) -> Ghost | None:
+        """The longest chunk that went on from `cursor` with exactly what `tokens` (a whole prompt) has there."""
+        keys = self._below.get((cursor.chunk.key, cursor.used, cursor.namespace), ())
+        rest = tokens[cursor.position :]
+        known = sorted((self._by_key[key] for key in keys), key=lambda ghost: -ghost.length)
+        for ghost in known:
+            if _SNAPSHOT_LENGTH < ghost.length <= len(rest):
+                part = rest[: ghost.length]
+                key = chunk_key(fingerprint, ghost.namespace, ghost.parent, ghost.take, part)
+                if key == ghost.key:
+                    return ghost
+        return None
+
+
+def _place(ghost: Ghost) -> tuple[ChunkKey, int, str]:
+    return ghost.parent, ghost.take, ghost.namespace

@@ -1,0 +1,109 @@
+"""Stored state without its model: what can be seen, kept and removed when nobody serves it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberkeep.errors import NoSuchEntry
+from emberkeep.kv.cold import INDEX, ColdTier, stores_under
+from emberkeep.kv.index import read_meta
+from emberkeep.kv.keys import store_name
+from emberkeep.kv.store import Keeping, KvStore
+from emberkeep.types import CacheEntry, Json, Removed, Ttl
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFolder:
+    """Where the state of one model lies."""
+
+    path: Path
+    model: str
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Files that were read and compared with their checksums."""
+
+    files: int
+    damaged: int
+    """How many of them were not what they should be. They are in quarantine now."""
+
+
+def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[StoreFolder]:
+    """Of all models, the latest used first. `on_broken` gets a sentence for each that has to be left out."""
+    found = []
+    for path in stores_under(data_dir / "kv"):
+        try:
+            meta = read_meta(path / INDEX)
+            if store_name(meta["fingerprint"]) != path.name:
+                raise ValueError("it names another store")
+            found.append(StoreFolder(path, str(meta["model"]), meta["fingerprint"]))
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            on_broken(_left_out(path, error))
+    return found
+
+
+def check_files(folder: StoreFolder, on_file: Callable[[int], None]) -> Checked:
+    """Read everything in a store; `on_file` is called with the bytes of each file. Raises OSError."""
+    cold = ColdTier(folder.path.parent, folder.fingerprint)
+    try:
+        rows, damaged = cold.open_rows()
+        for row in rows:
+            damaged += not cold.is_whole(row)
+            on_file(row.bytes)
+        return Checked(len(rows), damaged)
+    finally:
+        cold.close()
+
+
+class ClosedStore:
+    """A store that is opened without its model. Nothing is evicted; what is changed is written by `close`.
+
+    Every method blocks on disk. Raises OSError where the folder cannot be used.
+    """
+
+    def __init__(self, folder: StoreFolder, ttl: Mapping[Ttl, float]) -> None:
+        self.folder = folder
+        self._store = KvStore(
+            folder.fingerprint,
+            warm_budget=0,
+            cold=ColdTier(folder.path.parent, folder.fingerprint),
+            cold_budget=sys.maxsize,
+            keeping=Keeping(ttl),
+        )
+
+    @property
+    def model(self) -> str:
+        return self.folder.model
+
+    def entries(self) -> list[CacheEntry]:
+        return self._store.catalogue.entries()
+
+    def stats(self) -> Json:
+        return self._store.stats()
+
+    def pin(self, entry_id: str, pinned: bool) -> None:
+        """Raises NoSuchEntry."""
+        if not self._store.catalogue.pin(entry_id, pinned):
+            raise NoSuchEntry(f"{entry_id} has no name that could be pinned: use it once, then pin it.")
+
+    def remove(self, entry_id: str) -> Removed:
+        return self._store.catalogue.remove(entry_id) or Removed()
+
+    def remove_user(self, user: str) -> Removed:
+        return self._store.catalogue.forget_user(user)
+
+    def gc(self) -> Removed:
+        return self._store.catalogue.gc()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def _left_out(path: Path, error: Exception) -> str:
+    reason = "its index does not say what it holds" if isinstance(error, LookupError) else error
+    return f"{path} is left out ({reason}): serving its model once repairs it, and deleting it is safe."

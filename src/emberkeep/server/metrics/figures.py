@@ -1,0 +1,98 @@
+"""Which of the backend's statistics are exported, and under which names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+PREFIX = "emberkeep_"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Numbers of `Backend.stats()` that make one metric. A name that ends in `_total` is a counter's."""
+
+    path: str
+    """A pattern of keys joined by dots; its named groups are labels."""
+    name: str
+    help: str
+
+    def labels(self, path: str) -> dict[str, str] | None:
+        """None: `path` is another figure's."""
+        found = re.fullmatch(self.path, path)
+        return None if found is None else found.groupdict()
+
+
+FIGURES = (
+    Figure(r"scheduler\.prompt_tokens", "prefix_cache_queries_total", "Prompt tokens of all requests."),
+    Figure(
+        r"scheduler\.reused_(?P<tier>hot|warm|cold)_tokens",
+        "prefix_cache_hits_total",
+        "Prompt tokens whose state was reused, by where it was.",
+    ),
+    Figure(r"scheduler\.evaluated_tokens", "evaluated_tokens_total", "Tokens that the engine computed."),
+    Figure(r"scheduler\.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
+    Figure(r"scheduler\.steps", "engine_steps_total", "Batches that the engine computed."),
+    Figure(r"scheduler\.active", "queue_active", "Answers being computed; a request has as many as its n."),
+    Figure(r"scheduler\.waiting", "queue_waiting", "Answers that wait for a place in the engine."),
+    Figure(r"scheduler\.idle_sequences", "idle_sequences", "Sequences at rest in the engine, ready to go on."),
+    Figure(r"scheduler\.resident_tokens", "resident_tokens", "Tokens in the engine, which is the hot tier."),
+    Figure(r"store\.(?P<tier>warm|cold)\.bytes", "tier_bytes", "Bytes of stored state."),
+    Figure(r"store\.(?P<tier>warm|cold)\.budget", "tier_budget_bytes", "Bytes that a tier may hold."),
+    Figure(r"store\.(?P<tier>warm|cold)\.tokens", "tier_tokens", "Tokens of stored state."),
+    Figure(r"store\.(?P<tier>warm|cold)\.chunks", "tier_chunks", "Pieces of stored state."),
+    Figure(r"store\.(?P<tier>warm|cold)\.read_seconds", "tier_load_seconds_total", "Time spent loading."),
+    Figure(
+        r"store\.evictions\.(?P<tier>\w+)\.(?P<reason>\w+)",
+        "evictions_total",
+        "Chunks that left a tier, and why.",
+    ),
+    Figure(r"store\.entries", "store_entries", "Conversations and prefixes that the store knows."),
+    Figure(r"store\.ghosts", "store_ghosts", "Removed chunks that are remembered, to explain misses."),
+    Figure(r"store\.lookups", "store_lookups_total", "Prompts looked up in the store."),
+    Figure(r"store\.inserted_chunks", "store_inserted_chunks_total", "Chunks that were added to the store."),
+    Figure(r"store\.cold\.read_chunks", "cold_read_chunks_total", "Files read from disk."),
+    Figure(r"store\.cold\.read_bytes", "cold_read_bytes_total", "Bytes read from disk."),
+    Figure(r"store\.cold\.written_chunks", "cold_written_chunks_total", "Files written to disk."),
+    Figure(r"store\.cold\.written_bytes", "cold_written_bytes_total", "Bytes written to disk."),
+    Figure(r"store\.cold\.write_seconds", "cold_write_seconds_total", "Time spent writing to disk."),
+    Figure(r"store\.cold\.refused_chunks", "cold_refused_chunks_total", "Writes that the disk refused."),
+    Figure(r"store\.cold\.pending_chunks", "cold_pending_chunks", "Chunks on their way to disk."),
+    Figure(r"store\.cold\.unwritten_chunks", "cold_unwritten_chunks", "Chunks that are not worth writing yet."),
+    Figure(r"store\.cold\.written_today_bytes", "cold_written_today_bytes", "Bytes written since midnight (UTC)."),
+    Figure(r"store\.cold\.daily_write_budget", "cold_daily_write_budget_bytes", "Bytes that a day may write."),
+    Figure(r"store\.cold\.damaged_chunks", "damaged_chunks_total", "Files that failed verification."),
+    Figure(r"store\.cold\.vanished_chunks", "vanished_chunks_total", "Files that disappeared or cannot be read."),
+    Figure(
+        r"measured\.evaluate_tokens_per_s",
+        "measured_evaluate_tokens_per_second",
+        "Speed of prompt evaluation, a running average.",
+    ),
+    Figure(
+        r"measured\.import_bytes_per_s",
+        "measured_import_bytes_per_second",
+        "Speed from RAM into the engine, a running average.",
+    ),
+    Figure(
+        r"measured\.read_bytes_per_s",
+        "measured_read_bytes_per_second",
+        "Speed from disk into RAM, a running average.",
+    ),
+)
+
+LEFT_OUT = (
+    r"model",  # a label of emberkeep_info
+    r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see requests.py
+    r"store\.(folder|cold\.last_error)",  # texts
+)
+
+
+@cache
+def figure_at(path: str) -> tuple[Figure, dict[str, str]] | None:
+    """Which figure that number belongs to, and its labels."""
+    for figure in FIGURES:
+        labels = figure.labels(path)
+        if labels is not None:
+            return figure, labels
+    return None

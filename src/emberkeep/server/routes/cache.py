@@ -1,0 +1,112 @@
+"""The cache: what it holds, keeping and removing it, why a prompt was not reused, and whether it is right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.backend.base import Backend
+from emberkeep.library.fields import INT32_MAX, Label
+from emberkeep.server.leaving import while_there
+from emberkeep.server.openapi import HELLO, takes
+from emberkeep.server.reading import read, read_object
+from emberkeep.server.respond import json_response
+from emberkeep.server.routes.openai import check_model
+from emberkeep.server.wire.cache import (
+    TOKENS,
+    EntryBody,
+    VerifyBody,
+    asked_body,
+    asked_request,
+    entry_json,
+    explained_json,
+    list_json,
+    removed_json,
+    shown_json,
+    verified_json,
+)
+from emberkeep.server.wire.chat import ChatBody
+from emberkeep.server.wire.completions import CompletionBody
+from emberkeep.types import CacheEntry, Verified
+
+SHOWN_CHARS = 2000
+
+Kind = Literal["conversation", "prefix"]
+Limit = Annotated[int, Query(ge=1, le=INT32_MAX)]
+Chars = Annotated[int, Query(ge=0, le=INT32_MAX)]
+
+
+def cache_routes(backend: Backend) -> APIRouter:
+    router = APIRouter()
+    _looking(router, backend)
+    _changing(router, backend)
+    _checking(router, backend)
+    return router
+
+
+def _looking(router: APIRouter, backend: Backend) -> None:
+    @router.get("/v1/cache")
+    async def entries(
+        user_id: Label | None = None, kind: Kind | None = None, limit: Limit | None = None
+    ) -> Response:
+        stored = await asyncio.to_thread(backend.cache.entries)
+        return json_response(list_json(_selected(stored, user_id, kind), limit))
+
+    @router.get("/v1/cache/{entry_id}")
+    async def entry(entry_id: str, chars: Chars = SHOWN_CHARS) -> Response:
+        return json_response(shown_json(await asyncio.to_thread(backend.cache.show, entry_id), chars))
+
+
+def _changing(router: APIRouter, backend: Backend) -> None:
+    @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
+    async def pin(http: HttpRequest) -> Response:
+        body = await read(http, EntryBody)
+        return json_response(entry_json(await asyncio.to_thread(backend.cache.pin, body.id, True)))
+
+    @router.post("/v1/cache/unpin", openapi_extra=takes(EntryBody))
+    async def unpin(http: HttpRequest) -> Response:
+        body = await read(http, EntryBody)
+        return json_response(entry_json(await asyncio.to_thread(backend.cache.pin, body.id, False)))
+
+    @router.post("/v1/cache/gc")
+    async def gc() -> Response:
+        return json_response(removed_json(await asyncio.to_thread(backend.cache.gc)))
+
+    @router.delete("/v1/cache")
+    async def remove_user(user_id: Label) -> Response:
+        return json_response(removed_json(await asyncio.to_thread(backend.cache.remove_user, user_id)))
+
+    @router.delete("/v1/cache/{entry_id}")
+    async def remove(entry_id: str) -> Response:
+        return json_response(removed_json(await asyncio.to_thread(backend.cache.remove, entry_id)))
+
+
+def _checking(router: APIRouter, backend: Backend) -> None:
+    @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
+    async def explain(http: HttpRequest) -> Response:
+        body = asked_body(await read_object(http))
+        check_model(body.model, backend.card)
+        explanation = await asyncio.to_thread(backend.cache.explain, asked_request(body))
+        return json_response(explained_json(explanation))
+
+    @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
+    async def verify(http: HttpRequest) -> Response:
+        body = await read(http, VerifyBody)
+        return json_response(verified_json(await while_there(http, _verified(backend, body))))
+
+
+async def _verified(backend: Backend, body: VerifyBody) -> list[Verified]:
+    """One after the other, so that others are held up little."""
+    ids = body.chosen(await asyncio.to_thread(backend.cache.entries))
+    return [await backend.verify(entry_id, body.tokens or TOKENS) for entry_id in ids]
+
+
+def _selected(entries: Sequence[CacheEntry], user: str | None, kind: Kind | None) -> list[CacheEntry]:
+    """What belongs to everybody belongs to no user."""
+    mine = [entry for entry in entries if user is None or (entry.user == user and not entry.is_shared)]
+    return [entry for entry in mine if kind in (None, entry.kind)]

@@ -1,0 +1,47 @@
+"""`/v1/warm`: a prefix to have ready, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from emberkeep.errors import InvalidField
+from emberkeep.library.messages import BeginningList, ToolList, prefix_of_chats
+from emberkeep.server.wire.chat import TemplateArgs
+from emberkeep.server.wire.fields import OwnerFields
+from emberkeep.types import Json, Request, Ttl, Warmed
+
+
+class WarmBody(OwnerFields):
+    model: str | None = None
+    text: Annotated[str, Field(min_length=1)] | None = None
+    messages: BeginningList | None = None
+    tools: ToolList | None = None
+    chat_template_kwargs: TemplateArgs | None = None
+    ttl: Literal["short", "long", "extended"] | None = None
+
+    def to_request(self) -> Request:
+        """Raises InvalidField where fields contradict each other."""
+        base = replace(self.to_owned(), max_tokens=0, ttl=Ttl(self.ttl) if self.ttl else None)
+        if self.text is None:
+            chat = replace(base, template_args=self.chat_template_kwargs or {})
+            return prefix_of_chats(chat, self.messages or [], self.tools or [])
+        if self.messages or self.tools:
+            raise InvalidField("text", "goes without messages and tools: leave one of them out.")
+        return replace(base, prompt=self.text, is_prefix=True)
+
+
+def warmed_json(warmed: Warmed) -> dict[str, Json]:
+    return {
+        "object": "warm",
+        "tokens": warmed.tokens,
+        "cached_tokens": warmed.cached_tokens,
+        "evaluated_tokens": warmed.tokens - warmed.cached_tokens,
+        "seconds": warmed.seconds,
+        "entry_id": warmed.entry_id,
+        "ttl": warmed.ttl,
+        "ready": warmed.error is None,
+        "error": warmed.error,
+    }

@@ -1,0 +1,60 @@
+"""Engines over every kind of state that there is, and what tests do with them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from emberkeep.engine.base import Engine, Outcome, Payload, Rows
+from emberkeep.engine.fake import FakeEngine
+from helpers import tiny_gguf
+
+TOKENS = np.random.default_rng(3).integers(40, 120, 1000, dtype=np.int32)
+NOISE = 0.03
+
+RANGE_KINDS = {
+    "dense": tiny_gguf.dense,
+    "latent": tiny_gguf.latent,
+    "indexed": tiny_gguf.indexed,
+    "several positions": tiny_gguf.several_positions,
+}
+SNAPSHOT_KINDS = {
+    "recurrent": tiny_gguf.recurrent,
+    "hybrid": tiny_gguf.hybrid,
+    "sliding window": tiny_gguf.sliding_window,
+    "hybrid window": tiny_gguf.hybrid_window,
+}
+KINDS = RANGE_KINDS | SNAPSHOT_KINDS
+
+
+def evaluate(engine: Engine, sequence: int, start: int, end: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    """In as few steps as possible; the logits after the last token."""
+    step = engine.capabilities.batch
+    for begin in range(start, end, step):
+        stop = min(begin + step, end)
+        outcome = engine.evaluate([Rows(sequence, begin, tokens[begin:stop], want_logits=stop == end)])
+        assert outcome is Outcome.DONE
+    return engine.logits(0).copy()
+
+
+def same(engine: Engine, a: np.ndarray, b: np.ndarray, noise: float = NOISE) -> bool:
+    """The fake engine is exact; llama.cpp's sums depend a little on the shape of a batch."""
+    return np.array_equal(a, b) if isinstance(engine, FakeEngine) else bool(np.abs(a - b).max() < noise)
+
+
+def exported(engine: Engine, sequence: int, start: int, end: int) -> Payload:
+    (payload,) = engine.export_kv(sequence, (start, end))
+    return payload
+
+
+def broken_payloads(payload: Payload) -> list[Payload]:
+    data = bytes(payload)
+    return [
+        memoryview(b""),
+        memoryview(data[:3]),
+        memoryview(data[:-1]),
+        memoryview(data + b"\0"),
+        memoryview(bytes(len(data))),
+        memoryview(b"\xff" * len(data)),
+        memoryview(data[: len(data) // 2]),
+        memoryview(data + data),
+    ]

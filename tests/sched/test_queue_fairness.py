@@ -1,0 +1,278 @@
+"""Users take turns, and one who asks for much delays nobody but itself."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.sched.job import Job
+from emberkeep.sched.queue import WaitingLine
+from emberkeep.sched.sampling import Sampler
+from helpers.scheduling import GREEDY, Gate, Recorder, Rig, text
+
+
+def job_of(user: str) -> Job:
+    return Job(np.zeros(1, np.int32), Sampler(GREEDY), Recorder(), max_new=1, user=user)
+
+
+class Desk:
+    """A line before `parallel` places, driven as the loop drives it, that remembers what happened."""
+
+    def __init__(self, parallel: int) -> None:
+        self.line = WaitingLine()
+        self.parallel = parallel
+        self.running: list[Job] = []
+        self.arrived: defaultdict[str, list[Job]] = defaultdict(list)
+        self.started: list[Job] = []
+        self.held_back: set[Job] = set()
+        """Passed over, as those are who wait for a prefix that is being computed."""
+
+    def arrive(self, user: str) -> None:
+        self.arrived[user].append(job_of(user))
+        self.line.add(self.arrived[user][-1])
+
+    def finish(self, index: int) -> None:
+        if self.running:
+            self.running.pop(index % len(self.running))
+
+    def admit(self) -> None:
+        for job in self.line.in_turn(self.load):
+            if len(self.running) >= self.parallel:
+                return
+            if job in self.held_back:
+                continue
+            self.start(job)
+            self.line.remove(job)
+
+    def start(self, job: Job) -> None:
+        self.running.append(job)
+        self.started.append(job)
+
+    def drain(self) -> str:
+        """Let everything finish, the oldest first; the users in the order in which their jobs started."""
+        begin = len(self.started)
+        self.admit()
+        while self.running:
+            self.finish(0)
+            self.admit()
+        return "".join(job.user for job in self.started[begin:])
+
+    @property
+    def load(self) -> Counter[str]:
+        return Counter(job.user for job in self.running)
+
+    @property
+    def startable(self) -> set[str]:
+        return {job.user for job in self.line if job not in self.held_back}
+
+
+def arrivals(parallel: int, users: str) -> Desk:
+    desk = Desk(parallel)
+    for user in users:
+        desk.arrive(user)
+    return desk
+
+
+@pytest.mark.parametrize(
+    ("parallel", "arriving", "starting"),
+    [
+        (1, "aaab", "abaa"),
+        (1, "aaabbb", "ababab"),
+        (1, "aaabbc", "abcaba"),
+        (2, "aaaabb", "ababaa"),
+        (3, "aaaaab", "abaaaa"),
+        (1, "abcd", "abcd"),
+        (1, "", ""),
+    ],
+)
+def test_users_who_came_together_take_turns(parallel: int, arriving: str, starting: str) -> None:
+    assert arrivals(parallel, arriving).drain() == starting
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 4])
+def test_fifty_jobs_of_another_user_delay_a_first_job_by_those_that_run(parallel: int) -> None:
+    desk = arrivals(parallel, "a" * 50)
+    desk.admit()
+    desk.arrive("b")
+    desk.finish(0)
+    desk.admit()
+    assert desk.started[-1].user == "b"
+
+
+@pytest.mark.parametrize("first", ["arrive", "finish"])
+def test_who_comes_as_another_is_done_is_next(first: str) -> None:
+    desk = arrivals(1, "aaa")
+    desk.admit()
+    if first == "arrive":
+        desk.arrive("b")
+        desk.finish(0)
+    else:
+        desk.finish(0)
+        desk.arrive("b")
+    assert desk.drain() == "baa"
+
+
+def test_among_those_who_have_as_much_running_the_one_served_longest_ago_is_next() -> None:
+    desk = arrivals(3, "abcaab")
+    desk.admit()
+    desk.finish(0)
+    desk.admit()
+    assert [job.user for job in desk.running] == ["b", "c", "a"]
+    desk.finish(1)
+    desk.admit()
+    assert desk.started[-1].user == "b"
+
+
+def test_who_has_the_fewest_running_is_next_even_if_another_has_waited_longer() -> None:
+    desk = arrivals(4, "aab")
+    desk.admit()
+    for user in "ab":
+        desk.arrive(user)
+    desk.admit()
+    assert desk.started[-1].user == "b"
+
+
+def test_several_places_that_are_free_are_shared_out() -> None:
+    desk = arrivals(4, "a")
+    desk.admit()
+    for user in "bbba":
+        desk.arrive(user)
+    desk.admit()
+    assert "".join(job.user for job in desk.started) == "abab"
+
+
+def test_newcomers_without_end_starve_nobody() -> None:
+    desk = arrivals(1, "aaaa")
+    for number in range(30):
+        desk.admit()
+        desk.arrive(f"new {number}")
+        desk.finish(0)
+    assert [job.user for job in desk.started].count("a") == 4
+
+
+def test_who_leaves_the_line_and_comes_back_gains_nothing() -> None:
+    desk = arrivals(1, "abc")
+    desk.line.remove(desk.arrived["a"][0])
+    desk.arrive("a")
+    assert desk.drain() == "bca"
+
+
+def test_a_job_that_is_passed_over_is_not_a_turn() -> None:
+    desk = arrivals(1, "aab")
+    desk.held_back.add(desk.arrived["a"][0])
+    assert desk.drain() == "ab"
+    assert desk.started[0] is desk.arrived["a"][1]
+    desk.held_back.clear()
+    assert desk.drain() == "a"
+
+
+class Watched(Desk):
+    """Checks of every start that it is fair. What ends between two admissions ends at the same time."""
+
+    def __init__(self, parallel: int) -> None:
+        super().__init__(parallel)
+        self._served: set[str] = set()
+        self._ahead: dict[str, Counter[str]] = {}
+        """Of everybody who waits with nothing running: who was running when that began, and who started since."""
+
+    def arrive(self, user: str) -> None:
+        super().arrive(user)
+        self._look({user} - self._served)
+
+    def admit(self) -> None:
+        self._ahead = {user: ahead for user, ahead in self._ahead.items() if user in self.startable}
+        self._look(self.startable)
+        super().admit()
+        self._served = set(self.load)
+
+    def start(self, job: Job) -> None:
+        self._check(job)
+        super().start(job)
+
+    def _look(self, users: set[str]) -> None:
+        for user in users - self.load.keys():
+            self._ahead.setdefault(user, Counter(self.load.keys()))
+
+    def _check(self, job: Job) -> None:
+        assert self.load[job.user] == min(self.load[user] for user in self.startable)
+        self._ahead.pop(job.user, None)
+        for user, ahead in self._ahead.items():
+            ahead[job.user] += 1
+            assert ahead[job.user] == 1, f"{job.user} went before {user}, and had had its turn"
+
+
+USERS = st.sampled_from("abcd")
+ACTIONS = st.one_of(
+    st.tuples(st.just("arrive"), USERS),
+    st.tuples(st.just("finish"), st.integers(0, 3)),
+    st.tuples(st.just("hold back"), st.integers(0, 9)),
+    st.tuples(st.just("admit"), st.none()),
+)
+
+
+@given(parallel=st.integers(1, 4), actions=st.lists(ACTIONS, max_size=80))
+def test_whatever_happens_turns_are_fair(parallel: int, actions: list[tuple[str, str | int | None]]) -> None:
+    desk = Watched(parallel)
+    for action in actions:
+        match action:
+            case "arrive", str(user):
+                desk.arrive(user)
+            case "finish", int(index):
+                desk.finish(index)
+            case "hold back", int(index):
+                desk.held_back |= set(list(desk.line)[index : index + 1])
+            case _:
+                desk.admit()
+    desk.held_back.clear()
+    desk.drain()
+    assert len(desk.line) == 0
+    assert Counter(desk.started) == Counter(job for jobs in desk.arrived.values() for job in jobs)
+
+
+@given(users=st.lists(USERS, max_size=30), parallel=st.integers(1, 4))
+def test_jobs_of_one_user_start_in_order_of_arrival(users: list[str], parallel: int) -> None:
+    desk = arrivals(parallel, "".join(users))
+    desk.drain()
+    for user, jobs in desk.arrived.items():
+        assert [job for job in desk.started if job.user == user] == jobs
+
+
+@given(st.lists(st.sampled_from(["arrive", "finish", "admit"]), max_size=60), st.integers(1, 4))
+def test_a_single_user_is_served_in_order_of_arrival(actions: list[str], parallel: int) -> None:
+    desk = Desk(parallel)
+    for action in actions:
+        if action == "arrive":
+            desk.arrive("")
+        elif action == "finish":
+            desk.finish(0)
+        else:
+            desk.admit()
+        assert list(desk.line.in_turn(desk.load)) == list(desk.line)
+    desk.drain()
+    assert desk.started == desk.arrived[""]
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_in_the_engine_a_first_job_waits_only_for_those_that_run(parallel: int) -> None:
+    engine = FakeEngine(cells=1 << 15)
+    gate = Gate(engine)
+    ended: list[str] = []
+
+    def start(user: str, seed: int) -> Recorder:
+        recorder = Recorder(then=lambda _: ended.append(user))
+        return rig.start(text(20, seed), recorder, user=user, namespace=user, max_new=2, closing=())
+
+    with Rig(engine=engine, parallel=parallel) as rig:
+        many = [start("many", seed) for seed in range(50)]
+        gate.reached()
+        one = start("one", 99)
+        gate.open()
+        for recorder in [*many, one]:
+            recorder.wait()
+    assert Counter(ended) == {"many": 50, "one": 1}
+    assert ended.index("one") < 2 * parallel

@@ -1,0 +1,147 @@
+"""State that cannot be cut by token: stored where it will be wanted, and restored as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberkeep.engine.base import KvUnit
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.types import MissReason
+from helpers.kv_building import check_books, chunk_files
+from helpers.scheduling import CLOSING, Rig, reference, text
+
+PROMPT = text(700)
+UNITS = [KvUnit.SNAPSHOT, KvUnit.BOTH]
+
+
+def engine(unit: KvUnit) -> FakeEngine:
+    return FakeEngine(cells=1 << 15, kv_unit=unit)
+
+
+def fresh(unit: KvUnit, tokens, **more) -> list[int]:
+    """What an engine that has never seen anything answers."""
+    return reference(tokens, engine=engine(unit), **more)
+
+
+@pytest.fixture(params=UNITS)
+def unit(request) -> KvUnit:
+    return request.param
+
+
+@pytest.fixture
+def rig(tmp_path: Path, unit: KvUnit):
+    with Rig(tmp_path, engine(unit)) as rig:
+        yield rig
+        check_books(rig.store)
+
+
+def test_the_next_turn_goes_on_where_the_last_one_ended(rig, unit):
+    first = rig.run(PROMPT)
+    history = [*PROMPT, *first.answer, *CLOSING]
+    rig.run(text(50, seed=9))  # somebody else takes the engine
+    turn = [*history, *text(40, seed=1)]
+    second = rig.run(turn)
+    assert second.lookup.reused_tokens == len(history)
+    assert second.answer == fresh(unit, turn)
+
+
+def test_a_conversation_survives_a_restart(tmp_path, unit):
+    with Rig(tmp_path, engine(unit)) as rig:
+        first = rig.run(PROMPT)
+    history = [*PROMPT, *first.answer, *CLOSING]
+    turn = [*history, *text(40, seed=1)]
+    with Rig(tmp_path, engine(unit)) as rig:
+        second = rig.run(turn)
+        assert second.lookup.cold_tokens == len(history)
+        assert second.answer == fresh(unit, turn)
+
+
+def test_a_branch_restores_the_nearest_border_before_it(rig, unit):
+    borders = frozenset({200, 450})
+    rig.run(PROMPT, borders=borders)
+    branch = [*PROMPT[:500], *text(100, seed=3)]
+    rig.run(text(50, seed=9))
+    told = rig.run(branch)
+    assert told.lookup.reused_tokens == 450
+    assert told.answer == fresh(unit, branch)
+    earlier = [*PROMPT[:300], *text(80, seed=4)]
+    assert rig.run(earlier).lookup.reused_tokens == 200
+    assert rig.run([*PROMPT[:100], *text(80, seed=5)]).lookup.reused_tokens == 0
+
+
+def test_both_branches_go_on_from_one_snapshot(rig, unit):
+    rig.run(PROMPT, borders=frozenset({600}))
+    for seed in range(4):
+        branch = [*PROMPT[:650], *text(60, seed=seed)]
+        told = rig.run(branch)
+        assert told.lookup.reused_tokens == 600
+        assert told.answer == fresh(unit, branch)
+
+
+def test_a_repeated_prompt_is_resumed_at_its_last_border_and_says_why_not_later(rig, unit):
+    rig.run(PROMPT, borders=frozenset({690}), closing=())
+    rig.run(text(50, seed=9))
+    again = rig.run(PROMPT, borders=frozenset({690}), closing=())
+    assert again.lookup.reused_tokens == 690
+    assert again.lookup.reason is MissReason.NO_SNAPSHOT
+    assert again.answer == fresh(unit, PROMPT)
+
+
+def test_a_lost_snapshot_costs_an_evaluation_and_no_answer(tmp_path, unit):
+    with Rig(tmp_path, engine(unit)) as rig:
+        first = rig.run(PROMPT)
+        rig.store.flush()
+        (snapshot,) = [c for c in rig.store._books if c.is_snapshot]
+        name = snapshot.key.hex()
+    (path,) = [file for file in chunk_files(tmp_path) if file.stem == name]
+    path.write_bytes(path.read_bytes()[:-3])
+    turn = [*PROMPT, *first.answer, *CLOSING, *text(40, seed=1)]
+    with Rig(tmp_path, engine(unit)) as rig:
+        told = rig.run(turn)
+        assert told.lookup.reused_tokens == 0
+        assert told.lookup.reason is MissReason.CORRUPT
+        assert told.answer == fresh(unit, turn)
+
+
+def test_jobs_side_by_side_do_not_mix_their_state(rig, unit):
+    prompts = [[*PROMPT[:400], *text(90, seed=seed)] for seed in range(4)]
+    rig.run(PROMPT, borders=frozenset({400}))
+    started = [rig.start(prompt) for prompt in prompts]
+    for prompt, recorder in zip(prompts, started, strict=True):
+        assert recorder.answer == fresh(unit, prompt)
+        assert recorder.lookup.reused_tokens == 400
+
+
+def test_a_stop_string_gives_the_state_up_and_nothing_wrong_is_kept(rig, unit):
+    from helpers.scheduling import Recorder
+
+    stopped = rig.run(PROMPT, Recorder(stop_at=lambda tokens: 2 if len(tokens) == 5 else None))
+    turn = [*PROMPT, *stopped.answer[:2], *CLOSING, *text(30, seed=2)]
+    assert rig.run(turn).answer == fresh(unit, turn)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    unit=st.sampled_from(UNITS),
+    turns=st.lists(
+        st.tuples(st.integers(0, 400), st.integers(1, 150), st.integers(0, 3), st.sets(st.integers(1, 500))),
+        min_size=2,
+        max_size=6,
+    ),
+    warm=st.sampled_from([1 << 30, 6000]),
+)
+def test_any_history_of_branches_gives_the_answers_of_a_fresh_engine(tmp_path_factory, unit, turns, warm):
+    """Each turn keeps some of the longest text so far and goes on with its own."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    text_so_far: list[int] = []
+    with Rig(folder, engine(unit), warm=warm) as rig:
+        for kept, length, seed, borders in turns:
+            prompt = [*text_so_far[:kept], *text(length, seed=seed)]
+            told = rig.run(prompt, max_new=4, borders=frozenset(borders))
+            assert told.answer == fresh(unit, prompt, max_new=4)
+            text_so_far = [*prompt, *told.answer, *CLOSING]
+        check_books(rig.store)

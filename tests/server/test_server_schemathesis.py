@@ -1,0 +1,87 @@
+"""Everything the OpenAPI document describes, asked in ways nobody would think of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from schemathesis.config import SchemathesisConfig
+from schemathesis.engine import Status, events, from_schema
+from schemathesis.python.asgi import HOST
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.config import Config
+from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.runtime import assemble
+from emberkeep.server.app import create_app
+from emberkeep.types import Json
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    """A small context: answers without a limit end soon."""
+    config = Config(data_dir=tmp_path_factory.mktemp("data"), allowed_hosts=(HOST,))
+    engine = FakeEngine(context=256)
+    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    yield create_app(backend, config)
+    asyncio.run(backend.close())
+
+
+def findings(app: FastAPI, *, examples: int, coverage: bool) -> list[str]:
+    """What is wrong with any operation; the same cases in every run."""
+    settings: dict[str, Json] = {
+        "seed": 1,
+        "generation": {"deterministic": True, "max-examples": examples, "database": "none"},
+        "request-timeout": 60,
+        # Which tokens a model has, how long a prompt may be and which fields go together, no schema says.
+        "checks": {"positive_data_acceptance": {"enabled": False}},
+        "phases": {"coverage": {"enabled": coverage}, "stateful": {"enabled": False}},
+    }
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=SchemathesisConfig.from_dict(settings))
+    found, tested = [], set[str | None]()
+    for event in from_schema(schema).execute():
+        if isinstance(event, events.ScenarioFinished):
+            found += failures(event)
+            tested |= {event.label} if event.status is Status.SUCCESS else set()
+        elif isinstance(event, (events.NonFatalError, events.FatalError)):
+            found.append(repr(event))
+    return found + [f"{label} was not tested" for label in sorted(operations(app) - tested)]
+
+
+def failures(scenario: events.ScenarioFinished) -> list[str]:
+    checks = [check for of_case in scenario.recorder.checks.values() for check in of_case]
+    return [
+        f"{scenario.label}, {check.name}: {info.failure.title} {info.failure.message}\n{info.code_sample}"
+        for check in checks
+        if (info := check.failure_info)
+    ]
+
+
+def operations(app: FastAPI) -> set[str | None]:
+    paths = app.openapi()["paths"].items()
+    return {f"{method.upper()} {path}" for path, methods in paths for method in methods}
+
+
+def test_nothing_makes_the_server_fail_or_answer_off_the_document(app: FastAPI) -> None:
+    found = findings(app, examples=10, coverage=False)
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.slow
+def test_nor_does_every_border_of_every_field(app: FastAPI) -> None:
+    found = findings(app, examples=100, coverage=True)
+    assert not found, "\n\n".join(found)
+
+
+def test_every_operation_says_which_errors_it_answers_with(app: FastAPI) -> None:
+    document = app.openapi()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert {"200", "401", "403"} <= set(operation["responses"]), path
+            if method != "get":
+                assert {"400", "404", "413", "429", "503", "504"} <= set(operation["responses"]), path
+    fields = document["components"]["schemas"]["Error"]["properties"]["error"]["required"]
+    assert set(fields) == {"message", "type", "param", "code"}
