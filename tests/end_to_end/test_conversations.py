@@ -49,7 +49,8 @@ def test_an_edit_in_the_middle_costs_only_what_follows_it(server: ServerProcess)
     shared = next(index for index, (a, b) in enumerate(ids) if a != b)
     assert 100 < shared < reply.prompt_tokens - 100
     assert reply.cached_tokens == shared
-    assert reply.detail["reason"] == "diverged"
+    assert reply.detail["reason"] == "edited_message"
+    assert reply.detail["divergence"]["where"] == "message 1 (system)"
     assert reply.detail["divergence"]["token_index"] == shared
 
 

@@ -25,6 +25,7 @@ EXPERTS = 8
 EXPERTS_USED = 2
 
 _PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁,.!"]
+_PIECES += ["<|im_start|>", "<|im_end|>"]  # of ChatML, which is used for models without a template
 VOCAB = len(_PIECES)
 
 _KINDS = [
@@ -32,7 +33,8 @@ _KINDS = [
     TokenType.CONTROL,
     TokenType.CONTROL,
     *[TokenType.BYTE] * 256,
-    *[TokenType.NORMAL] * (VOCAB - 259),
+    *[TokenType.NORMAL] * (VOCAB - 261),
+    *[TokenType.CONTROL] * 2,
 ]
 
 Shapes = dict[str, tuple[int, ...]]

@@ -49,9 +49,10 @@ def test_a_repeated_prompt_gives_the_same_answer_without_evaluation(rig, samplin
     assert fresh.lookup.reason is MissReason.DISABLED
 
 
-def test_the_last_prompt_token_is_always_evaluated(rig):
+def test_the_last_prompt_token_is_evaluated_to_start_an_answer_and_only_then(rig):
     rig.run(PROMPT, max_new=0)
-    assert evaluated_by(rig, PROMPT, max_new=0) == 1
+    assert evaluated_by(rig, PROMPT, max_new=0) == 0
+    assert evaluated_by(rig, PROMPT, max_new=1, closing=()) == 2  # it, and the answer
 
 
 def test_every_turn_of_a_conversation_reuses_everything_before_it(rig):

@@ -83,6 +83,7 @@ class StoreCache:
         return self._store.catalogue.forget_user(user)
 
     def gc(self) -> Removed:
+        self._loop.drop_resting(self._store.catalogue.expired(self._loop.resting()))
         return self._store.catalogue.gc()
 
     def _entry(self, entry_id: str) -> CacheEntry:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from emberkeep.chat.segments import (
     stable_messages,
 )
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.chat.tokens import PromptTokenizer
+from emberkeep.chat.tokens import PromptTokenizer, Spelled
 from emberkeep.errors import ContextExceeded, InvalidField, TemplateFailed
 from emberkeep.kv.entries import Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
@@ -51,6 +50,7 @@ class Prompt:
     keys: CacheKeys
     label: Label
     borders: frozenset[int]
+    spelled: Spelled
 
 
 class PromptMaker:
@@ -81,9 +81,9 @@ class PromptMaker:
     def make(self, request: Request) -> Prompt:
         """Everything about a request that needs no engine. Raises RequestError."""
         self._store.refresh()
-        text, ids, ahead = self._spell(request)
-        self._check_length(request, len(ids))
-        tokens = np.array(ids, np.int32)
+        text, spelled, ahead = self._spell(request)
+        self._check_length(request, len(spelled.ids))
+        tokens = np.array(spelled.ids, np.int32)
         keys = cache_keys(request)
         return Prompt(
             text=text,
@@ -93,7 +93,8 @@ class PromptMaker:
             read_ahead=frozenset(ahead),
             keys=keys,
             label=_label(request, keys),
-            borders=self._borders(request, text, tokens) if self._wants_borders else frozenset(),
+            borders=self._borders(request, text, spelled, tokens) if self._wants_borders else frozenset(),
+            spelled=spelled,
         )
 
     def stable(self, request: Request, tokens: TokenArray) -> Stable | None:
@@ -126,10 +127,9 @@ class PromptMaker:
         """Which part of a chat stands at a token; None where that cannot be told."""
         if request.prompt is not None:
             return None
-        before = self.detokenize(prompt.tokens[:token_index].tolist())
-        lead = self.detokenize(self.lead(prompt.text))
+        offset = prompt.spelled.offset_of(token_index, self.detokenize)
         with suppress(TemplateFailed):
-            return place_of(self._ender(request), request, prompt.text, len(before) - len(lead))
+            return place_of(self._ender(request), request, prompt.text, offset)
         return None
 
     def encode(self, text: str) -> list[int]:
@@ -149,19 +149,19 @@ class PromptMaker:
             return ()
         return () if text.startswith(self.detokenize([bos])) else (bos,)
 
-    def _spell(self, request: Request) -> tuple[str, Sequence[int], set[ChunkKey]]:
+    def _spell(self, request: Request) -> tuple[str, Spelled, set[ChunkKey]]:
         """Text and ids of a request, and what it began to read from disk."""
         if isinstance(request.prompt, tuple):
             self.check_ids(request.prompt, "prompt")
-            return self.detokenize(request.prompt), request.prompt, set()
+            return self.detokenize(request.prompt), Spelled(list(request.prompt), []), set()
         if request.is_prefix and request.prompt is None and _is_stable(request):
-            ids = self._stable_prefix(request)
-            return self.detokenize(ids.tolist()), ids.tolist(), set()
+            ids = self._stable_prefix(request).tolist()
+            return self.detokenize(ids), Spelled(ids, []), set()
         text = request.prompt if request.prompt is not None else self.render(request)
         look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
         lead = self.lead(text)
         ahead = look.read_ahead(self.detokenize(lead) + text) if request.use_cache else set()
-        return text, self._tokenizer.encode(text, replay=look.replay, before=lead), ahead
+        return text, self._tokenizer.spell(text, replay=look.replay, before=lead), ahead
 
     def _check_length(self, request: Request, length: int) -> None:
         if length == 0:
@@ -198,19 +198,15 @@ class PromptMaker:
 
     # ── borders ──
 
-    def _borders(self, request: Request, text: str, tokens: TokenArray) -> frozenset[int]:
+    def _borders(self, request: Request, text: str, spelled: Spelled, tokens: TokenArray) -> frozenset[int]:
         """Token positions at which the stable beginning and the last messages end."""
         ends: list[int] = []
         stable = self.stable(request, tokens)
         if request.prompt is None:
             with suppress(TemplateFailed):
                 ends = message_ends(self._ender(request), request, text, _BORDERS)
-        lead = len(self.lead(text))
-        pieces = self._vocab.pieces
-        reached = accumulate(len(pieces[token]) for token in tokens[lead:].tolist())
-        position_at = {offset: lead + count for count, offset in enumerate(reached, 1)}
-        offsets = [len(text[:end].encode("utf-8", "surrogatepass")) for end in ends]
-        found = [position_at[offset] for offset in offsets if offset in position_at]
+        position_at = dict(spelled.ends)
+        found = [position_at[end] for end in ends if end in position_at]
         return frozenset([*found, stable.length] if stable else found) - {len(tokens)}
 
     def _ender(self, request: Request) -> _Ender:

@@ -116,7 +116,7 @@ def message_ends(render: Render, request: Request, text: str, last: int) -> list
 
 def place_of(render: Render, request: Request, text: str, offset: int) -> Place:
     """What stands at `offset` of `text`, which `request` was rendered to. Raises TemplateFailed."""
-    if tool := _tool_at(render, request, text, offset):
+    if tool := _tool_at(render, request, offset):
         return Place(f"the tool {tool}", in_tools=True)
     first, last = 0, len(request.messages) - 1
     while first < last:
@@ -134,11 +134,11 @@ def _end(render: Render, request: Request, text: str, count: int) -> int:
     return _common(render(request.messages[:count], request.tools), text)
 
 
-def _tool_at(render: Render, request: Request, text: str, offset: int) -> str | None:
+def _tool_at(render: Render, request: Request, offset: int) -> str | None:
     """The tool whose definition stands there."""
     if not request.tools:
         return None
-    without = render(request.messages, ())
+    text, without = render(request.messages, request.tools), render(request.messages, ())
     begin = _common(without, text)
     end = len(text) - _common(without[::-1], text[::-1])
     if not begin <= offset < end:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from itertools import accumulate
 
 from emberkeep.types import Vocab
@@ -21,6 +22,31 @@ words (ChatML: `assistant`, a line break, `Hello`), which the answer has to cove
 _REMEMBERED_CHARS = 8 << 20
 
 
+@dataclass(slots=True)
+class Spelled:
+    """A text as tokens."""
+
+    ids: list[int]
+    ends: list[tuple[int, int]]
+    """Places, in characters of the text and in tokens, where one ends and the other does too."""
+
+    def add(self, ids: Sequence[int], at: int, *, is_whole: bool = True) -> None:
+        """Tokens for the text up to `at`, or (not `is_whole`) beyond it."""
+        self.ids += ids
+        if is_whole:
+            self.ends.append((at, len(self.ids)))
+
+    def skip_to(self, at: int, is_end: bool) -> None:
+        """The text up to `at` has its tokens already; they end there or beyond."""
+        if is_end:
+            self.ends.append((at, len(self.ids)))
+
+    def offset_of(self, position: int, text_of: Callable[[Sequence[int]], str]) -> int:
+        """About where in the text the token at `position` begins."""
+        at, start = max((end for end in self.ends if end[1] <= position), key=lambda end: end[1], default=(0, 0))
+        return at + len(text_of(self.ids[start:position]))
+
+
 class PromptTokenizer:
     """Safe to use from several threads."""
 
@@ -28,27 +54,41 @@ class PromptTokenizer:
         self._vocab = vocab
         self._border = _border(vocab)
         self._known = _Fragments(_REMEMBERED_CHARS)
+        # Some vocabularies put a blank before every stretch of text.
+        first = vocab.tokenize("a")[:1]
+        self._blank = b" " if first and vocab.pieces[first[0]].startswith(b" ") else b""
 
     def encode(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> list[int]:
         """`before` and the token ids of `text`; `replay` is asked at every stretch between special tokens.
 
         Blocks; mutates nothing but the memory of fragments.
         """
-        ids = list(before)
+        return self.spell(text, replay=replay, before=before).ids
+
+    def spell(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> Spelled:
+        """As `encode`, with where each stretch of `text` ends."""
         fragments = list(self._fragments(text))
-        sizes = (len(fragment.encode("utf-8", "surrogatepass")) for fragment, _ in fragments)
-        ends = list(accumulate(sizes))
-        data, borders = text.encode("utf-8", "surrogatepass"), frozenset(ends)
-        covered = 0
-        for (fragment, special), begin in zip(fragments, [0, *ends], strict=False):
+        parts = [self._as_spelled(*fragment) for fragment in fragments]
+        ends = list(accumulate(len(part) for part in parts))
+        data, borders = b"".join(parts), frozenset(ends)
+        spelled = Spelled(list(before), [(0, len(before))])
+        covered, at = 0, 0
+        for (fragment, special), begin, end in zip(fragments, [0, *ends], ends, strict=False):
+            at += len(fragment)
             if begin < covered:
+                spelled.skip_to(at, end == covered)
                 continue
             if special is not None:
-                ids.append(special)
+                spelled.add((special,), at)
                 continue
-            replayed, covered = replay(ids, data, begin, borders) if replay else ((), begin)
-            ids += replayed or self._tokenize(fragment)
-        return ids
+            replayed, covered = replay(spelled.ids, data, begin, borders) if replay else ((), begin)
+            spelled.add(replayed or self._tokenize(fragment), at, is_whole=covered <= end)
+        return spelled
+
+    def _as_spelled(self, fragment: str, special: int | None) -> bytes:
+        """The bytes that its tokens stand for."""
+        data = fragment.encode("utf-8", "surrogatepass")
+        return data if special is not None else self._blank + data
 
     def _fragments(self, text: str) -> Iterator[tuple[str, int | None]]:
         """Text fragments (with None) and special tokens (with their id), in order."""

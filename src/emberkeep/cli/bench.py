@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option, Typer
 
 from emberkeep.cli.common import ConfigFlag, ModelFlag, console, install_model, load_config
+from emberkeep.cli.tables import show
 
 if TYPE_CHECKING:
     from emberkeep.bench.report import Result
-
-PIPE_WIDTH = 1000
 
 app = Typer(
     help="Measure this machine: restarts, turns, sharing, overhead, load. Leave it alone meanwhile.",
@@ -193,10 +192,4 @@ def _say(what: str) -> None:
 def _print(result: Result) -> None:
     from emberkeep.bench.tables import render
 
-    output = console()
-    if not output.is_terminal:
-        # A pipe has no width: nothing may be folded or cut there.
-        output.width = PIPE_WIDTH
-    output.print()
-    for part in render(result):
-        output.print(part)
+    show("", *render(result))

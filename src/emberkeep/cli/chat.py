@@ -18,6 +18,7 @@ from emberkeep.cli.common import (
     console,
     install_model,
     load_config,
+    open_model,
     setting_help,
 )
 from emberkeep.cli.conversation import Conversation
@@ -60,16 +61,9 @@ def chat(
     )
     install_model(settled)
     options: Options = {"temperature": temperature, "max_tokens": max_tokens}
-    with _open(settled) as keeper:
+    with open_model(settled) as keeper:
         session = ChatSession(keeper, Conversation(system), options, sys.stdout, interactive=sys.stdin.isatty())
         session.run(_lines(settled, session))
-
-
-def _open(config: Config) -> Emberkeep:
-    from emberkeep.library import Emberkeep
-
-    with console(stderr=True).status(f"Loading {config.model} ..."):
-        return Emberkeep.open(config)
 
 
 def _lines(config: Config, session: ChatSession) -> Iterable[str]:

@@ -16,6 +16,8 @@ from emberkeep.config import Config, default_of, help_for, type_of
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from emberkeep.library import Emberkeep
+
 
 def setting_help(key: str) -> str:
     return f"{help_for(key)} [default: {default_of(key)}]"
@@ -60,6 +62,14 @@ def install_model(config: Config) -> None:
 
     with pull_reporter() as reporter:
         ensure_model(config, reporter)
+
+
+def open_model(config: Config) -> Emberkeep:
+    """Load a model that is here, with a word about it where a person waits. Raises ModelError, EngineError."""
+    from emberkeep.library import Emberkeep
+
+    with console(stderr=True).status(f"Loading {config.model} ..."):
+        return Emberkeep.open(config)
 
 
 def console(*, stderr: bool = False) -> Console:

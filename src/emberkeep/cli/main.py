@@ -10,6 +10,7 @@ import typer
 
 from emberkeep import __version__
 from emberkeep.cli.bench import app as bench_app
+from emberkeep.cli.cache import app as cache_app
 from emberkeep.cli.chat import chat
 from emberkeep.cli.common import (
     ApiKeyFlag,
@@ -41,6 +42,7 @@ Examples:
   emberkeep chat                               talk to the default model in this terminal
   emberkeep models pull hf:owner/repo/file.gguf --name mine
   emberkeep serve --model mine --ctx 32768     a model that was pulled before
+  emberkeep cache ls                           which prompts are kept, where and for how long
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
 
@@ -120,6 +122,7 @@ def serve(
 
 app.command()(chat)
 app.add_typer(models_app, name="models")
+app.add_typer(cache_app, name="cache")
 app.command()(doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")

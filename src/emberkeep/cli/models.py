@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from emberkeep.cli.common import DataDirFlag, JsonFlag, console, load_config
+from emberkeep.cli.common import DataDirFlag, JsonFlag, load_config
 from emberkeep.cli.reporters import pull_reporter
+from emberkeep.cli.tables import printable, show, show_facts, texts
 from emberkeep.config import readable_size
 from emberkeep.models.digest import weights_digest
 from emberkeep.models.gguf import read_header
@@ -20,14 +21,9 @@ from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile
 from emberkeep.types import Json
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
 __all__ = ["app", "pull_reporter"]
 
 TEMPLATE_LINES = 5
-PIPE_WIDTH = 1000
 
 app = typer.Typer(help="List, pull, show and remove models.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -83,12 +79,12 @@ def show_model(
     file = library.resolve(model)
     found = profile(read_header(file.path))
     if template:
-        print(_printable(found.chat_template or ""))
+        print(printable(found.chat_template or ""))
     elif as_json:
         facts = _facts(file) | {"sha256": weights_digest(file.path, library.digests)}
         print(json.dumps(facts | {"profile": asdict(found)}, indent=2))
     else:
-        _print_facts(file, found, weights_digest(file.path, library.digests))
+        show_facts(_lines(file, found, weights_digest(file.path, library.digests)))
 
 
 @app.command("remove")
@@ -123,18 +119,8 @@ def _print_table(models: Sequence[InstalledModel]) -> None:
         was = f" (was {record.optimized_from})" if record.optimized_from else ""
         pulled = f"{datetime.fromtimestamp(record.pulled_at):%Y-%m-%d %H:%M}"
         size = readable_size(record.size)
-        table.add_row(*_texts(model.id, record.quantisation + was, size, pulled, record.source))
-    _print(table)
-
-
-def _print_facts(file: ModelFile, found: ModelProfile, digest: str) -> None:
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold")
-    for label, value in _lines(file, found, digest):
-        grid.add_row(*_texts(label, value))
-    _print(grid)
+        table.add_row(*texts(model.id, record.quantisation + was, size, pulled, record.source))
+    show(table)
 
 
 def _lines(file: ModelFile, found: ModelProfile, digest: str) -> Iterator[tuple[str, str]]:
@@ -171,22 +157,3 @@ def _beginning(template: str | None) -> str:
     lines = template.splitlines()
     rest = "\n… (--template prints all of it)" if len(lines) > TEMPLATE_LINES else ""
     return "\n".join(lines[:TEMPLATE_LINES]) + rest
-
-
-def _texts(*cells: str) -> list[Text]:
-    """Cells as they are: a model's own words must neither be styled nor reach the terminal's controls."""
-    from rich.text import Text
-
-    return [Text(_printable(cell), overflow="fold") for cell in cells]
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _print(table: Table) -> None:
-    output = console()
-    if not output.is_terminal:
-        # A pipe has no width: nothing may be folded or cut there.
-        output.width = PIPE_WIDTH
-    output.print(table)

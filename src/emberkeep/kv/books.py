@@ -145,6 +145,7 @@ class Books:
         """A request has left its state at `cursor`: it is wanted for its TTL from now on."""
         entry = Entry.new(label, cursor.namespace)
         entry = self.entries.setdefault(entry.id, entry)
+        entry.forget_tails(key for key in {tail.chunk for tail in entry.tails} if key not in self._chunks)
         entry.turn_ended(label, cursor, self.clock, now)
         self.news.entries[entry.id] = entry
         for chunk in _on_the_way(cursor):

@@ -116,9 +116,9 @@ class Catalogue:
             size = sum(chunk.bytes for chunk in self._books if chunk.namespace in mine)
             gone = [key for namespace in mine for key in self._books.forget(namespace)]
         self._delete(gone)
-        for namespace in mine if self._cold else ():
+        if self._cold:
             with suppress(OSError):
-                self._cold.forget_ghosts(namespace)  # type: ignore[union-attr]
+                self._cold.erase(mine)
         return Removed(entries=entries, tokens=tokens, bytes=size)
 
     def gc(self) -> Removed:
@@ -183,7 +183,7 @@ class Catalogue:
             idle_s=max(now - used_at, 0.0),
             hits=last.hits,
             turns=entry.turns,
-            branches=len(entry.tails),
+            branches=max(sum(self._books.get(t.chunk) is not None for t in entry.tails), 1),
             ttl=entry.ttl,
             expires_in_s=last.expires - now,
             is_pinned=entry.is_pinned,

@@ -187,9 +187,10 @@ class ColdTier:
             self._index.add_ghosts(ghosts)
             self._index.save_meta(meta)
 
-    def forget_ghosts(self, namespace: str) -> None:
+    def erase(self, namespaces: Iterable[str]) -> None:
+        """Leave no trace of these in the index, which is not told their chunks are gone by this."""
         with self._index_lock:
-            self._index.remove_ghosts(namespace)
+            self._index.erase(namespaces)
 
     @contextmanager
     def evicting(self) -> Iterator[bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from emberkeep.kv.keys import ChunkKey, pack_fields
@@ -81,6 +81,10 @@ class Entry:
         on_the_way = set(_chunks_above(cursor))
         kept = [t for t in self.tails if t.chunk not in on_the_way]
         self.tails = deque([*kept, Tail(cursor.chunk.key, cursor.used, self.turns, tick)], RING)
+
+    def forget_tails(self, gone: Iterable[ChunkKey]) -> None:
+        lost = set(gone)
+        self.tails = deque((tail for tail in self.tails if tail.chunk not in lost), RING)
 
     def stale_tails(self, turns: int) -> list[Tail]:
         """Tails that this entry has left alone for that many of its turns."""

@@ -178,8 +178,12 @@ class Index:
         )
         self._write("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", [(GHOST_LIMIT,)])
 
-    def remove_ghosts(self, namespace: str) -> None:
-        self._write("DELETE FROM gone WHERE namespace = ?", [(namespace,)])
+    def erase(self, namespaces: Iterable[str]) -> None:
+        """Delete what is known of these, also from the pages and logs that SQLite would keep."""
+        listed = [(namespace,) for namespace in namespaces]
+        for table in ("chunk", "entry", "gone"):
+            self._write(f"DELETE FROM {table} WHERE namespace = ?", listed)
+        _translated(lambda: self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
 
     def meta(self) -> dict[str, Any]:
         return _translated(lambda: dict(self._db.execute("SELECT name, value FROM meta")))
@@ -272,6 +276,7 @@ def _open(path: Path) -> apsw.Connection:
         db.pragma("journal_mode", "wal")
         # The files are the truth: losing the newest rows in a power cut costs a directory scan.
         db.pragma("synchronous", "normal")
+        db.pragma("secure_delete", True)  # what a user had removed is overwritten
         if db.pragma("user_version") not in (0, _VERSION):
             for table in _TABLES:
                 db.execute(f"DROP TABLE IF EXISTS {table}")

@@ -90,7 +90,7 @@ class KvStore:
         cold_budget: int,
         keeping: Keeping | None = None,
         about: Mapping[str, Any] | None = None,
-        clock: StoreClock | None = None,
+        clock: Callable[[Saved | None], StoreClock] = StoreClock,
     ) -> None:
         """`about` is written into the store's folder, for people and tools that come without the model."""
         self.fingerprint = fingerprint
@@ -104,7 +104,7 @@ class KvStore:
         """Bytes of other fingerprints' stores; None until looked at."""
         self._lock = threading.Lock()
         self._books = Books()
-        self._clock = clock or StoreClock()
+        self._clock = clock(None)
         self._about = dict(about or {})
         self._writes = WriteBudget(self.keeping.writes_per_day)
         self._unwritten: set[ChunkKey] = set()
@@ -118,12 +118,12 @@ class KvStore:
             self._books, self._lock, self._cold, lambda: self._clock.now(), self.keeping.ttl, self.counters
         )
 
-    def _open(self, cold: ColdTier, clock: StoreClock | None) -> None:
+    def _open(self, cold: ColdTier, clock: Callable[[Saved | None], StoreClock]) -> None:
         with no_garbage_collection():  # it would look at a hundred thousand new objects again and again
             rows, damaged = cold.open_rows()
             notes = cold.notes()
-            if clock is None and "clock" in notes.meta:
-                self._clock = StoreClock(Saved(notes.meta["clock"], notes.meta["wall"]))
+            if "clock" in notes.meta:
+                self._clock = clock(Saved(notes.meta["clock"], notes.meta["wall"]))
             self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
         self._writes = WriteBudget(
             self.keeping.writes_per_day, notes.meta.get("write_day", 0), notes.meta.get("written", 0)
@@ -466,7 +466,7 @@ class KvStore:
 
     def _add(self, chunk: Chunk, payload: memoryview) -> None:
         self._books.add(chunk, payload)
-        chunk.expires = self._wanted_until(Ttl.LONG)
+        chunk.expires = self._wanted_until(Ttl.SHORT)  # until somebody says what it is
         self.counters.inserted_chunks += 1
 
     # ── inside, on the store's own threads ──
@@ -517,13 +517,14 @@ class KvStore:
         if tail.on_disk and self._cold:
             self._cold.remove([tail.key])
 
-    def _worth_writing(self, chunk: Chunk, batch: Set[ChunkKey]) -> bool:
-        """Asked on the writer's thread. `batch`: what is about to be written with it."""
+    def _worth_writing(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
+        """Asked on the writer's thread. `batch`: what is about to be written with it, in bytes."""
         assert chunk.parent is not None
         with self._lock:
             # A chunk is of no use on disk without those before it.
             reachable = chunk.parent.is_root or chunk.parent.on_disk or chunk.parent.key in batch
-            worth_it = reachable and value.worth_writing(chunk, self._writes.spent, self._writes.limit)
+            spent = self._writes.spent + sum(batch.values())
+            worth_it = reachable and value.worth_writing(chunk, spent, self._writes.limit)
             if not worth_it and chunk in self._books:
                 self._unwritten.add(chunk.key)
             return worth_it

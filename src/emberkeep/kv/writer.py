@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic
 
@@ -23,15 +23,15 @@ _PAUSE_S = 10.0
 
 
 class Writer:
-    """`is_worth_it(chunk, keys beside it)`, `on_durable(sizes, replaced)` and `on_idle()` are called from the
-    writer's thread."""
+    """`is_worth_it(chunk, sizes of those beside it)`, `on_durable(sizes, replaced)` and `on_idle()` are called
+    from the writer's thread."""
 
     def __init__(
         self,
         cold: ColdTier,
         fingerprint: bytes,
         *,
-        is_worth_it: Callable[[Chunk, Set[ChunkKey]], bool],
+        is_worth_it: Callable[[Chunk, Mapping[ChunkKey, int]], bool],
         on_durable: Callable[[dict[ChunkKey, int], list[Chunk]], None],
         on_idle: Callable[[], None],
     ) -> None:
@@ -132,11 +132,11 @@ class Writer:
     def _entries(self, batch: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Description, memoryview]]:
         """What is still worth writing: evicted chunks have lost their payload by now."""
         entries = []
-        keys: set[ChunkKey] = set()
+        sizes: dict[ChunkKey, int] = {}
         for chunk, _ in batch:
             payload = chunk.payload
-            if payload is not None and not chunk.on_disk and self._is_worth_it(chunk, keys):
-                keys.add(chunk.key)
+            if payload is not None and not chunk.on_disk and self._is_worth_it(chunk, sizes):
+                sizes[chunk.key] = len(payload)
                 entries.append((describe(chunk, self._fingerprint), payload))
         return entries
 

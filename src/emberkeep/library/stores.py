@@ -36,7 +36,7 @@ class Checked:
 def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[StoreFolder]:
     """Of all models, the latest used first. `on_broken` gets a sentence for each that has to be left out."""
     found = []
-    for path in stores_under(data_dir / "kv"):
+    for path in filter(_has_chunks, stores_under(data_dir / "kv")):
         try:
             meta = read_meta(path / INDEX)
             if store_name(meta["fingerprint"]) != path.name:
@@ -47,14 +47,16 @@ def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[Stor
     return found
 
 
-def check_files(folder: StoreFolder, on_file: Callable[[int], None]) -> Checked:
-    """Read everything in a store; `on_file` is called with the bytes of each file. Raises OSError."""
+def check_files(folder: StoreFolder, on_progress: Callable[[int, int], None]) -> Checked:
+    """Read everything in a store; `on_progress` gets the bytes so far and in all. Raises OSError."""
     cold = ColdTier(folder.path.parent, folder.fingerprint)
     try:
         rows, damaged = cold.open_rows()
+        done, total = 0, sum(row.bytes for row in rows)
         for row in rows:
             damaged += not cold.is_whole(row)
-            on_file(row.bytes)
+            done += row.bytes
+            on_progress(done, total)
         return Checked(len(rows), damaged)
     finally:
         cold.close()
@@ -102,6 +104,10 @@ class ClosedStore:
 
     def close(self) -> None:
         self._store.close()
+
+
+def _has_chunks(path: Path) -> bool:
+    return any(path.glob("chunks/*/*.kv"))
 
 
 def _left_out(path: Path, error: Exception) -> str:

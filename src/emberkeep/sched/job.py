@@ -102,9 +102,9 @@ class Job:
 
     @property
     def reusable(self) -> int:
-        """The last prompt token is always evaluated, alone: its logits start the answer, and a cached and
-        an uncached run then end in the same computation."""
-        return len(self.tokens) - 1
+        """The last prompt token is evaluated alone: its logits start the answer, and a cached and an uncached run
+        then end in the same computation. Where there is no answer it is like the others."""
+        return len(self.tokens) - (self.max_new > 0)
 
     @property
     def cells(self) -> int:

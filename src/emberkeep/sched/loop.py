@@ -375,9 +375,11 @@ class EngineLoop:
                 self._line.wait_for(job, coming)
                 continue
             self._keep_before_fork(job)
-            if self._loader.start(job) is None:
+            sequence = self._loader.start(job)
+            if sequence is None:
                 return
             self._line.remove(job)
+            self._end_if_all_is_there(sequence)
 
     def _running_by_user(self) -> Counter[str]:
         return Counter(s.job.user for s in self._slots.active if s.job is not None)
@@ -391,6 +393,12 @@ class EngineLoop:
         for sequence in self._slots.active:
             if sequence.phase is Phase.LOADING:
                 self._loader.pump(sequence)
+                self._end_if_all_is_there(sequence)
+
+    def _end_if_all_is_there(self, sequence: Sequence) -> None:
+        """A prefix that is only to be ready may need no step at all."""
+        if sequence.phase is Phase.EVALUATING and not sequence.pending:
+            self._end(sequence, EndReason.LENGTH)
 
     def _report_progress(self, sequence: Sequence) -> None:
         job = sequence.job

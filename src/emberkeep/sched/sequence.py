@@ -81,6 +81,7 @@ class Sequence:
         self.phase = Phase.EVALUATING
         self.tokens = TokenBuffer(job.tokens, min(job.max_new, 512) + len(job.closing))
         self.prompt_length = len(job.tokens)
+        self._reusable = job.reusable
         self.computed = reused
         self.cursor = cursor
         """How far the store holds this sequence."""
@@ -113,8 +114,8 @@ class Sequence:
 
     @property
     def in_prompt(self) -> bool:
-        """Still has prompt tokens to evaluate besides the last one."""
-        return self.computed < self.prompt_length - 1
+        """Still has prompt tokens to evaluate besides one that starts the answer."""
+        return self.computed < self._reusable
 
     @property
     def sampled_count(self) -> int:
@@ -141,7 +142,7 @@ class Sequence:
     def _prompt_slice_end(self, budget: int) -> int:
         """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""
         ahead = [border for border in self.borders if border > self.computed]
-        remaining = min([*ahead, self.prompt_length - 1]) - self.computed
+        remaining = min([*ahead, self._reusable]) - self.computed
         if FAIR_SLICE <= budget < remaining < budget + FAIR_SLICE:
             budget = (remaining + 1) // 2
         return self.computed + min(budget, remaining)
@@ -156,7 +157,7 @@ class Sequence:
         return ((begin - start, finish - start),) if begin < finish else ()
 
     def lookup_record(self) -> LookupRecord:
-        reused_all = self.hot_tokens + self.warm_tokens + self.cold_tokens >= self.prompt_length - 1
+        reused_all = self.hot_tokens + self.warm_tokens + self.cold_tokens >= self._reusable
         return LookupRecord(
             prompt_tokens=self.prompt_length,
             hot_tokens=self.hot_tokens,

@@ -18,6 +18,7 @@ from emberkeep.server.reading import read, read_object
 from emberkeep.server.respond import json_response
 from emberkeep.server.routes.openai import check_model
 from emberkeep.server.wire.cache import (
+    SAMPLE,
     TOKENS,
     EntryBody,
     VerifyBody,
@@ -97,12 +98,16 @@ def _checking(router: APIRouter, backend: Backend) -> None:
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
     async def verify(http: HttpRequest) -> Response:
         body = await read(http, VerifyBody)
+        body.check()
         return json_response(verified_json(await while_there(http, _verified(backend, body))))
 
 
 async def _verified(backend: Backend, body: VerifyBody) -> list[Verified]:
     """One after the other, so that others are held up little."""
-    ids = body.chosen(await asyncio.to_thread(backend.cache.entries))
+    ids = body.ids
+    if ids is None:
+        latest = await asyncio.to_thread(backend.cache.entries)
+        ids = [entry.id for entry in latest[: body.sample or SAMPLE]]
     return [await backend.verify(entry_id, body.tokens or TOKENS) for entry_id in ids]
 
 

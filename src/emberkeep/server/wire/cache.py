@@ -27,13 +27,10 @@ class VerifyBody(Body):
     sample: Annotated[int, Field(ge=1, le=256)] | None = None
     tokens: Annotated[int, Field(ge=1, le=256)] | None = None
 
-    def chosen(self, entries: Sequence[CacheEntry]) -> list[str]:
-        """Which of `entries`, the latest used first, to verify. Raises InvalidField."""
-        if self.ids is None:
-            return [entry.id for entry in entries[: self.sample or SAMPLE]]
-        if self.sample is not None:
-            raise InvalidField("sample", "is for when no ids are given: leave one of them out.")
-        return self.ids
+    def check(self) -> None:
+        """Raises InvalidField where fields contradict each other."""
+        if self.ids is not None and self.sample is not None:
+            raise InvalidField("sample", "goes without ids: leave one of them out.")
 
 
 def asked_body(value: Mapping[str, Json]) -> ChatBody | CompletionBody:

@@ -1,0 +1,181 @@
+"""What is in the cache, and why something is not, as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from emberkeep.cli.tables import printable, show, show_facts, texts, width
+from emberkeep.config import readable_size
+from emberkeep.types import CacheEntry, EntryKind, Explanation, LookupRecord, Removed, Verified
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from emberkeep.cli.cache_access import Listed
+
+ROOMY = 110
+"""Columns of a terminal that has room for a table of entries."""
+LONGEST_USER = 24
+NOBODY = "-"
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+
+
+def print_entries(listed: Sequence[Listed]) -> None:
+    several = len({item.store.model for item in listed}) > 1
+    rows = [_cells(item.entry) + [item.store.model] * several for item in listed]
+    if width() >= ROOMY:
+        heads = ["what", "user", ">tokens", ">size", "where", "last use", ">hits", "kept", "id"]
+        _print_table([*heads, "model"] if several else heads, rows)
+    else:
+        _print_cards(rows)
+
+
+def print_entry(model: str, entry: CacheEntry) -> None:
+    show_facts(_facts(model, entry))
+
+
+def print_explanation(explanation: Explanation) -> None:
+    print(f"{printable(explanation.sentence)}\n")
+    show_facts(_reuse(explanation.lookup))
+
+
+def print_verified(results: Sequence[Verified]) -> None:
+    rows = [[what(r.entry), _reused(r), agreement([r]), r.entry.id] for r in results]
+    _print_table(["what", "reused", "agreement", "id"], rows)
+
+
+def agreement(results: Sequence[Verified]) -> str:
+    agreed, compared = sum(r.agreed for r in results), sum(r.compared for r in results)
+    if not compared:
+        return "nothing to compare"
+    return f"{agreed / compared:.1%} of {compared} tokens agree"
+
+
+def what(entry: CacheEntry) -> str:
+    """What a person would call it."""
+    return entry.name or entry.head or f"a {entry.kind} without a name"
+
+
+def removed_line(removed: Removed) -> str:
+    return f"Removed {counted(removed.entries)}, {removed.tokens:,} tokens, {readable_size(removed.bytes)}."
+
+
+def counted(number: int, one: str = "entry", many: str = "entries") -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _cells(entry: CacheEntry) -> list[str]:
+    user = _user(entry)
+    return [
+        what(entry),
+        user if len(user) <= LONGEST_USER else f"{user[: LONGEST_USER - 1]}…",
+        f"{entry.tokens:,}",
+        readable_size(entry.bytes),
+        _where(entry),
+        _ago(entry.idle_s),
+        f"{entry.hits:,}",
+        _kept(entry),
+        entry.id,
+    ]
+
+
+def _facts(model: str, entry: CacheEntry) -> Iterator[tuple[str, str]]:
+    yield "id", entry.id
+    yield "kind", entry.kind
+    if entry.name:
+        yield "conversation id" if entry.kind is EntryKind.CONVERSATION else "name", entry.name
+    yield "first words", entry.head or "not known any more"
+    yield "model", model
+    yield "user", _user(entry)
+    yield "tokens", f"{entry.tokens:,}"
+    yield "size", f"{readable_size(entry.bytes)}, with what it shares with others"
+    yield "where", _where(entry)
+    yield "last use", _ago(entry.idle_s)
+    yield "used", f"{counted(entry.turns, 'turn', 'turns')}, {counted(entry.hits, 'hit', 'hits')}"
+    yield "branches", str(entry.branches)
+    yield "kept", _kept(entry)
+
+
+def _reuse(lookup: LookupRecord) -> Iterator[tuple[str, str]]:
+    yield "from the engine", f"{lookup.hot_tokens:,} tokens"
+    yield "from RAM", f"{lookup.warm_tokens:,} tokens"
+    yield "from disk", f"{lookup.cold_tokens:,} tokens"
+    yield "to evaluate", f"{lookup.prompt_tokens - lookup.reused_tokens:,} of {lookup.prompt_tokens:,} tokens"
+    yield "reason", lookup.reason
+    if lookup.divergence:
+        yield "leaves it at", f"token {lookup.divergence.token_index:,}{_in(lookup.divergence.where)}"
+        yield "stored is", repr(lookup.divergence.stored_text)
+        yield "the prompt has", repr(lookup.divergence.prompt_text)
+
+
+def _in(where: str) -> str:
+    return f", {where}" if where else ""
+
+
+def _reused(result: Verified) -> str:
+    return f"{result.reused_tokens:,} of {result.entry.tokens:,} tokens"
+
+
+def _user(entry: CacheEntry) -> str:
+    return "everybody" if entry.is_shared else entry.user or NOBODY
+
+
+def _where(entry: CacheEntry) -> str:
+    held = {"engine": entry.hot_tokens, "RAM": entry.warm_tokens, "disk": entry.cold_tokens}
+    places = [_share(place, tokens, entry.tokens) for place, tokens in held.items() if tokens]
+    return ", ".join(places) or "-"
+
+
+def _share(place: str, tokens: int, of: int) -> str:
+    return place if tokens >= of else f"{place} {tokens / of:.0%}"
+
+
+def _ago(seconds: float) -> str:
+    return "now" if seconds < 1 else f"{_span(seconds)} ago"
+
+
+def _kept(entry: CacheEntry) -> str:
+    if entry.is_pinned:
+        return "pinned"
+    return f"{entry.ttl}, {_span(entry.expires_in_s)} left" if entry.expires_in_s > 0 else "expired"
+
+
+def _span(seconds: float) -> str:
+    if seconds < _MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < _HOUR:
+        return f"{seconds / _MINUTE:.0f} min"
+    return f"{seconds / _HOUR:.0f} h" if seconds < 2 * _DAY else f"{seconds / _DAY:.0f} days"
+
+
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column gives way where there is little room; `>` aligns one to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, head in enumerate(heads):
+        table.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left", no_wrap=number > 0)
+    for first, *rest in rows:
+        table.add_row(_cut(first), *texts(*rest))
+    show(table)
+
+
+def _print_cards(rows: Sequence[Sequence[str]]) -> None:
+    """Two lines or more per entry, where the terminal is too narrow for columns."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for first, user, tokens, size, where, used, hits, kept, entry_id, *model in rows:
+        details = [f"{tokens} tokens", size, where, used, f"hits: {hits}", kept, *model]
+        grid.add_row(entry_id, _cut(first))
+        grid.add_row("", *texts(" · ".join(details if user == NOBODY else [user, *details])))
+    show(grid)
+
+
+def _cut(cell: str) -> Text:
+    """A cell of one line, whatever room there is."""
+    (text,) = texts(cell)
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

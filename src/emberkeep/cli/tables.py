@@ -1,0 +1,49 @@
+"""Tables as every command prints them: folded to a terminal, whole in a pipe, and never driving either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from emberkeep.cli.common import console
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+PIPE_WIDTH = 1000
+
+
+def texts(*cells: str) -> list[Text]:
+    """Cells as they are: what models and users wrote must neither be styled nor reach the terminal's controls."""
+    from rich.text import Text
+
+    return [Text(printable(cell), overflow="fold") for cell in cells]
+
+
+def printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def show_facts(lines: Iterable[tuple[str, str]]) -> None:
+    """A label and its value per line."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    for line in lines:
+        grid.add_row(*texts(*line))
+    show(grid)
+
+
+def show(*parts: RenderableType) -> None:
+    output = console()
+    output.width = width()
+    for part in parts:
+        output.print(part)
+
+
+def width() -> int:
+    """Of the terminal. A pipe has none: nothing may be folded or cut there."""
+    output = console()
+    return output.width if output.is_terminal else PIPE_WIDTH

@@ -1,0 +1,210 @@
+"""What will be asked for is ready: declared prefixes, prefixes of open conversations, and nothing for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.local import LocalBackend
+from emberkeep.config import Config
+from emberkeep.engine.base import KvUnit
+from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.kv.cost import Rate
+from emberkeep.runtime import assemble
+from emberkeep.types import SHARED, Completed, Message, Request, Sampling, Tool, Ttl, private_namespace
+
+SYSTEM = "You are the assistant of a small library that is open from nine to five. " * 6
+PREFIX = Request(
+    messages=(Message("system", SYSTEM),), user=SHARED, namespace=SHARED, is_prefix=True, max_tokens=0
+)
+ALICE = private_namespace("alice")
+
+
+class _Unmeasured(Rate):
+    def measure(self, amount: float, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture(params=list(KvUnit))
+def unit(request) -> KvUnit:
+    return request.param
+
+
+class House:
+    """Backends over one folder; every one has a new engine."""
+
+    def __init__(self, folder: Path, unit: KvUnit) -> None:
+        self._folder = folder
+        self._unit = unit
+        self._open: list[LocalBackend] = []
+
+    def open(self, **settings) -> tuple[LocalBackend, FakeEngine]:
+        engine = FakeEngine(cells=1 << 15, kv_unit=self._unit)
+        config = Config(data_dir=self._folder, sweep_s=3600, **settings)
+        backend = assemble(config, engine, CHATML, ModelCard("fake", 0, 4096))
+        backend._store.costs.evaluate = _Unmeasured()  # this engine is too quick to measure
+        self._open.append(backend)
+        return backend, engine
+
+    def close(self) -> None:
+        for backend in self._open:
+            asyncio.run(backend.close())
+        self._open.clear()
+
+
+@pytest.fixture
+def house(tmp_path: Path, unit: KvUnit) -> Iterator[House]:
+    house = House(tmp_path, unit)
+    yield house
+    house.close()
+
+
+def chat(*texts: str, namespace: str = "", system: str = SYSTEM, **more) -> Request:
+    roles = ("user", "assistant")
+    messages = [Message(roles[i % 2], text) for i, text in enumerate(texts)]
+    greedy = Sampling(temperature=0)
+    return Request(
+        messages=(Message("system", system), *messages), namespace=namespace, sampling=greedy, max_tokens=4, **more
+    )
+
+
+def bill(backend: LocalBackend, request: Request) -> Completed:
+    async def ask() -> Completed:
+        [*_, last] = [event async for event in backend.generate(request)]
+        assert isinstance(last, Completed)
+        return last
+
+    return asyncio.run(ask())
+
+
+def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
+    """Declare, and wait until its thread has seen to it."""
+    done = threading.Event()
+    sweep = backend._precache.sweep
+
+    def swept() -> None:
+        sweep()
+        if not backend._precache._due():
+            done.set()
+
+    backend._precache.sweep = swept  # type: ignore[method-assign]
+    backend.keep_warm(prefixes)
+    assert done.wait(20)
+
+
+def test_the_first_request_of_a_conversation_evaluates_only_its_own_tokens(house):
+    backend, engine = house.open()
+    until_warm(backend, [PREFIX])
+    warmed = engine.evaluated_tokens
+    assert warmed > len(SYSTEM) // 3
+    first = bill(backend, chat("When is it open?", namespace=ALICE))
+    assert first.usage.cached_tokens == warmed
+    assert first.usage.prompt_tokens - warmed < 40
+
+
+def test_a_declared_prefix_is_there_after_a_restart_without_evaluation(house):
+    backend, engine = house.open()
+    until_warm(backend, [PREFIX])
+    warmed = engine.evaluated_tokens
+    house.close()
+    backend, engine = house.open()
+    until_warm(backend, [PREFIX])
+    assert engine.evaluated_tokens == 0
+    assert bill(backend, chat("When?")).usage.cached_tokens == warmed
+
+
+def test_a_prefix_is_touched_before_it_expires_and_an_unused_one_is_not(house):
+    backend, engine = house.open(ttl_short_s=300)
+    until_warm(backend, [PREFIX])
+    clock = backend._store._clock
+    (before,) = backend.cache.entries()
+    clock._offset += 239
+    backend._precache._prefixes[next(iter(backend._precache._prefixes))].warmed_at -= 239
+    backend._precache.sweep()
+    assert backend.cache.entries()[0].turns == before.turns
+    clock._offset += 2
+    backend._precache._prefixes[next(iter(backend._precache._prefixes))].warmed_at -= 2
+    evaluated = engine.evaluated_tokens
+    backend._precache.sweep()
+    (after,) = backend.cache.entries()
+    assert after.turns == before.turns + 1
+    assert after.expires_in_s > 290
+    assert engine.evaluated_tokens == evaluated
+
+
+def test_a_prefix_that_was_lost_is_evaluated_again(house):
+    backend, engine = house.open()
+    until_warm(backend, [PREFIX])
+    warmed = engine.evaluated_tokens
+    (entry,) = backend.cache.entries()
+    backend.cache.remove(entry.id)
+    for prefix in backend._precache._prefixes.values():
+        prefix.warmed_at -= 1000
+    backend._precache.sweep()
+    assert engine.evaluated_tokens == 2 * warmed
+
+
+def test_the_prefix_of_an_open_conversation_is_kept_and_of_a_closed_one_let_go(house):
+    backend, _ = house.open(ttl_long_s=3600)
+    bill(backend, chat("When?", namespace=ALICE))
+    ((key, prefix),) = backend._precache._prefixes.items()
+    assert key[0] == ALICE
+    assert prefix.request.messages == (Message("system", SYSTEM),)
+    prefix.asked_at -= 3601
+    backend._precache.sweep()
+    assert not backend._precache._prefixes
+
+
+def test_only_so_many_conversations_are_looked_after(house):
+    backend, _ = house.open(tracked_conversations=3)
+    for number in range(6):
+        bill(backend, chat("When?", system=f"{number} {SYSTEM}"))
+    assert [p.request.messages[0].content[0] for p in backend._precache._prefixes.values()] == ["3", "4", "5"]
+
+
+def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
+    backend, _ = house.open()
+    told = bill(backend, chat("When?", conversation_id="c"))
+    backend._store.flush()
+    assert backend.loop.resting()
+    backend._store._clock._offset += 4000
+    backend._precache.sweep()
+    assert backend._store.stats()["warm"]["chunks"] == 0
+    backend.loop.call(lambda: None).result()
+    assert backend.loop.resting() == {}
+    again = bill(backend, chat("When?", conversation_id="c"))
+    assert again.lookup.cold_tokens == again.usage.cached_tokens > told.usage.prompt_tokens * 0.8
+
+
+def test_warming_over_messages_and_tools_says_what_it_did(house):
+    backend, engine = house.open()
+    tool = Tool("find_book", "Finds a book.", {"type": "object"})
+    request = Request(messages=(Message("system", SYSTEM),), tools=(tool,), namespace=ALICE, ttl=Ttl.EXTENDED)
+    first = asyncio.run(backend.warm(request))
+    again = asyncio.run(backend.warm(request))
+    assert first.tokens == engine.evaluated_tokens - (again.tokens - again.cached_tokens)
+    assert (first.cached_tokens, first.error) == (0, None)
+    assert again.cached_tokens == again.tokens
+    (entry,) = backend.cache.entries()
+    assert (entry.id, entry.ttl, entry.user, entry.kind) == (first.entry_id, Ttl.EXTENDED, "alice", "prefix")
+
+
+def test_warming_never_fails_for_a_busy_engine(house):
+    backend, _ = house.open(parallel=1, queue=0)
+    places = [backend._places.take("", 1)]
+    warmed = asyncio.run(backend.warm(PREFIX))
+    assert (warmed.tokens, warmed.cached_tokens) == (0, 0)
+    assert warmed.error is not None and "already" in warmed.error
+    places[0].leave()
+
+
+def test_a_users_warm_prefix_is_not_anothers(house):
+    backend, _ = house.open()
+    asyncio.run(backend.warm(Request(messages=(Message("system", SYSTEM),), namespace=ALICE)))
+    assert bill(backend, chat("When?", namespace=private_namespace("bob"))).usage.cached_tokens == 0
+    assert bill(backend, chat("When?", namespace=ALICE)).usage.cached_tokens > len(SYSTEM) // 3
