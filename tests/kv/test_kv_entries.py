@@ -370,7 +370,7 @@ def test_an_operator_can_see_that_somebody_else_has_it(store):
 
 
 def test_what_was_evicted_is_remembered_with_its_hits(tmp_path, time):
-    store = opened(tmp_path, time, cold_budget=4 * CHUNK_BYTES)
+    store = opened(tmp_path, time, cold_budget=14 * CHUNK_BYTES)
     turn(store, LONG[:512], "old")
     for _ in range(3):
         load(store, LONG[:512])
@@ -403,7 +403,7 @@ def test_something_else_at_the_same_place_was_never_there(store):
 
 
 def test_beyond_the_daily_budget_only_what_is_reused_is_written(tmp_path, time):
-    keeping = Keeping(writes_per_day=3 * CHUNK_BYTES - 1)
+    keeping = Keeping(writes_per_day=4 * CHUNK_BYTES)
     store = opened(tmp_path, time, keeping=keeping)
     put(store, LONG[:512])
     store.flush()
@@ -417,7 +417,7 @@ def test_beyond_the_daily_budget_only_what_is_reused_is_written(tmp_path, time):
 
 
 def test_the_budget_is_counted_over_restarts(tmp_path, time):
-    keeping = Keeping(writes_per_day=3 * CHUNK_BYTES)
+    keeping = Keeping(writes_per_day=4 * CHUNK_BYTES)
     store = opened(tmp_path, time, keeping=keeping)
     put(store, LONG[:256])
     store.close()
@@ -430,7 +430,7 @@ def test_the_budget_is_counted_over_restarts(tmp_path, time):
 
 
 def test_what_was_evicted_unused_is_not_written_again_before_it_is_reused(tmp_path, time):
-    store = opened(tmp_path, time, cold_budget=4 * CHUNK_BYTES)
+    store = opened(tmp_path, time, cold_budget=14 * CHUNK_BYTES)
     put(store, LONG[:512])
     store.flush()
     for seed in range(3):

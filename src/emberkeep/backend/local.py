@@ -143,9 +143,11 @@ class LocalBackend:
 
     async def verify(self, entry_id: str, tokens: int) -> Verified:
         entry, ids, namespace = await asyncio.to_thread(self._cache.stored, entry_id)
+        # At the end of a turn a model has nothing to add: without this there would be nothing to compare.
+        text_only = dict.fromkeys(self._vocab.controls | self._vocab.eog, -100.0)
         greedy = Request(
             prompt=tuple(ids[: max(self._context - tokens, 1)]),
-            sampling=Sampling(temperature=0.0),
+            sampling=Sampling(temperature=0.0, logit_bias=text_only),
             max_tokens=tokens,
             user=SHARED,  # nobody asked for it: it counts against nobody's limit
             namespace=namespace,

@@ -15,7 +15,7 @@ from emberkeep.cli.cache_table import counted, print_entries, print_entry, remov
 from emberkeep.cli.common import ConfigFlag, DataDirFlag, JsonFlag, complain, load_config
 from emberkeep.cli.tables import printable
 from emberkeep.config import Config, readable_size
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.types import CacheEntry, Removed
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ def show_entry(
         print_entry(latest.store.model, latest.entry)
         try:
             text, length = text_of(settled, latest, chars)
+        except ModelNotFound:
+            complain(f"Its text needs the model {latest.store.model}: name its file with --model.")
         except EmberkeepError as error:
             complain(f"Its text cannot be shown: {error}")
         else:

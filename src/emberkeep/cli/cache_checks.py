@@ -112,7 +112,8 @@ def _check_files(config: Config, model: str | None) -> list[Checked]:
         checked = [check_files(folder, report) for folder in folders]
     damaged = sum(part.damaged for part in checked)
     quarantine = " and put into quarantine" if damaged else ""
-    print(f"{sum(part.files for part in checked):,} files checked, {damaged:,} damaged{quarantine}.")
+    files = counted(sum(part.files for part in checked), "file", "files")
+    print(f"{files} checked, {damaged:,} damaged{quarantine}.")
     return checked
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
@@ -63,7 +65,16 @@ def chat(
     options: Options = {"temperature": temperature, "max_tokens": max_tokens}
     with open_model(settled) as keeper:
         session = ChatSession(keeper, Conversation(system), options, sys.stdout, interactive=sys.stdin.isatty())
+        if session.interactive and system:
+            _prewarm(keeper, system)
         session.run(_lines(settled, session))
+
+
+def _prewarm(keeper: Emberkeep, system: str) -> None:
+    """Evaluate the system message while its author reads and types. What goes wrong the first answer will tell."""
+    logging.getLogger("emberkeep.backend").setLevel(logging.ERROR)
+    with suppress(EmberkeepError):
+        keeper.keep_warm([Message("system", system)])
 
 
 def _lines(config: Config, session: ChatSession) -> Iterable[str]:

@@ -234,13 +234,18 @@ class Books:
     def shrink_warm(self, budget: int) -> int:
         """Bring RAM under `budget`; returns how many chunks left it. What is also on disk goes first, and of what
         exists nowhere else only leaves go."""
-        if self.warm.bytes <= budget:
-            return 0
+        count = 0
+        while self.warm.bytes > budget and (left := self._shrink_warm_once(budget * LOW_WATER)):
+            count += left
+        return count
+
+    def _shrink_warm_once(self, target: float) -> int:
+        """Parents may be leaves after it."""
         warm = [c for c in self._warm.values() if not c.pins]
         warm.sort(key=lambda c: (not c.on_disk, value.worth(c, self.clock)))
         count = 0
         for chunk in warm:
-            if self.warm.bytes <= budget * LOW_WATER:
+            if self.warm.bytes <= target:
                 break
             if chunk.on_disk:
                 self._cool(chunk)
@@ -251,17 +256,20 @@ class Books:
             count += 1
         return count
 
-    def shrink_cold(self, target: float, now: float) -> list[Chunk]:
+    def shrink_cold(self, target: float, now: float, newcomer: Chunk | None = None) -> list[Chunk]:
         """Drop leaves that nobody uses or pinned, expired ones first, then by worth, down to `target` bytes.
 
-        Returns them; their parents may be leaves now, so call it until it returns nothing.
+        With a `newcomer`, only what is worth less than it goes. Returns what was dropped; parents may be leaves now,
+        so call it until it returns nothing.
         """
         victims: list[Chunk] = []
         if self.cold.bytes <= target:
             return victims
         leaves = [c for c in self if c.on_disk and _may_go(c)]
-        for chunk in sorted(leaves, key=lambda c: (c.expires > now, value.worth(c, self.clock))):
-            if self.cold.bytes <= target:
+        limit = (True, value.worth(newcomer, self.clock)) if newcomer else (True, float("inf"))
+        ranked = [((c.expires > now, value.worth(c, self.clock)), c) for c in leaves]
+        for rank, chunk in sorted(ranked, key=lambda pair: pair[0]):
+            if self.cold.bytes <= target or rank >= limit:
                 break
             victims.append(chunk)
             self.drop(chunk, MissReason.EVICTED if chunk.expires > now else MissReason.EXPIRED)

@@ -125,6 +125,12 @@ def describe(chunk: Chunk, fingerprint: bytes) -> Description:
     )
 
 
+def most_bytes(chunk: Chunk) -> int:
+    """No less than the size of the file of a chunk that is only in RAM yet."""
+    words = len(chunk.tokens) + 2 * len(chunk.sampled)
+    return chunk.bytes + 4 * words + len(chunk.namespace.encode()) + _FIXED.size + _ALIGN + 256
+
+
 def write(path: Path, description: Description, payload: memoryview) -> int:
     """Write a new file and force it to disk; returns its size. Raises OSError."""
     head = _head(description.pack(), payload)

@@ -12,6 +12,9 @@ class StoreCounters:
     read_chunks: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
+    """From disk into RAM."""
+    import_seconds: float = 0.0
+    """From RAM into the engine."""
     damaged_chunks: int = 0
     vanished_chunks: int = 0
     warm_evictions: int = 0

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep.kv import value
-from emberkeep.kv.books import LOW_WATER, Books, News
+from emberkeep.kv.books import Books
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.clock import Saved, StoreClock
 from emberkeep.kv.cold import ColdTier
@@ -25,6 +24,7 @@ from emberkeep.kv.cost import CostModel
 from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, Label
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
+from emberkeep.kv.housekeeping import Housekeeping
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
 from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
 from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, common_prefix, last_snapshot, path_to
@@ -100,25 +100,21 @@ class KvStore:
         self._cold = cold
         self._warm_budget = warm_budget
         self._cold_budget = cold_budget
-        self._other_stores: int | None = None
-        """Bytes of other fingerprints' stores; None until looked at."""
         self._lock = threading.Lock()
         self._books = Books()
         self._clock = clock(None)
-        self._about = dict(about or {})
         self._writes = WriteBudget(self.keeping.writes_per_day)
-        self._unwritten: set[ChunkKey] = set()
-        """In RAM only, because they were not worth writing when their turn came."""
         self._fetches: dict[ChunkKey, Fetch] = {}
         self._reader: Reader | None = None
         self._writer: Writer | None = None
+        self._house: Housekeeping | None = None
         if cold is not None:
-            self._open(cold, clock)
+            self._open(cold, clock, {"fingerprint": fingerprint, **(about or {})})
         self.catalogue = Catalogue(
             self._books, self._lock, self._cold, lambda: self._clock.now(), self.keeping.ttl, self.counters
         )
 
-    def _open(self, cold: ColdTier, clock: Callable[[Saved | None], StoreClock]) -> None:
+    def _open(self, cold: ColdTier, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]) -> None:
         with no_garbage_collection():  # it would look at a hundred thousand new objects again and again
             rows, damaged = cold.open_rows()
             notes = cold.notes()
@@ -140,12 +136,22 @@ class KvStore:
             ready_bytes=self._warm_budget // 16,
             on_done=self._fetched,
         )
+        self._house = Housekeeping(
+            self._books,
+            self._lock,
+            cold,
+            self._clock,
+            self.counters,
+            self._writes,
+            budget=self._cold_budget,
+            about=about,
+        )
         self._writer = Writer(
             cold,
             self.fingerprint,
-            is_worth_it=self._worth_writing,
+            is_worth_it=self._house.is_worth_it,
             on_durable=self._became_durable,
-            on_idle=self._tidy,
+            on_idle=self._house.tidy,
         )
 
     # ── lookup ──
@@ -168,7 +174,8 @@ class KvStore:
             for chunk in _chunks_of(match):
                 chunk.pins += 1
                 self._books.use(chunk)
-            late = [chunk for chunk in _chunks_of(match) if chunk.key in self._unwritten]
+            refused = self._house.unwritten if self._house else ()
+            late = [chunk for chunk in _chunks_of(match) if chunk.key in refused]
         self._write_after_all(late)
         return match
 
@@ -213,6 +220,7 @@ class KvStore:
         with self._lock:
             for chunk in _chunks_of(match):
                 chunk.pins -= 1
+            self._make_room()
 
     def why_gone(self, cursor: Cursor, tokens: TokenArray) -> MissReason | None:
         """Why nothing follows `cursor` though it once did, if that is so."""
@@ -282,6 +290,11 @@ class KvStore:
             fetch = self._start_fetch(chunk)
             fetch.waiting.append(notify)
             return fetch
+
+    def was_imported(self, count: int, seconds: float) -> None:
+        """So many bytes of payload went into the engine. Belongs to the engine's thread."""
+        self.costs.import_.measure(count, seconds)
+        self.counters.import_seconds += seconds
 
     def reject(self, chunk: Chunk) -> None:
         """The engine refused this chunk's bytes: treat its file as damaged."""
@@ -400,10 +413,10 @@ class KvStore:
 
     def close(self) -> None:
         """Write what is left and let go of the folder. Nothing may be called afterwards."""
-        if self._reader and self._writer and self._cold:
+        if self._reader and self._writer and self._house and self._cold:
             self._reader.close()
             self._writer.close()
-            self._save_notes()
+            self._house.save_notes()
             self._cold.close()
 
     def stats(self) -> dict[str, object]:
@@ -417,7 +430,11 @@ class KvStore:
                 "entries": len(books.entries),
                 "ghosts": len(books.ghosts),
                 "evictions": counters.evictions(),
-                "warm": {**asdict(books.warm), "budget": self._warm_budget},
+                "warm": {
+                    **asdict(books.warm),
+                    "budget": self._warm_budget,
+                    "read_seconds": round(counters.import_seconds, 6),
+                },
                 "cold": {
                     **asdict(books.cold),
                     "budget": self._cold_budget,
@@ -428,7 +445,7 @@ class KvStore:
                     "vanished_chunks": counters.vanished_chunks,
                     "written_today_bytes": self._writes.spent,
                     "daily_write_budget": self._writes.limit,
-                    "unwritten_chunks": len(self._unwritten),
+                    "unwritten_chunks": len(self._house.unwritten) if self._house else 0,
                     **(self._writer.stats() if self._writer else {}),
                 },
             }
@@ -492,19 +509,10 @@ class KvStore:
             notify()
 
     def _became_durable(self, sizes: dict[ChunkKey, int], replaced: list[Chunk]) -> None:
-        assert self._cold is not None
-        unwanted = []
+        assert self._house is not None
+        self._house.became_durable(sizes)
         with self._lock:
-            self._writes.spend(sum(sizes.values()))
-            for key, size in sizes.items():
-                self._unwritten.discard(key)
-                if chunk := self._books.get(key):
-                    self._books.became_cold(chunk, size)
-                    self._books.news.used[key] = chunk
-                else:
-                    unwanted.append(key)
             self._make_room()
-        self._cold.remove(unwanted)
         for tail in replaced:
             self._retire(tail)
 
@@ -517,76 +525,11 @@ class KvStore:
         if tail.on_disk and self._cold:
             self._cold.remove([tail.key])
 
-    def _worth_writing(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
-        """Asked on the writer's thread. `batch`: what is about to be written with it, in bytes."""
-        assert chunk.parent is not None
-        with self._lock:
-            # A chunk is of no use on disk without those before it.
-            reachable = chunk.parent.is_root or chunk.parent.on_disk or chunk.parent.key in batch
-            spent = self._writes.spent + sum(batch.values())
-            worth_it = reachable and value.worth_writing(chunk, spent, self._writes.limit)
-            if not worth_it and chunk in self._books:
-                self._unwritten.add(chunk.key)
-            return worth_it
-
     def _write_after_all(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that were not worth writing have been reused: they are now."""
         for chunk in chunks:
             if self._writer:
                 self._writer.put(chunk, None)
-
-    def _tidy(self) -> None:
-        """Runs on the writer's thread when it has nothing to write."""
-        self._tend_disk()
-        self._save_notes()
-
-    def _tend_disk(self) -> None:
-        """Bring the disk under its budget."""
-        assert self._cold is not None
-        others = self._other_stores
-        if others is not None and self._books.cold.bytes + others <= self._cold_budget:
-            return
-        with self._cold.evicting() as alone:
-            if alone:
-                with self._lock:
-                    lost = self._books.take_orphans()
-                self._cold.remove(lost)
-                allowed = max(self._cold_budget - self._books.cold.bytes, 0)
-                self._other_stores = self._cold.shrink_other_stores(allowed)
-                self._evict_cold(self._cold_budget - self._other_stores)
-
-    def _evict_cold(self, budget: int) -> None:
-        """Nothing while the budget holds; else down to its low-water mark, deepest first."""
-        assert self._cold is not None
-        target = budget * LOW_WATER if self._books.cold.bytes > budget else budget
-        while True:
-            with self._lock:
-                now = self._clock.now()
-                victims = self._books.shrink_cold(target, now)
-                self._unwritten.difference_update(chunk.key for chunk in victims)
-                expired = sum(chunk.expires <= now for chunk in victims)
-                self.counters.expired_evictions += expired
-                self.counters.cold_evictions += len(victims) - expired
-            if not victims:
-                return
-            self._cold.remove(chunk.key for chunk in victims)
-
-    def _save_notes(self) -> None:
-        assert self._cold is not None
-        with self._lock:
-            self._books.forget_empty_entries()
-            if self._books.news.is_empty:
-                return
-            news, self._books.news = self._books.news, News()
-            uses, clock, (day, written) = news.uses(), self._clock.saved(), self._writes.saved()
-        meta: dict[str, Any] = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written}
-        meta |= {"fingerprint": self.fingerprint, **self._about}
-        try:
-            self._cold.save_notes(uses, news.entries.values(), news.forgotten, news.ghosts, meta)
-        except OSError as error:
-            log.warning("cannot save when chunks were last used: %s", error)
-            with self._lock:
-                self._books.news.put_back(news)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, perf_counter
 
-from emberkeep.kv.chunkfile import Description, describe
+from emberkeep.kv.chunkfile import Description, describe, most_bytes
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.tree import Chunk
@@ -48,6 +48,7 @@ class Writer:
         self._paused_until = 0.0
         self.written_chunks = 0
         self.written_bytes = 0
+        self.write_seconds = 0.0
         self.refused_chunks = 0
         self.last_error: str | None = None
         self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
@@ -82,6 +83,7 @@ class Writer:
         return {
             "written_chunks": self.written_chunks,
             "written_bytes": self.written_bytes,
+            "write_seconds": round(self.write_seconds, 6),
             "refused_chunks": self.refused_chunks,
             "pending_chunks": len(self._queue),
             "last_error": self.last_error,
@@ -119,11 +121,13 @@ class Writer:
     def _write(self, batch: list[tuple[Chunk, Chunk | None]]) -> None:
         if not batch:
             return
+        begin = perf_counter()
         try:
             sizes = self._cold.write(self._entries(batch))
         except OSError as error:
             self._refused(batch, error)
             return
+        self.write_seconds += perf_counter() - begin
         self.written_chunks += len(sizes)
         self.written_bytes += sum(sizes.values())
         replaced = [tail for chunk, tail in batch if tail and chunk.key in sizes]
@@ -136,7 +140,7 @@ class Writer:
         for chunk, _ in batch:
             payload = chunk.payload
             if payload is not None and not chunk.on_disk and self._is_worth_it(chunk, sizes):
-                sizes[chunk.key] = len(payload)
+                sizes[chunk.key] = most_bytes(chunk)
                 entries.append((describe(chunk, self._fingerprint), payload))
         return entries
 

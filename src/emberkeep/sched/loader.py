@@ -162,7 +162,7 @@ class Loader:
             return False
         if outcome is Outcome.NO_ROOM:
             return False
-        self._store.costs.import_.measure(len(payload), perf_counter() - begin)
+        self._store.was_imported(len(payload), perf_counter() - begin)
         self._account(sequence, load)
         return True
 
