@@ -121,6 +121,8 @@ class Request:
     """False: evaluate everything afresh; what is computed is still kept."""
     is_kept: bool = True
     """False: nothing of what is computed is kept."""
+    from_store: bool = False
+    """Load what is stored even where the engine has it too, or would be faster: to check it."""
     is_prefix: bool = False
     """Nobody waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
     conversation_id: str | None = None

@@ -417,7 +417,7 @@ def test_beyond_the_daily_budget_only_what_is_reused_is_written(tmp_path, time):
 
 
 def test_the_budget_is_counted_over_restarts(tmp_path, time):
-    keeping = Keeping(writes_per_day=4 * CHUNK_BYTES)
+    keeping = Keeping(writes_per_day=3 * CHUNK_BYTES)
     store = opened(tmp_path, time, keeping=keeping)
     put(store, LONG[:256])
     store.close()

@@ -27,8 +27,8 @@ from emberkeep.types import Json
 from helpers.scheduling import PATIENCE
 
 TEMPLATE = (
-    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    + CHATML
+    "{% if tools %}<|im_start|>tools\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}" + CHATML
 )
 SYSTEM = {"role": "system", "content": "You know the tides, the winds and the harbours of this coast. " * 4}
 HOUR_S = 3600.0
@@ -85,10 +85,11 @@ class Served:
             assert monotonic() < deadline
 
     def settle(self) -> None:
-        """Wait until the engine has nothing to do."""
+        """Wait until the engine has nothing to do, and what it computed is on disk."""
         loop = self.backend.loop
         while loop.call(loop._is_busy).result(PATIENCE):
             pass
+        self.backend._store.flush()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from caching import HOUR_S, SYSTEM, Served, send_raw, served, tool, user
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import Json
+from helpers.kv_building import exported, prompt
 from helpers.scheduling import Gate
 
 NOBODY = "0123456789ab"
@@ -206,6 +207,18 @@ def test_what_is_removed_is_evaluated_again(sea: Served, somebody: str) -> None:
     assert again["emberkeep"]["reason"] == "removed"
 
 
+def test_a_pin_stays_when_a_longer_text_takes_the_place_of_what_was_pinned(sea: Served, somebody: str) -> None:
+    pinned = sea.post("/v1/warm", text="Once upon a tide", user_id=somebody)
+    sea.post("/v1/cache/pin", id=pinned["entry_id"])
+    sea.post("/v1/completions", prompt="Once upon a tide there was", max_tokens=1, user_id=somebody)
+    sea.settle()
+    sea.clock.seconds += HOUR_S + 1
+    sea.post("/v1/cache/gc")
+    (entry,) = sea.entries(user_id=somebody)
+    assert (entry["id"], entry["tokens"], entry["pinned"]) == (pinned["entry_id"], pinned["tokens"], True)
+    assert sea.post("/v1/warm", text="Once upon a tide", user_id=somebody)["evaluated_tokens"] == 0
+
+
 def test_removing_an_entry_leaves_what_others_build_on(sea: Served, somebody: str) -> None:
     sea.post("/v1/warm", messages=[SYSTEM], user_id=somebody)
     sea.chat(SYSTEM, user("one"), user_id=somebody, conversation_id="one")
@@ -293,8 +306,8 @@ def test_a_message_was_edited(sea: Served, somebody: str) -> None:
     explained = sea.explain(*edited, user_id=somebody)
     divergence = explained["divergence"]
     assert (explained["reason"], divergence["where"]) == ("edited_message", "message 2 (user)")
-    assert divergence["stored_text"].startswith("tide?<|im_end|>")
-    assert divergence["prompt_text"].startswith("water?<|im_end|>")
+    assert divergence["stored_text"].startswith(" tide?<|im_end|>")
+    assert divergence["prompt_text"].startswith(" water?<|im_end|>")
     assert divergence["token_index"] == sum(explained["reused"].values())
     assert "Message 2 (user) was edited at token" in explained["explanation"]
     told = sea.chat(*edited, user_id=somebody)["emberkeep"]
@@ -302,8 +315,8 @@ def test_a_message_was_edited(sea: Served, somebody: str) -> None:
 
 
 def test_a_new_turn_is_no_edit(sea: Served, somebody: str) -> None:
-    sea.chat(SYSTEM, user("When is low tide?"), user_id=somebody)
-    explained = sea.explain(SYSTEM, user("When is low water?"), user_id=somebody)
+    sea.chat(SYSTEM, user("Where is the reef?"), user_id=somebody)
+    explained = sea.explain(SYSTEM, user("Where is the lighthouse?"), user_id=somebody)
     assert (explained["reason"], explained["divergence"]["where"]) == ("diverged", "message 2 (user)")
 
 
@@ -355,11 +368,11 @@ def test_it_was_evicted(narrow: Served) -> None:
 
 
 def test_it_was_removed(sea: Served, somebody: str) -> None:
-    asked = [user("What did I just delete?")]
-    sea.chat(*asked, user_id=somebody)
+    asked = user("What did I just delete?")
+    answer = sea.chat(asked, user_id=somebody)["choices"][0]["message"]
     (entry,) = sea.entries(user_id=somebody)
     sea.delete(f"/v1/cache/{entry['id']}")
-    explained = sea.explain(*asked, user_id=somebody)
+    explained = sea.explain(asked, answer, user("Well?"), user_id=somebody)
     assert explained["reason"] == "removed"
     assert "removed by request" in explained["explanation"]
 
@@ -441,16 +454,23 @@ def test_stored_state_is_verified(alone: Served) -> None:
 
 def test_wrong_state_is_found(alone: Served) -> None:
     alone.chat(user("Is this really what was computed?"), conversation_id="c")
-    entry = alone.entry_of("c")
-    alone.backend.loop.drop_resting([entry["id"]]).result()
+    entry, another = alone.entry_of("c"), prompt(1000)
     for chunk in alone.backend._store._books:
         assert chunk.payload is not None
-        chunk.payload = memoryview(bytes(chunk.payload[:-1]) + b"?")
+        chunk.payload = exported(another, chunk.start, chunk.end)
     report = alone.post("/v1/cache/verify", ids=[entry["id"]])
     assert report["equal"] is False
     (result,) = report["data"]
     assert result["reused"] == entry["tokens"] - 1
     assert result["agreed"] < result["compared"]
+
+
+def test_what_is_stored_is_verified_and_not_what_rests_in_the_engine(alone: Served) -> None:
+    alone.chat(user("Where does this come from?"), conversation_id="c")
+    assert alone.entry_of("c")["tier"] == "hot"
+    imported = alone.backend.loop.counters.reused_warm_tokens
+    (result,) = alone.post("/v1/cache/verify")["data"]
+    assert alone.backend.loop.counters.reused_warm_tokens == imported + result["reused"] > imported
 
 
 def test_verifying_leaves_no_trace(alone: Served) -> None:

@@ -79,8 +79,8 @@ def test_a_text_is_warmed_as_it_is(sea: Served) -> None:
 
 
 def test_what_is_warmed_for_one_user_is_not_warm_for_another(sea: Served) -> None:
-    who: list[Json] = [{"user_id": "g"}, {"llama_user_id": "h"}, {"user": "i j"}, {"user_id": "g", "cache_salt": "s"}]
-    for owner in who:
+    salted = {"user_id": "g", "cache_salt": "s"}
+    for owner in ({"user_id": "g"}, {"llama_user_id": "h"}, {"user": "i j"}, salted):
         warmed = sea.post("/v1/warm", messages=[SYSTEM], **owner)
         assert warmed["cached_tokens"] == 0
         assert sea.post("/v1/warm", messages=[SYSTEM], **owner)["evaluated_tokens"] == 0
@@ -184,5 +184,6 @@ def test_a_client_that_leaves_stops_it_and_what_was_computed_is_kept(tmp_path: P
         sea.wait_until_left()
         gate.open()
         sea.settle()
-        assert engine.evaluated_tokens == 3 * 512
-        assert sea.post("/v1/warm", text=text)["cached_tokens"] == 3 * 512
+        computed = engine.evaluated_tokens
+        assert 0 < computed < len(text)
+        assert sea.post("/v1/warm", text=text)["cached_tokens"] == computed

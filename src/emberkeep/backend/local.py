@@ -152,6 +152,7 @@ class LocalBackend:
             user=SHARED,  # nobody asked for it: it counts against nobody's limit
             namespace=namespace,
             is_kept=False,
+            from_store=True,
         )
         stored, reused = await self._continued(greedy)
         fresh, _ = await self._continued(replace(greedy, use_cache=False))
@@ -301,6 +302,7 @@ class LocalBackend:
             namespace=request.namespace,
             use_cache=request.use_cache,
             is_kept=request.is_kept,
+            from_store=request.from_store,
             want_progress=request.want_progress,
             deadline=arrived + deadline_s if deadline_s is not None else None,
             borders=prompt.borders,

@@ -67,6 +67,8 @@ class Precache:
         self._prefixes: OrderedDict[PrefixKey, _Prefix] = OrderedDict()
         self._changed = threading.Condition()
         self._closing = False
+        self._give_up: Callable[[], object] = _nothing
+        """Stops what is being warmed just now."""
         self._thread = threading.Thread(target=self._run, name="precache", daemon=True)
         self._thread.start()
 
@@ -103,9 +105,10 @@ class Precache:
                 del self._prefixes[key]
 
     def close(self) -> None:
-        """Blocks until the prefix that is being warmed is done or given up by the loop's closing."""
+        """Nobody waits for what is being warmed: it is given up, and what was computed of it is kept."""
         with self._changed:
             self._closing = True
+            self._give_up()
             self._changed.notify_all()
 
     # ── on its own thread ──
@@ -149,15 +152,28 @@ class Precache:
                 prompt.label, prefix.request.namespace, prompt.tokens, snapshots=self._loop.kv_unit.has_snapshots
             ):
                 asyncio.run(self._warm_one(prefix.request))
+        except asyncio.CancelledError:
+            log.debug("a prefix was given up")
         except EmberkeepError as error:
             log.warning("a prefix was not warmed: %s", error)
         except Exception:
             log.exception("a prefix was not warmed")
 
     async def _warm_one(self, request: Request) -> None:
-        warmed = await self._warm(request)
+        loop, warming = asyncio.get_running_loop(), asyncio.ensure_future(self._warm(request))
+        with self._changed:
+            self._give_up = lambda: loop.call_soon_threadsafe(warming.cancel)
+        try:
+            warmed = await warming
+        finally:
+            with self._changed:
+                self._give_up = _nothing
         if warmed.error is None:
             log.info("warmed %d tokens in %.1f s", warmed.tokens, warmed.seconds)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _key(request: Request) -> PrefixKey:

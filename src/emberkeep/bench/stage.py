@@ -16,9 +16,9 @@ from emberkeep.models.profile import profile
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    model: Path
-    words: Words
+class Folder:
+    """What a workload without a model gets."""
+
     folder: Path
     say: Callable[[str], None]
     """Tells whoever waits what is being done now."""
@@ -26,6 +26,12 @@ class Stage:
     def new_data_dir(self) -> Path:
         """An empty store's home."""
         return Path(tempfile.mkdtemp(dir=self.folder))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Folder):
+    model: Path
+    words: Words
 
 
 def require_context(model: Path, needed: Mapping[str, int]) -> None:
@@ -46,6 +52,6 @@ def open_stage(model: Path, parent: Path | None, say: Callable[[str], None]) -> 
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="emberkeep-bench-", dir=parent)).resolve()
     try:
-        yield Stage(model.resolve(), Words.of_model(model), folder, say)
+        yield Stage(folder, say, model.resolve(), Words.of_model(model))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

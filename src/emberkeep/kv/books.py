@@ -5,7 +5,7 @@ No locks and no I/O: `KvStore` calls everything here with its lock held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from emberkeep.kv import value
@@ -13,8 +13,11 @@ from emberkeep.kv.entries import Entry, EntryId, Label, Tail
 from emberkeep.kv.ghosts import Ghost, Ghosts, ghost_of
 from emberkeep.kv.index import Row, Uses
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
-from emberkeep.kv.tree import Chunk, Cursor, descend, new_root, path_to
+from emberkeep.kv.tree import Chunk, Cursor, common_prefix, descend, new_root, path_to
 from emberkeep.types import SHARED, MissReason, Ttl, user_of
+
+Worth = Callable[[Chunk, int], float]
+"""A chunk and the logical clock to what it is worth."""
 
 LOW_WATER = 0.95
 """Eviction goes down to this share of a budget, so that it does not run again for every chunk."""
@@ -40,7 +43,9 @@ class Tally:
 
 
 class Books:
-    def __init__(self) -> None:
+    def __init__(self, worth: Worth = value.worth) -> None:
+        """`worth` says what goes first when room is short."""
+        self._worth = worth
         self.clock = 0
         """Ticks once per lookup: the order of uses, whatever the machine's clock does."""
         self.warm = Tally()
@@ -216,6 +221,14 @@ class Books:
             gone.append(victim)
         return gone
 
+    def supersede(self, tail: Chunk) -> None:
+        """Drop a tail that a longer chunk contains: entries that ended in it end inside that one from now on."""
+        self.drop(tail, None)
+        heir = _sibling_with(tail)
+        for entry in self.entries.values():
+            if any(known.chunk == tail.key for known in entry.tails):
+                self._inherit(entry, tail, heir)
+
     def forget(self, namespace: str) -> list[ChunkKey]:
         """Drop everything of a namespace, traces included; returns what was there."""
         gone = [chunk for chunk in self._chunks.values() if chunk.namespace == namespace]
@@ -242,7 +255,7 @@ class Books:
     def _shrink_warm_once(self, target: float) -> int:
         """Parents may be leaves after it."""
         warm = [c for c in self._warm.values() if not c.pins]
-        warm.sort(key=lambda c: (not c.on_disk, value.worth(c, self.clock)))
+        warm.sort(key=lambda c: (not c.on_disk, self._worth(c, self.clock)))
         count = 0
         for chunk in warm:
             if self.warm.bytes <= target:
@@ -259,15 +272,15 @@ class Books:
     def shrink_cold(self, target: float, now: float, newcomer: Chunk | None = None) -> list[Chunk]:
         """Drop leaves that nobody uses or pinned, expired ones first, then by worth, down to `target` bytes.
 
-        With a `newcomer`, only what is worth less than it goes. Returns what was dropped; parents may be leaves now,
-        so call it until it returns nothing.
+        With a `newcomer`, only what is worth less than it goes. Returns what was dropped; parents may be leaves
+        now, so call it until it returns nothing.
         """
         victims: list[Chunk] = []
         if self.cold.bytes <= target:
             return victims
         leaves = [c for c in self if c.on_disk and _may_go(c)]
-        limit = (True, value.worth(newcomer, self.clock)) if newcomer else (True, float("inf"))
-        ranked = [((c.expires > now, value.worth(c, self.clock)), c) for c in leaves]
+        limit = (True, self._worth(newcomer, self.clock)) if newcomer else (True, float("inf"))
+        ranked = [((c.expires > now, self._worth(c, self.clock)), c) for c in leaves]
         for rank, chunk in sorted(ranked, key=lambda pair: pair[0]):
             if self.cold.bytes <= target or rank >= limit:
                 break
@@ -325,6 +338,16 @@ class Books:
         self.entries.pop(entry.id, None)
         self.news.entries.pop(entry.id, None)
         self.news.forgotten.append(entry.id)
+
+    def _inherit(self, entry: Entry, tail: Chunk, heir: Chunk | None) -> None:
+        others = [self._chunks.get(known.chunk) for known in entry.tails if known.chunk != tail.key]
+        if heir is None or any(chunk and _is_at_or_below(chunk, heir) for chunk in others):
+            entry.forget_tails([tail.key])  # another turn of it went on from there
+        else:
+            entry.tails_moved(tail.key, heir.key)
+            heir.expires = max(heir.expires, tail.expires)
+            heir.is_pinned |= entry.is_pinned
+        self.news.entries[entry.id] = entry
 
     def _held_by(self, entry: Entry) -> Iterator[Chunk]:
         cursor = self.tail_of(entry)
@@ -385,6 +408,20 @@ def _on_the_way(cursor: Cursor) -> Iterator[Chunk]:
         for snapshot in segment.chunk.children():
             if snapshot.is_snapshot and snapshot.start <= segment.end and cursor.sees(snapshot):
                 yield snapshot
+
+
+def _sibling_with(tail: Chunk) -> Chunk | None:
+    """The chunk beside `tail`, which is out of the tree, that begins with its tokens."""
+    assert tail.parent is not None
+    beside = tail.parent.branches.get(tail.take, {}).get(int(tail.tokens[0]), ())
+    begins = (c for c in beside if common_prefix(c.tokens, tail.tokens) == len(tail.tokens))
+    return next((c for c in begins if c.namespace == tail.namespace), None)
+
+
+def _is_at_or_below(chunk: Chunk, ancestor: Chunk) -> bool:
+    while chunk is not ancestor and chunk.parent is not None:
+        chunk = chunk.parent
+    return chunk is ancestor
 
 
 def _may_go(chunk: Chunk) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from emberkeep.kv.keys import ChunkKey, pack_fields
 from emberkeep.kv.tree import Cursor
@@ -85,6 +85,11 @@ class Entry:
     def forget_tails(self, gone: Iterable[ChunkKey]) -> None:
         lost = set(gone)
         self.tails = deque((tail for tail in self.tails if tail.chunk not in lost), RING)
+
+    def tails_moved(self, source: ChunkKey, target: ChunkKey) -> None:
+        """`target` begins where `source` did, with its tokens."""
+        moved = (replace(tail, chunk=target) if tail.chunk == source else tail for tail in self.tails)
+        self.tails = deque(moved, RING)
 
     def stale_tails(self, turns: int) -> list[Tail]:
         """Tails that this entry has left alone for that many of its turns."""

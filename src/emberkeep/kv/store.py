@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep.kv.books import Books
+from emberkeep.kv import value
+from emberkeep.kv.books import Books, Worth
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.clock import Saved, StoreClock
 from emberkeep.kv.cold import ColdTier
@@ -51,6 +52,8 @@ class Keeping:
     """Turns of its conversation after which a branch that was left alone leaves RAM."""
     writes_per_day: int | None = None
     """Bytes."""
+    worth: Worth = value.worth
+    """What goes first when room is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class KvStore:
         self._warm_budget = warm_budget
         self._cold_budget = cold_budget
         self._lock = threading.Lock()
-        self._books = Books()
+        self._books = Books(self.keeping.worth)
         self._clock = clock(None)
         self._writes = WriteBudget(self.keeping.writes_per_day)
         self._fetches: dict[ChunkKey, Fetch] = {}
@@ -419,6 +422,11 @@ class KvStore:
             self._house.save_notes()
             self._cold.close()
 
+    def held_bytes(self) -> tuple[int, int]:
+        """In RAM and on disk."""
+        with self._lock:
+            return self._books.warm.bytes, self._books.cold.bytes
+
     def stats(self) -> dict[str, object]:
         """Cheap: nothing is walked."""
         with self._lock:
@@ -521,7 +529,7 @@ class KvStore:
         with self._lock:
             if tail.pins or not tail.is_leaf or tail.is_fork or tail not in self._books:
                 return
-            self._books.drop(tail, None)
+            self._books.supersede(tail)
         if tail.on_disk and self._cold:
             self._cold.remove([tail.key])
 

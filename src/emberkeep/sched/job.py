@@ -87,6 +87,8 @@ class Job:
     namespace: str = ""
     use_cache: bool = True
     is_kept: bool = True
+    from_store: bool = False
+    """Load what is stored, whatever is in the engine and however long it takes."""
     want_progress: bool = False
     deadline: float | None = None
     """On the monotonic clock."""

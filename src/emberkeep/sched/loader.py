@@ -54,8 +54,9 @@ class Loader:
         wanted = job.tokens[: job.reusable if job.use_cache else 0]
         hot = self._slots.computed_match(job.namespace, wanted)
         match = self._store.match(job.namespace, wanted, snapshots=self._unit.has_snapshots)
-        if match.snapshot and match.snapshot.start > hot.tokens:
-            hot = HotMatch(None, 0)  # such state is restored as a whole
+        is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
+        if is_better or job.from_store:
+            hot = HotMatch(None, 0)
         self._slots.clear_the_way(avoid=hot.sequence)
         slot = self._place(job, hot)
         if slot is None:
@@ -130,7 +131,7 @@ class Loader:
             return self._whole(sequence, match, match.snapshot)
         if self._unit.has_snapshots:
             return []
-        chosen = self._store.costs.worth_loading(useful)
+        chosen = useful if _must_load(sequence) else self._store.costs.worth_loading(useful)
         if len(chosen) < len(useful):
             sequence.reason = MissReason.CHEAPER
         return [(segment.chunk, segment.end) for segment in chosen]
@@ -139,10 +140,11 @@ class Loader:
         """Everything up to a snapshot, or nothing."""
         ranges = [(s.chunk, s.end) for s in match.segments] if self._unit.has_ranges else []
         chunks = [*ranges, (snapshot, snapshot.start)]
-        if not self._store.costs.is_worth_loading([chunk for chunk, _ in chunks], snapshot.start):
-            sequence.reason = MissReason.CHEAPER
-            return []
-        return chunks
+        costs = self._store.costs
+        if _must_load(sequence) or costs.is_worth_loading([chunk for chunk, _ in chunks], snapshot.start):
+            return chunks
+        sequence.reason = MissReason.CHEAPER
+        return []
 
     def _import(self, sequence: Sequence, load: Load) -> bool:
         payload = load.chunk.payload
@@ -221,3 +223,7 @@ class Loader:
         pieces = self._engine.vocab.pieces
         known = [t for t in tokens[:_EXCERPT_TOKENS].tolist() if t < len(pieces)]
         return b"".join(pieces[t] for t in known).decode("utf-8", "replace")
+
+
+def _must_load(sequence: Sequence) -> bool:
+    return sequence.job is not None and sequence.job.from_store

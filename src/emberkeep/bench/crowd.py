@@ -1,0 +1,222 @@
+"""crowd: many conversations over a budget that holds a few of them. Does it hold, and who is still there?
+
+Real scheduler, store and files; the engine is the fake one, which needs no time, because what is measured is what
+is found again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.stage import Folder
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.books import Worth
+from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.cost import Rate
+from emberkeep.kv.entries import Label
+from emberkeep.kv.store import Keeping, KvStore
+from emberkeep.kv.tree import Chunk
+from emberkeep.kv.value import worth
+from emberkeep.sched.job import Ending, Job, Notes
+from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import EntryKind, Progress, Sampling, TokenLogprob
+
+_CONTEXT = 4096
+_PRINTABLE = (32, 127)
+_PLENTY = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class CrowdPlan:
+    conversations: int = 100
+    holds: int = 20
+    """How many of them the budgets hold when they are complete."""
+    requests: int = 1500
+    turns: int = 8
+    """After so many a conversation is over, and a new one takes its place."""
+    prefix: int = 300
+    """Tokens that all begin with."""
+    message: int = 120
+    """Tokens of a user's message."""
+    answer: int = 8
+    skew: float = 1.0
+    """How much more some conversations are asked than others (Zipf)."""
+
+    def quick(self) -> CrowdPlan:
+        return CrowdPlan(conversations=12, holds=3, requests=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    asked: int
+    reused: int
+    most_warm: int
+    most_cold: int
+    """Bytes of each tier, as large as they were ever seen."""
+    failures: int
+
+
+async def run(folder: Folder, plan: CrowdPlan) -> Result:
+    budget = plan.holds * _bytes_of_a_conversation(folder.new_data_dir(), plan)
+    rows = []
+    for label, policy in (("by value", worth), ("least recently used", _least_recently_used)):
+        folder.say(f"{plan.requests:,} requests, evicting {label}")
+        rows.append(Row(label, _values(_served(folder.new_data_dir(), plan, budget, policy), budget)))
+    title = f"{plan.conversations} conversations over budgets of {budget:,} bytes, which hold {plan.holds} of them"
+    return Result("crowd", (Table(title, tuple(rows)),))
+
+
+def _values(outcome: Outcome, budget: int) -> dict[str, str | int]:
+    return {
+        "tokens reused": f"{outcome.reused / outcome.asked:.1%}",
+        "most in RAM": f"{outcome.most_warm / budget:.1%}",
+        "most on disk": f"{outcome.most_cold / budget:.1%}",
+        "failures": outcome.failures,
+    }
+
+
+def _least_recently_used(chunk: Chunk, now: int) -> float:
+    return float(chunk.last_used)
+
+
+@dataclass(eq=False, slots=True)
+class _Conversation:
+    name: str
+    tokens: list[int]
+    turns: int = 0
+
+
+class _Crowd:
+    """Who says what next: the same for every policy."""
+
+    def __init__(self, plan: CrowdPlan) -> None:
+        self._plan = plan
+        self._random = np.random.default_rng(5)
+        self._prefix = self._some(plan.prefix)
+        self._talking: dict[int, _Conversation] = {}
+        self._begun = 0
+
+    def turns(self) -> Iterator[_Conversation]:
+        plan = self._plan
+        weights = 1 / np.arange(1, plan.conversations + 1) ** plan.skew
+        for place in self._random.choice(plan.conversations, plan.requests, p=weights / weights.sum()):
+            yield self.next_turn(int(place))
+
+    def next_turn(self, place: int) -> _Conversation:
+        known = self._talking.get(place)
+        if known is None or known.turns == self._plan.turns:
+            self._begun += 1
+            known = self._talking[place] = _Conversation(f"{self._begun}", list(self._prefix))
+        known.tokens += self._some(self._plan.message)
+        known.turns += 1
+        return known
+
+    def _some(self, count: int) -> list[int]:
+        return [int(token) for token in self._random.integers(*_PRINTABLE, count)]
+
+
+class _House:
+    """A store and a loop."""
+
+    def __init__(self, folder: Path, budget: int, policy: Worth) -> None:
+        engine = FakeEngine(cells=2 * _CONTEXT, context=_CONTEXT, sequences=2)
+        self.store = KvStore(
+            engine.fingerprint,
+            warm_budget=budget,
+            cold=ColdTier(folder, engine.fingerprint),
+            cold_budget=budget,
+            keeping=Keeping(worth=policy),
+        )
+        self.store.costs.evaluate = _Unmeasured()
+        self._loop = EngineLoop(
+            engine, self.store, LoopSettings(parallel=1, prefill_slice=engine.capabilities.batch)
+        )
+
+    def answer(self, conversation: _Conversation, length: int) -> _Answer:
+        """One turn; what was said becomes part of the conversation."""
+        label = Label(EntryKind.CONVERSATION, conversation.name, "")
+        answer = _Answer()
+        self._loop.submit(
+            Job(
+                tokens=np.array(conversation.tokens, np.int32),
+                sampler=Sampler(Sampling(temperature=0.0)),
+                consumer=answer,
+                max_new=length,
+                notes=Notes(label),
+            )
+        )
+        answer.over.wait()
+        conversation.tokens += answer.tokens
+        return answer
+
+    def close(self) -> None:
+        self._loop.close()
+        self.store.close()
+
+
+@dataclass(eq=False, slots=True)
+class _Answer:
+    tokens: list[int] = field(default_factory=list)
+    ending: Ending | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def progress(self, progress: Progress) -> None:
+        pass
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        self.tokens.append(token)
+        return False
+
+    def kept_tokens(self) -> int:
+        return len(self.tokens)
+
+    def ended(self, ending: Ending) -> None:
+        self.ending = ending
+        self.over.set()
+
+    def failed(self, error: EmberkeepError) -> None:
+        self.over.set()
+
+
+class _Unmeasured(Rate):
+    """Loading is always worth it: this engine is quicker than any disk."""
+
+    def measure(self, amount: float, seconds: float) -> None:
+        pass
+
+
+def _served(folder: Path, plan: CrowdPlan, budget: int, policy: Worth) -> Outcome:
+    house = _House(folder, budget, policy)
+    asked = reused = most_warm = most_cold = failures = 0
+    try:
+        for conversation in _Crowd(plan).turns():
+            ending = house.answer(conversation, plan.answer).ending
+            if ending is None:
+                failures += 1
+                continue
+            asked += ending.prompt_tokens
+            reused += ending.lookup.reused_tokens
+            warm, cold = house.store.held_bytes()
+            most_warm, most_cold = max(most_warm, warm), max(most_cold, cold)
+    finally:
+        house.close()
+    return Outcome(asked, reused, most_warm, most_cold, failures)
+
+
+def _bytes_of_a_conversation(folder: Path, plan: CrowdPlan) -> int:
+    """What one that is complete takes on disk."""
+    house, crowd = _House(folder, _PLENTY, worth), _Crowd(plan)
+    try:
+        for _ in range(plan.turns):
+            house.answer(crowd.next_turn(0), plan.answer)
+    finally:
+        house.close()
+    return sum(path.stat().st_size for path in folder.rglob("*.kv"))

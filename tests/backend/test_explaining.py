@@ -1,0 +1,158 @@
+"""Why a prompt was not reused, in a sentence, for the person who runs the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.local import LocalBackend
+from emberkeep.config import Config
+from emberkeep.engine.base import KvUnit
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.runtime import assemble
+from emberkeep.types import Completed, Message, MissReason, Request, Sampling, Tool, private_namespace
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WEATHER = Tool("get_weather", "The weather of a city, today and tomorrow.", {"type": "object"})
+TIME = Tool("get_time", "The time of day in a city.", {"type": "object"})
+CHAT = Request(
+    messages=(
+        Message("system", "You are the secretary of a small harbour where ships of many kinds wait."),
+        Message("user", "Which ships wait at the third pier, and how long have they been waiting there?"),
+        Message("assistant", "Two of them: a schooner since Monday, and a brig since this morning."),
+        Message("user", "And what do they pay?"),
+    ),
+    tools=(WEATHER, TIME),
+    sampling=Sampling(temperature=0),
+    max_tokens=2,
+    conversation_id="harbour",
+)
+
+
+def open_backend(folder: Path, weights: str = "fake", unit: KvUnit = KvUnit.RANGE) -> LocalBackend:
+    engine = FakeEngine(cells=1 << 15, weights=weights, kv_unit=unit)
+    return assemble(Config(data_dir=folder), engine, TEMPLATE, ModelCard(weights, 0, 4096))
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[LocalBackend]:
+    backend = open_backend(tmp_path)
+    yield backend
+    asyncio.run(backend.close())
+
+
+def ask(backend: LocalBackend, request: Request) -> Completed:
+    async def generate() -> Completed:
+        [*_, last] = [event async for event in backend.generate(request)]
+        assert isinstance(last, Completed)
+        return last
+
+    return asyncio.run(generate())
+
+
+def edited(index: int, text: str) -> Request:
+    messages = list(CHAT.messages)
+    messages[index] = replace(messages[index], content=text)
+    return replace(CHAT, messages=tuple(messages))
+
+
+def test_all_of_it_is_there(backend):
+    ask(backend, CHAT)
+    told = backend.cache.explain(CHAT)
+    assert told.lookup.reason is MissReason.NONE
+    assert told.sentence.startswith("All ")
+
+
+def test_the_edited_message_is_named(backend):
+    ask(backend, CHAT)
+    told = backend.cache.explain(edited(1, "Which ships wait at the fourth pier, and how long?"))
+    assert told.lookup.reason is MissReason.EDITED
+    assert told.lookup.divergence is not None
+    assert told.lookup.divergence.where == "message 2 (user)"
+    assert told.lookup.divergence.stored_text.strip().startswith("third")
+    assert told.lookup.divergence.prompt_text.strip().startswith("fourth")
+    assert "Message 2 (user) was edited" in told.sentence
+
+
+def test_the_changed_tool_is_named(backend):
+    ask(backend, CHAT)
+    changed = replace(CHAT, tools=(WEATHER, replace(TIME, description="The time in a city, with seconds.")))
+    told = backend.cache.explain(changed)
+    assert told.lookup.reason is MissReason.TOOLS
+    assert "The tool get_time was changed" in told.sentence
+
+
+def test_the_response_says_the_same(backend):
+    ask(backend, CHAT)
+    lookup = ask(backend, edited(1, "Which ships wait at the fourth pier, and how long?")).lookup
+    assert lookup.reason is MissReason.EDITED
+    assert lookup.divergence is not None
+    assert lookup.divergence.where == "message 2 (user)"
+
+
+def test_a_new_question_is_no_edit(backend):
+    ask(backend, CHAT)
+    lookup = ask(backend, edited(3, "Who is the harbour master?")).lookup
+    assert lookup.reason is MissReason.DIVERGED
+    assert lookup.divergence is not None
+    assert lookup.divergence.where == "message 4 (user)"
+
+
+def test_the_expired_entry_is_named(backend):
+    ask(backend, CHAT)
+    backend._store._clock._offset += 4000
+    backend.cache.gc()
+    told = backend.cache.explain(CHAT)
+    assert told.lookup.reason is MissReason.EXPIRED
+    assert "outlived its TTL" in told.sentence
+
+
+def test_the_other_user_is_named_here_and_never_in_a_response(backend):
+    ask(backend, replace(CHAT, user="alice", namespace=private_namespace("alice")))
+    as_bob = replace(CHAT, user="bob", namespace=private_namespace("bob"))
+    told = backend.cache.explain(as_bob)
+    assert told.lookup.reason is MissReason.OTHER_USER
+    assert "the user alice" in told.sentence
+    lookup = ask(backend, as_bob).lookup
+    assert (lookup.reason, lookup.reused_tokens, lookup.divergence) == (MissReason.NEW, 0, None)
+
+
+def test_the_other_model_is_named(tmp_path):
+    first = open_backend(tmp_path, "first-model")
+    ask(first, CHAT)
+    asyncio.run(first.close())
+    second = open_backend(tmp_path, "second-model")
+    told = second.cache.explain(CHAT)
+    unrelated = second.cache.explain(edited(0, "You are a poet."))
+    asyncio.run(second.close())
+    assert told.lookup.reason is MissReason.OTHER_MODEL
+    assert "first-model" in told.sentence
+    assert unrelated.lookup.reason is MissReason.NEW
+
+
+def test_looking_changes_nothing(backend):
+    ask(backend, CHAT)
+    before = backend.cache.entries()[0]
+    for _ in range(3):
+        backend.cache.explain(CHAT)
+    after = backend.cache.entries()[0]
+    assert (after.hits, after.turns) == (before.hits, before.turns)
+
+
+def test_a_model_that_needs_snapshots_says_so(tmp_path):
+    backend = open_backend(tmp_path, unit=KvUnit.BOTH)
+    ask(backend, replace(CHAT, max_tokens=40))
+    told = backend.cache.explain(CHAT)
+    asyncio.run(backend.close())
+    assert told.lookup.reason is MissReason.NO_SNAPSHOT
+    assert 0 < told.lookup.reused_tokens < told.lookup.prompt_tokens - 1
