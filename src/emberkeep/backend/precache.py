@@ -163,6 +163,8 @@ class Precache:
         loop, warming = asyncio.get_running_loop(), asyncio.ensure_future(self._warm(request))
         with self._changed:
             self._give_up = lambda: loop.call_soon_threadsafe(warming.cancel)
+            if self._closing:
+                self._give_up()
         try:
             warmed = await warming
         finally:
