@@ -59,7 +59,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_teaches_with_examples() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("serve", "chat", "models", "doctor", "config"):
+    for command in ("serve", "chat", "models", "cache", "doctor", "config"):
         assert f"  {command} " in result.output
     assert "emberkeep models pull hf:owner/repo/file.gguf" in result.output
 

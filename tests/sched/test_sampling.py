@@ -195,3 +195,9 @@ def test_a_large_vocabulary_is_cut_down_without_changing_the_result():
     needed = int(np.searchsorted(np.cumsum(probabilities[order] / probabilities.sum()), 0.3)) + 1
     chosen = support(replace(PLAIN, top_p=0.3, temperature=1.0), logits, 200)
     assert chosen <= set(order[:needed].tolist())
+
+
+def test_a_temperature_next_to_nothing_is_greedy():
+    sampler = Sampler(Sampling(temperature=1e-300, seed=1))
+    logits = np.array([0.1, 3.0, 2.9], np.float32)
+    assert [sampler.sample(logits, [b""] * 3)[0] for _ in range(5)] == [1] * 5

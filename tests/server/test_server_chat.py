@@ -106,11 +106,12 @@ def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, h
     }
 
 
-def test_a_divergence_is_told(backend: ScriptedBackend, http: httpx.Client) -> None:
-    lookup = replace(BILL.lookup, divergence=Divergence(7, "stored", "asked"))
+@pytest.mark.parametrize(("where", "told"), [("message 2 (user)", "message 2 (user)"), ("", None)])
+def test_a_divergence_is_told(backend: ScriptedBackend, http: httpx.Client, where: str, told: str | None) -> None:
+    lookup = replace(BILL.lookup, divergence=Divergence(7, "stored", "asked", where))
     backend.reset(Finished(0, FinishReason.STOP), replace(BILL, lookup=lookup))
     divergence = ask(http).json()["emberkeep"]["divergence"]
-    assert divergence == {"token_index": 7, "stored_text": "stored", "prompt_text": "asked"}
+    assert divergence == {"token_index": 7, "stored_text": "stored", "prompt_text": "asked", "where": told}
 
 
 def test_a_plain_client_loop_reads_a_stream_to_its_end(backend: ScriptedBackend, client: openai.OpenAI) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.server.wire.cache import EntryBody, VerifyBody
 from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
+from emberkeep.server.wire.warm import WarmBody
 from emberkeep.types import MissReason, Sampling
 
 TEXT = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")
@@ -22,7 +24,8 @@ def test_the_sampling_defaults_are_told(name: str) -> None:
 
 def test_every_field_is_told() -> None:
     told = set(re.findall(r"`([a-z_]+)", TEXT))
-    assert {*ChatBody.model_fields, *CompletionBody.model_fields} <= told
+    bodies = (ChatBody, CompletionBody, EntryBody, VerifyBody, WarmBody)
+    assert {field for body in bodies for field in body.model_fields} <= told
 
 
 def test_every_reason_is_told() -> None:

@@ -53,10 +53,10 @@ def test_a_draining_server_refuses_new_work_and_finishes_the_old() -> None:
         while (health := http.get("/health")).status_code == 200:
             pass
         assert (health.status_code, health.json()) == (503, {"status": "draining"})
-        refused = http.post(CHAT, json=BODY)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["type"] == "overloaded"
-        assert int(refused.headers["retry-after"]) > 0
+        for refused in (http.post(CHAT, json=BODY), http.delete("/v1/cache?user_id=ann")):
+            assert refused.status_code == 503
+            assert refused.json()["error"]["type"] == "overloaded"
+            assert int(refused.headers["retry-after"]) > 0
         backend.release.set()
         assert old.result().json()["choices"][0]["message"]["content"] == "Hello"
         server.thread.join(WAIT_S)

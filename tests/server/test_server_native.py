@@ -124,6 +124,10 @@ def test_an_unknown_path_has_the_error_shape_and_the_way_out(http: httpx.Client)
         ("DELETE", "/tokenize", "POST"),
         ("POST", "/v1/models", "GET, HEAD"),
         ("PUT", "/health", "GET, HEAD"),
+        ("PUT", "/v1/cache", "DELETE, GET, HEAD"),
+        ("POST", "/v1/cache/0123456789ab", "DELETE, GET, HEAD"),
+        ("GET", "/v1/cache/pin", "POST"),
+        ("DELETE", "/v1/cache/gc", "POST"),
     ],
 )
 def test_another_method_is_told_which_one_works(http: httpx.Client, method: str, path: str, allowed: str) -> None:

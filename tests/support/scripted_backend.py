@@ -52,6 +52,7 @@ class ScriptedBackend:
     def __init__(self, script: Callable[[Request], Iterable[Step]]) -> None:
         self._script = script
         self.requests: list[Request] = []
+        self.kept_warm: list[Request] = []
         self.cancelled = 0
         self.closed = False
 
@@ -75,6 +76,9 @@ class ScriptedBackend:
         async for event in self.generate(replace(request, is_prefix=True, max_tokens=0)):
             usage = event.usage if isinstance(event, Completed) else usage
         return Warmed(usage.prompt_tokens, usage.cached_tokens, 0.01, "0123456789ab")
+
+    def keep_warm(self, prefixes: Sequence[Request]) -> None:
+        self.kept_warm += prefixes
 
     async def _play(self, step: Step) -> None:
         if isinstance(step, EmberkeepError):

@@ -210,11 +210,15 @@ def _set_pins(config: Config, model: str | None, ids: Sequence[str], pinned: boo
 
 
 def _ask_before_removing(user: str, entries: int) -> None:
-    if not sys.stdin.isatty():
+    if not _is_terminal():
         raise EmberkeepError(
             f"Everything of {_whose(user)} would be removed: say --yes where nobody can be asked."
         )
     typer.confirm(f"Remove everything of {_whose(user)} ({counted(entries)})?", abort=True, err=True)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _sum(parts: Iterable[Removed]) -> Removed:

@@ -140,7 +140,7 @@ class Engine(Protocol):
         """
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
-        """Make `target` (which must be empty) share positions [0, end) of `source`. No bytes are copied.
+        """Make `target` (which must be empty) share positions [0, end) of `source`. No bytes of ranges are copied.
 
         With snapshots, `end` must be where `source` ends.
         """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from emberkeep.kv import value
 from emberkeep.kv.entries import Entry, EntryId, Label, Tail
@@ -105,7 +106,7 @@ class Books:
         """Enter a chunk that has just been computed; it is in RAM only."""
         chunk.born = chunk.last_used = self.clock
         if ghost := self.ghosts.take(chunk.key):
-            chunk.hits, chunk.was_written = ghost.hits, ghost.was_written
+            chunk.hits, chunk.came_back, chunk.was_written = ghost.hits, True, ghost.was_written
         self._warmed(chunk, payload)
         self._enter(chunk)
 
@@ -272,20 +273,26 @@ class Books:
     def shrink_cold(self, target: float, now: float, newcomer: Chunk | None = None) -> list[Chunk]:
         """Drop leaves that nobody uses or pinned, expired ones first, then by worth, down to `target` bytes.
 
-        With a `newcomer`, only what is worth less than it goes. Returns what was dropped; parents may be leaves
-        now, so call it until it returns nothing.
+        With a `newcomer`, only what is worth less than it goes. A parent that becomes a leaf is weighed with the
+        rest. Returns what was dropped.
         """
         victims: list[Chunk] = []
         if self.cold.bytes <= target:
             return victims
-        leaves = [c for c in self if c.on_disk and _may_go(c)]
+
+        def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
+            return chunk.expires > now, self._worth(chunk, self.clock), chunk.key, chunk
+
         limit = (True, self._worth(newcomer, self.clock)) if newcomer else (True, float("inf"))
-        ranked = [((c.expires > now, self._worth(c, self.clock)), c) for c in leaves]
-        for rank, chunk in sorted(ranked, key=lambda pair: pair[0]):
-            if self.cold.bytes <= target or rank >= limit:
-                break
+        heap = [ranked(chunk) for chunk in self if chunk.on_disk and _may_go(chunk)]
+        heapify(heap)
+        while heap and self.cold.bytes > target and heap[0][:2] < limit:
+            is_wanted, _, _, chunk = heappop(heap)
             victims.append(chunk)
-            self.drop(chunk, MissReason.EVICTED if chunk.expires > now else MissReason.EXPIRED)
+            self.drop(chunk, MissReason.EVICTED if is_wanted else MissReason.EXPIRED)
+            parent = chunk.parent
+            if parent and not parent.is_root and parent.on_disk and _may_go(parent):
+                heappush(heap, ranked(parent))
         return victims
 
     def drop_expired(self, now: float) -> list[Chunk]:

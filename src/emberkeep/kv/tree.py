@@ -36,6 +36,7 @@ class Chunk:
         "born",
         "branches",
         "bytes",
+        "came_back",
         "expires",
         "given",
         "hits",
@@ -94,6 +95,8 @@ class Chunk:
         """Both in ticks of the store's logical clock."""
         self.expires = 0.0
         """Until when it is wanted, in the store's seconds."""
+        self.came_back = False
+        """It was gone before, and asked for again."""
         self.was_written = False
         """It was on disk before, and evicted."""
         self.branches: dict[int, dict[int, list[Chunk]]] = {}

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from math import log2
+
 from emberkeep.kv.tree import Chunk
 
-_DEPTH_SCALE = 4096
-"""Attention makes a token at this position cost about twice what the first one costs."""
+_RECENT = 128
+"""Lookups for which a chunk stays about as good as new. Between two turns of one conversation come those of the
+others, so among uses that are closer than this the number says more than the order."""
 
 
 def worth(chunk: Chunk, now: int) -> float:
-    """Seconds of evaluation saved per byte kept, up to a constant: more for deep, reused and recent chunks.
+    """Evaluated tokens that a byte is expected to save per lookup from now on, up to a constant.
 
-    `now` and `last_used` are ticks of the store's logical clock, so a clock that jumps changes nothing.
+    Half of what is stored is never asked for; what was asked for once is asked for again twice as often, and each
+    doubling after that adds as much. A chunk that had to be computed again counts as asked for: otherwise nothing
+    that comes back later than the store can wait would ever be kept. Deep tokens cost more to evaluate and are
+    reached by fewer prompts, which cancels out, so depth has no say.
+
+    `now` and `last_used` are ticks of the store's logical clock: a clock that jumps changes nothing.
     """
-    cost = len(chunk.tokens) * (1 + chunk.start / _DEPTH_SCALE)
-    age = max(now - chunk.last_used, 0) + 1
-    return cost * (1 + chunk.hits) / (max(chunk.bytes, 1) * age)
+    asked = chunk.hits + chunk.came_back
+    age = max(now - chunk.last_used, 0)
+    return chunk.saved_tokens * (1 + log2(1 + asked)) / (max(chunk.bytes, 1) * (age + _RECENT))
 
 
 def worth_writing(chunk: Chunk, spent_today: int, budget: int | None) -> bool:

@@ -78,7 +78,7 @@ class GenerationFields(Body):
     top_p: Probability | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Probability | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None

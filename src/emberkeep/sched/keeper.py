@@ -26,13 +26,15 @@ class Keeper:
         self._engine = engine
         self._store = store
         self._takes_snapshots = engine.capabilities.kv_unit.has_snapshots
+        # A layout that the engine does not know cannot be exported at all.
+        self._can_export = not self._takes_snapshots or engine.capabilities.snapshot_bytes > 0
 
     def keep_full_chunks(self, sequence: Sequence) -> None:
         """Store every complete chunk. Cheap when there is none.
 
         With snapshots nothing is stored between them: no lookup could use it.
         """
-        if not sequence.is_kept:
+        if not self._keeps(sequence):
             return
         if self._takes_snapshots:
             if sequence.computed in sequence.borders:
@@ -42,7 +44,7 @@ class Keeper:
 
     def keep_all(self, sequence: Sequence) -> None:
         """Store everything computed, with a tail chunk for what does not fill one."""
-        if not sequence.is_kept:
+        if not self._keeps(sequence):
             return
         if sequence.unsaved > 0:
             self._keep(sequence, sequence.computed, tail=True, fork=False)
@@ -57,6 +59,9 @@ class Keeper:
         is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
         if is_worth_it and sequence.is_kept and not self._takes_snapshots:
             self._keep(sequence, position, tail=True, fork=True)
+
+    def _keeps(self, sequence: Sequence) -> bool:
+        return self._can_export and sequence.is_kept
 
     def _keep(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
         tokens = sequence.tokens[:end]

@@ -18,6 +18,8 @@ from emberkeep.types import Sampling, TokenLogprob
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.intp]
 
+_GREEDY_BELOW = 1e-6
+"""Temperatures that differ from 0 in nothing but overflowing."""
 _WINDOWS = (4.0, 8.0, 16.0, 32.0)
 """Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
 
@@ -82,7 +84,7 @@ class Sampler:
 
     def _choose(self, logits: Floats) -> int:
         settings = self._settings
-        if settings.temperature <= 0:
+        if settings.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
         ids = _top_k(logits, settings.top_k) if settings.top_k > 0 else np.flatnonzero(logits > -np.inf)
         if settings.typical_p < 1:

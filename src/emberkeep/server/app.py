@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emberkeep import __version__
@@ -99,9 +100,16 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     path, headers = http.url.path[:200], {}
     message = f"There is no {path} here: GET /openapi.json lists what there is."
     if error.status_code == 405:
-        allowed = (error.headers or {})["Allow"].replace("GET", "GET, HEAD")  # see PathMiddleware
+        allowed = _allowed(http)
         message, headers = f"{http.method} does not work on {path}: use {allowed}.", {"Allow": allowed}
     return failure_response(Failure(error.status_code, "invalid_request_error", message, headers=headers))
+
+
+def _allowed(http: HttpRequest) -> str:
+    """Methods of every route with this path; the framework's own answer names those of one."""
+    routes = (route for route in http.app.routes if route.matches(http.scope)[0] is Match.PARTIAL)
+    methods = {method for route in routes for method in route.methods}
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))  # see PathMiddleware
 
 
 async def _on_client_gone(http: HttpRequest, error: Exception) -> Response:

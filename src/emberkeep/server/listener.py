@@ -12,9 +12,12 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket: clients that come while the model loads wait in its backlog. Raises EmberkeepError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         raise EmberkeepError(_why_not(error, host, port)) from error
+    # Connections inherit it. asyncio, unlike uvloop, would not set it, and answers would wait 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _why_not(error: OSError, host: str, port: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -37,9 +38,20 @@ from emberkeep.types import CacheEntry, Verified
 
 SHOWN_CHARS = 2000
 
+_ACTIONS = ("pin", "unpin", "gc", "explain", "verify")
+
 Kind = Literal["conversation", "prefix"]
 Limit = Annotated[int, Query(ge=1, le=INT32_MAX)]
 Chars = Annotated[int, Query(ge=0, le=INT32_MAX)]
+
+
+class _EntryId(StringConvertor):
+    """Whatever may be meant for an id: asking for an action in the wrong way is another mistake."""
+
+    regex = rf"(?!(?:{'|'.join(_ACTIONS)})$)[^/]+"
+
+
+register_url_convertor("entry_id", _EntryId())
 
 
 def cache_routes(backend: Backend) -> APIRouter:
@@ -58,7 +70,7 @@ def _looking(router: APIRouter, backend: Backend) -> None:
         stored = await asyncio.to_thread(backend.cache.entries)
         return json_response(list_json(_selected(stored, user_id, kind), limit))
 
-    @router.get("/v1/cache/{entry_id}")
+    @router.get("/v1/cache/{entry_id:entry_id}")
     async def entry(entry_id: str, chars: Chars = SHOWN_CHARS) -> Response:
         return json_response(shown_json(await asyncio.to_thread(backend.cache.show, entry_id), chars))
 
@@ -82,7 +94,7 @@ def _changing(router: APIRouter, backend: Backend) -> None:
     async def remove_user(user_id: Label) -> Response:
         return json_response(removed_json(await asyncio.to_thread(backend.cache.remove_user, user_id)))
 
-    @router.delete("/v1/cache/{entry_id}")
+    @router.delete("/v1/cache/{entry_id:entry_id}")
     async def remove(entry_id: str) -> Response:
         return json_response(removed_json(await asyncio.to_thread(backend.cache.remove, entry_id)))
 

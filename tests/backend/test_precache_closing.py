@@ -1,0 +1,30 @@
+"""A backend that is closed while it makes something ready."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.config import Config
+from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.runtime import assemble
+from emberkeep.types import Request
+from helpers.scheduling import PATIENCE, Gate
+
+PREFIX = Request(prompt="harbour " * 400, is_prefix=True, max_tokens=0)
+
+
+def test_nobody_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    gate = Gate(engine)
+    config = Config(data_dir=tmp_path, drain_s=PATIENCE, prefill_slice=128)
+    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    whole = len(backend.tokenize(str(PREFIX.prompt), add_special=True, parse_special=True))
+    backend.keep_warm([PREFIX])
+    gate.reached()
+    backend._precache.close()
+    backend._precache._thread.join(PATIENCE)
+    gate.open()
+    asyncio.run(backend.close())
+    assert 0 < engine.evaluated_tokens < whole

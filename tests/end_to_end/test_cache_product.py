@@ -1,0 +1,102 @@
+"""Prefixes that are ready before anybody asks, and users who do not see each other, in a real server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from serving import RULES, serve, system, user
+
+from emberkeep.types import Json
+from support.server_process import Reply, ServerProcess
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 60.0
+
+
+def ask(server: ServerProcess, text: str, question: str, **fields: Json) -> Reply:
+    return server.chat([system(text), user(question)], max_tokens=4, **fields)
+
+
+def entries(server: ServerProcess, **query: str) -> list[Json]:
+    return list(server.http.get(f"{server.url}/v1/cache", params=query).json()["data"])
+
+
+def until(server: ServerProcess, condition) -> list[Json]:
+    """Looks at the cache again and again until it is as wanted."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if condition(listed := entries(server)):
+            return listed
+    raise AssertionError(f"never came about: {listed}")
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "rules.txt"
+    path.write_text(RULES)
+    return path
+
+
+def own_tokens(reply: Reply) -> int:
+    return reply.prompt_tokens - reply.cached_tokens
+
+
+def test_a_warm_prefix_is_ready_stays_ready_and_survives_a_kill(smollm2: Path, tmp_path: Path, rules: Path) -> None:
+    data = tmp_path / "data"
+    quick = tmp_path / "quick.toml"
+    quick.write_text("ttl_short_s = 3\nsweep_s = 1\n")
+    options = ("--warm", str(rules), "--config", str(quick))
+    with serve(smollm2, data, *options) as server:
+        (prefix,) = until(server, lambda listed: len(listed) == 1 and listed[0]["turns"])
+        assert (prefix["kind"], prefix["shared"], prefix["ttl"]) == ("prefix", True, "short")
+        first = ask(server, RULES, "Who waits?", user_id="alice", conversation_id="a")
+        assert own_tokens(first) < 20 < prefix["tokens"] == first.cached_tokens
+        # It is touched again and again while its TTL goes by.
+        turns = prefix["turns"]
+        later = until(server, lambda listed: _of(listed, prefix)["turns"] >= turns + 4)
+        assert _of(later, prefix)["expires_in_s"] > 0
+        evaluated = server.stats()["scheduler"]["evaluated_tokens"]
+        second = ask(server, RULES, "Who pays?", user_id="bob")
+        assert own_tokens(second) < 20
+        assert server.stats()["scheduler"]["evaluated_tokens"] - evaluated < 40
+        server.wait_until_stored()
+        server.kill()
+    with serve(smollm2, data, *options) as server:
+        third = ask(server, RULES, "Who sails?", user_id="carol")
+        assert own_tokens(third) < 20
+        assert server.stats()["scheduler"]["evaluated_tokens"] < 40
+
+
+def _of(listed: list[Json], entry: Json) -> Json:
+    return next(other for other in listed if other["id"] == entry["id"])
+
+
+def test_users_share_nothing_and_one_can_be_deleted(smollm2: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    text = f"{RULES} {RULES}"
+    with serve(smollm2, data) as server:
+        alice = ask(server, text, "Who waits?", user_id="alice")
+        server.wait_until_stored()
+        files = len(list(data.rglob("*.kv")))
+        bob = ask(server, text, "Who waits?", user_id="bob")
+        server.wait_until_stored()
+        assert alice.prompt_tokens == bob.prompt_tokens > 1_000
+        assert alice.cached_tokens == bob.cached_tokens == 0
+        assert bob.detail["reason"] == "new"
+        assert alice.text == bob.text
+        assert len(list(data.rglob("*.kv"))) == 2 * files
+        assert ask(server, text, "Who waits?", user_id="alice").cached_tokens == alice.prompt_tokens - 1
+        removed = server.http.delete(f"{server.url}/v1/cache", params={"user_id": "alice"}).json()
+        assert removed["removed"]["tokens"] >= alice.prompt_tokens
+        assert {entry["user"] for entry in entries(server)} == {"bob"}
+        assert len(list(data.rglob("*.kv"))) == files
+        assert ask(server, text, "Who waits?", user_id="bob").cached_tokens == bob.prompt_tokens - 1
+        assert ask(server, text, "Who waits?", user_id="alice").cached_tokens == 0
+        told = server.http.post(
+            f"{server.url}/v1/cache/explain",
+            json={"messages": [system(text), user("Who waits?")], "user_id": "carol"},
+        ).json()
+        assert told["reason"] == "other_user"
