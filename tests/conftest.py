@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from platformdirs import user_cache_path
 
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
+
+# A busy machine is no failure.
+settings.register_profile("emberkeep", deadline=None)
+settings.load_profile("emberkeep")
 
 
 @pytest.fixture(scope="session")

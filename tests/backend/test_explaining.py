@@ -18,7 +18,8 @@ from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Message, MissReason, Request, Sampling, Tool, private_namespace
 
 TEMPLATE = (
-    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>tools\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "{% for call in message.tool_calls %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -57,7 +58,10 @@ def ask(backend: LocalBackend, request: Request) -> Completed:
         assert isinstance(last, Completed)
         return last
 
-    return asyncio.run(generate())
+    bill = asyncio.run(generate())
+    while backend.loop.stats()["active"]:  # its turn is being closed
+        backend.loop.call(lambda: None).result()
+    return bill
 
 
 def edited(index: int, text: str) -> Request:

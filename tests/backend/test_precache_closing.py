@@ -23,7 +23,7 @@ def test_nobody_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> None:
     whole = len(backend.tokenize(str(PREFIX.prompt), add_special=True, parse_special=True))
     backend.keep_warm([PREFIX])
     gate.reached()
-    backend._precache.close()
+    backend._precache.stop()
     backend._precache._thread.join(PATIENCE)
     gate.open()
     asyncio.run(backend.close())

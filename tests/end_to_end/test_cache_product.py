@@ -44,7 +44,9 @@ def own_tokens(reply: Reply) -> int:
     return reply.prompt_tokens - reply.cached_tokens
 
 
-def test_a_warm_prefix_is_ready_stays_ready_and_survives_a_kill(smollm2: Path, tmp_path: Path, rules: Path) -> None:
+def test_a_warm_prefix_is_ready_stays_ready_and_survives_a_kill(
+    smollm2: Path, tmp_path: Path, rules: Path
+) -> None:
     data = tmp_path / "data"
     quick = tmp_path / "quick.toml"
     quick.write_text("ttl_short_s = 3\nsweep_s = 1\n")

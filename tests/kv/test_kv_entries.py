@@ -297,6 +297,23 @@ def test_removing_an_entry_leaves_what_others_share_with_it(store, tmp_path):
     assert store.why_gone(store.advance(store.origin(""), LONG), LONG) is MissReason.REMOVED
 
 
+def test_removing_a_conversation_takes_its_text_also_where_its_prefix_ends_in_the_same_chunk(store):
+    put(store, LONG[:100])
+    turn(store, LONG[:60], "prefix", kind=EntryKind.PREFIX)
+    conversation = turn(store, LONG[:100], "conversation")
+    removed = store.catalogue.remove(conversation)
+    assert removed is not None and removed.tokens == 100
+    assert load(store, LONG) == 0
+    assert listed(store) == {}
+
+
+def test_removing_a_shorter_one_leaves_the_longer(store):
+    turn(store, LONG[:100], "longer")
+    shorter = turn(store, LONG[:60], "shorter")
+    assert store.catalogue.remove(shorter).tokens == 0
+    assert load(store, LONG) == 100
+
+
 def test_removing_what_is_not_there_says_so(store):
     assert store.catalogue.remove("0123456789ab") is None
     assert store.catalogue.pin("0123456789ab", True) is False

@@ -70,7 +70,7 @@ class StoreCache:
         return self._entry(entry_id)
 
     def remove(self, entry_id: str) -> Removed:
-        self._loop.drop_resting([entry_id])
+        self._loop.drop_resting([entry_id]).result()
         removed = self._store.catalogue.remove(entry_id)
         if removed is None:
             raise _unknown(entry_id)
@@ -83,7 +83,7 @@ class StoreCache:
         return self._store.catalogue.forget_user(user)
 
     def gc(self) -> Removed:
-        self._loop.drop_resting(self._store.catalogue.expired(self._loop.resting()))
+        self._loop.drop_resting(self._store.catalogue.expired(self._loop.resting())).result()
         return self._store.catalogue.gc()
 
     def _entry(self, entry_id: str) -> CacheEntry:

@@ -15,6 +15,7 @@ from emberkeep.backend.base import Cache, ModelCard
 from emberkeep.backend.cache import StoreCache
 from emberkeep.backend.channel import Channel, Outbox
 from emberkeep.backend.choices import Choice, Item, until_completed
+from emberkeep.backend.lookups import RecentLookups
 from emberkeep.backend.places import Place, Places
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompts import Prompt, PromptMaker
@@ -34,7 +35,6 @@ from emberkeep.types import (
     Event,
     ExpertStats,
     Json,
-    LookupRecord,
     Message,
     MissReason,
     Request,
@@ -80,6 +80,7 @@ class LocalBackend:
         self._deadline_s = deadline_s
         self._drain_s = drain_s
         self._tracking = asyncio.Lock()
+        self._lookups = RecentLookups()
         self._prompts = PromptMaker(
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
@@ -192,6 +193,7 @@ class LocalBackend:
             "model": self.card.id,
             "scheduler": self.loop.stats(),
             "store": self._store.stats(),
+            "recent_lookups": self._lookups.json(),
             "measured": {
                 "evaluate_tokens_per_s": costs.evaluate.value,
                 "import_bytes_per_s": costs.import_.value,
@@ -223,8 +225,9 @@ class LocalBackend:
         return self.loop.experts
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._precache.close)
+        self._precache.stop()
         await asyncio.to_thread(self.loop.close, self._drain_s)
+        await asyncio.to_thread(self._precache.join)
         await asyncio.to_thread(self._store.close)
 
     def _rehearse(self) -> None:
@@ -241,14 +244,14 @@ class LocalBackend:
     def _note_stable(self, request: Request, prompt: Prompt, notes: Notes) -> None:
         """Off the critical path: the prompt is being evaluated meanwhile."""
         notes.stable = self._prompts.stable(request, prompt.tokens)
-        self._precache.seen(request)
+        self._precache.seen(request, prompt.keys)
 
     async def _explained(self, request: Request, prompt: Prompt, bill: Completed) -> Completed:
         """The bill, with the part of the request in which it left what was stored."""
         lookup = bill.lookup
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
             lookup = await asyncio.to_thread(self._cache.located, request, prompt, lookup)
-        _log_lookup(request, lookup)
+        self._lookups.add(request, lookup)
         return replace(bill, lookup=lookup)
 
     # ── jobs ──
@@ -317,8 +320,3 @@ def _for_choice(request: Request, index: int) -> Sampling:
     """Choices of one request draw differently even when the request has a seed."""
     sampling = request.sampling
     return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
-
-
-def _log_lookup(request: Request, lookup: LookupRecord) -> None:
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("lookup for %s: %s", request.conversation_id or "a request without an id", lookup)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from emberkeep.backend.prompts import PromptMaker
-from emberkeep.chat.segments import cache_keys, stable_messages
+from emberkeep.chat.segments import CacheKeys, cache_keys, stable_messages
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.loop import EngineLoop
@@ -49,7 +49,7 @@ class _Prefix:
 
 
 class Precache:
-    """Everything but `close` may be called from any thread, and returns at once."""
+    """Everything but `join` may be called from any thread, and returns at once."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Precache:
                 self._prefixes[_key(request)] = _Prefix(request, True, monotonic(), float("-inf"))
             self._changed.notify_all()
 
-    def seen(self, request: Request) -> None:
+    def seen(self, request: Request, keys: CacheKeys) -> None:
         """A conversation goes on: its stable beginning stays warm while it is open."""
         prefix = replace(
             request,
@@ -89,12 +89,12 @@ class Precache:
             max_tokens=0,
             user=SHARED,  # nobody asked for it: it counts against nobody's limit
         )
-        now = monotonic()
+        now, key = monotonic(), (request.namespace, keys.stable or keys.entry)
         with self._changed:
-            known = self._prefixes.get(_key(prefix)) or _Prefix(prefix, False, now, now)
+            known = self._prefixes.get(key) or _Prefix(prefix, False, now, now)
             known.asked_at = known.warmed_at = now
-            self._prefixes[_key(prefix)] = known
-            self._prefixes.move_to_end(_key(prefix))
+            self._prefixes[key] = known
+            self._prefixes.move_to_end(key)
             passing = [key for key, known in self._prefixes.items() if not known.is_declared]
             for key in passing[: -self._settings.tracked]:
                 del self._prefixes[key]
@@ -104,12 +104,16 @@ class Precache:
             for key in [key for key in self._prefixes if key[0] in namespaces]:
                 del self._prefixes[key]
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Nobody waits for what is being warmed: it is given up, and what was computed of it is kept."""
         with self._changed:
             self._closing = True
             self._give_up()
             self._changed.notify_all()
+
+    def join(self) -> None:
+        """Blocks until nothing is being done any more. Call it when the loop is closed."""
+        self._thread.join()
 
     # ── on its own thread ──
 

@@ -181,17 +181,32 @@ class Books:
                 chunk.is_pinned = True
 
     def remove_entry(self, entry: Entry) -> list[Chunk]:
-        """Forget an entry and drop what nobody else builds on; returns those chunks."""
+        """Forget an entry and drop what nobody else builds on; returns those chunks.
+
+        Of a chunk in which others end earlier they lose their part too: a chunk cannot be cut, and what was to be
+        removed must not stay.
+        """
         self._forget_entry(entry)
-        others = {tail.chunk for other in self.entries.values() for tail in other.tails}
         gone: list[Chunk] = []
         for tail in entry.tails:
-            chunk = self._chunks.get(tail.chunk)
-            while chunk and not chunk.is_root and chunk.key not in others and _only_snapshots(chunk):
-                parent = chunk.parent
+            chunk, used = self._chunks.get(tail.chunk), tail.used
+            while chunk and not chunk.is_root and _only_snapshots(chunk) and not self._ends_at(chunk, used):
                 gone += self.drop(chunk, MissReason.REMOVED)
-                chunk = parent
+                chunk, used = chunk.parent, chunk.take
+        self._move_tails({chunk.key: chunk for chunk in gone})
         return gone
+
+    def _ends_at(self, chunk: Chunk, used: int) -> bool:
+        """Some entry ends in `chunk`, at or after that many of its tokens."""
+        tails = (tail for entry in self.entries.values() for tail in entry.tails)
+        return any(tail.chunk == chunk.key and tail.used >= used for tail in tails)
+
+    def _move_tails(self, gone: Mapping[ChunkKey, Chunk]) -> None:
+        """Entries that ended in these chunks end before them now."""
+        for entry in self.entries.values():
+            if any(tail.chunk in gone for tail in entry.tails):
+                entry.move_tails(gone)
+                self.news.entries[entry.id] = entry
 
     def forget_empty_entries(self) -> None:
         """Entries whose last chunk is gone are not listed any more."""

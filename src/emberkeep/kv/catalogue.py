@@ -185,7 +185,7 @@ class Catalogue:
             turns=entry.turns,
             branches=max(sum(self._books.get(t.chunk) is not None for t in entry.tails), 1),
             ttl=entry.ttl,
-            expires_in_s=last.expires - now,
+            expires_in_s=used_at + ttl_s - now,
             is_pinned=entry.is_pinned,
         )
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from emberkeep.kv.keys import ChunkKey, pack_fields
-from emberkeep.kv.tree import Cursor
+from emberkeep.kv.keys import ROOT, ChunkKey, pack_fields
+from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.types import EntryKind, Ttl
 
 RING = 8
@@ -89,6 +89,16 @@ class Entry:
     def tails_moved(self, source: ChunkKey, target: ChunkKey) -> None:
         """`target` begins where `source` did, with its tokens."""
         moved = (replace(tail, chunk=target) if tail.chunk == source else tail for tail in self.tails)
+        self.tails = deque(moved, RING)
+
+    def move_tails(self, gone: Mapping[ChunkKey, Chunk]) -> None:
+        """End before chunks that are gone."""
+        moved = []
+        for tail in self.tails:
+            while (chunk := gone.get(tail.chunk)) and chunk.parent is not None:
+                tail = replace(tail, chunk=chunk.parent.key, used=chunk.take)
+            if tail.chunk != ROOT:
+                moved.append(tail)
         self.tails = deque(moved, RING)
 
     def stale_tails(self, turns: int) -> list[Tail]:

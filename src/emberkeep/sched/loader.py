@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
+import numpy as np
+
 from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError
 from emberkeep.kv.fetch import FetchState
@@ -62,6 +64,7 @@ class Loader:
         if slot is None:
             self._store.release(match)
             return None
+        left_behind = _after(hot)
         origin = self._store.origin(job.namespace)
         known = hot.sequence.cursor if hot.sequence and hot.sequence.cursor.position <= hot.tokens else origin
         sequence = Sequence(slot, job, Cursor(known.chunk, known.used, job.namespace), hot.tokens)
@@ -69,6 +72,7 @@ class Loader:
         self._slots.occupy(sequence)
         sequence.match = match
         if job.use_cache:
+            sequence.reason = self._miss_reason(sequence, match, left_behind)
             self._plan_loads(sequence, match)
         else:
             sequence.reason = MissReason.DISABLED
@@ -116,7 +120,6 @@ class Loader:
         return slot
 
     def _plan_loads(self, sequence: Sequence, match: Match) -> None:
-        sequence.reason = self._miss_reason(sequence, match)
         chunks = self._worth_loading(sequence, match)
         sequence.from_disk = {chunk.key for chunk, _ in chunks if chunk.payload is None}
         for chunk, end in chunks:
@@ -195,21 +198,31 @@ class Loader:
             sequence.phase = Phase.EVALUATING
             sequence.load_seconds = monotonic() - sequence.started
 
-    def _miss_reason(self, sequence: Sequence, match: Match) -> MissReason:
-        """Why not more than the longest of hot and stored state can be reused."""
+    def _miss_reason(self, sequence: Sequence, match: Match, left_behind: TokenArray) -> MissReason:
+        """Why not more than the longest of hot and stored state can be reused.
+
+        `left_behind` is what the hot sequence has where the prompt goes on differently.
+        """
         job = sequence.job
         assert job is not None
-        reached = max(match.tokens, sequence.computed)
-        if match.tokens < reached:
-            return MissReason.NEW
+        if match.tokens < sequence.computed:
+            return self._diverged(sequence, sequence.computed, left_behind)
         if gone := self._store.why_gone(match.cursor, job.tokens):
             return gone
         stored = self._store.stored_after(match.cursor)
         if match.tokens == job.reusable or not len(stored):
             return MissReason.NO_SNAPSHOT if self._falls_short(sequence, match) else MissReason.NEW
+        return self._diverged(sequence, match.tokens, stored)
+
+    def _diverged(self, sequence: Sequence, reached: int, known: TokenArray) -> MissReason:
+        """Note what is known after `reached` tokens, and what the prompt has there."""
+        job = sequence.job
+        assert job is not None
+        if not len(known) or reached >= job.reusable:
+            return MissReason.NEW
         sequence.divergence = Divergence(
             token_index=reached,
-            stored_text=self._text(stored),
+            stored_text=self._text(known),
             prompt_text=self._text(job.tokens[reached:]),
         )
         return MissReason.DIVERGED
@@ -227,3 +240,10 @@ class Loader:
 
 def _must_load(sequence: Sequence) -> bool:
     return sequence.job is not None and sequence.job.from_store
+
+
+def _after(hot: HotMatch) -> TokenArray:
+    """What a sequence has after the part that a prompt shares with it."""
+    if hot.sequence is None:
+        return np.empty(0, np.int32)
+    return hot.sequence.tokens[hot.tokens : hot.sequence.computed][:_EXCERPT_TOKENS].copy()

@@ -107,9 +107,13 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
 
 def _allowed(http: HttpRequest) -> str:
     """Methods of every route with this path; the framework's own answer names those of one."""
-    routes = (route for route in http.app.routes if route.matches(http.scope)[0] is Match.PARTIAL)
-    methods = {method for route in routes for method in route.methods}
-    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))  # see PathMiddleware
+
+    def is_served(method: str) -> bool:
+        asked = {**http.scope, "method": method}
+        return any(route.matches(asked)[0] is Match.FULL for route in http.app.routes)
+
+    served = [method for method in ("DELETE", "GET", "POST") if is_served(method)]
+    return ", ".join(served).replace("GET", "GET, HEAD")  # see PathMiddleware
 
 
 async def _on_client_gone(http: HttpRequest, error: Exception) -> Response:

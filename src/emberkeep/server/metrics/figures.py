@@ -83,6 +83,7 @@ FIGURES = (
 
 LEFT_OUT = (
     r"model",  # a label of emberkeep_info
+    r"recent_lookups.*",  # single requests
     r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see requests.py
     r"store\.(folder|cold\.last_error)",  # texts
 )
