@@ -409,6 +409,13 @@ def test_what_was_evicted_is_remembered_with_its_hits(tmp_path, time):
     again.close()
 
 
+def test_a_prompt_that_ends_inside_what_is_gone_is_explained_too(store):
+    one = turn(store, LONG[:100], "one")
+    store.catalogue.remove(one)
+    assert store.why_gone(store.origin(""), LONG[:90]) is MissReason.REMOVED
+    assert store.why_gone(store.origin(""), LONG[:10]) is None  # too little to know it by
+
+
 def test_something_else_at_the_same_place_was_never_there(store):
     one = turn(store, LONG[:256], "one")
     store.catalogue.remove(one)

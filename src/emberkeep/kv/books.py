@@ -191,8 +191,9 @@ class Books:
         for tail in entry.tails:
             chunk, used = self._chunks.get(tail.chunk), tail.used
             while chunk and not chunk.is_root and _only_snapshots(chunk) and not self._ends_at(chunk, used):
+                parent, take = chunk.parent, chunk.take
                 gone += self.drop(chunk, MissReason.REMOVED)
-                chunk, used = chunk.parent, chunk.take
+                chunk, used = parent, take
         self._move_tails({chunk.key: chunk for chunk in gone})
         return gone
 

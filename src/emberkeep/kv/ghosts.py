@@ -6,18 +6,20 @@ evicted and wanted again and again is worth more than its last stay alone would 
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
+from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, token_bytes
 from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.types import MissReason
 
 LIMIT = 50_000
 """About 100 bytes each."""
 
-_SNAPSHOT_LENGTH = 0
+_OPENING = 16
+"""Tokens by which a chunk that a prompt does not fill is recognised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Ghost:
     parent: ChunkKey
     take: int
     length: int
+    opening: bytes
+    """Hash of its first tokens: which they were is nobody's business any more."""
     reason: MissReason
     hits: int
     was_written: bool
@@ -40,6 +44,7 @@ def ghost_of(chunk: Chunk, reason: MissReason) -> Ghost:
         parent=chunk.parent.key,
         take=chunk.take,
         length=len(chunk.tokens),
+        opening=_opening(chunk.tokens),
         reason=reason,
         hits=chunk.hits,
         was_written=chunk.on_disk or chunk.was_written,
@@ -80,17 +85,23 @@ class Ghosts:
             self.take(key)
 
     def after(self, fingerprint: bytes, cursor: Cursor, tokens: TokenArray) -> Ghost | None:
-        """The longest chunk that went on from `cursor` with exactly what `tokens` (a whole prompt) has there."""
+        """The longest chunk that went on from `cursor` with what `tokens` (a whole prompt) has there."""
         keys = self._below.get((cursor.chunk.key, cursor.used, cursor.namespace), ())
         rest = tokens[cursor.position :]
         known = sorted((self._by_key[key] for key in keys), key=lambda ghost: -ghost.length)
-        for ghost in known:
-            if _SNAPSHOT_LENGTH < ghost.length <= len(rest):
-                part = rest[: ghost.length]
-                key = chunk_key(fingerprint, ghost.namespace, ghost.parent, ghost.take, part)
-                if key == ghost.key:
-                    return ghost
-        return None
+        return next((ghost for ghost in known if _went_on_with(ghost, fingerprint, rest)), None)
+
+
+def _went_on_with(ghost: Ghost, fingerprint: bytes, rest: TokenArray) -> bool:
+    if not 0 < ghost.length <= len(rest):
+        # It was longer than the prompt, which therefore cannot be compared with all of it.
+        return ghost.length >= _OPENING <= len(rest) and _opening(rest) == ghost.opening
+    part = rest[: ghost.length]
+    return chunk_key(fingerprint, ghost.namespace, ghost.parent, ghost.take, part) == ghost.key
+
+
+def _opening(tokens: TokenArray) -> bytes:
+    return hashlib.blake2b(token_bytes(tokens[:_OPENING]), digest_size=8).digest()
 
 
 def _place(ghost: Ghost) -> tuple[ChunkKey, int, str]:

@@ -61,6 +61,7 @@ CREATE TABLE IF NOT EXISTS gone (
     parent BLOB NOT NULL,
     take INTEGER NOT NULL,
     length INTEGER NOT NULL,
+    opening BLOB NOT NULL,
     reason TEXT NOT NULL,
     hits INTEGER NOT NULL,
     was_written INTEGER NOT NULL
@@ -68,7 +69,7 @@ CREATE TABLE IF NOT EXISTS gone (
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
 _TABLES = ("chunk", "entry", "gone", "meta")
-_VERSION = 3
+_VERSION = 4
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
@@ -163,7 +164,8 @@ class Index:
 
     def ghosts(self) -> list[Ghost]:
         """Oldest first. Raises Unreadable."""
-        sql = "SELECT key, namespace, parent, take, length, reason, hits, was_written FROM gone ORDER BY rowid"
+        sql = """SELECT key, namespace, parent, take, length, opening, reason, hits, was_written
+                 FROM gone ORDER BY rowid"""
         return _translated(lambda: [_ghost(values) for values in self._db.execute(sql)])
 
     def add_ghosts(self, ghosts: Iterable[Ghost]) -> None:
@@ -171,10 +173,10 @@ class Index:
         listed = list(ghosts)
         if not listed:
             return
-        sql = "INSERT OR REPLACE INTO gone VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        sql = "INSERT OR REPLACE INTO gone VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         self._write(
             sql,
-            [(g.key, g.namespace, g.parent, g.take, g.length, g.reason, g.hits, g.was_written) for g in listed],
+            [_ghost_values(ghost) for ghost in listed],
         )
         self._write("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", [(GHOST_LIMIT,)])
 
@@ -264,9 +266,13 @@ def _entry_values(entry: Entry) -> tuple[Any, ...]:
     return (*what, entry.turns, entry.used_at, entry.is_pinned, entry.pack_tails())
 
 
+def _ghost_values(g: Ghost) -> tuple[Any, ...]:
+    return (g.key, g.namespace, g.parent, g.take, g.length, g.opening, g.reason, g.hits, g.was_written)
+
+
 def _ghost(values: tuple[Any, ...]) -> Ghost:
-    key, namespace, parent, take, length, reason, hits, was_written = values
-    return Ghost(key, namespace, parent, take, length, MissReason(reason), hits, bool(was_written))
+    key, namespace, parent, take, length, opening, reason, hits, was_written = values
+    return Ghost(key, namespace, parent, take, length, opening, MissReason(reason), hits, bool(was_written))
 
 
 def _open(path: Path) -> apsw.Connection:
