@@ -17,12 +17,12 @@ from emberkeep.types import Json
 _PACKAGES = ("llama-cpp-python", "numpy", "fastapi", "uvicorn", "apsw")
 
 
-def surroundings(model: Path, folder: Path) -> dict[str, Json]:
+def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
     return {
         "emberkeep": __version__,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
-        "model": {"file": model.name, "bytes": model.stat().st_size},
+        "model": {"file": model.name, "bytes": model.stat().st_size} if model else None,
         "machine": {
             "platform": platform.platform(),
             "cpu": _cpu(),

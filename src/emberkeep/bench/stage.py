@@ -47,11 +47,17 @@ def require_context(model: Path, needed: Mapping[str, int]) -> None:
 
 @contextmanager
 def open_stage(model: Path, parent: Path | None, say: Callable[[str], None]) -> Iterator[Stage]:
+    with open_folder(parent, say) as place:
+        yield Stage(place.folder, say, model.resolve(), Words.of_model(model))
+
+
+@contextmanager
+def open_folder(parent: Path | None, say: Callable[[str], None]) -> Iterator[Folder]:
     """Makes a folder in `parent` (default: the system's place for temporary files) and removes it at the end."""
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="emberkeep-bench-", dir=parent)).resolve()
     try:
-        yield Stage(folder, say, model.resolve(), Words.of_model(model))
+        yield Folder(folder, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

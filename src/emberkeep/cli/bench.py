@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from inspect import Signature, signature
 from pathlib import Path
@@ -19,9 +20,10 @@ from emberkeep.cli.tables import show
 
 if TYPE_CHECKING:
     from emberkeep.bench.report import Result
+    from emberkeep.bench.stage import Folder
 
 app = Typer(
-    help="Measure this machine: restarts, turns, sharing, overhead, load. Leave it alone meanwhile.",
+    help="Measure this machine: restarts, turns, sharing, overhead, load, stores. Leave it alone meanwhile.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -38,6 +40,7 @@ class Flags:
     sessions: Annotated[
         list[int] | None, Option("--sessions", min=1, help="Number of sessions; may be given several times.")
     ] = None
+    chunks: Annotated[int | None, Option("--chunks", min=100, help="Chunks in the store.")] = None
     prefix: Annotated[int | None, Option("--prefix", min=1, help="Tokens of the shared prefix.")] = None
     data_dir: Annotated[
         Path | None,
@@ -56,13 +59,15 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A benchmark, and what it measures: `run` takes a stage and the `plan`."""
+    """A benchmark, and what it measures: `run` takes a stage (without a model, a folder) and the `plan`."""
 
     run: Callable[..., Coroutine[Any, Any, Result]]
     plan: Any
+    needs_model: bool = True
 
 
-COMMON = ("model", "data_dir", "json_file", "quick", "config")
+COMMON = ("data_dir", "json_file", "quick")
+WITH_MODEL = ("model", "config", *COMMON)
 
 
 # ── what the flags mean for each workload; imported late, as in every command ──
@@ -98,6 +103,19 @@ def load(flags: Flags) -> Workload:
     return _planned(run, LoadPlan(), flags.quick, repeat=flags.repeat)
 
 
+def store(flags: Flags) -> Workload:
+    from emberkeep.bench.store import StorePlan, run
+
+    planned = _planned(run, StorePlan(), flags.quick, repeat=flags.repeat, chunks=flags.chunks)
+    return replace(planned, needs_model=False)
+
+
+def crowd(flags: Flags) -> Workload:
+    from emberkeep.bench.crowd import CrowdPlan, run
+
+    return replace(_planned(run, CrowdPlan(), flags.quick), needs_model=False)
+
+
 def _planned(run: Callable[..., Any], plan: Any, quick: bool, **given: object) -> Workload:
     """The workload with what was asked for; explicit flags win over --quick."""
     chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value}
@@ -107,7 +125,13 @@ def _planned(run: Callable[..., Any], plan: Any, quick: bool, **given: object) -
 # ── the commands ──
 
 
-def _command(name: str, sentence: str, own: tuple[str, ...], *workloads: Callable[[Flags], Workload]) -> None:
+def _command(
+    name: str,
+    sentence: str,
+    own: tuple[str, ...],
+    *workloads: Callable[[Flags], Workload],
+    common: tuple[str, ...] = WITH_MODEL,
+) -> None:
     """Adds a command whose flags are the common ones and its `own`."""
 
     def command(**given: Any) -> None:
@@ -115,8 +139,8 @@ def _command(name: str, sentence: str, own: tuple[str, ...], *workloads: Callabl
         _run({workload.__name__: workload(flags) for workload in workloads}, flags)
 
     known = signature(Flags, eval_str=True).parameters
-    assert known.keys() >= {*COMMON, *own}
-    chosen = [flag for flag in known.values() if flag.name in COMMON + own]
+    assert known.keys() >= {*common, *own}
+    chosen = [flag for flag in known.values() if flag.name in common + own]
     # Typer finds out about options from a function's signature.
     command.__signature__ = Signature(chosen)  # type: ignore[attr-defined]
     app.command(name, help=sentence)(command)
@@ -138,6 +162,20 @@ _command(
 _command("miss", "What looking up and storing cost when nothing is reusable.", ("repeat",), miss)
 _command("load", "Eight clients at once, against a bare decode loop.", ("repeat",), load)
 _command(
+    "store",
+    "A store with a hundred thousand chunks: opening it, and looking up a prompt.",
+    ("repeat", "chunks"),
+    store,
+    common=COMMON,
+)
+_command(
+    "crowd",
+    "A hundred conversations over a budget that holds twenty: does it hold, and who is still there?",
+    (),
+    crowd,
+    common=COMMON,
+)
+_command(
     "all",
     "All of them, one after the other.",
     ("tokens", "sessions", "prefix", "repeat"),
@@ -146,6 +184,8 @@ _command(
     shared,
     miss,
     load,
+    store,
+    crowd,
 )
 
 
@@ -155,18 +195,20 @@ _command(
 def _run(workloads: dict[str, Workload], flags: Flags) -> None:
     from emberkeep.bench.machine import surroundings
     from emberkeep.bench.report import report_json
-    from emberkeep.bench.stage import open_stage, require_context
+    from emberkeep.bench.stage import require_context
 
     # A stopped benchmark must not leave servers and stores behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if flags.json_file is not None:
         # Tried before anything is measured: an hour's figures need a place to go.
         flags.json_file.open("a").close()
-    model = _model_file(flags)
-    require_context(model, {name: workload.plan.context for name, workload in workloads.items()})
+    needed = {name: workload.plan.context for name, workload in workloads.items() if workload.needs_model}
+    model = _model_file(flags) if needed else None
+    if model is not None:
+        require_context(model, needed)
     results = []
-    with open_stage(model, flags.data_dir, _say) as stage:
-        around = surroundings(stage.model, stage.folder)
+    with _place(model, flags.data_dir) as stage:
+        around = surroundings(model, stage.folder)
         for name, workload in workloads.items():
             _say(name)
             results.append(asyncio.run(workload.run(stage, workload.plan)))
@@ -174,6 +216,12 @@ def _run(workloads: dict[str, Workload], flags: Flags) -> None:
             if flags.json_file is not None:
                 # After every workload: an hour of measuring must not be lost to a Ctrl-C in the last one.
                 flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
+
+
+def _place(model: Path | None, parent: Path | None) -> AbstractContextManager[Folder]:
+    from emberkeep.bench.stage import open_folder, open_stage
+
+    return open_stage(model, parent, _say) if model is not None else open_folder(parent, _say)
 
 
 def _model_file(flags: Flags) -> Path:
