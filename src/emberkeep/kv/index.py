@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import apsw
 import numpy as np
+import xxhash
 
 from emberkeep.kv.chunkfile import Description, pack_spans, unpack_spans
 from emberkeep.kv.entries import Entry, EntryId, Label, unpack_tails
 from emberkeep.kv.ghosts import LIMIT as GHOST_LIMIT
 from emberkeep.kv.ghosts import Ghost
-from emberkeep.kv.keys import ChunkKey, TokenArray, key_of_bytes, token_bytes
+from emberkeep.kv.keys import ChunkKey, TokenArray, token_bytes
 from emberkeep.kv.tree import Span
 from emberkeep.types import EntryKind, MissReason, Ttl
 
@@ -35,6 +36,7 @@ CREATE TABLE IF NOT EXISTS chunk (
     tokens BLOB NOT NULL,
     sampled BLOB NOT NULL,
     given INTEGER NOT NULL,
+    identity BLOB NOT NULL,  -- checksum of what makes the key
     bytes INTEGER NOT NULL,
     born INTEGER NOT NULL DEFAULT 0,
     last_used INTEGER NOT NULL DEFAULT 0,
@@ -69,7 +71,7 @@ CREATE TABLE IF NOT EXISTS gone (
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
 _TABLES = ("chunk", "entry", "gone", "meta")
-_VERSION = 4
+_VERSION = 5
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
@@ -129,15 +131,16 @@ class Index:
 
     def rows_after(self, seq: int) -> list[Row]:
         """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
-        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, given, bytes,
-                        born, last_used, hits, expires
+        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, given, identity,
+                        bytes, born, last_used, hits, expires
                  FROM chunk WHERE seq > ? ORDER BY seq"""
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
 
     def add(self, entries: Iterable[tuple[Description, int]]) -> None:
         """Insert (description, file size) pairs in one transaction; known keys are left alone."""
-        sql = """INSERT OR IGNORE INTO chunk (key, namespace, parent, take, start, tokens, sampled, given, bytes)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+        sql = """INSERT OR IGNORE INTO chunk
+                 (key, namespace, parent, take, start, tokens, sampled, given, identity, bytes)
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
         self._write(sql, [_values(description, size) for description, size in entries])
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
@@ -213,9 +216,9 @@ class Index:
             _translated(run)
 
     def _row(self, values: tuple[Any, ...]) -> Row:
-        seq, key, namespace, parent, take, start, tokens, sampled, given, *rest = values
-        if key_of_bytes(self._fingerprint, namespace, parent, take, tokens) != key:
-            raise Unreadable("the store's index: a key does not belong to its tokens")
+        seq, key, namespace, parent, take, start, tokens, sampled, given, check, *rest = values
+        if _check(key, namespace, parent, take, tokens) != check:
+            raise Unreadable("the store's index: a row is not as it was written")
         ids = np.frombuffer(tokens, "<i4")
         spans = unpack_spans(sampled) if sampled else ()
         return Row(seq, key, namespace, parent, take, start, ids, spans, bool(given), *rest)
@@ -251,7 +254,14 @@ def _looked_up(path: Path, sql: str, *values: Any) -> list[Any]:
 
 def _values(d: Description, size: int) -> tuple[Any, ...]:
     tokens, sampled = token_bytes(d.tokens), pack_spans(d.sampled)
-    return (d.key, d.namespace, d.parent, d.take, d.start, tokens, sampled, d.given, size)
+    check = _check(d.key, d.namespace, d.parent, d.take, tokens)
+    return (d.key, d.namespace, d.parent, d.take, d.start, tokens, sampled, d.given, check, size)
+
+
+def _check(key: bytes, namespace: str, parent: bytes, take: int, tokens: bytes) -> bytes:
+    """Whether what makes a chunk is as it was written. Computing every key again would say the same, and would be
+    a fifth of the time that opening a large store takes."""
+    return xxhash.xxh3_64_digest(b"".join((key, parent, tokens, namespace.encode())), seed=take)
 
 
 def _entry(values: tuple[Any, ...]) -> Entry:

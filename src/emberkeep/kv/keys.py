@@ -47,14 +47,9 @@ def unpack_fields(data: bytes) -> list[bytes]:
 
 
 def chunk_key(fingerprint: bytes, namespace: str, parent: ChunkKey, take: int, tokens: TokenArray) -> ChunkKey:
-    return key_of_bytes(fingerprint, namespace, parent, take, token_bytes(tokens))
-
-
-def key_of_bytes(fingerprint: bytes, namespace: str, parent: ChunkKey, take: int, tokens: bytes) -> ChunkKey:
-    """`chunk_key` for tokens that are bytes already. Opening a store asks for a hundred thousand of these, so what
-    they have in common is hashed once."""
+    # What the keys of one namespace have in common is hashed once.
     digest = _common_part(fingerprint, namespace).copy()
-    digest.update(pack_fields((parent, _U32.pack(take), tokens)))
+    digest.update(pack_fields((parent, _U32.pack(take), token_bytes(tokens))))
     return ChunkKey(digest.digest())
 
 
