@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from emberkeep.kv.cost import CostModel, Rate
 from emberkeep.kv.tree import Chunk, Cursor, Segment, new_root
-from emberkeep.kv.value import worth
 from helpers.kv_building import ids
 
 
@@ -57,18 +56,3 @@ def test_rates_follow_what_is_measured():
     assert rate.seconds(100) == 2
     rate.measure(100, 1)
     assert 50 < rate.value < 100
-
-
-def test_recent_reused_and_deep_chunks_are_worth_more():
-    first, second = (segment.chunk for segment in chain(2))
-    assert worth(second, 10) > worth(first, 10)
-    first.last_used = 9
-    assert worth(first, 10) > worth(second, 10)
-    second.last_used, second.hits = 9, 3
-    assert worth(second, 10) > worth(first, 10)
-
-
-def test_a_clock_behind_the_last_use_is_no_trouble():
-    (segment,) = chain(1)
-    segment.chunk.last_used = 50
-    assert worth(segment.chunk, 3) == worth(segment.chunk, 50)

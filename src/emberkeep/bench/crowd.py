@@ -83,7 +83,7 @@ def _values(outcome: Outcome, budget: int) -> dict[str, str | int]:
     }
 
 
-def _least_recently_used(chunk: Chunk, now: int) -> float:
+def _least_recently_used(chunk: Chunk, now: int, rhythm: float) -> float:
     return float(chunk.last_used)
 
 

@@ -17,8 +17,8 @@ from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
 from emberkeep.kv.tree import Chunk, Cursor, common_prefix, descend, new_root, path_to
 from emberkeep.types import SHARED, MissReason, Ttl, user_of
 
-Worth = Callable[[Chunk, int], float]
-"""A chunk and the logical clock to what it is worth."""
+Worth = Callable[[Chunk, int, float], float]
+"""A chunk, the logical clock and the store's rhythm to what it is worth."""
 
 LOW_WATER = 0.95
 """Eviction goes down to this share of a budget, so that it does not run again for every chunk."""
@@ -46,7 +46,8 @@ class Tally:
 class Books:
     def __init__(self, worth: Worth = value.worth) -> None:
         """`worth` says what goes first when room is short."""
-        self._worth = worth
+        self._policy = worth
+        self.rhythm = value.Rhythm()
         self.clock = 0
         """Ticks once per lookup: the order of uses, whatever the machine's clock does."""
         self.warm = Tally()
@@ -96,6 +97,7 @@ class Books:
         return best
 
     def use(self, chunk: Chunk) -> None:
+        self.rhythm.heard(self.clock - chunk.last_used)
         chunk.hits += 1
         chunk.last_used = self.clock
         self.news.used[chunk.key] = chunk
@@ -107,6 +109,7 @@ class Books:
         chunk.born = chunk.last_used = self.clock
         if ghost := self.ghosts.take(chunk.key):
             chunk.hits, chunk.came_back, chunk.was_written = ghost.hits, True, ghost.was_written
+            self.rhythm.heard(self.clock - ghost.last_used)
         self._warmed(chunk, payload)
         self._enter(chunk)
 
@@ -272,7 +275,7 @@ class Books:
     def _shrink_warm_once(self, target: float) -> int:
         """Parents may be leaves after it."""
         warm = [c for c in self._warm.values() if not c.pins]
-        warm.sort(key=lambda c: (not c.on_disk, self._worth(c, self.clock)))
+        warm.sort(key=lambda c: (not c.on_disk, self._worth(c)))
         count = 0
         for chunk in warm:
             if self.warm.bytes <= target:
@@ -297,9 +300,9 @@ class Books:
             return victims
 
         def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
-            return chunk.expires > now, self._worth(chunk, self.clock), chunk.key, chunk
+            return chunk.expires > now, self._worth(chunk), chunk.key, chunk
 
-        limit = (True, self._worth(newcomer, self.clock)) if newcomer else (True, float("inf"))
+        limit = (True, self._worth(newcomer)) if newcomer else (True, float("inf"))
         heap = [ranked(chunk) for chunk in self if chunk.on_disk and _may_go(chunk)]
         heapify(heap)
         while heap and self.cold.bytes > target and heap[0][:2] < limit:
@@ -338,6 +341,9 @@ class Books:
         return count
 
     # ── inside ──
+
+    def _worth(self, chunk: Chunk) -> float:
+        return self._policy(chunk, self.clock, self.rhythm.lookups)
 
     def _enter(self, chunk: Chunk) -> None:
         self._chunks[chunk.key] = chunk

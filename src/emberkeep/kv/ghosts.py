@@ -33,6 +33,7 @@ class Ghost:
     """Hash of its first tokens: which they were is nobody's business any more."""
     reason: MissReason
     hits: int
+    last_used: int
     was_written: bool
 
 
@@ -47,6 +48,7 @@ def ghost_of(chunk: Chunk, reason: MissReason) -> Ghost:
         opening=_opening(chunk.tokens),
         reason=reason,
         hits=chunk.hits,
+        last_used=chunk.last_used,
         was_written=chunk.on_disk or chunk.was_written,
     )
 

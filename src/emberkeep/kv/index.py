@@ -66,12 +66,13 @@ CREATE TABLE IF NOT EXISTS gone (
     opening BLOB NOT NULL,
     reason TEXT NOT NULL,
     hits INTEGER NOT NULL,
+    last_used INTEGER NOT NULL,
     was_written INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
 _TABLES = ("chunk", "entry", "gone", "meta")
-_VERSION = 5
+_VERSION = 6
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
@@ -167,7 +168,7 @@ class Index:
 
     def ghosts(self) -> list[Ghost]:
         """Oldest first. Raises Unreadable."""
-        sql = """SELECT key, namespace, parent, take, length, opening, reason, hits, was_written
+        sql = """SELECT key, namespace, parent, take, length, opening, reason, hits, last_used, was_written
                  FROM gone ORDER BY rowid"""
         return _translated(lambda: [_ghost(values) for values in self._db.execute(sql)])
 
@@ -176,7 +177,7 @@ class Index:
         listed = list(ghosts)
         if not listed:
             return
-        sql = "INSERT OR REPLACE INTO gone VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        sql = "INSERT OR REPLACE INTO gone VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
         self._write(
             sql,
             [_ghost_values(ghost) for ghost in listed],
@@ -277,12 +278,14 @@ def _entry_values(entry: Entry) -> tuple[Any, ...]:
 
 
 def _ghost_values(g: Ghost) -> tuple[Any, ...]:
-    return (g.key, g.namespace, g.parent, g.take, g.length, g.opening, g.reason, g.hits, g.was_written)
+    where = (g.key, g.namespace, g.parent, g.take, g.length, g.opening)
+    return (*where, g.reason, g.hits, g.last_used, g.was_written)
 
 
 def _ghost(values: tuple[Any, ...]) -> Ghost:
-    key, namespace, parent, take, length, opening, reason, hits, was_written = values
-    return Ghost(key, namespace, parent, take, length, opening, MissReason(reason), hits, bool(was_written))
+    key, namespace, parent, take, length, opening, reason, hits, last_used, was_written = values
+    why = MissReason(reason)
+    return Ghost(key, namespace, parent, take, length, opening, why, hits, last_used, bool(was_written))
 
 
 def _open(path: Path) -> apsw.Connection:

@@ -1,29 +1,45 @@
-"""What an entry is worth: one function that every eviction asks."""
+"""What a chunk is worth: one function that every eviction asks."""
 
 from __future__ import annotations
 
-from math import log2
+from math import exp, log, log2
 
 from emberkeep.kv.tree import Chunk
 
-_RECENT = 128
-"""Lookups for which a chunk stays about as good as new. Between two turns of one conversation come those of the
-others, so among uses that are closer than this the number says more than the order."""
+_MEMORY = 1024
+"""Reused chunks over which the rhythm is averaged: what is older fades."""
 
 
-def worth(chunk: Chunk, now: int) -> float:
-    """Evaluated tokens that a byte is expected to save per lookup from now on, up to a constant.
+class Rhythm:
+    """How many lookups pass until a chunk is asked for again: one where a person works alone, hundreds where many
+    conversations take turns. A mean of logarithms, so that one that comes back after a week changes little."""
 
-    Half of what is stored is never asked for; what was asked for once is asked for again twice as often, and each
-    doubling after that adds as much. A chunk that had to be computed again counts as asked for: otherwise nothing
-    that comes back later than the store can wait would ever be kept. Deep tokens cost more to evaluate and are
-    reached by fewer prompts, which cancels out, so depth has no say.
+    def __init__(self) -> None:
+        self._log = log(8)
+
+    @property
+    def lookups(self) -> float:
+        return exp(self._log)
+
+    def heard(self, lookups: int) -> None:
+        """A chunk was asked for so many lookups after the last time."""
+        self._log += (log(max(lookups, 1)) - self._log) / _MEMORY
+
+
+def worth(chunk: Chunk, now: int, rhythm: float) -> float:
+    """Tokens of evaluation that a byte may save in the next lookup, up to a constant.
+
+    What was asked for before is likelier to be asked for again, each doubling by half as much as it was to begin
+    with. The chance fades with age, but nothing is old that has not missed its turn in the store's `rhythm`. A chunk
+    that had to be computed again counts as asked for: otherwise nothing would ever be kept that comes back later
+    than the store can wait. Depth has no say: deep tokens cost more, and fewer prompts reach them.
 
     `now` and `last_used` are ticks of the store's logical clock: a clock that jumps changes nothing.
     """
     asked = chunk.hits + chunk.came_back
     age = max(now - chunk.last_used, 0)
-    return chunk.saved_tokens * (1 + log2(1 + asked)) / (max(chunk.bytes, 1) * (age + _RECENT))
+    chance = (2 + log2(1 + asked)) / (age + 2 * rhythm)
+    return chance * chunk.saved_tokens / max(chunk.bytes, 1)
 
 
 def worth_writing(chunk: Chunk, spent_today: int, budget: int | None) -> bool:

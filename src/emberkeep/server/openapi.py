@@ -40,13 +40,14 @@ _ERRORS = {
     401: "The API key is missing or wrong.",
     403: "The Host or Origin is not allowed.",
     404: "What is named is not here.",
+    405: "The path takes other methods.",
     413: "The body or the prompt is too large.",
     429: "This user has too many requests running; Retry-After says when to try again.",
     500: "Something broke; the server's log says what.",
     503: "The queue is full or the server is stopping; Retry-After says when to try again.",
     504: "The request took longer than it may.",
 }
-_EVERYWHERE = (401, 403, 500)
+_EVERYWHERE = (401, 403, 405, 500)
 
 _MAYBE_TEXT = {"type": ["string", "null"]}
 _ERROR = {
