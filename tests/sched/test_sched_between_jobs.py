@@ -101,7 +101,7 @@ def test_one_that_still_waits_when_the_loop_closes_fails(rig: Rig, engine: FakeE
     future = rig.loop.between_jobs(lambda: None)
     closing = threading.Thread(target=rig.loop.close)
     closing.start()
-    while not rig.loop._stopping:
+    while not rig.loop._inbox.is_shut:
         pass
     gate.open()
     with pytest.raises(Overloaded):

@@ -28,7 +28,7 @@ def test_closing_keeps_what_was_computed(tmp_path):
     gate.reached()
     closing = threading.Thread(target=rig.close)
     closing.start()
-    while not rig.loop._stopping:
+    while not rig.loop._inbox.is_shut:
         pass
     gate.open()
     closing.join(PATIENCE)
@@ -65,7 +65,7 @@ def test_jobs_submitted_while_closing_are_refused_or_answered_but_never_lost(tmp
                 recorders.append(rig.start(text(4, seed=seed), max_new=1))
             except Overloaded:
                 refused.append(seed)
-                if rig.loop._stopping:
+                if rig.loop._inbox.is_shut:
                     return
 
     thread = threading.Thread(target=submit)

@@ -13,7 +13,7 @@ from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option, Typer
+from typer import BadParameter, Option, Typer
 
 from emberkeep.cli.common import ConfigFlag, ModelFlag, console, install_model, load_config
 from emberkeep.cli.tables import show
@@ -39,6 +39,10 @@ class Flags:
     ] = None
     sessions: Annotated[
         list[int] | None, Option("--sessions", min=1, help="Number of sessions; may be given several times.")
+    ] = None
+    traces: Annotated[
+        list[Path] | None,
+        Option("--trace", exists=True, dir_okay=False, help="A recorded trace; may be given several times."),
     ] = None
     chunks: Annotated[int | None, Option("--chunks", min=100, help="Chunks in the store.")] = None
     prefix: Annotated[int | None, Option("--prefix", min=1, help="Tokens of the shared prefix.")] = None
@@ -116,6 +120,14 @@ def crowd(flags: Flags) -> Workload:
     return replace(_planned(run, CrowdPlan(), flags.quick), needs_model=False)
 
 
+def trace(flags: Flags) -> Workload:
+    from emberkeep.bench.trace import TracePlan, run
+
+    if not flags.traces:
+        raise BadParameter("give at least one trace with --trace FILE.")
+    return replace(_planned(run, TracePlan(), flags.quick, files=flags.traces), needs_model=False)
+
+
 def _planned(run: Callable[..., Any], plan: Any, quick: bool, **given: object) -> Workload:
     """The workload with what was asked for; explicit flags win over --quick."""
     chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value}
@@ -173,6 +185,13 @@ _command(
     "A hundred conversations over a budget that holds twenty: does it hold, and who is still there?",
     (),
     crowd,
+    common=COMMON,
+)
+_command(
+    "trace",
+    "Recorded requests over a store that holds a few percent of them: how much is found, by us, LRU and Belady.",
+    ("traces",),
+    trace,
     common=COMMON,
 )
 _command(

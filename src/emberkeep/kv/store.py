@@ -28,7 +28,8 @@ from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
 from emberkeep.kv.housekeeping import Housekeeping
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
 from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
-from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, common_prefix, last_snapshot, path_to
+from emberkeep.kv.tails import tail_inside
+from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, last_snapshot, path_to
 from emberkeep.kv.writer import Writer
 from emberkeep.kv.writes import WriteBudget
 from emberkeep.types import SHARED, MissReason, Ttl
@@ -359,7 +360,7 @@ class KvStore:
                 return cursor.moved(known, len(tokens))
             chunk.is_fork = fork
             self._add(chunk, payload)
-            replaced = _tail_inside(chunk)
+            replaced = tail_inside(chunk)
             self._make_room()
             if chunk not in self._books:
                 return self._books.origin(cursor.namespace)
@@ -554,31 +555,3 @@ def no_garbage_collection() -> Iterator[None]:
 def _chunks_of(match: Match) -> list[Chunk]:
     chunks = [segment.chunk for segment in match.segments]
     return [*chunks, match.snapshot] if match.snapshot else chunks
-
-
-def _tail_inside(chunk: Chunk) -> Chunk | None:
-    """The longest sibling that `chunk` begins with, goes beyond and can replace.
-
-    The chunk inherits what its siblings know was sampled: a lookup will find only one of them.
-    """
-    assert chunk.parent is not None
-    replaced = None
-    for sibling in chunk.parent.branches[chunk.take][int(chunk.tokens[0])]:
-        size, shared = len(sibling.tokens), common_prefix(sibling.tokens, chunk.tokens)
-        known = ((begin, min(end, shared)) for begin, end in sibling.sampled if begin < shared)
-        chunk.sampled = _merged((*chunk.sampled, *known))
-        is_inside = shared == size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf
-        if is_inside and (replaced is None or size > len(replaced.tokens)):
-            replaced = sibling
-    return replaced
-
-
-def _merged(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Spans in order, touching and overlapping ones joined."""
-    merged: list[Span] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return tuple(merged)

@@ -29,16 +29,15 @@ class Rhythm:
 def worth(chunk: Chunk, now: int, rhythm: float) -> float:
     """Tokens of evaluation that a byte may save in the next lookup, up to a constant.
 
-    What was asked for before is likelier to be asked for again, each doubling by half as much as it was to begin
-    with. The chance fades with age, but nothing is old that has not missed its turn in the store's `rhythm`. A chunk
-    that had to be computed again counts as asked for: otherwise nothing would ever be kept that comes back later
-    than the store can wait. Depth has no say: deep tokens cost more, and fewer prompts reach them.
+    What was asked for once is twice as likely to be asked for again, and each doubling after that adds as much. The chance fades with age, but nothing is old before it has missed its turn in the store's `rhythm`. A
+    chunk that had to be computed again counts as asked for: otherwise nothing would ever be kept that comes back
+    later than the store can wait. Depth has no say: deep tokens cost more, and fewer prompts reach them.
 
     `now` and `last_used` are ticks of the store's logical clock: a clock that jumps changes nothing.
     """
     asked = chunk.hits + chunk.came_back
     age = max(now - chunk.last_used, 0)
-    chance = (2 + log2(1 + asked)) / (age + 2 * rhythm)
+    chance = (4 + log2(1 + asked)) / (age + 4 * rhythm)
     return chance * chunk.saved_tokens / max(chunk.bytes, 1)
 
 

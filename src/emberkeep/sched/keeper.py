@@ -7,10 +7,13 @@ of its stable prefix, the ends of messages) and at the end of every turn.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from emberkeep.engine.base import Engine
 from emberkeep.errors import EngineError
+from emberkeep.kv.entries import Entry
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.tree import place_at
 from emberkeep.sched.sequence import Sequence
 
 log = logging.getLogger("emberkeep.sched")
@@ -59,6 +62,18 @@ class Keeper:
         is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
         if is_worth_it and sequence.is_kept and not self._takes_snapshots:
             self._keep(sequence, position, tail=True, fork=True)
+
+    def write_down(self, sequence: Sequence) -> Entry | None:
+        """Tell the store whose turn this was, and which prefix it had in common with others; returns its entry."""
+        label, stable, cursor = sequence.notes.label, sequence.notes.stable, sequence.cursor
+        if stable is not None and stable.length <= cursor.position:
+            # A prefix that the operator shares is one entry, whoever uses it.
+            place = place_at(cursor, stable.length)
+            self._store.turn_ended(stable.label, replace(place, namespace=place.chunk.namespace))
+        entry = self._store.turn_ended(label, cursor) if label else None
+        if entry is not None:
+            sequence.entry, sequence.turn = entry.id, entry.turns
+        return entry
 
     def _keeps(self, sequence: Sequence) -> bool:
         return self._can_export and sequence.is_kept

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from emberkeep.engine.base import Engine, ExpertTracking, KvUnit, Outcome, Rows
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import place_at
 from emberkeep.sched.affinity import Affinity
-from emberkeep.sched.job import Ending, EndReason, Job
+from emberkeep.sched.inbox import SHUTTING_DOWN, BetweenJobs, Call, Cancel, Command, Inbox, Stop, Wake
+from emberkeep.sched.job import EndReason, Job
 from emberkeep.sched.keeper import Keeper
 from emberkeep.sched.loader import Loader
 from emberkeep.sched.plan import Planner
@@ -35,8 +32,6 @@ log = logging.getLogger("emberkeep.sched")
 
 T = TypeVar("T")
 
-_SHUTTING_DOWN = "The server is shutting down: try again in a moment."
-
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
@@ -48,33 +43,6 @@ class LoopSettings:
     """Conversations whose slot is remembered."""
     warm_after: int = 2
     """Turns of its conversation after which a branch that was left alone leaves the engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    job: Job
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    action: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _BetweenJobs:
-    action: Callable[[], None]
-    future: Future[Any]
-
-
-class _Wake:
-    pass
-
-
-class _Stop:
-    pass
-
-
-_Command = Job | _Cancel | _Call | _BetweenJobs | _Wake | _Stop
 
 
 @dataclass(slots=True)
@@ -111,18 +79,15 @@ class EngineLoop:
         self._engine = engine
         self._store = store
         self._settings = settings
-        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._line = WaitingLine()
-        self._between: deque[_BetweenJobs] = deque()
+        self._between: deque[BetweenJobs] = deque()
         """No job is started while something is in here."""
         self._slots = Slots(engine)
         self._affinity = Affinity(engine.capabilities.max_sequences, settings.tracked)
         self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
         self._keeper = Keeper(engine, store)
-        self._loader = Loader(engine, store, self._slots, self._affinity, wake=lambda: self._inbox.put(_Wake()))
-        self._stopping = False
-        self._door = threading.Lock()
-        """Held while a job enters the inbox, so that none comes in behind the one who stops."""
+        self._loader = Loader(engine, store, self._slots, self._affinity, wake=lambda: self._inbox.put(Wake()))
         self._place_freed = False
         """Something ended since waiting jobs were last looked at."""
         self.counters = LoopCounters()
@@ -134,16 +99,16 @@ class EngineLoop:
 
     def submit(self, job: Job) -> None:
         """Raises Overloaded once the loop is being closed."""
-        self._enter(job)
+        self._inbox.enter(job)
 
     def cancel(self, job: Job) -> None:
         """Stop within one step. What was computed is kept; the consumer hears nothing more."""
-        self._inbox.put(_Cancel(job))
+        self._inbox.put(Cancel(job))
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread between two steps. Raises as `submit` does."""
         future, run = promised(action)
-        self._enter(_Call(run))
+        self._inbox.enter(Call(run))
         return future
 
     def between_jobs(self, action: Callable[[], T]) -> Future[T]:
@@ -154,17 +119,16 @@ class EngineLoop:
         Overloaded once the loop is being closed; an action that still waits then fails with the same.
         """
         future, run = promised(action)
-        self._enter(_BetweenJobs(run, future))
+        self._inbox.enter(BetweenJobs(run, future))
         return future
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """No new jobs; let running ones finish until the deadline, keep what they computed, free the engine."""
-        with self._door:
-            self._stopping = True
+        self._inbox.shut()
         deadline = monotonic() + drain_seconds
         while not self._running.done() and monotonic() < deadline and self._is_busy():
             wait([self._running], timeout=0.02)
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
         self._thread.end()
 
     def forget(self, namespaces: set[str]) -> Future[None]:
@@ -214,12 +178,6 @@ class EngineLoop:
             "resident_tokens": sum(s.computed for s in [*active, *self._slots.idle]),
             **asdict(self.counters),
         }
-
-    def _enter(self, command: Job | _Call | _BetweenJobs) -> None:
-        with self._door:
-            if self._stopping:
-                raise Overloaded(_SHUTTING_DOWN)
-            self._inbox.put(command)
 
     # ── the loop ──
 
@@ -326,26 +284,25 @@ class EngineLoop:
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
-        with suppress(queue.Empty):
-            while True:
-                command = self._inbox.get(block=wait, timeout=self._next_deadline() if wait else None)
-                if isinstance(command, _Stop):
-                    return False
-                self._obey(command)
-                wait = False
+        command = self._inbox.take(wait=wait, seconds=self._next_deadline())
+        while command is not None:
+            if isinstance(command, Stop):
+                return False
+            self._obey(command)
+            command = self._inbox.take()
         self._pump_loads()
         self._expire()
         return True
 
-    def _obey(self, command: _Command) -> None:
+    def _obey(self, command: Command) -> None:
         if isinstance(command, Job):
             self.counters.jobs += 1
             self._line.add(command)
-        elif isinstance(command, _Cancel):
+        elif isinstance(command, Cancel):
             self._cancel(command.job)
-        elif isinstance(command, _Call):
+        elif isinstance(command, Call):
             command.action()
-        elif isinstance(command, _BetweenJobs):
+        elif isinstance(command, BetweenJobs):
             self._between.append(command)
 
     def _act_between_jobs(self) -> None:
@@ -423,7 +380,7 @@ class EngineLoop:
         answer = (sequence.prompt_length, sequence.answer_end)
         if job.is_kept:
             self.recent.add(sequence.namespace, sequence.tokens[:], answer)
-        job.consumer.ended(self._ending(sequence, reason))
+        job.consumer.ended(sequence.ending(reason))
         sequence.phase = Phase.CLOSING
         if reason is not EndReason.STOPPED and job.max_new:
             sequence.tokens.extend(job.closing)
@@ -436,40 +393,12 @@ class EngineLoop:
 
     def _rest(self, sequence: Sequence) -> None:
         self._keeper.keep_all(sequence)
-        self._write_down(sequence)
+        if entry := self._keeper.write_down(sequence):
+            self._slots.demote(entry.id, entry.turns - self._settings.warm_after)
         sequence.rest()
         if not sequence.computed or not sequence.is_kept:
             self._slots.drop(sequence)
         self._place_freed = True
-
-    def _write_down(self, sequence: Sequence) -> None:
-        """Tell the store whose turn this was, and which prefix it had in common with others."""
-        label, stable, cursor = sequence.notes.label, sequence.notes.stable, sequence.cursor
-        if stable is not None and stable.length <= cursor.position:
-            # A prefix that the operator shares is one entry, whoever uses it.
-            place = place_at(cursor, stable.length)
-            self._store.turn_ended(stable.label, replace(place, namespace=place.chunk.namespace))
-        if label is None:
-            return
-        entry = self._store.turn_ended(label, cursor)
-        if entry is not None:
-            sequence.entry, sequence.turn = entry.id, entry.turns
-            self._slots.demote(entry.id, entry.turns - self._settings.warm_after)
-
-    def _ending(self, sequence: Sequence, reason: EndReason) -> Ending:
-        job, now = sequence.job, monotonic()
-        assert job is not None
-        first = sequence.first_token_at or now
-        return Ending(
-            reason=reason,
-            prompt_tokens=sequence.prompt_length,
-            sampled_tokens=sequence.sampled_count,
-            queue_ms=1e3 * (sequence.started - job.submitted),
-            prompt_ms=1e3 * (first - sequence.started),
-            ttft_ms=1e3 * (first - job.submitted),
-            decode_ms=1e3 * (now - first),
-            lookup=sequence.lookup_record(),
-        )
 
     def _count(self, sequence: Sequence) -> None:
         self.counters.prompt_tokens += sequence.prompt_length
@@ -519,16 +448,14 @@ class EngineLoop:
         return max(min(deadlines) - monotonic(), 0.001) if deadlines else None
 
     def _is_busy(self) -> bool:
-        return bool(self._slots.active) or len(self._line) > 0 or not self._inbox.empty()
+        return bool(self._slots.active) or len(self._line) > 0 or not self._inbox.is_empty
 
     def _fail_everything(self, error: EmberkeepError) -> None:
-        with self._door:
-            self._stopping = True
-        while not self._inbox.empty():
-            late = self._inbox.get()
+        self._inbox.shut()
+        while (late := self._inbox.take()) is not None:
             if isinstance(late, Job):
                 self._line.add(late)
-            elif isinstance(late, _BetweenJobs):
+            elif isinstance(late, BetweenJobs):
                 self._between.append(late)
         for job in self._line:
             self._line.remove(job)
@@ -539,12 +466,12 @@ class EngineLoop:
     def _keep_everything(self) -> None:
         for command in self._between:
             if command.future.set_running_or_notify_cancel():
-                command.future.set_exception(Overloaded(_SHUTTING_DOWN))
+                command.future.set_exception(Overloaded(SHUTTING_DOWN))
         for job in self._line:
             self._line.remove(job)
-            job.consumer.failed(Overloaded(_SHUTTING_DOWN))
+            job.consumer.failed(Overloaded(SHUTTING_DOWN))
         for sequence in self._slots.active:
             running = sequence.job
             self._put_to_rest(sequence)
             if running is not None:
-                running.consumer.failed(Overloaded(_SHUTTING_DOWN))
+                running.consumer.failed(Overloaded(SHUTTING_DOWN))

@@ -15,7 +15,7 @@ from emberkeep.kv.fetch import Fetch
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.store import Match
 from emberkeep.kv.tree import Chunk, Cursor, Span
-from emberkeep.sched.job import Job
+from emberkeep.sched.job import Ending, EndReason, Job
 from emberkeep.types import Divergence, LookupRecord, MissReason
 
 FAIR_SLICE = 128
@@ -166,6 +166,22 @@ class Sequence:
             load_ms=1e3 * self.load_seconds,
             reason=MissReason.NONE if reused_all else self.reason,
             divergence=None if reused_all else self.divergence,
+        )
+
+    def ending(self, reason: EndReason) -> Ending:
+        """How its job went, now that it is over."""
+        job, now = self.job, monotonic()
+        assert job is not None
+        first = self.first_token_at or now
+        return Ending(
+            reason=reason,
+            prompt_tokens=self.prompt_length,
+            sampled_tokens=self.sampled_count,
+            queue_ms=1e3 * (self.started - job.submitted),
+            prompt_ms=1e3 * (first - self.started),
+            ttft_ms=1e3 * (first - job.submitted),
+            decode_ms=1e3 * (now - first),
+            lookup=self.lookup_record(),
         )
 
     def rest(self) -> None:

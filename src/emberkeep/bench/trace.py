@@ -1,0 +1,199 @@
+"""trace: recorded requests against a store that holds a small part of them. How much is found again?
+
+A trace has one request per line: `{"input_length": 1100, "hash_ids": [0, 7, 8]}`. Each id stands for 512 tokens
+and everything before them; the last one for what is left. The store's own books match, add and evict; only the
+bytes are missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf
+from pathlib import Path
+
+import numpy as np
+
+from emberkeep.bench.figures import ratios, series
+from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.stage import Folder
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.books import LOW_WATER, Books
+from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.tree import Chunk, path_to
+
+BLOCK = 512
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class TracePlan:
+    files: tuple[Path, ...] = ()
+    percents: tuple[int, ...] = (1, 3, 10, 30)
+    """Of the blocks that are different, how many the store holds."""
+    requests: int | None = None
+    """From the beginning; None: all of them."""
+
+    def quick(self) -> TracePlan:
+        return replace(self, percents=(3,), requests=500)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One request."""
+
+    blocks: tuple[int, ...]
+    tokens: int
+
+    def covered(self, blocks: int) -> int:
+        """Tokens of its first so many blocks."""
+        return min(blocks * BLOCK, self.tokens)
+
+
+async def run(folder: Folder, plan: TracePlan) -> Result:
+    traces = [(path.stem, read_trace(path)[: plan.requests]) for path in plan.files]
+    return Result(
+        "trace",
+        tuple(_table(folder, plan, name, visits) for name, visits in traces),
+        (
+            "Share of all prompt tokens that is found again; the store's size is a share of the different blocks.",
+            "LRU: the better of two, by block and by leaf of the prefix tree. Belady: knows what comes.",
+        ),
+    )
+
+
+def _table(folder: Folder, plan: TracePlan, name: str, visits: Sequence[Visit]) -> Table:
+    different = len({block for visit in visits for block in visit.blocks})
+    rows = []
+    for percent in plan.percents:
+        folder.say(f"{name}, {percent}% of {different:,} blocks")
+        rows.append(_row(percent, visits, max(different * percent // 100, 1)))
+    return Table(f"{name}, {len(visits):,} requests", tuple(rows))
+
+
+def _row(percent: int, visits: Sequence[Visit], capacity: int) -> Row:
+    total = sum(visit.tokens for visit in visits)
+    lru = max(found_by_lru(visits, capacity, leaf_first=leaf_first) for leaf_first in (False, True))
+    ours, best = found_by_the_store(visits, capacity), found_by_belady(visits, capacity)
+    shares = {
+        who: series([100 * found / total], "%") for who, found in (("LRU", lru), ("ours", ours), ("Belady", best))
+    }
+    compared = {"ours / LRU": ratios(shares["ours"], shares["LRU"])} if lru else {}
+    return Row(f"{percent}%", {"blocks": capacity, **shares, **compared})
+
+
+# ── reading ──
+
+
+def read_trace(path: Path) -> list[Visit]:
+    """Raises EmberkeepError, OSError."""
+    before: dict[int, tuple[int | None, int]] = {}
+    visits = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        visit = _visit(line)
+        if visit is None or not _fits(visit, before):
+            raise EmberkeepError(
+                f"{path.name}, line {number} is not a request of a trace: see `trace` in docs/benchmarks.md."
+            )
+        visits.append(visit)
+    return visits
+
+
+def _visit(line: str) -> Visit | None:
+    try:
+        fields = json.loads(line)
+        visit = Visit(tuple(int(block) for block in fields["hash_ids"]), int(fields["input_length"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+    return visit if 0 < visit.tokens <= len(visit.blocks) * BLOCK < visit.tokens + BLOCK else None
+
+
+def _fits(visit: Visit, before: dict[int, tuple[int | None, int]]) -> bool:
+    """Whether each of its ids follows the same one as everywhere else, and stands for as many tokens."""
+    parent = None
+    for index, block in enumerate(visit.blocks):
+        place = (parent, visit.covered(index + 1) - visit.covered(index))
+        if before.setdefault(block, place) != place:
+            return False
+        parent = block
+    return True
+
+
+# ── the store ──
+
+
+def found_by_the_store(visits: Sequence[Visit], capacity: int) -> int:
+    """Tokens that the store's books find when they hold no more than `capacity` blocks after a request."""
+    books = Books()
+    return sum(_served(books, visit, capacity) for visit in visits)
+
+
+def _served(books: Books, visit: Visit, capacity: int) -> int:
+    books.clock += 1
+    tokens = np.repeat(np.array(visit.blocks, np.int32), BLOCK)[: visit.tokens]
+    place = books.deepest(books.origin(""), tokens)
+    for segment in path_to(place):
+        books.use(segment.chunk)
+    chunk, take = place.chunk, place.used
+    for begin in range(place.position, visit.tokens, BLOCK):
+        key = ChunkKey(visit.blocks[begin // BLOCK].to_bytes(8))
+        chunk = Chunk(key=key, parent=chunk, take=take, tokens=tokens[begin : begin + BLOCK], size=1)
+        chunk.expires, take = inf, len(chunk.tokens)
+        books.add(chunk, memoryview(b""))
+        books.became_cold(chunk, 1)
+    if books.cold.chunks > capacity:
+        books.shrink_cold(capacity * LOW_WATER, 0)
+    return place.position
+
+
+# ── others ──
+
+
+def found_by_lru(visits: Sequence[Visit], capacity: int, *, leaf_first: bool) -> int:
+    """With `leaf_first` a use makes the beginning of a prompt the youngest, so that its end goes first."""
+    held: OrderedDict[int, None] = OrderedDict()
+    found = 0
+    for visit in visits:
+        found += _found(visit, held.keys())
+        for block in reversed(visit.blocks) if leaf_first else visit.blocks:
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return found
+
+
+def found_by_belady(visits: Sequence[Visit], capacity: int) -> int:
+    """What is needed last goes first: no policy can do better."""
+    held: dict[int, int] = {}
+    latest: list[tuple[int, int, int]] = []
+    found = 0
+    for visit, next_uses in zip(visits, _next_uses(visits), strict=True):
+        found += _found(visit, held.keys())
+        for depth, (block, use) in enumerate(zip(visit.blocks, next_uses, strict=True)):
+            held[block] = use
+            heappush(latest, (-use, -depth, block))
+        while len(held) > capacity:
+            use, _, block = heappop(latest)
+            if held.get(block) == -use:
+                del held[block]
+    return found
+
+
+def _next_uses(visits: Sequence[Visit]) -> list[list[int]]:
+    """For each block of each request, the number of the next request that has it."""
+    coming: dict[int, int] = {}
+    uses = []
+    for number in range(len(visits) - 1, -1, -1):
+        blocks = visits[number].blocks
+        uses.append([coming.get(block, _NEVER) for block in blocks])
+        coming.update(dict.fromkeys(blocks, number))
+    return uses[::-1]
+
+
+def _found(visit: Visit, held: Set[int]) -> int:
+    blocks = next((i for i, block in enumerate(visit.blocks) if block not in held), len(visit.blocks))
+    return visit.covered(blocks)
