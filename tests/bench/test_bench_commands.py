@@ -80,7 +80,8 @@ def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     done = bench(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [result["name"] for result in report["results"]] == ["restart", "turns", "shared", "miss", "load"]
+    names = [result["name"] for result in report["results"]]
+    assert names == ["restart", "turns", "shared", "miss", "load", "store", "crowd"]
     assert report["machine"]["cores"] == os.cpu_count()
     cold, disk, ram, hot = report["results"][0]["tables"][0]["rows"]
     assert cold["reused tokens"] == 0

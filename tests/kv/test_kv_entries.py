@@ -469,3 +469,16 @@ def test_what_was_evicted_unused_is_not_written_again_before_it_is_reused(tmp_pa
     assert len(chunk_files(tmp_path)) <= files
     assert store.stats()["cold"]["unwritten_chunks"] > 0
     store.close()
+
+
+def test_a_chunk_that_is_queued_twice_is_written_once(tmp_path, time):
+    store = opened(tmp_path, time)
+    put(store, LONG[:128])
+    (chunk,) = store._books
+    with store._writer._changed:  # so that both are in one batch
+        store._writer._queue = [(chunk, None), (chunk, None)]
+        store._writer._changed.notify_all()
+    store.flush()
+    assert store.stats()["cold"]["last_error"] is None
+    assert len(chunk_files(tmp_path)) == 1
+    store.close()

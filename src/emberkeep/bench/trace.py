@@ -26,6 +26,8 @@ from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.tree import Chunk, path_to
 
 BLOCK = 512
+_MOST = 2**31 - 1
+"""Ids stand in for tokens."""
 _NEVER = 1 << 62
 
 
@@ -71,7 +73,7 @@ def _table(folder: Folder, plan: TracePlan, name: str, visits: Sequence[Visit]) 
     for percent in plan.percents:
         folder.say(f"{name}, {percent}% of {different:,} blocks")
         rows.append(_row(percent, visits, max(different * percent // 100, 1)))
-    return Table(f"{name}, {len(visits):,} requests", tuple(rows))
+    return Table(name, tuple(rows))
 
 
 def _row(percent: int, visits: Sequence[Visit], capacity: int) -> Row:
@@ -99,6 +101,8 @@ def read_trace(path: Path) -> list[Visit]:
                 f"{path.name}, line {number} is not a request of a trace: see `trace` in docs/benchmarks.md."
             )
         visits.append(visit)
+    if not visits:
+        raise EmberkeepError(f"{path.name} is empty: give a trace with at least one request.")
     return visits
 
 
@@ -108,7 +112,8 @@ def _visit(line: str) -> Visit | None:
         visit = Visit(tuple(int(block) for block in fields["hash_ids"]), int(fields["input_length"]))
     except (ValueError, TypeError, KeyError):
         return None
-    return visit if 0 < visit.tokens <= len(visit.blocks) * BLOCK < visit.tokens + BLOCK else None
+    is_long_enough = 0 < visit.tokens <= len(visit.blocks) * BLOCK < visit.tokens + BLOCK
+    return visit if is_long_enough and all(0 <= block <= _MOST for block in visit.blocks) else None
 
 
 def _fits(visit: Visit, before: dict[int, tuple[int | None, int]]) -> bool:

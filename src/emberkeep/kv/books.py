@@ -21,7 +21,7 @@ Worth = Callable[[Chunk, int, float], float]
 """A chunk, the logical clock and the store's rhythm to what it is worth."""
 
 LOW_WATER = 0.99
-"""Eviction goes down to this share of a budget: a hundred chunks are weighed for each that comes, in 0.2 ms."""
+"""Eviction goes down to this share of a budget: a hundred chunks are looked at for each that comes, in 0.1 ms."""
 
 
 @dataclass(slots=True)

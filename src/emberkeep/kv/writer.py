@@ -139,7 +139,8 @@ class Writer:
         sizes: dict[ChunkKey, int] = {}
         for chunk, _ in batch:
             payload = chunk.payload
-            if payload is not None and not chunk.on_disk and self._is_worth_it(chunk, sizes):
+            is_new = not chunk.on_disk and chunk.key not in sizes  # one that is reused may be queued again
+            if payload is not None and is_new and self._is_worth_it(chunk, sizes):
                 sizes[chunk.key] = most_bytes(chunk)
                 entries.append((describe(chunk, self._fingerprint), payload))
         return entries

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from emberkeep.bench.trace import (
+    BLOCK,
+    Visit,
+    found_by_belady,
+    found_by_lru,
+    found_by_the_store,
+    read_trace,
+)
+from emberkeep.cli.bench import app
+from emberkeep.errors import EmberkeepError
+
+
+def asking(*prompts: tuple[int, ...]) -> list[Visit]:
+    """Requests of whole blocks."""
+    return [Visit(blocks, len(blocks) * BLOCK) for blocks in prompts]
+
+
+def written(path: Path, visits: list[Visit]) -> Path:
+    lines = [json.dumps({"hash_ids": visit.blocks, "input_length": visit.tokens}) for visit in visits]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def by_lru(visits: list[Visit], capacity: int) -> int:
+    return max(found_by_lru(visits, capacity, leaf_first=leaf_first) for leaf_first in (False, True))
+
+
+CONVERSATION = asking((1,), (9,), (1, 2), (1, 2, 3), (9, 8), (1, 2, 3, 4))
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[Visit]:
+    """Conversations in turns: each request goes on from the beginning of one that was before."""
+    fresh = count()
+    prompts: list[tuple[int, ...]] = [()]
+    for _ in range(draw(st.integers(1, 30))):
+        known = prompts[draw(st.integers(0, len(prompts) - 1))]
+        begin = known[: draw(st.integers(0, len(known)))]
+        prompts.append((*begin, *(next(fresh) for _ in range(draw(st.integers(0 if begin else 1, 3))))))
+    return asking(*prompts[1:])
+
+
+# ── what is found ──
+
+
+def test_where_everything_fits_all_find_what_was_there_before():
+    reused = (1 + 2 + 1 + 3) * BLOCK
+    assert found_by_the_store(CONVERSATION, 100) == reused
+    assert by_lru(CONVERSATION, 100) == reused
+    assert found_by_belady(CONVERSATION, 100) == reused
+
+
+def test_a_prompt_that_ends_inside_a_block_counts_its_own_tokens():
+    visits = [Visit((1, 2), BLOCK + 100)] * 2
+    assert found_by_the_store(visits, 10) == by_lru(visits, 10) == found_by_belady(visits, 10) == BLOCK + 100
+
+
+def test_lru_keeps_the_latest():
+    visits = asking((1,), (2,), (3,), (2,), (1,))
+    assert by_lru(visits, 2) == BLOCK
+    assert by_lru(visits, 3) == 2 * BLOCK
+
+
+def test_by_leaf_the_beginning_of_a_prompt_outlives_its_end():
+    visits = asking((1, 2, 3), (4,), (1, 2, 3))
+    assert found_by_lru(visits, 3, leaf_first=True) == 2 * BLOCK
+    assert found_by_lru(visits, 3, leaf_first=False) == 0
+
+
+def test_belady_gives_up_what_is_needed_last():
+    assert found_by_belady(asking((1,), (2,), (3,), (2,), (1,)), 2) == 2 * BLOCK
+
+
+def test_what_is_asked_for_again_and_again_survives_a_stream_of_prompts_that_are_not():
+    """The document comes back later than LRU can wait, each time, until the store has learned the rhythm."""
+    document, others = tuple(range(40)), count(100)
+    rounds = [[document, *((next(others),) for _ in range(50))] for _ in range(40)]
+    visits = asking(*(prompt for part in rounds for prompt in part))
+    assert by_lru(visits, 50) == 0
+    assert found_by_the_store(visits, 50) > 20 * len(document) * BLOCK
+
+
+def test_a_conversation_that_goes_on_alone_is_never_lost():
+    visits = asking(*(tuple(range(turn)) for turn in range(1, 40)))
+    assert found_by_the_store(visits, 40) == found_by_belady(visits, 40)
+
+
+@given(traces(), st.integers(1, 20))
+def test_nobody_finds_more_than_belady(visits, capacity):
+    best = found_by_belady(visits, capacity)
+    assert found_by_the_store(visits, capacity) <= best
+    assert by_lru(visits, capacity) <= best
+
+
+# ── reading ──
+
+
+def test_a_trace_is_read_as_it_was_recorded(tmp_path):
+    visits = [Visit((0, 1), 600), Visit((0, 2, 3), 1536)]
+    assert read_trace(written(tmp_path / "a.jsonl", visits)) == visits
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[]",
+        '{"input_length": 10}',
+        '{"input_length": 10, "hash_ids": []}',
+        '{"input_length": 0, "hash_ids": [7]}',
+        '{"input_length": 600, "hash_ids": [7]}',
+        '{"input_length": 10, "hash_ids": [7, 8]}',
+        '{"input_length": 10, "hash_ids": [-7]}',
+        '{"input_length": 10, "hash_ids": [2147483648]}',
+        '{"input_length": 600, "hash_ids": [7, 1]}',  # 1 follows 0 in the first line
+        '{"input_length": 520, "hash_ids": [0, 1]}',  # and stands for 88 tokens
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path, line):
+    path = written(tmp_path / "a.jsonl", [Visit((0, 1), 600)])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(EmberkeepError, match=r"^a\.jsonl, line 2 is not a request"):
+        read_trace(path)
+
+
+def test_an_empty_trace_is_refused(tmp_path):
+    with pytest.raises(EmberkeepError, match="is empty"):
+        read_trace(written(tmp_path / "a.jsonl", []))
+
+
+# ── the command ──
+
+
+def test_the_command_compares_the_store_with_lru_and_belady(tmp_path):
+    path = written(tmp_path / "talk.jsonl", CONVERSATION)
+    done = CliRunner().invoke(
+        app, ["trace", "--trace", str(path), "--trace", str(path), "--json", f"{tmp_path}/report.json"]
+    )
+    assert done.exit_code == 0, done.output
+    first, second = json.loads((tmp_path / "report.json").read_text())["results"][0]["tables"]
+    assert first == second
+    assert first["title"] == "talk"
+    assert [row["label"] for row in first["rows"]] == ["1%", "3%", "10%", "30%"]
+    assert all(row["ours"]["median"] <= row["Belady"]["median"] for row in first["rows"])
+    assert "talk" in done.stdout
+
+
+def test_the_command_needs_a_trace():
+    done = CliRunner().invoke(app, ["trace"])
+    assert done.exit_code == 2
+    assert "--trace FILE" in done.stderr

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.kv.books import Books
+from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.tree import Chunk, new_root
+from emberkeep.kv.value import Rhythm, worth, worth_writing
+from helpers.kv_building import ids
+
+LATER = 1000.0
+"""Until when chunks are wanted here; it is always 0 o'clock."""
+
+
+def a_chunk(*, tokens: int = 128, size: int = 1000, hits: int = 0, used: int = 0) -> Chunk:
+    chunk = Chunk(key=ChunkKey(b"k"), parent=new_root(""), take=0, tokens=ids(*range(tokens)), size=size)
+    chunk.hits, chunk.last_used = hits, used
+    return chunk
+
+
+# ── worth ──
+
+
+def test_what_was_used_lately_is_worth_more():
+    assert worth(a_chunk(used=9), 10, 8) > worth(a_chunk(used=3), 10, 8)
+
+
+def test_what_was_asked_for_is_worth_more():
+    values = [worth(a_chunk(hits=hits), 10, 8) for hits in (0, 1, 3, 100)]
+    assert values == sorted(values)
+    assert values[0] < values[1]
+
+
+def test_each_doubling_of_asks_makes_up_for_one_rhythm():
+    for doublings in range(5):
+        old = a_chunk(hits=2**doublings - 1, used=1000 - doublings * 50)
+        assert worth(old, 1000, 50) == pytest.approx(worth(a_chunk(used=1000), 1000, 50))
+
+
+def test_alone_the_latest_counts_and_in_a_crowd_the_proven():
+    latest, proven = a_chunk(used=100), a_chunk(used=90, hits=3)
+    assert worth(latest, 100, 1) > worth(proven, 100, 1)
+    assert worth(latest, 100, 50) < worth(proven, 100, 50)
+
+
+def test_having_come_back_counts_as_asked_for():
+    back = a_chunk()
+    back.came_back = True
+    assert worth(back, 10, 8) == worth(a_chunk(hits=1), 10, 8)
+
+
+def test_bytes_that_save_more_tokens_are_worth_more():
+    assert worth(a_chunk(tokens=20), 10, 8) < worth(a_chunk(tokens=128), 10, 8)
+    assert worth(a_chunk(size=4000), 10, 8) < worth(a_chunk(size=1000), 10, 8)
+
+
+def test_a_snapshot_is_worth_the_tokens_that_lead_to_it():
+    above = a_chunk()
+    above.attach()
+    snapshot = Chunk(key=ChunkKey(b"s"), parent=above, take=100, tokens=ids(), size=1000)
+    assert worth(snapshot, 10, 8) == pytest.approx(worth(a_chunk(tokens=100), 10, 8))
+
+
+def test_a_clock_behind_the_last_use_is_no_trouble():
+    assert worth(a_chunk(used=50), 3, 8) == worth(a_chunk(used=50), 50, 8)
+
+
+# ── the rhythm ──
+
+
+def test_the_rhythm_follows_what_it_hears():
+    rhythm = Rhythm()
+    for _ in range(10_000):
+        rhythm.heard(300)
+    assert rhythm.lookups == pytest.approx(300, rel=0.01)
+    for _ in range(10_000):
+        rhythm.heard(0)
+    assert rhythm.lookups == pytest.approx(1, rel=0.01)
+
+
+def test_one_that_comes_back_after_a_week_changes_little():
+    rhythm = Rhythm()
+    for _ in range(10_000):
+        rhythm.heard(2)
+    rhythm.heard(1_000_000)
+    assert rhythm.lookups < 2.1
+
+
+# ── in the books ──
+
+
+def grown(books: Books, name: str, length: int, *, hits: int = 0) -> list[Chunk]:
+    """A conversation of `length` chunks on disk, a byte each."""
+    chunks = [books.root("")]
+    for number in range(length):
+        key = ChunkKey(f"{name}{number}".encode())
+        chunk = Chunk(key=key, parent=chunks[-1], take=len(chunks[-1].tokens), tokens=ids(ord(name), 1), size=1)
+        chunk.expires = LATER
+        books.add(chunk, memoryview(b"x"))
+        books.became_cold(chunk, 1)
+        for _ in range(hits):
+            books.use(chunk)
+        chunks.append(chunk)
+    return chunks[1:]
+
+
+def test_a_conversation_nobody_came_back_to_goes_whole_before_the_end_of_one_that_is_continued():
+    books = Books()
+    proven, alone = grown(books, "p", 3, hits=2), grown(books, "a", 5)
+    assert books.shrink_cold(3, 0) == alone[::-1]
+    assert set(books) == set(proven)
+
+
+def test_what_nobody_wants_any_more_goes_before_what_is_worth_least():
+    books = Books()
+    (proven,), (fresh,) = grown(books, "p", 1, hits=5), grown(books, "f", 1)
+    proven.expires = -1.0
+    assert books.shrink_cold(1, 0) == [proven]
+    assert fresh in books
+
+
+def test_a_chunk_that_is_stored_again_keeps_its_history_and_sets_the_rhythm():
+    books = Books()
+    grown(books, "a", 1, hits=2)
+    before = books.rhythm.lookups
+    books.clock += 500
+    books.shrink_cold(0, 0)
+    (back,) = grown(books, "a", 1)
+    assert (back.hits, back.came_back) == (2, True)
+    assert books.rhythm.lookups > before
+
+
+# ── worth writing ──
+
+
+@pytest.mark.parametrize(
+    ("hits", "was_written", "spent", "budget", "expected"),
+    [
+        (0, False, 0, None, True),  # no budget
+        (0, False, 9000, 10_000, True),  # it just fits
+        (0, False, 9001, 10_000, False),
+        (1, False, 99_999, 10_000, True),  # what was reused may go beyond
+        (0, True, 0, None, False),  # never reused: not a second time
+        (1, True, 0, None, True),
+    ],
+)
+def test_the_ssd_wears_for_new_chunks_within_the_budget_and_for_reused_ones(
+    hits, was_written, spent, budget, expected
+):
+    chunk = a_chunk(hits=hits)
+    chunk.was_written = was_written
+    assert worth_writing(chunk, spent, budget) is expected
