@@ -25,6 +25,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -90,14 +91,9 @@ class Attention:
 
     def check(self, part: Bytes, cells: int) -> None:
         """`part` has the size of one with `cells` cells. Raises EngineError unless it is one."""
-        skeleton = (
-            _PAIR.pack(1, cells),
-            _PAIR.pack(0, self.layers),
-            *(_TENSOR.pack(*tensor) for tensor in self.tensors),
-        )
-        for (given, _), expected in zip(self._blocks(part, cells), skeleton, strict=True):
-            if bytes(given) != expected:
-                raise EngineError("A stored KV payload comes from another model layout.")
+        places, expected = _skeleton(self, cells)
+        if not np.array_equal(part[places], expected):
+            raise EngineError("A stored KV payload comes from another model layout.")
         if not (self._cells(part, cells)[:, 1] == 1).all():
             raise EngineError("A stored KV payload belongs to another number of sequences than one.")
 
@@ -115,8 +111,8 @@ class Attention:
         target[: _PAIR.size] = np.frombuffer(_PAIR.pack(1, count), np.uint8)
 
     def _cells(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
-        _, table = next(self._blocks(part, cells))
-        return _words(table)
+        table = part[_PAIR.size : _PAIR.size + cells * self.cell_bytes]
+        return _words(table.reshape(cells, self.cell_bytes))
 
     def _blocks(self, part: Bytes, cells: int) -> Iterator[tuple[Bytes, Bytes]]:
         """A piece of the skeleton and the rows behind it, one after the other."""
@@ -130,6 +126,24 @@ class Attention:
             end = begin + cells * row
             yield part[offset:begin], part[begin:end].reshape(cells, row)
             offset = end
+
+
+@lru_cache(maxsize=256)
+def _skeleton(attention: Attention, cells: int) -> tuple[npt.NDArray[np.intp], Bytes]:
+    """Where the bytes of the skeleton stand in a part with so many cells, and what they are.
+
+    Found once per number of cells: the check of every chunk that is loaded is then one comparison.
+    """
+    pieces = [
+        (_PAIR.pack(1, cells), attention.cell_bytes),
+        (_PAIR.pack(0, attention.layers), 0),
+        *((_TENSOR.pack(*tensor), tensor[1]) for tensor in attention.tensors),
+    ]
+    places, offset = [], 0
+    for piece, row in pieces:
+        places.append(np.arange(offset, offset + len(piece)))
+        offset += len(piece) + cells * row
+    return np.concatenate(places), np.frombuffer(b"".join(piece for piece, _ in pieces), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
