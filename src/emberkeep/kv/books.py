@@ -413,6 +413,11 @@ class News:
     def is_empty(self) -> bool:
         return not (self.used or self.entries or self.forgotten or self.ghosts)
 
+    @property
+    def is_pressing(self) -> bool:
+        """Something that people would miss after a crash."""
+        return bool(self.entries or self.forgotten or self.ghosts)
+
     def put_back(self, unsaved: News) -> None:
         """It could not be written down: what came since wins."""
         self.used = {**unsaved.used, **self.used}

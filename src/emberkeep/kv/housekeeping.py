@@ -85,7 +85,9 @@ class Housekeeping:
     def tidy(self) -> None:
         """Whenever there is nothing to write."""
         self._make_room(0)
-        self.save_notes()
+        # Uses alone wait for company: while a prompt is evaluated there are new ones all the time.
+        if self._books.news.is_pressing:
+            self.save_notes()
 
     def _make_room(self, incoming: int, newcomer: Chunk | None = None) -> bool:
         """Evict until so many bytes more fit into the budget; False when they cannot, or not without giving up
