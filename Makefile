@@ -24,11 +24,11 @@ run: $(STAMP) ## install what is missing and serve on http://127.0.0.1:8080
 chat: $(STAMP) ## install what is missing and chat in this terminal
 	@$(BIN)/emberkeep chat $(ARGS)
 
-test: check ## every check and every test
-	$(BIN)/python -m pytest $(ARGS)
+test: check test-fast ## every check and every test
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-fast: $(STAMP) ## the tests that need neither a real model nor other processes
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist worksteal $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check src tests

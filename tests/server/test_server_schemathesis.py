@@ -66,7 +66,7 @@ def operations(app: FastAPI) -> set[str | None]:
 
 
 def test_nothing_makes_the_server_fail_or_answer_off_the_document(app: FastAPI) -> None:
-    found = findings(app, examples=10, coverage=False)
+    found = findings(app, examples=4, coverage=False)
     assert not found, "\n\n".join(found)
 
 
