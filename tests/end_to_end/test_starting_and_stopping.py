@@ -12,13 +12,18 @@ import pytest
 from serving import serve, user
 
 from emberkeep.types import Json
-from helpers.tiny_gguf import dense
+from helpers.tiny_gguf import ENDINGS, dense
 from support.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
-LONG = {"max_tokens": 900, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
-"""An answer that fills the context: token 2 would end it."""
+LONG = {
+    "max_tokens": 900,
+    "temperature": 0,
+    "stream": True,
+    "logit_bias": {str(token): -100 for token in ENDINGS},
+}
+"""An answer that fills the context."""
 LOOP_BOMB = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 

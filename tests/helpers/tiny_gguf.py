@@ -27,6 +27,8 @@ EXPERTS_USED = 2
 _PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁,.!"]
 _PIECES += ["<|im_start|>", "<|im_end|>"]  # of ChatML, which is used for models without a template
 VOCAB = len(_PIECES)
+ENDINGS = (2, VOCAB - 1)
+"""Tokens that end an answer."""
 
 _KINDS = [
     TokenType.UNKNOWN,
