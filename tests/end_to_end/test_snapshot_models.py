@@ -44,11 +44,6 @@ def like_uncached(server: ServerProcess, messages: list[Json]) -> Reply:
     return cached
 
 
-def reuses(reply: Reply, least: int) -> bool:
-    """So small a model may be quicker than a disk, which is a reason too."""
-    return reply.cached_tokens >= least or reply.detail["reason"] == "cheaper_to_recompute"
-
-
 def test_killed_resumed_and_branched_it_answers_as_if_nothing_were_stored(model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     messages = [system(STABLE)]
@@ -60,12 +55,13 @@ def test_killed_resumed_and_branched_it_answers_as_if_nothing_were_stored(model:
         before = reply.prompt_tokens + reply.completion_tokens
         server.wait_until_stored()
         server.kill()
+    # Each in a process of its own: one that has measured so small a model may find it quicker than a disk.
     with serve(model, data) as server:
         resumed = like_uncached(server, [*messages, user("and the tide?")])
-        assert reuses(resumed, before - 4)
-        branch = [*messages[:4], user("how many sails?")]
-        branched = like_uncached(server, branch)
+        assert resumed.cached_tokens >= before - 4
         kept = ask(server, [*messages[:4], user("x")], cache_prompt=False).prompt_tokens - 40
-        assert reuses(branched, kept)
+    with serve(model, data) as server:
+        assert like_uncached(server, [*messages[:4], user("how many sails?")]).cached_tokens >= kept
+    with serve(model, data) as server:
         other = like_uncached(server, [system(STABLE), user("another ship?")])
-        assert reuses(other, len(STABLE))
+        assert other.cached_tokens >= len(STABLE)
