@@ -111,12 +111,19 @@ def test_whatever_changes_the_stable_part_changes_its_key(change):
     assert cache_keys(replace(CHAT, **change)).stable != cache_keys(CHAT).stable
 
 
+def test_a_prompt_too_short_to_be_known_by_itself_is_known_by_its_key():
+    short = Request(prompt="Hello", cache_key="k")
+    assert cache_keys(short).affinity == cache_keys(short).entry == "key:k"
+    assert cache_keys(replace(short, cache_key=None)).entry == cache_keys(Request(prompt="Bye")).entry
+
+
 def test_raw_prompts_are_known_by_their_beginning():
     one, two = Request(prompt="a" * 600 + "b"), Request(prompt="a" * 600 + "c")
     assert cache_keys(one).entry == cache_keys(two).entry
-    assert cache_keys(Request(prompt="b")).entry != cache_keys(one).entry
+    assert cache_keys(Request(prompt="b" * 20)).entry != cache_keys(one).entry
     assert cache_keys(one).stable is None
-    assert cache_keys(Request(prompt=(1, 2, 3))).entry != cache_keys(Request(prompt=(1, 2, 4))).entry
+    ids = (1, 2, 3) * 9
+    assert cache_keys(Request(prompt=ids)).entry != cache_keys(Request(prompt=(*ids, 4))).entry
 
 
 def test_heads_are_the_first_words():

@@ -75,6 +75,12 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path):
         from_file('[[warm]]\nfile = "none.txt"\n', tmp_path)
 
 
+@pytest.mark.parametrize("missing", ["none.txt", "prompts/agent", "/nowhere/agent.json", "~/agent.md"])
+def test_a_missing_file_is_not_taken_for_a_text(tmp_path, missing):
+    with pytest.raises(ConfigError, match="There is no file"):
+        prefixes(missing, cwd=tmp_path)
+
+
 def test_declared_prefixes_are_shared_and_count_against_nobody(tmp_path):
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
     flags = {"warm": [{"system": "Be brief.", "ttl": "long"}, {"prompt": "Once"}, {"tools": [tool]}]}

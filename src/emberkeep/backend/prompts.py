@@ -193,7 +193,9 @@ class PromptMaker:
         for probe in _PROBES:
             messages = [*stable, Message("user", probe)]
             text = self._template.render(messages, request.tools, args=request.template_args)
-            spelled.append(np.array(self._tokenizer.encode(text, before=self.lead(text)), np.int32))
+            look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
+            ids = self._tokenizer.encode(text, replay=look.replay, before=self.lead(text))
+            spelled.append(np.array(ids, np.int32))
         return spelled[0][: common_prefix(*spelled)]
 
     # ── borders ──
@@ -238,7 +240,7 @@ def _label(request: Request, keys: CacheKeys) -> Label:
         head=head_of(request),
         ttl=request.ttl,
         name=request.conversation_id or request.cache_key or "",
-        source=keys.stable or keys.prefix,
+        source=keys.stable or keys.prefix or "",
     )
 
 

@@ -11,6 +11,9 @@ from emberkeep.types import Json, Message, Request, Tool
 
 _HEAD_CHARS = 80
 _PREFIX_CHARS = 512
+_LEAST_CHARS = 16
+_SHORT = "short"
+"""The one entry of raw prompts that are too short to have one each, and come without a name."""
 
 Render = Callable[[Sequence[Message], Sequence[Tool]], str]
 """A conversation as the model reads it, without the header of the next answer. Raises TemplateFailed."""
@@ -24,32 +27,35 @@ class CacheKeys:
     """As the client calls it."""
     stable: str | None
     """Hash of system messages and tools; None without any."""
-    prefix: str
-    """Hash of everything up to the first message of the user, or of a raw prompt's beginning."""
+    prefix: str | None
+    """Hash of everything up to the first message of the user, or of a raw prompt's beginning; None where that is
+    too short to tell prompts apart."""
     legacy: str | None
     """OpenAI's `prompt_cache_key`."""
 
     @property
     def affinity(self) -> str:
         """Requests that share it probably share much of their state: they like to have one slot."""
-        return self.conversation or self.stable or self.prefix or self.legacy or ""
+        return self.conversation or self.stable or self.prefix or self.legacy or _SHORT
 
     @property
     def entry(self) -> str:
         """What makes two requests turns of one conversation."""
-        return self.conversation or self.prefix or self.legacy or ""
+        return self.conversation or self.prefix or self.legacy or _SHORT
 
 
 def cache_keys(request: Request) -> CacheKeys:
     messages = opening(request.messages)
+    prefix: str | None
     if request.prompt is None:
-        prefix = _digest("chat", _plain(request, messages))
+        prefix = f"prefix:{_digest('chat', _plain(request, messages))}"
     else:
-        prefix = _digest("raw", request.prompt[:_PREFIX_CHARS])
+        is_enough = len(request.prompt) >= _LEAST_CHARS
+        prefix = f"prefix:{_digest('raw', request.prompt[:_PREFIX_CHARS])}" if is_enough else None
     return CacheKeys(
         conversation=f"id:{request.conversation_id}" if request.conversation_id else None,
         stable=stable_hash(request),
-        prefix=f"prefix:{prefix}",
+        prefix=prefix,
         legacy=f"key:{request.cache_key}" if request.cache_key else None,
     )
 

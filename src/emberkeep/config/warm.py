@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from emberkeep.types import Json, Ttl
 
 _KEYS = ("system", "prompt", "messages", "tools", "file", "ttl")
 _SHOWN_CHARS = 60
+_PATH = re.compile(r"\S*/\S+|\S+\.(json|txt|md)")
+"""What nobody would write as a system prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class WarmPrefix:
             is_file = False
         if is_file:
             return WarmPrefix(file=Path(value)).settled(base)
+        if _PATH.fullmatch(value):
+            raise ConfigError(f"There is no file {value} to warm: name one that exists, or give a text.")
         return WarmPrefix(system=value)
 
 

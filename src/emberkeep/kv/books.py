@@ -106,7 +106,7 @@ class Books:
 
     def add(self, chunk: Chunk, payload: memoryview) -> None:
         """Enter a chunk that has just been computed; it is in RAM only."""
-        chunk.born = chunk.last_used = self.clock
+        chunk.last_used = self.clock
         if ghost := self.ghosts.take(chunk.key):
             chunk.hits, chunk.came_back, chunk.was_written = ghost.hits, True, ghost.was_written
             self.rhythm.heard(self.clock - ghost.last_used)
@@ -393,7 +393,7 @@ class Books:
             size=row.bytes,
             namespace=row.namespace,
         )
-        chunk.born, chunk.last_used, chunk.hits = row.born, row.last_used, row.hits
+        chunk.last_used, chunk.hits = row.last_used, row.hits
         chunk.expires = row.expires or wanted_until
         self.clock = max(self.clock, row.last_used)
         self.became_cold(chunk, row.bytes)
@@ -427,7 +427,7 @@ class News:
 
     def uses(self) -> list[tuple[ChunkKey, Uses]]:
         chunks = [chunk for chunk in self.used.values() if chunk.on_disk]
-        return [(c.key, Uses(c.born, c.last_used, c.hits, c.expires)) for c in chunks]
+        return [(c.key, Uses(c.last_used, c.hits, c.expires)) for c in chunks]
 
 
 def of_user(namespaces: Iterable[str], user: str) -> list[str]:

@@ -38,7 +38,6 @@ CREATE TABLE IF NOT EXISTS chunk (
     given INTEGER NOT NULL,
     identity BLOB NOT NULL,  -- checksum of what makes the key
     bytes INTEGER NOT NULL,
-    born INTEGER NOT NULL DEFAULT 0,
     last_used INTEGER NOT NULL DEFAULT 0,
     hits INTEGER NOT NULL DEFAULT 0,
     expires REAL NOT NULL DEFAULT 0
@@ -72,7 +71,7 @@ CREATE TABLE IF NOT EXISTS gone (
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
 _TABLES = ("chunk", "entry", "gone", "meta")
-_VERSION = 6
+_VERSION = 7
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
@@ -83,7 +82,6 @@ T = TypeVar("T")
 class Uses:
     """What is known about a chunk's use, which its file does not say."""
 
-    born: int = 0
     last_used: int = 0
     hits: int = 0
     expires: float = 0.0
@@ -102,7 +100,6 @@ class Row(NamedTuple):
     sampled: tuple[Span, ...]
     given: bool
     bytes: int
-    born: int
     last_used: int
     hits: int
     expires: float
@@ -133,7 +130,7 @@ class Index:
     def rows_after(self, seq: int) -> list[Row]:
         """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
         sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, given, identity,
-                        bytes, born, last_used, hits, expires
+                        bytes, last_used, hits, expires
                  FROM chunk WHERE seq > ? ORDER BY seq"""
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
 
@@ -148,8 +145,8 @@ class Index:
         self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
 
     def touch(self, uses: Iterable[tuple[ChunkKey, Uses]]) -> None:
-        sql = "UPDATE chunk SET born = ?, last_used = ?, hits = ?, expires = ? WHERE key = ?"
-        self._write(sql, [(u.born, u.last_used, u.hits, u.expires, key) for key, u in uses])
+        sql = "UPDATE chunk SET last_used = ?, hits = ?, expires = ? WHERE key = ?"
+        self._write(sql, [(u.last_used, u.hits, u.expires, key) for key, u in uses])
 
     def entries(self) -> list[Entry]:
         """Raises Unreadable."""

@@ -33,7 +33,6 @@ class Chunk:
     """One stored token range: its place in the tree, and where its bytes are."""
 
     __slots__ = (
-        "born",
         "branches",
         "bytes",
         "came_back",
@@ -90,9 +89,8 @@ class Chunk:
         """Somebody asked that it be kept."""
         self.hits = 0
         """Lookups that reused it, also before it was evicted and stored again."""
-        self.born = 0
         self.last_used = 0
-        """Both in ticks of the store's logical clock."""
+        """In ticks of the store's logical clock."""
         self.expires = 0.0
         """Until when it is wanted, in the store's seconds."""
         self.came_back = False
