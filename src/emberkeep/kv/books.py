@@ -12,8 +12,9 @@ from heapq import heapify, heappop, heappush
 from emberkeep.kv import value
 from emberkeep.kv.entries import Entry, EntryId, Label, Tail
 from emberkeep.kv.ghosts import Ghost, Ghosts, ghost_of
-from emberkeep.kv.index import Row, Uses
+from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
+from emberkeep.kv.news import News
 from emberkeep.kv.tree import Chunk, Cursor, common_prefix, descend, new_root, path_to
 from emberkeep.types import SHARED, MissReason, Ttl, user_of
 
@@ -398,36 +399,6 @@ class Books:
         self.clock = max(self.clock, row.last_used)
         self.became_cold(chunk, row.bytes)
         self._enter(chunk)
-
-
-class News:
-    """What the index does not know yet."""
-
-    def __init__(self) -> None:
-        self.used: dict[ChunkKey, Chunk] = {}
-        self.entries: dict[EntryId, Entry] = {}
-        self.forgotten: list[EntryId] = []
-        self.ghosts: list[Ghost] = []
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.used or self.entries or self.forgotten or self.ghosts)
-
-    @property
-    def is_pressing(self) -> bool:
-        """Something that people would miss after a crash."""
-        return bool(self.entries or self.forgotten or self.ghosts)
-
-    def put_back(self, unsaved: News) -> None:
-        """It could not be written down: what came since wins."""
-        self.used = {**unsaved.used, **self.used}
-        self.entries = {**unsaved.entries, **self.entries}
-        self.forgotten = [*unsaved.forgotten, *self.forgotten]
-        self.ghosts = [*unsaved.ghosts, *self.ghosts]
-
-    def uses(self) -> list[tuple[ChunkKey, Uses]]:
-        chunks = [chunk for chunk in self.used.values() if chunk.on_disk]
-        return [(c.key, Uses(c.last_used, c.hits, c.expires)) for c in chunks]
 
 
 def of_user(namespaces: Iterable[str], user: str) -> list[str]:

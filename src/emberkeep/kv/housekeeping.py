@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from emberkeep.kv import value
-from emberkeep.kv.books import LOW_WATER, Books, News
+from emberkeep.kv.books import LOW_WATER, Books
 from emberkeep.kv.chunkfile import most_bytes
 from emberkeep.kv.clock import StoreClock
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.news import News
 from emberkeep.kv.tree import Chunk
 from emberkeep.kv.writes import WriteBudget
 

@@ -27,6 +27,7 @@ from emberkeep.kv.entries import Entry, Label
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
 from emberkeep.kv.housekeeping import Housekeeping
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
+from emberkeep.kv.lookup import Match, Peek
 from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
 from emberkeep.kv.tails import tail_inside
 from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, last_snapshot, path_to
@@ -55,31 +56,6 @@ class Keeping:
     """Bytes."""
     worth: Worth = value.worth
     """What goes first when room is short."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peek:
-    """What a lookup would find."""
-
-    cursor: Cursor
-    tokens: int
-    """How many could be reused."""
-    warm_tokens: int
-    """How many of these are in RAM."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest stored prefix of a prompt. Its chunks are pinned until `KvStore.release`."""
-
-    cursor: Cursor
-    segments: tuple[Segment, ...]
-    snapshot: Chunk | None = None
-    """Asked for snapshots: the one that was taken where `segments` end; without one there are no segments."""
-
-    @property
-    def tokens(self) -> int:
-        return self.cursor.position
 
 
 class KvStore:
@@ -175,11 +151,11 @@ class KvStore:
                 end = snapshot.start if snapshot else 0
                 segments = tuple(Segment(s.chunk, s.start, min(s.end, end)) for s in segments if s.start < end)
             match = Match(cursor, segments, snapshot)
-            for chunk in _chunks_of(match):
+            for chunk in match.chunks:
                 chunk.pins += 1
                 self._books.use(chunk)
             refused = self._house.unwritten if self._house else ()
-            late = [chunk for chunk in _chunks_of(match) if chunk.key in refused]
+            late = [chunk for chunk in match.chunks if chunk.key in refused]
         self._write_after_all(late)
         return match
 
@@ -201,7 +177,7 @@ class KvStore:
         match = self.match(namespace, tokens, snapshots=snapshots)
         try:
             reached = match.segments[-1].end if match.segments else 0
-            if reached < len(tokens) or not all(self._bring_in(chunk) for chunk in _chunks_of(match)):
+            if reached < len(tokens) or not all(self._bring_in(chunk) for chunk in match.chunks):
                 return False
             self.turn_ended(label, match.cursor)
             return True
@@ -222,7 +198,7 @@ class KvStore:
     def release(self, match: Match) -> None:
         """Unpin. Must be called exactly once per match."""
         with self._lock:
-            for chunk in _chunks_of(match):
+            for chunk in match.chunks:
                 chunk.pins -= 1
             self._make_room()
 
@@ -550,8 +526,3 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _chunks_of(match: Match) -> list[Chunk]:
-    chunks = [segment.chunk for segment in match.segments]
-    return [*chunks, match.snapshot] if match.snapshot else chunks

@@ -11,7 +11,8 @@ from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
-from emberkeep.kv.store import KvStore, Match
+from emberkeep.kv.lookup import Match
+from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Cursor, place_at
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.job import Job

@@ -13,7 +13,7 @@ import numpy as np
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.fetch import Fetch
 from emberkeep.kv.keys import ChunkKey, TokenArray
-from emberkeep.kv.store import Match
+from emberkeep.kv.lookup import Match
 from emberkeep.kv.tree import Chunk, Cursor, Span
 from emberkeep.sched.job import Ending, EndReason, Job
 from emberkeep.types import Divergence, LookupRecord, MissReason
