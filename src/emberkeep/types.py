@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from itertools import combinations
 from typing import Any, Literal, Protocol
 
 Json = Any
@@ -24,8 +26,38 @@ def private_namespace(user: str, salt: str = "") -> str:
 
 
 def user_of(namespace: str) -> str:
-    """The inverse of `private_namespace`, without the salt."""
-    return str(json.loads(namespace)[0]) if namespace.startswith("[") else ""
+    """The inverse of `private_namespace`, without the salt. Lineages belong to whom their state belongs to."""
+    owner = exact_namespace(namespace)
+    return str(json.loads(owner)[0]) if owner.startswith("[") else ""
+
+
+# State that was moved or quantised is approximate: it lives under a namespace of its own, `~MARKS~NAMESPACE`,
+# which an exact lookup never sees. A lookup that allows some marks sees what has no other ones.
+
+
+def marked_namespace(namespace: str, marks: Sequence[str]) -> str:
+    """Where state of an exact `namespace` lives that is approximate in the ways that `marks` name."""
+    return f"~{'+'.join(sorted(marks))}~{namespace}" if marks else namespace
+
+
+def exact_namespace(namespace: str) -> str:
+    """Whose namespace it is, without its marks."""
+    return _split_marks(namespace)[1]
+
+
+@lru_cache(maxsize=1024)
+def visible_to(namespace: str) -> frozenset[str]:
+    """Every namespace whose state may be reused for a request that belongs to `namespace`."""
+    marks, owner = _split_marks(namespace)
+    allowed = [some for count in range(len(marks) + 1) for some in combinations(marks, count)]
+    return frozenset(marked_namespace(base, some) for base in (owner, SHARED) for some in allowed)
+
+
+def _split_marks(namespace: str) -> tuple[list[str], str]:
+    if not namespace.startswith("~"):
+        return [], namespace
+    marks, _, owner = namespace[1:].partition("~")
+    return marks.split("+"), owner
 
 
 class Ttl(StrEnum):
@@ -94,6 +126,31 @@ class JsonFormat:
     schema: Mapping[str, Json] | None = None
 
 
+class Repair(StrEnum):
+    """What is evaluated again of state that was taken from another place."""
+
+    NONE = "none"  # nothing: its keys are rotated to where they stand now
+    SELECTIVE = "selective"  # the tokens next to each seam
+    CACHEBLEND = "cacheblend"  # the tokens that differ most after the first layers
+
+
+@dataclass(frozen=True, slots=True)
+class Approximation:
+    """Stored state may be reused at other places than where it was computed. The result is not exact."""
+
+    repair: Repair = Repair.CACHEBLEND
+    ratio: float = 0.15
+    """`cacheblend`: the share of the moved tokens that is evaluated again."""
+    boundary: int = 16
+    """`selective`: how many tokens at a seam are evaluated again."""
+    side: Literal["first", "last", "both"] = "first"
+    """`selective`: at which end of what was moved they are."""
+    overlap: int = 0
+    """Where two matches overlap, at most so many of the tokens that both know are evaluated again."""
+    sinks: int = 4
+    """The first tokens of any sequence: attention leans on them, so they are neither moved nor replaced."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One generation. Exactly one of `messages` and `prompt` is set."""
@@ -123,6 +180,10 @@ class Request:
     """False: nothing of what is computed is kept."""
     from_store: bool = False
     """Load what is stored even where the engine has it too, or would be faster: to check it."""
+    approximate: Approximation | None = None
+    """None: only state that was computed for exactly these tokens at exactly this place is reused."""
+    kv_bits: int | None = None
+    """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
     is_prefix: bool = False
     """Nobody waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
     conversation_id: str | None = None
@@ -213,6 +274,12 @@ class LookupRecord:
     hot_tokens: int = 0
     warm_tokens: int = 0
     cold_tokens: int = 0
+    moved_tokens: int = 0
+    """Taken from other places: approximate."""
+    repaired_tokens: int = 0
+    """How many of them were evaluated again, through most of the layers."""
+    is_approximate: bool = False
+    """The answer rests on state that was moved or quantised, by this request or before it."""
     load_ms: float = 0.0
     reason: MissReason = MissReason.NEW
     divergence: Divergence | None = None
@@ -414,6 +481,14 @@ class ExpertStats:
     """By each token, in each layer; None where layers differ."""
     layers: tuple[LayerExperts, ...]
     """Those that have counted something."""
+
+
+class AttentionTier(StrEnum):
+    """Which code computes attention in the Hugging Face engine."""
+
+    OWN = "own"  # Emberkeep's kernel over the paged pool
+    FLASH = "flash"  # torch's fused kernels
+    PLAIN = "plain"  # matrix products and a softmax: any device, any model
 
 
 # ── what a model's vocabulary offers ─────────────────────────────────────────────────────────────

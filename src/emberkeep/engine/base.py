@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.types import ExpertStats, Vocab
+from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
 Logits = npt.NDArray[np.float32]
 Payload = memoryview
@@ -57,6 +57,11 @@ class Capabilities:
     """Of what is by range."""
     snapshot_bytes: int
     """Of one snapshot, at most; 0 without."""
+    layers: int = 1
+    can_blend: bool = False
+    """State can be moved to other places (`blend`)."""
+    packs: frozenset[int] = frozenset({16})
+    """Bits in which ranges can be exported; any of them can be imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,53 @@ class Rows:
     """Whether logits are needed after the last of these tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Stored state of a range that is put where it was not computed."""
+
+    start: int
+    end: int
+    """The positions of the sequence that it goes to."""
+    payload: Payload
+    payload_start: int
+    """The position at which `payload` begins."""
+    source: int
+    """The position in `payload` that goes to `start`."""
+
+
 class Outcome(Enum):
     DONE = "done"
     NO_ROOM = "no room"  # nothing was evaluated: free cells and try again
+
+
+@dataclass(frozen=True, slots=True)
+class Blended:
+    outcome: Outcome
+    repaired: int = 0
+    """Tokens of pieces that were evaluated again."""
+    token_layers: int = 0
+    """How many tokens went through how many layers, in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What an engine's memory is made of, so that the peak of a request can be predicted. In bytes.
+
+    A step of `slice` prompt tokens in a sequence of `context` tokens needs
+    `fixed + slice * per_step_token + context * per_context_token + slice * context * per_pair` and a row of logits
+    for every sequence that wants one.
+    """
+
+    device: str
+    """`cpu`, `cuda:0`, ...: whose memory it is."""
+    capacity: int
+    """What this engine may use in all."""
+    fixed: int
+    """There whatever is asked: weights, the pool of KV cells, buffers."""
+    per_step_token: float
+    per_context_token: float
+    per_pair: float
+    per_logits_row: int
 
 
 class ExpertTracking(Protocol):
@@ -89,6 +138,21 @@ class ExpertTracking(Protocol):
 
     def stats(self) -> ExpertStats:
         """What was counted in steps that are over. May be called from any thread."""
+
+
+class Attention(Protocol):
+    """Which code computes attention."""
+
+    @property
+    def tier(self) -> AttentionTier:
+        """The one in use. May be read from any thread."""
+
+    @property
+    def available(self) -> tuple[AttentionTier, ...]:
+        """The fastest first."""
+
+    def switch(self, tier: AttentionTier) -> None:
+        """Use another one from the next step on. Raises EngineError for one that is not available."""
 
 
 class Engine(Protocol):
@@ -115,10 +179,11 @@ class Engine(Protocol):
         A view into the engine's memory: valid and unmodified until the next `evaluate`.
         """
 
-    def export_kv(self, sequence: int, borders: Sequence[int]) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
         """Copies of the state between consecutive positions of `borders`. The sequence stays as it is.
 
-        Empty payloads where the state has no ranges. Raises EngineError.
+        Empty payloads where the state has no ranges. With fewer than 16 `bits` (one of `packs`) they are smaller
+        and no longer exact. Raises EngineError.
         """
 
     def export_snapshot(self, sequence: int) -> Payload:
@@ -139,6 +204,15 @@ class Engine(Protocol):
         shape or was not taken at `position`.
         """
 
+    def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
+        """Extend a sequence by `rows`, with the state of `pieces` moved to their places.
+
+        Tokens outside of all pieces are evaluated. Of the tokens inside, the share `ratio` whose state differs most
+        after the first layers is evaluated too; with 0 none is. Pieces lie within `rows`, in order, and do not
+        touch its last token if it wants logits. The result is approximate. Blocks for one step. Raises
+        EngineError, with the sequence unchanged, when a payload does not have this engine's shape.
+        """
+
     def copy_kv(self, source: int, target: int, end: int) -> None:
         """Make `target` (which must be empty) share positions [0, end) of `source`. No bytes of ranges are copied.
 
@@ -150,6 +224,20 @@ class Engine(Protocol):
 
     def shift(self, sequence: int, start: int, end: int) -> None:
         """Cut positions [start, end) out and move what follows down. The result is approximate."""
+
+    @property
+    def footprint(self) -> Footprint | None:
+        """None where nothing is known."""
+
+    def peak_bytes(self) -> int | None:
+        """The most memory used since this was last asked, as `Footprint` counts it; None where that is not known."""
+
+    @property
+    def attention(self) -> Attention | None:
+        """None for an engine that has only one way to compute it."""
+
+    def stats(self) -> dict[str, Json]:
+        """Gauges of its own (a pool's blocks), cheap. May be called from any thread."""
 
     def close(self) -> None:
         """Release everything. Calling it twice is harmless."""

@@ -17,8 +17,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from emberkeep.engine.base import Capabilities, KvUnit, Logits, Outcome, Payload, Rows
+from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
 from emberkeep.errors import EngineError
+from emberkeep.types import Json
 
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PAIRS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "st", " t", " a", " s", "e ", "s ", ". ")
@@ -119,6 +120,8 @@ class FakeEngine:
         )
         self.fingerprint = hashlib.sha256(f"fake engine, weights {weights}, by {kv_unit}".encode()).digest()
         self.experts = None
+        self.attention = None
+        self.footprint: Footprint | None = None
         self.on_evaluate = on_evaluate
         self.evaluated_tokens = 0
         self.is_closed = False
@@ -156,7 +159,7 @@ class FakeEngine:
             logits[self.vocab.specials["<|im_end|>"]] += _END_BOOST
         return logits
 
-    def export_kv(self, sequence: int, borders: Sequence[int]) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
         state = self._state(sequence)
         if borders[-1] > state.end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
@@ -201,6 +204,9 @@ class FakeEngine:
         state.end, state.rest, state.is_whole = position, rest, True
         return Outcome.DONE
 
+    def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
+        raise EngineError("The fake engine cannot move state yet.")
+
     def copy_kv(self, source: int, target: int, end: int) -> None:
         state = self._state(source)
         assert not self._state(target).end
@@ -224,6 +230,12 @@ class FakeEngine:
             raise EngineError("Nothing can be cut out of this model's state.")
         del state.cells[start:end]
         state.end = len(state.cells)
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def stats(self) -> dict[str, Json]:
+        return {}
 
     def close(self) -> None:
         self.is_closed = True

@@ -16,7 +16,7 @@ from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
 from emberkeep.kv.news import News
 from emberkeep.kv.tree import Chunk, Cursor, common_prefix, descend, new_root, path_to
-from emberkeep.types import SHARED, MissReason, Ttl, user_of
+from emberkeep.types import SHARED, MissReason, Ttl, exact_namespace, user_of
 
 Worth = Callable[[Chunk, int, float], float]
 """A chunk, the logical clock and the store's rhythm to what it is worth."""
@@ -72,6 +72,7 @@ class Books:
         return self._chunks.get(key)
 
     def root(self, namespace: str) -> Chunk:
+        namespace = exact_namespace(namespace)  # what is approximate grows on what is not
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = new_root(namespace)
@@ -403,7 +404,7 @@ class Books:
 
 def of_user(namespaces: Iterable[str], user: str) -> list[str]:
     """Those that belong to `user`, whatever the salt; "" is everybody who gave no name."""
-    return [n for n in namespaces if n != SHARED and user_of(n) == user]
+    return [n for n in namespaces if exact_namespace(n) != SHARED and user_of(n) == user]
 
 
 def _on_the_way(cursor: Cursor) -> Iterator[Chunk]:

@@ -15,7 +15,7 @@ from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, EntryId, Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.tree import Chunk, Cursor, path_to
-from emberkeep.types import SHARED, CacheEntry, EntryKind, MissReason, Removed, Ttl, user_of
+from emberkeep.types import SHARED, CacheEntry, EntryKind, MissReason, Removed, Ttl, exact_namespace, user_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Catalogue:
     def elsewhere(self, namespace: str, tokens: TokenArray) -> Elsewhere | None:
         """Who else has the longest beginning of `tokens`: for operators, never for a user."""
         with self._lock:
-            others = [n for n in self._books.namespaces() if n not in (namespace, SHARED)]
+            mine = (exact_namespace(namespace), SHARED)
+            others = [n for n in self._books.namespaces() if exact_namespace(n) not in mine]
             places = [self._books.deepest(self._books.origin(other), tokens) for other in others]
         best = max(places, key=lambda place: place.position, default=None)
         return Elsewhere(user_of(best.namespace), best.position) if best and best.position else None
@@ -175,7 +176,7 @@ class Catalogue:
             name=entry.label.name,
             head=entry.label.head,
             user=user_of(tail.namespace),
-            is_shared=tail.namespace == SHARED,
+            is_shared=exact_namespace(tail.namespace) == SHARED,
             tokens=tail.position,
             bytes=sum(segment.chunk.bytes for segment in segments),
             warm_tokens=sum(s.end - s.start for s in segments if s.chunk.payload is not None),

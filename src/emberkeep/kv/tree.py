@@ -10,7 +10,8 @@ A snapshot is a chunk of no tokens: the state after exactly the tokens above it 
 hangs where it was taken, beside the chunks that go on from there.
 
 Each namespace has a root. What hangs below `SHARED`'s root may belong to anybody: a user's own text after a prefix
-that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else.
+that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else. State that
+is approximate hangs below the exact state that it goes on from, in a namespace that only those see who ask for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
-from emberkeep.types import SHARED
+from emberkeep.types import visible_to
 
 Span = tuple[int, int]
 
@@ -165,7 +166,7 @@ class Cursor:
         return self.chunk.start + self.used
 
     def sees(self, chunk: Chunk) -> bool:
-        return chunk.namespace == self.namespace or chunk.namespace == SHARED
+        return chunk.namespace in visible_to(self.namespace)
 
     def moved(self, chunk: Chunk, used: int) -> Cursor:
         return Cursor(chunk, used, self.namespace)

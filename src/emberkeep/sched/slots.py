@@ -14,7 +14,7 @@ from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.types import SHARED
+from emberkeep.types import visible_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Slots:
         """The sequence that shares the longest computed prefix with `tokens`."""
         best = HotMatch(None, 0)
         for sequence in self._by_slot.values():
-            if sequence.namespace not in (namespace, SHARED) or sequence.phase is Phase.LOADING:
+            if sequence.namespace not in visible_to(namespace) or sequence.phase is Phase.LOADING:
                 continue
             length = common_prefix(sequence.tokens[: sequence.computed], tokens)
             if self._whole_only and length != sequence.computed:
@@ -58,7 +58,7 @@ class Slots:
         """The active sequence that will have computed the longest shared prefix when its prompt is done."""
         best = HotMatch(None, 0)
         for sequence in self.active:
-            if sequence.namespace in (namespace, SHARED) and not self._whole_only:
+            if sequence.namespace in visible_to(namespace) and not self._whole_only:
                 length = common_prefix(sequence.tokens[:], tokens)
                 if length > max(best.tokens, sequence.computed):
                     best = HotMatch(sequence, length)

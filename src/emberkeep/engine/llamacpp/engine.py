@@ -11,7 +11,7 @@ from itertools import pairwise
 import llama_cpp
 import numpy as np
 
-from emberkeep.engine.base import Capabilities, KvUnit, Logits, Outcome, Payload, Rows
+from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
 from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.blob import Bytes
 from emberkeep.engine.llamacpp.context import LlamaSettings, fingerprint, open_context, windows_suffice
@@ -21,6 +21,7 @@ from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.rows import BatchBuffer
 from emberkeep.engine.llamacpp.state import PARTIAL, read_state, shared, write_state
 from emberkeep.errors import EngineError
+from emberkeep.types import Json
 
 _SCRATCH = 0
 """llama.cpp's sequence that exports and imports go through; the scheduler's sequence n is its n + 1."""
@@ -42,6 +43,8 @@ class LlamaEngine:
         self._model = model
         self.vocab = model.vocab
         self._settings = settings
+        self.attention = None
+        self.footprint: Footprint | None = None
         self.experts = ExpertCounter.of(model, self._reopen)
         self._open()
         self._batch = BatchBuffer(settings.batch)
@@ -89,7 +92,7 @@ class LlamaEngine:
 
     # ── state ──
 
-    def export_kv(self, sequence: int, borders: Sequence[int]) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
         if borders[-1] > self._places[sequence].end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if self._layout is None or not self._unit.has_ranges:
@@ -183,6 +186,15 @@ class LlamaEngine:
         """What is not by range."""
         with shared(self._memory, sequence + 1, _SCRATCH, 0, self._places[sequence].end):
             return read_state(self._context, _SCRATCH, PARTIAL)
+
+    def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
+        raise EngineError("llama.cpp's state cannot be moved: use the Hugging Face engine (--engine hf).")
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def stats(self) -> dict[str, Json]:
+        return {}
 
     def close(self) -> None:
         self._free()
