@@ -4,7 +4,8 @@
 .PHONY: help run chat test test-fast check bench clean
 
 BIN := .venv/bin
-STAMP := .venv/.emberkeep-installed
+RUNNING := .venv/.emberkeep-installed
+DEVELOPING := .venv/.emberkeep-dev-installed
 
 # The multimodal library is not used; leaving it out saves minutes of compiling.
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
@@ -18,37 +19,41 @@ help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo "  ARGS passes flags on: make run ARGS='--port 9000'"
 
-run: $(STAMP) ## install what is missing and serve on http://127.0.0.1:8080
+run: $(RUNNING) ## install what is missing and serve on http://127.0.0.1:8080
 	@$(BIN)/emberkeep serve $(ARGS)
 
-chat: $(STAMP) ## install what is missing and chat in this terminal
+chat: $(RUNNING) ## install what is missing and chat in this terminal
 	@$(BIN)/emberkeep chat $(ARGS)
 
 test: check test-fast ## every check and every test
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-fast: $(STAMP) ## the tests that need neither a real model nor other processes
+test-fast: $(DEVELOPING) ## the tests that need neither a real model nor other processes
 	$(BIN)/python -m pytest -m "not slow" -n auto --dist worksteal $(ARGS)
 
-check: $(STAMP) ## formatting, lint, types, layers
+check: $(DEVELOPING) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check src tests
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP) ## measure: make bench ARGS=all
+bench: $(RUNNING) ## measure: make bench ARGS=all
 	@$(BIN)/emberkeep bench $(ARGS)
 
 clean: ## remove what was installed and cached here (models and stored state stay)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-$(STAMP): pyproject.toml | $(BIN)/python
+# Running needs no torch; who wants the Hugging Face engine adds it: .venv/bin/pip install -e '.[hf]'
+$(RUNNING): WHAT := .
+$(DEVELOPING): WHAT := .[dev,hf]
+$(DEVELOPING): ALSO := $(RUNNING)
+$(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
 	@command -v c++ >/dev/null || { echo "A C++ compiler is needed to build llama.cpp: install g++ or clang."; exit 1; }
 	@echo "Installing Emberkeep into .venv."
 	@$(BIN)/python -c '$(HAS_LLAMA_CPP)' || \
 		echo "Compiling llama.cpp once, about 7 minutes on two cores; later installs take it from pip's cache."
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
-	@touch $@
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '$(WHAT)'
+	@touch $@ $(ALSO)
 
 $(BIN)/python:
 	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \

@@ -9,6 +9,7 @@
     ├── RequestError           the caller asked for something that cannot be done
     │   ├── InvalidField       one named field has a bad value
     │   ├── ContextExceeded    the prompt is longer than the context
+    │   ├── TooLarge           there is not enough memory for the prompt
     │   ├── NoSuchEntry        nothing of that name is stored
     │   └── TemplateFailed     the chat template refused these messages
     ├── Overloaded             the queue is full, or the server is shutting down
@@ -69,6 +70,19 @@ class ContextExceeded(RequestError):
         )
         self.prompt_tokens = prompt_tokens
         self.context = context
+
+
+class TooLarge(RequestError):
+    """`needed` and `available` are bytes; no more than `suggested_max_tokens` would fit, 0 if nothing would."""
+
+    def __init__(
+        self, message: str, *, prompt_tokens: int, needed: int, available: int, suggested_max_tokens: int
+    ) -> None:
+        super().__init__(message, "messages")
+        self.prompt_tokens = prompt_tokens
+        self.needed = needed
+        self.available = available
+        self.suggested_max_tokens = suggested_max_tokens
 
 
 class NoSuchEntry(RequestError):

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.channel import Outbox
+from emberkeep.backend.fitting import Planning
 from emberkeep.backend.local import LocalBackend
+from emberkeep.backend.marks import Lineages
 from emberkeep.backend.places import Places
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.config import Config, total_ram, ttls
+from emberkeep.config import OFF, Config, total_ram, ttls
 from emberkeep.engine.base import Engine
-from emberkeep.errors import ModelBroken, TemplateFailed
+from emberkeep.engine.extras import require_hf
+from emberkeep.errors import ConfigError, EngineError, ModelBroken, TemplateFailed
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.store import Keeping, KvStore
-from emberkeep.models.digest import weights_digest
+from emberkeep.models.digest import model_digest
 from emberkeep.models.gguf import read_header
-from emberkeep.models.library import ModelLibrary
+from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.sched.admission import open_admission
+from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.thread import EngineThread
+from emberkeep.types import Approximation, AttentionTier, Json, Repair
+
+if TYPE_CHECKING:
+    from emberkeep.engine.hf import HfSource
 
 log = logging.getLogger("emberkeep")
 
@@ -32,26 +44,43 @@ _KV_SHARE_OF_RAM = 4
 """At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    engine: Engine
+    template: str | None
+    details: Mapping[str, Json]
+    """What the model's card tells."""
+
+
 def open_backend(config: Config) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError."""
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
-    shape = profile(read_header(model.path))
-    context = _context(config, shape)
-    digest = weights_digest(model.path, library.digests)
+    open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
     thread = EngineThread()
-    engine, source = thread.submit(lambda: _open_llamacpp(model.path, config, shape, context, digest)).result()
-    details = {
-        "architecture": shape.architecture,
-        "kind": shape.kind,
-        "parameters": shape.parameters,
-        "quantisation": shape.quantisation,
-        "trained_context": shape.context_length,
-        "kv_bytes_per_token": shape.kv_bytes_per_token,
-        "weights_sha256": digest,
-    }
-    card = ModelCard(model.id, int(model.path.stat().st_mtime), context, details=details)
-    return assemble(config, engine, source, card, thread)
+    opened = thread.submit(lambda: open_engine(model, config, library.digests)).result()
+    card = ModelCard(
+        model.id,
+        int(model.path.stat().st_mtime),
+        opened.engine.capabilities.context,
+        details=opened.details,
+    )
+    machine = probe(
+        config.data_dir,
+        opened.engine.footprint,
+        lambda: thread.submit(lambda: step_seconds(opened.engine)).result(),
+    )
+    return assemble(config, opened.engine, opened.template, card, thread, machine)
+
+
+def _uses_hf(config: Config, model: ModelFile) -> bool:
+    """Raises EngineError where the engine that was asked for cannot run this model, or is not installed."""
+    if config.engine == "llamacpp" and model.is_folder:
+        raise EngineError(f"llama.cpp runs GGUF files only, and {model.id} is a folder: choose --engine hf.")
+    uses_hf = config.engine == "hf" or model.is_folder
+    if uses_hf:
+        require_hf()
+    return uses_hf
 
 
 def assemble(
@@ -60,31 +89,57 @@ def assemble(
     template_source: str | None,
     card: ModelCard,
     thread: EngineThread | None = None,
+    machine: Machine | None = None,
 ) -> LocalBackend:
-    """A backend over any engine, which was opened on `thread`. Both belong to it from now on."""
+    """A backend over any engine, which was opened on `thread`. Both belong to it from now on.
+
+    `machine`: what was measured of it; nothing is measured here.
+    """
     template = _template(engine, template_source)
+    lineages = _lineages(config, engine)
     store = open_store(config, engine.fingerprint, {"model": card.id})
     slice_ = min(config.prefill_slice, engine.capabilities.batch)
+    planning = _planning(config, engine, store, slice_)
     settings = LoopSettings(
         parallel=config.parallel,
         prefill_slice=slice_,
         tracked=config.tracked_conversations,
         warm_after=config.turns_to_warm,
+        memory=planning.admission.budget if planning.admission else None,
     )
     outbox = Outbox()
+    loop = EngineLoop(
+        engine, store, settings, thread=thread, after_step=outbox.flush, calibration=planning.calibration
+    )
     return LocalBackend(
         card,
         engine.vocab,
         template,
-        EngineLoop(engine, store, settings, thread=thread, after_step=outbox.flush),
+        loop,
         store,
         outbox,
         Places(config.parallel + config.queue, config.max_concurrent_per_user),
         context=engine.capabilities.context,
+        lineages=lineages,
         keep_alive=KeepAlive(ttls(config), config.sweep_s, config.tracked_conversations),
+        planning=planning,
+        machine=machine or assumed(engine.footprint),
         deadline_s=config.deadline_s,
         drain_s=config.drain_s,
     )
+
+
+def _planning(config: Config, engine: Engine, store: KvStore, largest_slice: int) -> Planning:
+    admission = None
+    if config.planning:
+        admission = open_admission(
+            engine.footprint,
+            engine.capabilities,
+            largest_slice=largest_slice,
+            margin=config.memory_margin,
+            store_room=lambda: max(config.ram_budget - store.held_bytes()[0], 0),
+        )
+    return Planning(admission, Calibration(), config.auto_truncate)
 
 
 def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> KvStore:
@@ -109,45 +164,109 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
     return store(None)
 
 
-def _open_llamacpp(
-    path: Path, config: Config, shape: ModelProfile, context: int, digest: str
-) -> tuple[Engine, str | None]:
+def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
     from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 
-    model = LlamaModel(path, gpu_layers=config.gpu_layers)
+    shape = profile(read_header(model.path))
+    context = _context(config, shape.context_length)
+    digest = model_digest(model.path, digests)
+    loaded = LlamaModel(model.path, gpu_layers=config.gpu_layers)
     settings = LlamaSettings(
         context=context,
-        cells=_cells(config, shape, context),
+        cells=_llamacpp_cells(config, shape, context),
         sequences=2 * config.parallel,
         batch=max(config.prefill_slice, 2 * config.parallel),
         threads=config.threads,
         rope_switches=shape.short_rope_context is not None,
     )
     with one_core_each():
-        engine = LlamaEngine(model, settings, digest)
-    return engine, model.chat_template
+        engine = LlamaEngine(loaded, settings, digest)
+    details = {
+        "engine": "llamacpp",
+        "architecture": shape.architecture,
+        "kind": shape.kind,
+        "parameters": shape.parameters,
+        "quantisation": shape.quantisation,
+        "trained_context": shape.context_length,
+        "kv_bytes_per_token": shape.kv_bytes_per_token,
+        "weights_sha256": digest,
+    }
+    return _Opened(engine, loaded.chat_template, details)
 
 
-def _context(config: Config, shape: ModelProfile) -> int:
+def _open_hf(model: ModelFile, config: Config, digests: Path) -> _Opened:
+    from emberkeep.engine.hf import HfEngine, HfSettings, load_model
+
+    loaded = load_model(_hf_source(model), device=config.device, dtype=config.dtype, attention="emberkeep")
+    # Beyond it there are no positions, or other ones than what is stored was computed with.
+    context = min(_context(config, loaded.context_length), loaded.context_length)
+    on_cpu = loaded.device == "cpu"
+    settings = HfSettings(
+        context=context,
+        cells=_cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None,
+        sequences=2 * config.parallel,
+        batch=max(config.prefill_slice, 2 * config.parallel),
+        attention=None if config.attention == "auto" else AttentionTier(config.attention),
+        threads=config.threads,
+    )
+    digest = model_digest(model.path, digests)
+    engine = HfEngine(loaded, settings, digest)
+    details = {
+        "engine": "hf",
+        "architecture": loaded.architecture,
+        "parameters": loaded.parameters,
+        "dtype": loaded.dtype,
+        "device": loaded.device,
+        "layers": engine.capabilities.layers,
+        "trained_context": loaded.context_length,
+        "kv_bytes_per_token": engine.capabilities.kv_bytes_per_token,
+        "weights_sha256": digest,
+    }
+    return _Opened(engine, loaded.chat_template, details)
+
+
+def _hf_source(model: ModelFile) -> HfSource:
+    from emberkeep.engine.hf import HfSource
+
+    if model.is_folder:
+        return HfSource(model.path)
+    prefix = "tokenizer.ggml."
+    metadata = read_header(model.path).metadata
+    facts = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    return HfSource(model.path.parent, model.path.name, facts)
+
+
+def _context(config: Config, trained: int) -> int:
     if config.ctx is None:
-        return min(shape.context_length, _DEFAULT_CONTEXT)
-    if config.ctx > shape.context_length:
-        log.warning(
-            "a context of %d tokens is more than the %d this model was trained for",
-            config.ctx,
-            shape.context_length,
-        )
+        return min(trained, _DEFAULT_CONTEXT)
+    if config.ctx > trained:
+        log.warning("a context of %d tokens is more than the %d this model was trained for", config.ctx, trained)
     return config.ctx
 
 
-def _cells(config: Config, shape: ModelProfile, context: int) -> int:
-    """Room for `parallel` full contexts if RAM allows, and always for one."""
-    affordable = total_ram() // _KV_SHARE_OF_RAM // max(shape.kv_bytes_per_token, 1)
+def _llamacpp_cells(config: Config, shape: ModelProfile, context: int) -> int:
     short = shape.short_rope_context
-    if short is not None and context <= short:
-        # llama.cpp looks at the number of cells: with more of them it would rotate for long contexts.
-        affordable = min(affordable, short)
-    return max(context, min(config.parallel * context, affordable))
+    # llama.cpp looks at the number of cells: with more of them it would rotate for long contexts.
+    most = short if short is not None and context <= short else None
+    return _cells(config, shape.kv_bytes_per_token, context, most)
+
+
+def _cells(config: Config, bytes_per_token: int, context: int, most: int | None = None) -> int:
+    """Room for `parallel` full contexts if RAM allows, and always for one."""
+    affordable = total_ram() // _KV_SHARE_OF_RAM // max(bytes_per_token, 1)
+    return max(context, min(config.parallel * context, affordable, most or affordable))
+
+
+def _lineages(config: Config, engine: Engine) -> Lineages:
+    shape = engine.capabilities
+    wanted = None if config.approximate == OFF else Approximation(Repair(config.approximate))
+    lineages = Lineages(config.kv_bits, shape.packs, wanted, shape.can_blend, config.exact)
+    try:
+        lineages.check()
+    except ConfigError:
+        engine.close()
+        raise
+    return lineages
 
 
 def _template(engine: Engine, source: str | None) -> ChatTemplate:

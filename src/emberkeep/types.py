@@ -40,6 +40,26 @@ def marked_namespace(namespace: str, marks: Sequence[str]) -> str:
     return f"~{'+'.join(sorted(marks))}~{namespace}" if marks else namespace
 
 
+EXACT_BITS = 16
+"""As the engine has it, whatever its own type is."""
+
+
+def bits_of(namespace: str) -> int:
+    """In how many bits the state of a namespace is stored."""
+    return next((int(mark) for mark in _split_marks(namespace)[0] if mark.isdigit()), EXACT_BITS)
+
+
+def repair_of(namespace: str) -> Repair | None:
+    """How what was moved in the state of a namespace was repaired; None where nothing was moved."""
+    return next((Repair(mark) for mark in _split_marks(namespace)[0] if not mark.isdigit()), None)
+
+
+def without_mark(namespace: str, mark: str) -> str:
+    """Where state lives that is approximate in the other ways of `namespace` only."""
+    marks, owner = _split_marks(namespace)
+    return marked_namespace(owner, [other for other in marks if other != mark])
+
+
 def exact_namespace(namespace: str) -> str:
     """Whose namespace it is, without its marks."""
     return _split_marks(namespace)[1]
@@ -167,6 +187,8 @@ class Request:
     n: int = 1
     top_logprobs: int | None = None
     """None: no logprobs. 0: the chosen token's only."""
+    forced: tuple[int, ...] = ()
+    """What the answer begins with, whatever is likely: to learn what the model thinks of it (`top_logprobs`)."""
     echo: bool = False
     template_args: Mapping[str, Json] = field(default_factory=dict)
     """Extra variables for the chat template (`enable_thinking`, ...)."""
@@ -180,8 +202,9 @@ class Request:
     """False: nothing of what is computed is kept."""
     from_store: bool = False
     """Load what is stored even where the engine has it too, or would be faster: to check it."""
-    approximate: Approximation | None = None
-    """None: only state that was computed for exactly these tokens at exactly this place is reused."""
+    approximate: Approximation | Literal[False] | None = None
+    """False: only state that was computed for exactly these tokens at exactly this place is reused. None: as
+    configured."""
     kv_bits: int | None = None
     """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
     is_prefix: bool = False
@@ -233,6 +256,29 @@ class Timings:
     @property
     def predicted_per_second(self) -> float:
         return 1e3 * self.predicted_n / self.predicted_ms if self.predicted_ms else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a request is evaluated so that it fits into memory."""
+
+    prefill_slice: int
+    """Most of its prompt tokens in one step."""
+    kv_bits: int
+    """In how many bits its state is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What was done to make a request fit."""
+
+    plan: Plan | None = None
+    """None: nothing was planned."""
+    predicted_bytes: int = 0
+    """The peak of memory that was predicted with the plan."""
+    truncated_tokens: int = 0
+    truncated_messages: int = 0
+    """How much was left out of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +334,11 @@ class LookupRecord:
     def reused_tokens(self) -> int:
         return self.hot_tokens + self.warm_tokens + self.cold_tokens
 
+    @property
+    def cached_tokens(self) -> int:
+        """Reused where they were computed, or moved."""
+        return self.reused_tokens + self.moved_tokens
+
 
 # ── what is kept ─────────────────────────────────────────────────────────────────────────────────
 
@@ -327,6 +378,9 @@ class CacheEntry:
     is_pinned: bool
     hot_tokens: int = 0
     """How many of `tokens` rest in the engine."""
+    kv_bits: int = EXACT_BITS
+    repair: Repair | None = None
+    """Of state that was moved; None where all is where it was computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +504,7 @@ class Completed:
     usage: Usage
     timings: Timings
     lookup: LookupRecord
+    fit: Fit = Fit()
 
 
 Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed

@@ -88,10 +88,40 @@ def test_layers_are_put_on_the_gpu_by_a_flag(monkeypatch: pytest.MonkeyPatch, co
     assert [config.gpu_layers for config in seen] == [99]
 
 
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_the_engine_and_what_it_computes_with_are_flags(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    seen: list[Config] = []
+
+    def remember(config: Config) -> None:
+        seen.append(config)
+        raise ModelNotFound("enough")
+
+    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
+    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
+    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+    run(command, "--engine", "hf", "--device", "cuda:1", "--dtype", "bfloat16", "--attention", "flash")
+    (config,) = seen
+    assert (config.engine, config.device, config.dtype, config.attention) == ("hf", "cuda:1", "bfloat16", "flash")
+
+
+def test_planning_is_switched_off_and_truncation_on_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+
+    def remember(config: Config) -> None:
+        seen.append(config)
+        raise ModelNotFound("enough")
+
+    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
+    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+    run("serve")
+    run("serve", "--no-planning", "--auto-truncate")
+    assert [(config.planning, config.auto_truncate) for config in seen] == [(True, False), (False, True)]
+
+
 def test_help_loads_neither_engine_nor_web_framework() -> None:
     program = (
         "import sys; from emberkeep.cli.main import app; app(['--help'], standalone_mode=False);"
-        "heavy = {'llama_cpp', 'numpy', 'apsw', 'fastapi', 'uvicorn', 'rich', 'prompt_toolkit', 'httpx'};"
+        "heavy = {'llama_cpp', 'torch', 'numpy', 'apsw', 'fastapi', 'uvicorn', 'rich', 'prompt_toolkit', 'httpx'};"
         "print('HEAVY', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

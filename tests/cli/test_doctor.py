@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from pathlib import Path
@@ -67,6 +68,30 @@ def test_a_library_that_does_not_load_is_explained(tmp_path: Path, monkeypatch: 
     found = findings(tmp_path)["cpu"]
     assert found.level is Level.FAIL
     assert "llama.cpp cannot be loaded" in found.text
+
+
+def test_the_hugging_face_engine_is_told_with_versions_and_device(tmp_path: Path) -> None:
+    found = findings(tmp_path, device="cpu")["hf engine"]
+    assert found.level is Level.OK
+    assert re.fullmatch(r"torch \S+, transformers \S+, device cpu", found.text)
+
+
+def test_a_machine_without_the_hugging_face_engine_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
+    found = findings(tmp_path)["hf engine"]
+    assert found.level is Level.OK
+    assert "pip install 'emberkeep[hf]'" in found.text
+
+
+def test_a_hugging_face_engine_that_does_not_load_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "emberkeep.engine.hf.device", None)
+    found = findings(tmp_path)["hf engine"]
+    assert found.level is Level.WARN
+    assert "torch cannot be loaded" in found.text
 
 
 def test_only_a_failure_gives_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

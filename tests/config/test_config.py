@@ -135,6 +135,11 @@ def test_an_unknown_setting_of_the_library_is_refused(tmp_path: Path) -> None:
         ("model", ""),
         ("host", " "),
         ("data_dir", 3),
+        ("engine", "fast"),
+        ("device", "cuda:"),
+        ("device", "tpu"),
+        ("dtype", "int4"),
+        ("attention", "none"),
     ],
 )
 def test_a_bad_value_is_refused_with_key_value_and_origin(tmp_path: Path, key: str, value: object) -> None:
@@ -247,3 +252,16 @@ def test_a_default_is_the_word_that_brings_it_back() -> None:
 
 def test_every_setting_has_a_help_text() -> None:
     assert all(help_for(key).endswith(".") for key in public_values(Config()))
+
+
+@pytest.mark.parametrize(("given", "meant"), [("true", True), ("Off", False), ("1", True), (False, False)])
+def test_a_switch_is_on_or_off(given: object, meant: bool) -> None:
+    assert load_config({"planning": given}, env={}).config.planning is meant
+
+
+@pytest.mark.parametrize("given", ["maybe", "", 1, None])
+def test_a_switch_is_nothing_else(tmp_path: Path, given: object) -> None:
+    file = tmp_path / "emberkeep.json"
+    file.write_text(json.dumps({"auto_truncate": given}))
+    with pytest.raises(ConfigError, match="true or false"):
+        load_config({"config": file}, env={})

@@ -1,4 +1,4 @@
-"""Tiny models, written once, and llama.cpp engines over them that are closed again."""
+"""Tiny models, written once, and engines over them that are closed again."""
 
 from __future__ import annotations
 
@@ -33,6 +33,38 @@ def open_engine(model_file):
             context=cells, cells=cells, sequences=sequences, batch=batch, threads=1, rope_switches=rope_switches
         )
         engines.append(LlamaEngine(LlamaModel(model_file(kind)), settings, digest))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def hf_model(tmp_path_factory):
+    """Loaded once for all engines over it: they leave it as it is."""
+    from emberkeep.engine.hf import HfSource, load_model
+    from helpers import tiny_hf
+
+    @functools.cache
+    def load(family: str = "llama", seed: int = 0):
+        folder = tiny_hf.write(tmp_path_factory.mktemp(family), family, seed=seed)
+        return load_model(HfSource(folder), device="cpu", dtype="auto", attention="emberkeep")
+
+    return load
+
+
+@pytest.fixture
+def open_hf(hf_model):
+    from emberkeep.engine.hf import HfEngine, HfSettings
+
+    engines = []
+
+    def make(
+        family: str = "llama", *, cells: int = 1024, sequences: int = 8, batch: int = 256, digest: str = "digest"
+    ) -> HfEngine:
+        settings = HfSettings(context=cells, cells=cells, sequences=sequences, batch=batch, threads=1)
+        engines.append(HfEngine(hf_model(family), settings, digest))
         return engines[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""What every engine whose state is by range promises: the fake one, and llama.cpp over a tiny random model."""
+"""What every engine whose state is by range promises: the fake one, and the others over tiny random models."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from helpers.engines import NOISE, TOKENS, broken_payloads, evaluate, exported, 
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(params=["fake", "llama.cpp"])
-def make(request, open_engine):
+@pytest.fixture(params=["fake", "llama.cpp", "hf"])
+def make(request, open_engine, open_hf):
     """Makes engines with a few cells."""
 
     def make_one(*, cells: int = 1024, weights: str = "w") -> Engine:
         if request.param == "fake":
             return FakeEngine(cells=cells, context=cells, sequences=4, batch=256, weights=weights)
-        return open_engine(cells=cells, sequences=4, digest=weights)
+        opened = open_engine if request.param == "llama.cpp" else open_hf
+        return opened(cells=cells, sequences=4, digest=weights)
 
     return make_one
 
@@ -181,21 +182,21 @@ def test_a_shift_closes_the_gap(engine):
 def test_an_engine_without_room_says_so_and_stays_as_it_is(make):
     engine = make(cells=256)
     evaluate(engine, 0, 0, 200)
-    assert engine.evaluate([Rows(1, 0, TOKENS[:100], False)]) is Outcome.NO_ROOM
+    assert engine.evaluate([Rows(1, 0, TOKENS[:250], False)]) is Outcome.NO_ROOM
     assert same(engine, evaluate(engine, 0, 200, 210), evaluate(make(), 0, 0, 210))
     engine.trim(0, 0)
-    assert engine.evaluate([Rows(1, 0, TOKENS[:100], False)]) is Outcome.DONE
+    assert engine.evaluate([Rows(1, 0, TOKENS[:250], False)]) is Outcome.DONE
 
 
 def test_an_import_without_room_says_so_and_stays_as_it_is(make):
     engine, source = make(cells=256), make()
-    evaluate(source, 0, 0, 128)
-    payload = exported(source, 0, 0, 128)
+    evaluate(source, 0, 0, 250)
+    payload = exported(source, 0, 0, 250)
     evaluate(engine, 0, 0, 200)
-    assert engine.import_kv(1, 0, 128, payload, 0) is Outcome.NO_ROOM
+    assert engine.import_kv(1, 0, 250, payload, 0) is Outcome.NO_ROOM
     assert same(engine, evaluate(engine, 0, 200, 210), evaluate(make(), 0, 0, 210))
     engine.trim(0, 0)
-    assert engine.import_kv(1, 0, 128, payload, 0) is Outcome.DONE
+    assert engine.import_kv(1, 0, 250, payload, 0) is Outcome.DONE
 
 
 def test_state_that_lies_scattered_over_the_cells_is_exported_in_order(make):

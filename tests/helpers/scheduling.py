@@ -16,6 +16,7 @@ from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.cost import Rate
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.job import Ending, Job
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
@@ -106,12 +107,15 @@ class Rig:
         prefill_slice: int = 256,
         warm: int = 1 << 30,
         cold: int = 1 << 30,
+        memory: int | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.engine = engine or FakeEngine(cells=1 << 15)
         tier = ColdTier(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
         self.store.costs.evaluate = _Unmeasured()
-        self.loop = EngineLoop(self.engine, self.store, LoopSettings(parallel, prefill_slice))
+        settings = LoopSettings(parallel, prefill_slice, memory=memory)
+        self.loop = EngineLoop(self.engine, self.store, settings, calibration=calibration)
 
     def __enter__(self) -> Rig:
         return self

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config import DEFAULT_MODEL, Config
-from emberkeep.errors import ModelNotFound
+from emberkeep.errors import EngineError, ModelNotFound
 from emberkeep.library import ensure_model
 
 
@@ -25,6 +25,22 @@ def test_the_default_model_is_pulled_when_it_is_missing(tmp_path: Path, pulled: 
 def test_another_missing_model_is_an_error_that_says_how_to_get_it(tmp_path: Path, pulled: list[str]) -> None:
     with pytest.raises(ModelNotFound, match=r"emberkeep models pull .* --name other"):
         ensure_model(Config(data_dir=tmp_path, model="other"))
+    assert pulled == []
+
+
+def test_a_repository_is_pulled_for_the_hugging_face_engine_only(tmp_path: Path, pulled: list[str]) -> None:
+    ensure_model(Config(data_dir=tmp_path, model="owner/name", engine="hf"))
+    assert pulled == ["hf:owner/name"]
+    with pytest.raises(ModelNotFound, match="There is no file at owner/name"):
+        ensure_model(Config(data_dir=tmp_path, model="owner/name"))
+
+
+def test_nothing_is_pulled_for_an_engine_that_is_not_installed(
+    tmp_path: Path, pulled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"needs torch and transformers: pip install 'emberkeep\[hf\]'"):
+        ensure_model(Config(data_dir=tmp_path, engine="hf"))
     assert pulled == []
 
 

@@ -302,7 +302,7 @@ def test_verify_compares_stored_state_with_fresh_evaluation() -> None:
         report = llm.verify("Once", max_tokens=4)
     assert (report.equal, report.first_difference, report.agreement) == (False, 2, 0.5)
     assert report.reused_tokens == 7
-    warmed, cached, fresh = backend.requests
+    warmed, fresh, cached = backend.requests
     assert (warmed.max_tokens, cached.use_cache, fresh.use_cache) == (0, True, False)
     assert cached.sampling.temperature == fresh.sampling.temperature == 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import ModelNotFound
-from emberkeep.models.spec import DEFAULT_SOURCE, HubFile, LocalFile, UrlFile, parse
+from emberkeep.models.spec import DEFAULT_SOURCE, HubFile, HubRepo, LocalFile, LocalFolder, UrlFile, parse
 
 
 def test_the_default_model_comes_from_its_wheel() -> None:
@@ -25,6 +25,15 @@ def test_a_hub_file(spec: str, id: str, source: HubFile) -> None:
     assert source.label == spec
 
 
+@pytest.mark.parametrize(
+    ("spec", "id", "source"),
+    [("hf:Owner/Tiny-1B", "tiny-1b", HubRepo("Owner/Tiny-1B")), ("hf:o/r@v1.0", "r", HubRepo("o/r", "v1.0"))],
+)
+def test_a_hub_repository(spec: str, id: str, source: HubRepo) -> None:
+    assert parse(spec) == (id, source)
+    assert source.label == spec
+
+
 def test_an_address() -> None:
     assert parse("https://h/a%20b/My%20M.gguf?x=1") == ("my-m", UrlFile("https://h/a%20b/My%20M.gguf?x=1"))
 
@@ -39,13 +48,21 @@ def test_a_local_file(tmp_path: Path) -> None:
     assert parse(str(path)) == ("mine", LocalFile(path))
 
 
+def test_a_local_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "Mine"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    (folder / "model.safetensors").touch()
+    assert parse(str(folder)) == ("mine", LocalFolder(folder))
+
+
 @pytest.mark.parametrize("spec", ["/no/file.gguf", "file.gguf", "~/file", "owner/repo/file.gguf"])
 def test_a_file_that_is_not_there_is_called_missing(spec: str) -> None:
     with pytest.raises(ModelNotFound, match=f"There is no file at {spec}: give .*hf:owner/repo/file"):
         parse(spec)
 
 
-@pytest.mark.parametrize("spec", ["qwen", "hf:o/r", "hf:o/m.gguf", "hf:o/r/model.bin", ""])
+@pytest.mark.parametrize("spec", ["qwen", "hf:o", "hf:o/m.gguf", "hf:o/r/model.bin", ""])
 def test_anything_else_is_explained(spec: str) -> None:
     with pytest.raises(ModelNotFound, match=f"^{spec} cannot be pulled: give .*hf:owner/repo/file"):
         parse(spec)

@@ -18,6 +18,7 @@ from emberkeep.models.profile import profile
 from emberkeep.models.pull import pull
 from emberkeep.models.reporting import Silent
 from emberkeep.models.spec import LocalFile
+from emberkeep.models.workspace import workspace
 
 
 class Said(Silent):
@@ -111,7 +112,7 @@ def test_a_broken_file_is_not_installed(library: ModelLibrary, tmp_path: Path) -
 def test_two_pulls_of_one_source_do_not_meet(library: ModelLibrary, tmp_path: Path) -> None:
     mine = tiny_llama(tmp_path / "m.gguf")
     with (
-        story._workspace(library, LocalFile(mine)),
+        workspace(library, LocalFile(mine)),
         pytest.raises(DownloadFailed, match="Another process is pulling"),
     ):
         pull(str(mine), library)

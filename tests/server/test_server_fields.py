@@ -56,6 +56,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("prompt_cache_key", ["c"], ["c" * 513, 5]),
     ("prompt_cache_retention", ["in_memory", "in-memory", "24h", None], ["1h", 24]),
     ("cache_prompt", [True, False, None], ["yes", 1]),
+    ("kv_bits", [16, 8, 4, None], [0, 32, "8", 8.5, True]),
     ("stream", [True, False, None], ["true", 1]),
     ("parallel_tool_calls", [True, False, None], ["true"]),
     ("messages", [HELLO, HELLO * 10_000], [[], HELLO * 10_001, "hi", None]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from emberkeep.backend.marks import Lineages
 from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.books import of_user
@@ -38,6 +39,7 @@ class StoreCache:
         store: KvStore,
         loop: EngineLoop,
         prompts: PromptMaker,
+        lineages: Lineages,
         *,
         on_forget: Callable[[set[str]], None] = lambda namespaces: None,
     ) -> None:
@@ -45,6 +47,7 @@ class StoreCache:
         self._store = store
         self._loop = loop
         self._prompts = prompts
+        self._lineages = lineages
         self._on_forget = on_forget
 
     # ── what is kept ──
@@ -96,6 +99,7 @@ class StoreCache:
 
     def explain(self, request: Request) -> Explanation:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
+        request = self._lineages.settle(request)
         prompt = self._prompts.make(request)
         if not request.use_cache:
             fresh = LookupRecord(prompt_tokens=len(prompt.tokens), reason=MissReason.DISABLED)
@@ -113,7 +117,15 @@ class StoreCache:
         reused = max(hot, peek.tokens)
         if reused >= len(wanted):
             return Explanation(replace(lookup, reason=MissReason.NONE), f"All {reused:,} tokens are stored.")
-        return self._why(request, prompt, lookup, peek.cursor, reused)
+        moved = self._moved(request, wanted, reused)
+        found = self._why(request, prompt, replace(lookup, moved_tokens=moved), peek.cursor, reused)
+        also = f" {moved:,} tokens of what follows are stored at other places and would be moved."
+        return replace(found, sentence=found.sentence + also) if moved else found
+
+    def _moved(self, request: Request, wanted: TokenArray, reused: int) -> int:
+        if not request.approximate:
+            return 0
+        return self._store.peek_elsewhere(request.namespace, wanted, reused, request.approximate)
 
     def _why(
         self, request: Request, prompt: Prompt, lookup: LookupRecord, cursor: Cursor, reused: int

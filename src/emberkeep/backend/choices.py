@@ -88,7 +88,7 @@ async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator
 def _completed(endings: list[Ended]) -> Completed:
     first = endings[0].ending
     sampled = sum(ended.ending.sampled_tokens for ended in endings)
-    reused = first.lookup.reused_tokens
+    reused = first.lookup.cached_tokens
     return Completed(
         usage=Usage(
             prompt_tokens=first.prompt_tokens,

@@ -15,7 +15,9 @@ from emberkeep.backend.base import Cache, ModelCard
 from emberkeep.backend.cache import StoreCache
 from emberkeep.backend.channel import Channel, Outbox
 from emberkeep.backend.choices import Choice, Item, until_completed
+from emberkeep.backend.fitting import Fitted, Fitter, Planning
 from emberkeep.backend.lookups import RecentLookups
+from emberkeep.backend.marks import Lineages, stored_namespace
 from emberkeep.backend.places import Place, Places
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompts import Prompt, PromptMaker
@@ -25,9 +27,11 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import ExpertTracking
 from emberkeep.errors import EmberkeepError, RequestError, TemplateFailed
 from emberkeep.kv.entries import entry_id
+from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.job import Job, Notes
 from emberkeep.sched.loop import EngineLoop
+from emberkeep.sched.probe import Machine
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import (
     SHARED,
@@ -44,6 +48,7 @@ from emberkeep.types import (
     Verified,
     Vocab,
     Warmed,
+    bits_of,
 )
 
 log = logging.getLogger("emberkeep.backend")
@@ -65,7 +70,10 @@ class LocalBackend:
         places: Places,
         *,
         context: int,
+        lineages: Lineages,
         keep_alive: KeepAlive,
+        planning: Planning,
+        machine: Machine,
         deadline_s: float | None = None,
         drain_s: float = 0.0,
     ) -> None:
@@ -77,6 +85,7 @@ class LocalBackend:
         self._outbox = outbox
         self._places = places
         self._context = context
+        self._lineages = lineages
         self._deadline_s = deadline_s
         self._drain_s = drain_s
         self._tracking = asyncio.Lock()
@@ -84,19 +93,25 @@ class LocalBackend:
         self._prompts = PromptMaker(
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
+        self._fitter = Fitter(
+            self._prompts, planning, context=context, lineages=lineages, in_ram=self._tokens_in_ram
+        )
+        self._machine = machine
         self._rehearse()
         self._precache = Precache(self.warm, self._prompts, store, loop, keep_alive)
-        self._cache = StoreCache(store, loop, self._prompts, on_forget=self._precache.forget)
+        self._cache = StoreCache(store, loop, self._prompts, lineages, on_forget=self._precache.forget)
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         arrived = monotonic()
+        request = self._lineages.settle(request)
         place = self._places.take(request.user, request.n)
         jobs: list[tuple[Job, Choice]] = []
         try:
-            prompt = await asyncio.to_thread(self._prompts.make, request)
+            fitted = await asyncio.to_thread(self._fitter.fit, request)
+            request, prompt = fitted.request, fitted.prompt
             channel: Channel[Item] = Channel(self._outbox)
             notes = Notes(prompt.label if request.is_kept else None)
-            jobs = self._jobs(request, prompt, channel, place, notes, arrived)
+            jobs = self._jobs(fitted, channel, place, notes, arrived)
             for job, _ in jobs:
                 self.loop.submit(job)
             if request.echo:
@@ -106,7 +121,7 @@ class LocalBackend:
                 await asyncio.to_thread(self._note_stable, request, prompt, notes)
             async for event in until_completed(channel, len(jobs)):
                 if isinstance(event, Completed):
-                    event = await self._explained(request, prompt, event)
+                    event = replace(await self._explained(request, prompt, event), fit=fitted.fit)
                 yield event
         finally:
             for job, choice in jobs:
@@ -115,7 +130,9 @@ class LocalBackend:
             place.leave()
 
     async def warm(self, request: Request) -> Warmed:
-        prefix = replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
+        prefix = self._lineages.settle(
+            replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
+        )
         begin = monotonic()
         usage, error = None, None
         try:
@@ -140,7 +157,7 @@ class LocalBackend:
         )
 
     def keep_warm(self, prefixes: Sequence[Request]) -> None:
-        self._precache.declare(prefixes)
+        self._precache.declare([self._lineages.settle(prefix) for prefix in prefixes])
 
     async def verify(self, entry_id: str, tokens: int) -> Verified:
         entry, ids, namespace = await asyncio.to_thread(self._cache.stored, entry_id)
@@ -154,6 +171,7 @@ class LocalBackend:
             namespace=namespace,
             is_kept=False,
             from_store=True,
+            kv_bits=bits_of(namespace),
         )
         stored, reused = await self._continued(greedy)
         fresh, _ = await self._continued(replace(greedy, use_cache=False))
@@ -193,6 +211,8 @@ class LocalBackend:
             "model": self.card.id,
             "scheduler": self.loop.stats(),
             "store": self._store.stats(),
+            "planning": self._fitter.stats(),
+            "machine": self._machine.json(),
             "recent_lookups": self._lookups.json(),
             "measured": {
                 "evaluate_tokens_per_s": costs.evaluate.value,
@@ -241,6 +261,9 @@ class LocalBackend:
 
     # ── beside the request ──
 
+    def _tokens_in_ram(self, namespace: str, tokens: TokenArray) -> int:
+        return self._store.peek(namespace, tokens, snapshots=self.loop.kv_unit.has_snapshots).warm_tokens
+
     def _note_stable(self, request: Request, prompt: Prompt, notes: Notes) -> None:
         """Off the critical path: the prompt is being evaluated meanwhile."""
         notes.stable = self._prompts.stable(request, prompt.tokens)
@@ -257,14 +280,9 @@ class LocalBackend:
     # ── jobs ──
 
     def _jobs(
-        self,
-        request: Request,
-        prompt: Prompt,
-        channel: Channel[Item],
-        place: Place,
-        notes: Notes,
-        arrived: float,
+        self, fitted: Fitted, channel: Channel[Item], place: Place, notes: Notes, arrived: float
     ) -> list[tuple[Job, Choice]]:
+        request, prompt = fitted.request, fitted.prompt
         reasoning = open_reasoning(prompt.text) if request.prompt is None else None
         jobs = []
         for index in range(request.n):
@@ -275,34 +293,26 @@ class LocalBackend:
                 place,
                 in_pieces=request.in_pieces,
             )
-            job = self._job(request, prompt, choice, index, reasoning, arrived)
+            job = self._job(fitted, choice, index, reasoning, arrived)
             job.notes = notes
             jobs.append((job, choice))
         return jobs
 
-    def _job(
-        self,
-        request: Request,
-        prompt: Prompt,
-        choice: Choice,
-        index: int,
-        reasoning: Reasoning | None,
-        arrived: float,
-    ) -> Job:
-        room = self._context - len(prompt.tokens)
-        closing = prompt.closing if room > len(prompt.closing) else ()
-        limit = room - len(closing)
+    def _job(self, fitted: Fitted, choice: Choice, index: int, reasoning: Reasoning | None, arrived: float) -> Job:
+        request, prompt = fitted.request, fitted.prompt
         matcher = prompt.constraint.matcher(reasoning) if prompt.constraint else None
         deadline_s = request.deadline_s or self._deadline_s
         return Job(
             tokens=prompt.tokens,
-            sampler=Sampler(_for_choice(request, index), matcher, request.top_logprobs),
+            sampler=Sampler(_for_choice(request, index), matcher, request.top_logprobs, request.forced),
             consumer=choice,
-            max_new=limit if request.max_tokens is None else min(request.max_tokens, limit),
-            closing=closing,
+            max_new=fitted.max_new,
+            closing=fitted.closing,
             given=isinstance(request.prompt, tuple),
             user=request.user,
-            namespace=request.namespace,
+            namespace=stored_namespace(request),
+            approximate=request.approximate or None,
+            approximate_namespace=request.namespace,
             use_cache=request.use_cache,
             is_kept=request.is_kept,
             from_store=request.from_store,
@@ -312,6 +322,7 @@ class LocalBackend:
             affinity=prompt.keys.affinity,
             wanted_slot=request.slot,
             read_ahead=prompt.read_ahead,
+            admitted=fitted.admitted,
             submitted=arrived,
         )
 

@@ -18,7 +18,7 @@ from emberkeep.chat.segments import CacheKeys, cache_keys, stable_messages
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.loop import EngineLoop
-from emberkeep.types import SHARED, Request, Ttl, Warmed
+from emberkeep.types import SHARED, Request, Ttl, Warmed, exact_namespace
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -101,7 +101,7 @@ class Precache:
 
     def forget(self, namespaces: set[str]) -> None:
         with self._changed:
-            for key in [key for key in self._prefixes if key[0] in namespaces]:
+            for key in [key for key in self._prefixes if exact_namespace(key[0]) in namespaces]:
                 del self._prefixes[key]
 
     def stop(self) -> None:

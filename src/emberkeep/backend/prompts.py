@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -96,6 +96,26 @@ class PromptMaker:
             borders=self._borders(request, text, spelled, tokens) if self._wants_borders else frozenset(),
             spelled=spelled,
         )
+
+    def count(self, request: Request) -> int:
+        """How many tokens the messages of `request` have, however many. Nothing is read ahead for it."""
+        text = self.render(request)
+        return len(self._tokenizer.encode(text, before=self.lead(text)))
+
+    def end_of(self, request: Request, limit: int) -> tuple[int, ...]:
+        """The last `limit` tokens of a raw prompt, the first of which stays what the model wants there."""
+        assert request.prompt is not None
+        ids = request.prompt
+        if isinstance(ids, str):
+            ids = tuple(self._tokenizer.encode(ids, before=self.lead(ids)))
+        if limit > 1 and ids[0] == self._vocab.bos:
+            return (ids[0], *ids[1:][1 - limit :])
+        return ids[-limit:]
+
+    def named(self, prompt: Prompt, request: Request) -> Prompt:
+        """`prompt` under the names of `request`, which it is a part of."""
+        keys = cache_keys(request)
+        return replace(prompt, keys=keys, label=_label(request, keys))
 
     def stable(self, request: Request, tokens: TokenArray) -> Stable | None:
         """The stable beginning of a prompt. Nothing waits for it: call it when the prompt is on its way."""

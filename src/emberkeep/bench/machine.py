@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from emberkeep import __version__
+from emberkeep.bench.disk import folder_bytes
 from emberkeep.config import total_ram
 from emberkeep.engine.llamacpp import system_info
 from emberkeep.types import Json
@@ -22,7 +23,7 @@ def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
         "emberkeep": __version__,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
-        "model": {"file": model.name, "bytes": model.stat().st_size} if model else None,
+        "model": {"file": model.name, "bytes": _size(model)} if model else None,
         "machine": {
             "platform": platform.platform(),
             "cpu": _cpu(),
@@ -37,6 +38,10 @@ def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
             **{name: metadata.version(name) for name in _PACKAGES},
         },
     }
+
+
+def _size(model: Path) -> int:
+    return folder_bytes(model) if model.is_dir() else model.stat().st_size
 
 
 def _cpu() -> str:

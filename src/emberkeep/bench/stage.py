@@ -29,8 +29,14 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage(Folder):
+class ModelPlace(Folder):
+    """What a workload gets that loads its model by itself."""
+
     model: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(ModelPlace):
     words: Words
 
 
@@ -47,8 +53,14 @@ def require_context(model: Path, needed: Mapping[str, int]) -> None:
 
 @contextmanager
 def open_stage(model: Path, parent: Path | None, say: Callable[[str], None]) -> Iterator[Stage]:
+    with open_place(model, parent, say) as place:
+        yield Stage(place.folder, say, place.model, Words.of_model(model))
+
+
+@contextmanager
+def open_place(model: Path, parent: Path | None, say: Callable[[str], None]) -> Iterator[ModelPlace]:
     with open_folder(parent, say) as place:
-        yield Stage(place.folder, say, model.resolve(), Words.of_model(model))
+        yield ModelPlace(place.folder, say, model.resolve())
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-
-from emberkeep.types import Vocab
 
 _COMMON = """
 the of and to in a is that for it was on are as with they at be this from have or by one had not but what
@@ -35,8 +33,8 @@ class Words:
         self._words = list(costs)
 
     @classmethod
-    def of(cls, vocab: Vocab) -> Words:
-        return cls({word: len(vocab.tokenize(f" {word}")) for word in _COMMON.split()})
+    def of(cls, tokenize: Callable[[str], Sequence[int]]) -> Words:
+        return cls({word: len(tokenize(f" {word}")) for word in _COMMON.split()})
 
     @classmethod
     def of_model(cls, path: Path) -> Words:
@@ -45,7 +43,7 @@ class Words:
 
         model = LlamaModel(path)
         try:
-            return cls.of(model.vocab)
+            return cls.of(model.vocab.tokenize)
         finally:
             model.close()
 

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import BadParameter, Option, Typer
 
-from emberkeep.cli.common import ConfigFlag, ModelFlag, console, install_model, load_config
+from emberkeep.cli.common import ConfigFlag, DeviceFlag, ModelFlag, console, install_model, load_config
 from emberkeep.cli.tables import show
+from emberkeep.engine.extras import require_hf
 
 if TYPE_CHECKING:
     from emberkeep.bench.report import Result
     from emberkeep.bench.stage import Folder
 
 app = Typer(
-    help="Measure this machine: restarts, turns, sharing, overhead, load, stores. Leave it alone meanwhile.",
+    help="Measure this machine: restarts, turns, sharing, overhead, load, bits, stores. Leave it alone meanwhile.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -44,8 +45,16 @@ class Flags:
         list[Path] | None,
         Option("--trace", exists=True, dir_okay=False, help="A recorded trace; may be given several times."),
     ] = None
+    questions: Annotated[
+        Path | None,
+        Option("--questions", exists=True, dir_okay=False, help="Questions with passages (default: made up)."),
+    ] = None
+    prompts: Annotated[int | None, Option("--prompts", min=1, help="Number of prompts.")] = None
     chunks: Annotated[int | None, Option("--chunks", min=100, help="Chunks in the store.")] = None
     prefix: Annotated[int | None, Option("--prefix", min=1, help="Tokens of the shared prefix.")] = None
+    device: DeviceFlag = None
+    layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
+    hidden: Annotated[int | None, Option("--hidden", min=8, help="Width of its layers.")] = None
     data_dir: Annotated[
         Path | None,
         Option(
@@ -68,6 +77,8 @@ class Workload:
     run: Callable[..., Coroutine[Any, Any, Result]]
     plan: Any
     needs_model: bool = True
+    loads_model: bool = False
+    """By itself, so that it may also be one that only transformers can read."""
 
 
 COMMON = ("data_dir", "json_file", "quick")
@@ -114,6 +125,12 @@ def store(flags: Flags) -> Workload:
     return replace(planned, needs_model=False)
 
 
+def bits(flags: Flags) -> Workload:
+    from emberkeep.bench.bits import BitsPlan, run
+
+    return _planned(run, BitsPlan(), flags.quick, prompts=flags.prompts)
+
+
 def crowd(flags: Flags) -> Workload:
     from emberkeep.bench.crowd import CrowdPlan, run
 
@@ -126,6 +143,30 @@ def trace(flags: Flags) -> Workload:
     if not flags.traces:
         raise BadParameter("give at least one trace with --trace FILE.")
     return replace(_planned(run, TracePlan(), flags.quick, files=flags.traces), needs_model=False)
+
+
+def hf_turns(flags: Flags) -> Workload:
+    require_hf()
+    from emberkeep.bench.hf_turns import run
+    from emberkeep.bench.turns import TurnsPlan
+
+    return replace(_planned(run, TurnsPlan(), flags.quick, repeat=flags.repeat), loads_model=True)
+
+
+def rag(flags: Flags) -> Workload:
+    require_hf()
+    from emberkeep.bench.rag import RagPlan, run
+
+    given = {"questions": flags.questions, "sizes": flags.tokens, "prompts": flags.prompts}
+    return replace(_planned(run, RagPlan(), flags.quick, **given), loads_model=True)
+
+
+def gpu(flags: Flags) -> Workload:
+    require_hf()
+    from emberkeep.bench.gpu import GpuPlan, run
+
+    given = {"device": flags.device, "layers": flags.layers, "hidden": flags.hidden, "sizes": flags.tokens}
+    return replace(_planned(run, GpuPlan(), flags.quick, repeat=flags.repeat, **given), needs_model=False)
 
 
 def _planned(run: Callable[..., Any], plan: Any, quick: bool, **given: object) -> Workload:
@@ -174,6 +215,9 @@ _command(
 _command("miss", "What looking up and storing cost when nothing is reusable.", ("repeat",), miss)
 _command("load", "Eight clients at once, against a bare decode loop.", ("repeat",), load)
 _command(
+    "bits", "State in 16, 8 and 4 bits: its size, its speed, and what is left of an answer.", ("prompts",), bits
+)
+_command(
     "store",
     "A store with a hundred thousand chunks: opening it, and looking up a prompt.",
     ("repeat", "chunks"),
@@ -195,6 +239,25 @@ _command(
     common=COMMON,
 )
 _command(
+    "hf-turns",
+    "Eight turns in the Hugging Face engine, against transformers.generate, which keeps nothing between them.",
+    ("repeat",),
+    hf_turns,
+)
+_command(
+    "rag",
+    "Passages seen before, in another order: moved and repaired, against a full prefill; time, work, answers.",
+    ("questions", "tokens", "prompts"),
+    rag,
+)
+_command(
+    "gpu",
+    "The Hugging Face engine with random weights, against eager transformers and the device's own limits.",
+    ("device", "layers", "hidden", "tokens", "repeat"),
+    gpu,
+    common=COMMON,
+)
+_command(
     "all",
     "All of them, one after the other.",
     ("tokens", "sessions", "prefix", "repeat"),
@@ -203,6 +266,7 @@ _command(
     shared,
     miss,
     load,
+    bits,
     store,
     crowd,
 )
@@ -221,12 +285,13 @@ def _run(workloads: dict[str, Workload], flags: Flags) -> None:
     if flags.json_file is not None:
         # Tried before anything is measured: an hour's figures need a place to go.
         flags.json_file.open("a").close()
-    needed = {name: workload.plan.context for name, workload in workloads.items() if workload.needs_model}
-    model = _model_file(flags) if needed else None
-    if model is not None:
+    with_model = {name: workload for name, workload in workloads.items() if workload.needs_model}
+    needed = {name: workload.plan.context for name, workload in with_model.items() if not workload.loads_model}
+    model = _model_file(flags) if with_model else None
+    if model is not None and needed:
         require_context(model, needed)
     results = []
-    with _place(model, flags.data_dir) as stage:
+    with _place(model, flags.data_dir, with_words=bool(needed)) as stage:
         around = surroundings(model, stage.folder)
         for name, workload in workloads.items():
             _say(name)
@@ -237,10 +302,12 @@ def _run(workloads: dict[str, Workload], flags: Flags) -> None:
                 flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
 
 
-def _place(model: Path | None, parent: Path | None) -> AbstractContextManager[Folder]:
-    from emberkeep.bench.stage import open_folder, open_stage
+def _place(model: Path | None, parent: Path | None, *, with_words: bool) -> AbstractContextManager[Folder]:
+    from emberkeep.bench.stage import open_folder, open_place, open_stage
 
-    return open_stage(model, parent, _say) if model is not None else open_folder(parent, _say)
+    if model is None:
+        return open_folder(parent, _say)
+    return open_stage(model, parent, _say) if with_words else open_place(model, parent, _say)
 
 
 def _model_file(flags: Flags) -> Path:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from emberkeep.cli.tables import printable, show, show_facts, texts, width
 from emberkeep.config import readable_size
-from emberkeep.types import CacheEntry, EntryKind, Explanation, LookupRecord, Removed, Verified
+from emberkeep.types import EXACT_BITS, CacheEntry, EntryKind, Explanation, LookupRecord, Removed, Verified
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -72,7 +72,7 @@ def _cells(entry: CacheEntry) -> list[str]:
         what(entry),
         user if len(user) <= LONGEST_USER else f"{user[: LONGEST_USER - 1]}…",
         f"{entry.tokens:,}",
-        readable_size(entry.bytes),
+        _size(entry),
         _where(entry),
         _ago(entry.idle_s),
         f"{entry.hits:,}",
@@ -90,7 +90,7 @@ def _facts(model: str, entry: CacheEntry) -> Iterator[tuple[str, str]]:
     yield "model", model
     yield "user", _user(entry)
     yield "tokens", f"{entry.tokens:,}"
-    yield "size", f"{readable_size(entry.bytes)}, with what it shares with others"
+    yield "size", f"{_size(entry)}, with what it shares with others"
     yield "where", _where(entry)
     yield "last use", _ago(entry.idle_s)
     yield "used", f"{counted(entry.turns, 'turn', 'turns')}, {counted(entry.hits, 'hit', 'hits')}"
@@ -120,6 +120,12 @@ def _reused(result: Verified) -> str:
 
 def _user(entry: CacheEntry) -> str:
     return "everybody" if entry.is_shared else entry.user or NOBODY
+
+
+def _size(entry: CacheEntry) -> str:
+    packed = f" in {entry.kv_bits} bits" if entry.kv_bits != EXACT_BITS else ""
+    moved = " with moved parts" if entry.repair else ""
+    return readable_size(entry.bytes) + packed + moved
 
 
 def _where(entry: CacheEntry) -> str:

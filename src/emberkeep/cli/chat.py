@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from emberkeep.cli.common import (
+    ApproximateFlag,
+    AttentionFlag,
     ConfigFlag,
     CtxFlag,
     DataDirFlag,
+    DeviceFlag,
+    DtypeFlag,
+    EngineFlag,
+    ExactFlag,
     GpuLayersFlag,
+    KvBitsFlag,
     complain,
     console,
     install_model,
@@ -51,6 +58,13 @@ def chat(
     max_tokens: MaxTokensFlag = 1024,
     ctx: CtxFlag = None,
     gpu_layers: GpuLayersFlag = None,
+    engine: EngineFlag = None,
+    device: DeviceFlag = None,
+    dtype: DtypeFlag = None,
+    attention: AttentionFlag = None,
+    kv_bits: KvBitsFlag = None,
+    approximate: ApproximateFlag = None,
+    exact: ExactFlag = None,
     data_dir: DataDirFlag = None,
     config: ConfigFlag = None,
 ) -> None:
@@ -59,7 +73,19 @@ def chat(
     Lines from a pipe work too: echo "Why is the sky blue?" | emberkeep chat
     """
     settled = load_config(
-        model=model, ctx=ctx, gpu_layers=gpu_layers, data_dir=data_dir, config=config, parallel=1
+        model=model,
+        ctx=ctx,
+        gpu_layers=gpu_layers,
+        engine=engine,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        kv_bits=kv_bits,
+        approximate=approximate,
+        exact=exact,
+        data_dir=data_dir,
+        config=config,
+        parallel=1,
     )
     install_model(settled)
     options: Options = {"temperature": temperature, "max_tokens": max_tokens}

@@ -30,7 +30,13 @@ def _flag(key: str, *short: str) -> OptionInfo:
     return option
 
 
-# Flags are declared once here. All are text: `emberkeep.config` parses and explains them.
+def _switch(key: str) -> OptionInfo:
+    name = key.replace("_", "-")
+    option: OptionInfo = typer.Option(f"--{name}/--no-{name}", help=setting_help(key), show_default=False)
+    return option
+
+
+# Flags are declared once here. All but switches are text: `emberkeep.config` parses and explains them.
 ModelFlag = Annotated[str | None, _flag("model", "-m")]
 HostFlag = Annotated[str | None, _flag("host")]
 PortFlag = Annotated[str | None, _flag("port", "-p")]
@@ -40,10 +46,19 @@ CtxFlag = Annotated[str | None, _flag("ctx")]
 ParallelFlag = Annotated[str | None, _flag("parallel")]
 ThreadsFlag = Annotated[str | None, _flag("threads")]
 GpuLayersFlag = Annotated[str | None, _flag("gpu_layers")]
+EngineFlag = Annotated[str | None, _flag("engine")]
+DeviceFlag = Annotated[str | None, _flag("device")]
+DtypeFlag = Annotated[str | None, _flag("dtype")]
+AttentionFlag = Annotated[str | None, _flag("attention")]
+KvBitsFlag = Annotated[str | None, _flag("kv_bits")]
+ApproximateFlag = Annotated[str | None, _flag("approximate")]
+ExactFlag = Annotated[bool | None, _switch("exact")]
 WarmFlag = Annotated[list[str] | None, _flag("warm")]
 MaxConcurrentPerUserFlag = Annotated[str | None, _flag("max_concurrent_per_user")]
 RamBudgetFlag = Annotated[str | None, _flag("ram_budget")]
 DiskBudgetFlag = Annotated[str | None, _flag("disk_budget")]
+PlanningFlag = Annotated[bool | None, _switch("planning")]
+AutoTruncateFlag = Annotated[bool | None, _switch("auto_truncate")]
 ConfigFlag = Annotated[
     Path | None, typer.Option("--config", help="Configuration file to read instead of the usual places.")
 ]

@@ -15,8 +15,9 @@ from pathlib import Path
 import typer
 
 from emberkeep.cli.common import ConfigFlag, DataDirFlag, console, load_config
-from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, readable_size, total_ram
-from emberkeep.errors import ConfigError, ModelError, ModelNotFound
+from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
+from emberkeep.engine.extras import has_hf, hf_versions
+from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 
 PACKAGES = (
     "llama-cpp-python",
@@ -29,6 +30,7 @@ PACKAGES = (
     "huggingface-hub",
 )
 _REINSTALL = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+_REINSTALL_HF = "pip install --force-reinstall 'emberkeep[hf]'"
 
 
 class Level(StrEnum):
@@ -83,9 +85,23 @@ def _cpu(config: Config) -> Finding:
         return Finding(Level.FAIL, f"llama.cpp cannot be loaded ({error}): run `{_REINSTALL}`.")
 
 
+def _hf_engine(config: Config) -> Finding:
+    if not has_hf():
+        return Finding(Level.OK, "not installed: `pip install 'emberkeep[hf]'` adds it")
+    try:
+        from emberkeep.engine.hf.device import chosen_device
+
+        return Finding(Level.OK, f"{hf_versions()}, device {chosen_device(config.device)}")
+    except EngineError as error:
+        return Finding(Level.WARN, str(error))
+    except (ImportError, OSError, RuntimeError) as error:
+        return Finding(Level.WARN, f"torch cannot be loaded ({error}): run `{_REINSTALL_HF}`.")
+
+
 def _memory(config: Config) -> Finding:
-    total, budget = total_ram(), config.ram_budget
-    text = f"{readable_size(total)}, of which {readable_size(budget)} may hold stored prompt state"
+    total, budget, free = total_ram(), config.ram_budget, free_ram()
+    now = "" if free is None else f" ({readable_size(free)} free)"
+    text = f"{readable_size(total)}{now}, of which {readable_size(budget)} may hold stored prompt state"
     if budget > total // 2:
         return Finding(Level.WARN, f"{text}: lower ram_budget, the model needs room as well.")
     return Finding(Level.OK, text)
@@ -101,6 +117,15 @@ def _disk(config: Config) -> Finding:
 
 def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _speed(config: Config) -> Finding:
+    from emberkeep.sched.probe import probe
+
+    machine = probe(_existing(config.data_dir))
+    copies, reads = machine.copy_speed, machine.disk_speed
+    said = [f"{readable_size(r.value)}/s{'' if r.measured else ' (assumed)'}" for r in (copies, reads)]
+    return Finding(Level.OK, f"RAM is copied at {said[0]}, the data folder read at {said[1]}")
 
 
 def _data_dir(config: Config) -> Finding:
@@ -172,9 +197,11 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "platform": _platform,
     "packages": _packages,
     "cpu": _cpu,
+    "hf engine": _hf_engine,
     "memory": _memory,
     "data dir": _data_dir,
     "disk": _disk,
+    "speed": _speed,
     "mlock": _mlock,
     "model": _model,
     "port": _port,

@@ -15,10 +15,10 @@ from emberkeep.cli.common import DataDirFlag, JsonFlag, load_config
 from emberkeep.cli.reporters import pull_reporter
 from emberkeep.cli.tables import printable, show, show_facts, texts
 from emberkeep.config import readable_size
-from emberkeep.models.digest import weights_digest
-from emberkeep.models.gguf import read_header
+from emberkeep.models.digest import model_digest
+from emberkeep.models.folder import profile_of
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
-from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.models.profile import ModelProfile
 from emberkeep.types import Json
 
 __all__ = ["app", "pull_reporter"]
@@ -45,7 +45,8 @@ def pull_model(
     spec: Annotated[
         str,
         typer.Argument(
-            help="smollm2-135m, hf:owner/repo/file.gguf[@revision], an http(s) address, or the path of a file"
+            help="smollm2-135m, hf:owner/repo/file.gguf[@revision], hf:owner/repo[@revision] for safetensors, "
+            "an http(s) address, or the path of a file or folder"
         ),
     ],
     name: Annotated[str | None, typer.Option("--name", help="Name to keep it under.")] = None,
@@ -69,7 +70,7 @@ def pull_model(
 
 @app.command("show")
 def show_model(
-    model: Annotated[str, typer.Argument(help="A model's name, or the path of a .gguf file.")],
+    model: Annotated[str, typer.Argument(help="A model's name, or the path of a file or folder.")],
     template: Annotated[bool, typer.Option("--template", help="Print the whole chat template only.")] = False,
     data_dir: DataDirFlag = None,
     as_json: JsonFlag = False,
@@ -77,14 +78,14 @@ def show_model(
     """What a model is: architecture, size, context, chat template, cost per token."""
     library = _library(data_dir)
     file = library.resolve(model)
-    found = profile(read_header(file.path))
+    found = profile_of(file.path)
     if template:
         print(printable(found.chat_template or ""))
     elif as_json:
-        facts = _facts(file) | {"sha256": weights_digest(file.path, library.digests)}
+        facts = _facts(file) | {"sha256": model_digest(file.path, library.digests)}
         print(json.dumps(facts | {"profile": asdict(found)}, indent=2))
     else:
-        show_facts(_lines(file, found, weights_digest(file.path, library.digests)))
+        show_facts(_lines(file, found, model_digest(file.path, library.digests)))
 
 
 @app.command("remove")
@@ -93,7 +94,7 @@ def remove_model(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     data_dir: DataDirFlag = None,
 ) -> None:
-    """Delete a model's file."""
+    """Delete a model."""
     library = _library(data_dir)
     if library.holds(model) and not yes:
         typer.confirm(f"Delete {model}?", abort=True, err=True)

@@ -18,6 +18,7 @@ from emberkeep.types import (
     LookupRecord,
     MissReason,
     Removed,
+    Repair,
     Ttl,
     Verified,
 )
@@ -137,6 +138,8 @@ def _entry(listed: Json) -> CacheEntry:
         expires_in_s=listed["expires_in_s"],
         is_pinned=listed["pinned"],
         hot_tokens=listed["tiers"]["hot"],
+        kv_bits=listed["kv_bits"],
+        repair=Repair(listed["repair"]) if listed["repair"] else None,
     )
 
 
@@ -147,6 +150,9 @@ def _lookup(answer: Json) -> LookupRecord:
         hot_tokens=reused["hot"],
         warm_tokens=reused["warm"],
         cold_tokens=reused["cold"],
+        moved_tokens=answer["moved_tokens"],
+        repaired_tokens=answer["repaired_tokens"],
+        is_approximate=answer["approximate"],
         reason=MissReason(answer["reason"]),
         divergence=Divergence(**{**divergence, "where": divergence["where"] or ""}) if divergence else None,
     )

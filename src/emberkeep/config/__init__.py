@@ -1,11 +1,16 @@
-"""The settings: what there is (`settings`), what is accepted (`kinds`), where values come from (`loading`)."""
+"""The settings: what there is (`settings`), what is accepted (`kinds`), where values come from (`loading`).
+
+And the RAM that some defaults are a share of (`ram`).
+"""
 
 from __future__ import annotations
 
 from emberkeep.config.kinds import parse_size, readable_size
 from emberkeep.config.loading import LoadedConfig, load_config
+from emberkeep.config.ram import free_ram, resident_ram, total_ram
 from emberkeep.config.settings import (
     DEFAULT_MODEL,
+    OFF,
     Config,
     accepts,
     check_exposure,
@@ -14,7 +19,6 @@ from emberkeep.config.settings import (
     is_loopback,
     public_values,
     shown,
-    total_ram,
     ttls,
     type_of,
 )
@@ -22,18 +26,21 @@ from emberkeep.config.warm import WarmPrefix
 
 __all__ = [
     "DEFAULT_MODEL",
+    "OFF",
     "Config",
     "LoadedConfig",
     "WarmPrefix",
     "accepts",
     "check_exposure",
     "default_of",
+    "free_ram",
     "help_for",
     "is_loopback",
     "load_config",
     "parse_size",
     "public_values",
     "readable_size",
+    "resident_ram",
     "shown",
     "total_ram",
     "ttls",

@@ -64,6 +64,24 @@ def _parse_float(value: object) -> float:
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE)
 
 
+def _parse_switch(value: object) -> bool:
+    words = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "1": True,
+        "false": False,
+        "no": False,
+        "off": False,
+        "0": False,
+    }
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in words:
+        raise ValueError
+    return words[value.lower()]
+
+
 def parse_size(value: object) -> int:
     """Bytes. `KiB MiB GiB TiB` and bare `K M G T` are powers of 1024, `KB MB GB TB` of 1000."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -89,6 +107,11 @@ def readable_size(count: float) -> str:
 
 def whole(low: int, high: int) -> Kind:
     return Kind(_between(_parse_int, low, high), f"a whole number from {low} to {high}", "int")
+
+
+def share(low: float, high: float) -> Kind:
+    accepts = f"a number from {low:g} to {high:g}"
+    return Kind(_between(_parse_float, low, high), accepts, "number", lambda value: f"{value:g}")
 
 
 def seconds(low: float, high: float) -> Kind:
@@ -138,6 +161,26 @@ def one_of(*words: str) -> Kind:
     return Kind(parse, f"one of {', '.join(words)}", "word")
 
 
+def one_number_of(*numbers: int) -> Kind:
+    def parse(value: object) -> int:
+        number = _parse_int(value)
+        if number not in numbers:
+            raise ValueError
+        return number
+
+    return Kind(parse, f"one of {', '.join(map(str, numbers))}", "int")
+
+
+def spelled(pattern: str, accepts: str) -> Kind:
+    def parse(value: object) -> str:
+        text = _parse_text(value)
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError
+        return text
+
+    return Kind(parse, accepts, "word")
+
+
 def _show_secret(value: str | None) -> str:
     return "none" if value is None else "***"
 
@@ -157,4 +200,5 @@ PREFIXES = Kind(
     show_prefixes,
     settle=settle_prefixes,
 )
+SWITCH = Kind(_parse_switch, "true or false", "switch", lambda value: "true" if value else "false")
 BYTES = Kind(parse_size, "a size such as 512MiB, 4GiB or a number of bytes", "size", readable_size)

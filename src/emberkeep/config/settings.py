@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -17,35 +16,28 @@ from emberkeep.config.kinds import (
     PATH,
     PREFIXES,
     SECRET,
+    SWITCH,
     TEXT,
     Kind,
     clamped_seconds,
+    one_number_of,
     one_of,
     or_word,
     seconds,
+    share,
+    spelled,
     whole,
 )
+from emberkeep.config.ram import total_ram
 from emberkeep.config.warm import WarmPrefix, show_prefixes
 from emberkeep.errors import ConfigError
-from emberkeep.types import Json, Ttl
+from emberkeep.types import AttentionTier, Json, Repair, Ttl
 
 DEFAULT_MODEL = "smollm2-135m"
+OFF = "off"
+"""State that stands at another place is not reused."""
 
 _YEAR_S = 365 * 86_400
-
-_RAM_IF_UNKNOWN = 8 << 30
-
-
-def total_ram() -> int:
-    """Bytes of RAM of this machine, or of the container it is in."""
-    try:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        machine = _RAM_IF_UNKNOWN
-    try:
-        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return machine
 
 
 def _quarter_of_ram() -> int:
@@ -63,7 +55,8 @@ def _about(kind: Kind, help: str) -> Mapping[str, object]:
 @dataclass(frozen=True, slots=True, repr=False)
 class Config:
     model: str = field(
-        default=DEFAULT_MODEL, metadata=_about(TEXT, "Model to load: an installed name or a .gguf file.")
+        default=DEFAULT_MODEL,
+        metadata=_about(TEXT, "Model to load: an installed name, a .gguf file, or a folder of safetensors."),
     )
     host: str = field(default="127.0.0.1", metadata=_about(TEXT, "Address to listen on."))
     port: int = field(default=8080, metadata=_about(whole(0, 65535), "Port to listen on; 0 takes any free one."))
@@ -96,6 +89,33 @@ class Config:
             "Layers to put on the GPU, where this build of llama.cpp has one; a large number means all.",
         ),
     )
+    engine: str = field(
+        default="auto",
+        metadata=_about(
+            one_of("auto", "llamacpp", "hf"),
+            "What runs the model; auto takes llamacpp for GGUF, hf for safetensors.",
+        ),
+    )
+    device: str = field(
+        default="auto",
+        metadata=_about(
+            spelled(r"auto|cpu|mps|cuda(:\d{1,3})?", "one of auto, cpu, mps, cuda, cuda:1 and so on"),
+            "Where the hf engine computes; auto takes a GPU if there is one.",
+        ),
+    )
+    dtype: str = field(
+        default="auto",
+        metadata=_about(
+            one_of("auto", "float32", "bfloat16", "float16"),
+            "Numbers the hf engine computes with; auto takes the model's own, and float32 on a CPU.",
+        ),
+    )
+    attention: str = field(
+        default="auto",
+        metadata=_about(
+            one_of("auto", *AttentionTier), "How the hf engine computes attention; auto takes the fastest."
+        ),
+    )
     prefill_slice: int = field(
         default=512,
         metadata=_about(
@@ -110,6 +130,43 @@ class Config:
         ),
     )
     disk_budget: int = field(default=20 << 30, metadata=_about(BYTES, "Disk space for stored prompt state."))
+    kv_bits: int = field(
+        default=16,
+        metadata=_about(
+            one_number_of(16, 8, 4),
+            "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
+        ),
+    )
+    approximate: str = field(
+        default=OFF,
+        metadata=_about(
+            one_of(OFF, *Repair),
+            "How stored state that stands at another place is repaired and reused, unless a request says; "
+            "what it gives is not exact.",
+        ),
+    )
+    exact: bool = field(
+        default=False,
+        metadata=_about(
+            SWITCH, "Turn every approximation off, also where a request or another setting asks for one."
+        ),
+    )
+    planning: bool = field(
+        default=True,
+        metadata=_about(SWITCH, "Predict the memory of every request, and refuse one that cannot fit."),
+    )
+    memory_margin: float = field(
+        default=0.1,
+        metadata=_about(
+            share(0, 10), "Share of the predicted memory that is kept free besides, in case it becomes more."
+        ),
+    )
+    auto_truncate: bool = field(
+        default=False,
+        metadata=_about(
+            SWITCH, "Leave the oldest part out of a prompt that does not fit, instead of refusing it."
+        ),
+    )
     queue: int = field(
         default=64, metadata=_about(whole(0, 100_000), "Requests that may wait before new ones are refused.")
     )

@@ -3,12 +3,13 @@
 Its "KV" is honest where it matters: the value at a position depends on every token before it, logits depend
 on every value in the sequence, and payloads carry those values. What is not by range is one more value, which
 depends on every token and travels only in snapshots. State that belongs to other tokens therefore gives other
-answers, exactly as in a real model.
+answers, exactly as in a real model, and so does packed state: it carries the upper bits of the values only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,12 @@ from emberkeep.types import Json
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PAIRS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "st", " t", " a", " s", "e ", "s ", ". ")
 _CELL = struct.Struct("<iQ")
+_CELLS = np.dtype([("position", "<i4"), ("value", "<u8")])
 _SNAPSHOT = struct.Struct("<4siQ")
 _MAGIC = b"snap"
+_PACKED = struct.Struct("<4siii")
+_PACKED_MAGIC = b"pack"
+_PACKED_VALUES = {8: "<u4", 4: "<u2"}
 _END_BOOST = 12.0
 
 CHATML = (
@@ -117,6 +122,8 @@ class FakeEngine:
             batch=batch,
             kv_bytes_per_token=_CELL.size if kv_unit.has_ranges else 0,
             snapshot_bytes=_SNAPSHOT.size if kv_unit.has_snapshots else 0,
+            can_blend=kv_unit is KvUnit.RANGE,
+            packs=frozenset({16, *_PACKED_VALUES} if kv_unit.has_ranges else {16}),
         )
         self.fingerprint = hashlib.sha256(f"fake engine, weights {weights}, by {kv_unit}".encode()).digest()
         self.experts = None
@@ -163,7 +170,8 @@ class FakeEngine:
         state = self._state(sequence)
         if borders[-1] > state.end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
-        return [self._export(state.cells[start:end], start) for start, end in pairwise(borders)]
+        payloads = [self._export(state.cells[start:end], start) for start, end in pairwise(borders)]
+        return payloads if bits == 16 else [_packed(payload, bits) for payload in payloads]
 
     def _export(self, cells: list[_Cell], start: int) -> Payload:
         return memoryview(b"".join(_CELL.pack(start + i, cell.value) for i, cell in enumerate(cells)))
@@ -176,11 +184,7 @@ class FakeEngine:
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
         state = self._state(sequence)
-        if len(payload) % _CELL.size or (len(payload) and not self._unit.has_ranges):
-            raise EngineError("A stored KV payload has another size than its chunk.")
-        table = list(_CELL.iter_unpack(payload))
-        if [position for position, _ in table] != list(range(payload_start, payload_start + len(table))):
-            raise EngineError("A stored KV payload holds other positions than its chunk.")
+        table = self._table(payload, payload_start)
         payload_end = payload_start + len(table) if self._unit.has_ranges else end
         if not payload_start <= start < end <= payload_end:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
@@ -191,6 +195,17 @@ class FakeEngine:
         state.cells += (_Cell(value) for _, value in table[start - payload_start : end - payload_start])
         state.end, state.is_whole = end, not self._unit.has_snapshots
         return Outcome.DONE
+
+    def _table(self, payload: Payload, payload_start: int) -> list[tuple[int, int]]:
+        """Positions and values, checked. Raises EngineError."""
+        if bytes(payload[: len(_PACKED_MAGIC)]) == _PACKED_MAGIC:
+            payload = _unpacked(payload)
+        if len(payload) % _CELL.size or (len(payload) and not self._unit.has_ranges):
+            raise EngineError("A stored KV payload has another size than its chunk.")
+        table = [(position, value) for position, value in _CELL.iter_unpack(payload)]
+        if [position for position, _ in table] != list(range(payload_start, payload_start + len(table))):
+            raise EngineError("A stored KV payload holds other positions than its chunk.")
+        return table
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         state = self._state(sequence)
@@ -205,7 +220,40 @@ class FakeEngine:
         return Outcome.DONE
 
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
-        raise EngineError("The fake engine cannot move state yet.")
+        """Moved cells keep the values that they had elsewhere, so answers differ from those of a fresh evaluation.
+
+        Of each piece the first tokens are taken to be those that differ most.
+        """
+        if self.on_evaluate:
+            self.on_evaluate([rows])
+        state = self._state(rows.sequence)
+        if not self.capabilities.can_blend or rows.start != state.end:
+            raise EngineError(f"Nothing can be moved to {rows.start} in sequence {rows.sequence}.")
+        kept: dict[int, int] = {}
+        for piece in pieces:
+            again = math.ceil(ratio * (piece.end - piece.start))
+            kept |= dict(enumerate(self._values(piece)[again:], piece.start + again))
+        if self._lacks_room(len(rows.tokens)):
+            return Blended(Outcome.NO_ROOM)
+        for position, token in enumerate(rows.tokens.tolist(), rows.start):
+            if position in kept:
+                state.cells.append(_Cell(kept[position]))
+                state.end += 1
+            else:
+                self._append(state, token)
+        evaluated = len(rows.tokens) - len(kept)
+        self.evaluated_tokens += evaluated
+        self._latest = [rows.sequence]
+        return Blended(Outcome.DONE, sum(piece.end - piece.start for piece in pieces) - len(kept), evaluated)
+
+    def _values(self, piece: Piece) -> list[int]:
+        """What goes to a piece's place. Raises EngineError."""
+        table = self._table(piece.payload, piece.payload_start)
+        begin = piece.source - piece.payload_start
+        end = begin + piece.end - piece.start
+        if not 0 <= begin < end <= len(table):
+            raise EngineError("A stored KV payload does not hold the positions asked for.")
+        return [value for _, value in table[begin:end]]
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
         state = self._state(source)
@@ -252,6 +300,28 @@ class FakeEngine:
     def _lacks_room(self, more: int) -> bool:
         used = len({id(cell) for state in self._states.values() for cell in state.cells})
         return self._unit.has_ranges and used + more > self.capabilities.cells
+
+
+def _packed(payload: Payload, bits: int) -> Payload:
+    table = np.frombuffer(payload, _CELLS)
+    values = table["value"] >> np.uint64(64 - 4 * bits)
+    head = _PACKED.pack(_PACKED_MAGIC, bits, int(table["position"][0]), len(table))
+    return memoryview(head + values.astype(_PACKED_VALUES[bits]).tobytes())
+
+
+def _unpacked(payload: Payload) -> Payload:
+    """Raises EngineError."""
+    try:
+        _, bits, start, count = _PACKED.unpack_from(payload)
+        values = np.frombuffer(payload[_PACKED.size :], _PACKED_VALUES[bits])
+    except (struct.error, KeyError, ValueError):
+        raise EngineError("A stored KV payload was packed in another way.") from None
+    if len(values) != count:
+        raise EngineError("A stored KV payload has another size than its chunk.")
+    table = np.empty(count, _CELLS)
+    table["position"] = np.arange(start, start + count)
+    table["value"] = values.astype(np.uint64) << np.uint64(64 - 4 * bits)
+    return memoryview(table.tobytes())
 
 
 def _mix(state: int, value: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from emberkeep.kv import value
+from emberkeep.kv.content import ContentIndex
 from emberkeep.kv.entries import Entry, EntryId, Label, Tail
 from emberkeep.kv.ghosts import Ghost, Ghosts, ghost_of
 from emberkeep.kv.index import Row
@@ -60,6 +61,7 @@ class Books:
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._warm: dict[ChunkKey, Chunk] = {}
         self._orphans: dict[ChunkKey, list[Row]] = {}
+        self._content: ContentIndex | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._chunks.values())
@@ -97,6 +99,13 @@ class Books:
             shared = descend(Cursor(self.root(SHARED), 0, cursor.namespace), tokens)
             best = max(best, shared, key=lambda place: place.position)
         return best
+
+    @property
+    def content(self) -> ContentIndex:
+        """Made when it is first asked for, and kept up from then on: who never asks pays nothing."""
+        if self._content is None:
+            self._content = ContentIndex(self)
+        return self._content
 
     def use(self, chunk: Chunk) -> None:
         self.rhythm.heard(self.clock - chunk.last_used)
@@ -237,6 +246,8 @@ class Books:
             if reason is not None:
                 self._remember(ghost_of(victim, reason))
             self._cool(victim)
+            if self._content is not None:
+                self._content.remove(victim)
             if victim.on_disk:
                 self.cold.take(victim, victim.bytes)
             self.news.used.pop(victim.key, None)
@@ -350,6 +361,8 @@ class Books:
     def _enter(self, chunk: Chunk) -> None:
         self._chunks[chunk.key] = chunk
         chunk.attach()
+        if self._content is not None:
+            self._content.add([chunk])
 
     def _warmed(self, chunk: Chunk, payload: memoryview) -> None:
         chunk.payload = payload

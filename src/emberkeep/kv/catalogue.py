@@ -15,7 +15,18 @@ from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, EntryId, Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.tree import Chunk, Cursor, path_to
-from emberkeep.types import SHARED, CacheEntry, EntryKind, MissReason, Removed, Ttl, exact_namespace, user_of
+from emberkeep.types import (
+    SHARED,
+    CacheEntry,
+    EntryKind,
+    MissReason,
+    Removed,
+    Ttl,
+    bits_of,
+    exact_namespace,
+    repair_of,
+    user_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,8 @@ class Catalogue:
             ttl=entry.ttl,
             expires_in_s=used_at + ttl_s - now,
             is_pinned=entry.is_pinned,
+            kv_bits=bits_of(tail.namespace),
+            repair=repair_of(tail.namespace),
         )
 
 

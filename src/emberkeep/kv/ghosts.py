@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, token_bytes
 from emberkeep.kv.tree import Chunk, Cursor
-from emberkeep.types import MissReason
+from emberkeep.types import MissReason, visible_to
 
 LIMIT = 50_000
 """About 100 bytes each."""
@@ -88,7 +88,8 @@ class Ghosts:
 
     def after(self, fingerprint: bytes, cursor: Cursor, tokens: TokenArray) -> Ghost | None:
         """The longest chunk that went on from `cursor` with what `tokens` (a whole prompt) has there."""
-        keys = self._below.get((cursor.chunk.key, cursor.used, cursor.namespace), ())
+        places = ((cursor.chunk.key, cursor.used, seen) for seen in visible_to(cursor.namespace))
+        keys = [key for place in places for key in self._below.get(place, ())]
         rest = tokens[cursor.position :]
         known = sorted((self._by_key[key] for key in keys), key=lambda ghost: -ghost.length)
         return next((ghost for ghost in known if _went_on_with(ghost, fingerprint, rest)), None)

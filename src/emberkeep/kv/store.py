@@ -21,6 +21,7 @@ from emberkeep.kv.books import Books, Worth
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.clock import Saved, StoreClock
 from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.content import Moved, to_pieces
 from emberkeep.kv.cost import CostModel
 from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, Label
@@ -33,7 +34,7 @@ from emberkeep.kv.tails import tail_inside
 from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, last_snapshot, path_to
 from emberkeep.kv.writer import Writer
 from emberkeep.kv.writes import WriteBudget
-from emberkeep.types import SHARED, MissReason, Ttl
+from emberkeep.types import SHARED, Approximation, MissReason, Ttl
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -151,13 +152,23 @@ class KvStore:
                 end = snapshot.start if snapshot else 0
                 segments = tuple(Segment(s.chunk, s.start, min(s.end, end)) for s in segments if s.start < end)
             match = Match(cursor, segments, snapshot)
-            for chunk in match.chunks:
-                chunk.pins += 1
-                self._books.use(chunk)
-            refused = self._house.unwritten if self._house else ()
-            late = [chunk for chunk in match.chunks if chunk.key in refused]
+            late = self._take(match.chunks)
         self._write_after_all(late)
         return match
+
+    def match_elsewhere(
+        self, namespace: str, tokens: TokenArray, begin: int, approximation: Approximation
+    ) -> tuple[Moved, ...]:
+        """Passages of `tokens` at or after `begin` that are stored at other places, in order and disjoint.
+
+        Never blocks on disk. The first call looks at everything that is stored.
+        """
+        with self._lock:
+            found = self._books.content.find(namespace, tokens, begin, approximation.sinks)
+            pieces = to_pieces(found, approximation)
+            late = self._take([chunk for piece in pieces for chunk in piece.chunks])
+        self._write_after_all(late)
+        return pieces
 
     def peek(self, namespace: str, tokens: TokenArray, *, snapshots: bool) -> Peek:
         """What `match` would find; nothing is used or pinned by looking."""
@@ -168,6 +179,12 @@ class KvStore:
             end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
             warm = sum(max(min(s.end, end) - s.start, 0) for s in segments if s.chunk.payload is not None)
             return Peek(cursor, end, warm)
+
+    def peek_elsewhere(self, namespace: str, tokens: TokenArray, begin: int, approximation: Approximation) -> int:
+        """How many tokens `match_elsewhere` would find."""
+        with self._lock:
+            found = self._books.content.find(namespace, tokens, begin, approximation.sinks)
+        return sum(piece.end - piece.start for piece in to_pieces(found, approximation))
 
     def touch(self, label: Label, namespace: str, tokens: TokenArray, *, snapshots: bool) -> bool:
         """Bring a prefix into RAM and want it for another TTL; False when it is not stored whole.
@@ -195,7 +212,7 @@ class KvStore:
         """The name of a model whose own store holds something that begins with the same text. Blocks on disk."""
         return self._cold.other_model(sources) if self._cold else None
 
-    def release(self, match: Match) -> None:
+    def release(self, match: Match | Moved) -> None:
         """Unpin. Must be called exactly once per match."""
         with self._lock:
             for chunk in match.chunks:
@@ -436,6 +453,15 @@ class KvStore:
             }
 
     # ── inside, with the lock held ──
+
+    def _take(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Use and pin; returns those that were not worth writing so far."""
+        listed = list(chunks)
+        for chunk in listed:
+            chunk.pins += 1
+            self._books.use(chunk)
+        refused = self._house.unwritten if self._house else ()
+        return [chunk for chunk in listed if chunk.key in refused]
 
     def _start_fetch(self, chunk: Chunk) -> Fetch:
         fetch = self._fetches.get(chunk.key)

@@ -8,11 +8,13 @@ from emberkeep.kv.tree import Chunk, Span, common_prefix
 def tail_inside(chunk: Chunk) -> Chunk | None:
     """The longest sibling that `chunk` begins with, goes beyond and can replace.
 
-    The chunk inherits what its siblings know was sampled: a lookup will find only one of them.
+    The chunk inherits what its siblings know was sampled: a lookup will find only one of them. Siblings of other
+    namespaces are seen by others.
     """
     assert chunk.parent is not None
     replaced = None
-    for sibling in chunk.parent.branches[chunk.take][int(chunk.tokens[0])]:
+    beside = chunk.parent.branches[chunk.take][int(chunk.tokens[0])]
+    for sibling in (known for known in beside if known.namespace == chunk.namespace):
         size, shared = len(sibling.tokens), common_prefix(sibling.tokens, chunk.tokens)
         known = ((begin, min(end, shared)) for begin, end in sibling.sampled if begin < shared)
         chunk.sampled = _merged((*chunk.sampled, *known))

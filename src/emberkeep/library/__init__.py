@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.install import ensure_model
-from emberkeep.library.results import Result, VerifyReport, WarmResult
+from emberkeep.library.results import Result, WarmResult
 from emberkeep.library.stream import Stream
+from emberkeep.library.verifying import VerifyReport
 
 __all__ = ["Emberkeep", "Result", "Stream", "VerifyReport", "WarmResult", "ensure_model"]

@@ -29,6 +29,7 @@ _PHRASES = {
     "string_type": "give a text",
     "bool_type": "give true or false",
     "int_type": "give a whole number",
+    "int_parsing_size": "give a smaller number",
     "float_type": "give a number",
     "list_type": "give a list",
     "dict_type": "give an object",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
@@ -10,9 +12,18 @@ from emberkeep.backend.base import Backend, Cache, ModelCard
 from emberkeep.config import Config, load_config
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.install import ensure_model
-from emberkeep.library.requests import Messages, Options, Tools, chat_request, prefix_request, prompt_request
-from emberkeep.library.results import Result, VerifyReport, WarmResult
+from emberkeep.library.requests import (
+    Approximate,
+    Messages,
+    Options,
+    Tools,
+    chat_request,
+    prefix_request,
+    prompt_request,
+)
+from emberkeep.library.results import Result, WarmResult
 from emberkeep.library.stream import Stream
+from emberkeep.library.verifying import CANDIDATES, VerifyReport
 from emberkeep.library.warming import declared_prefixes
 from emberkeep.types import SHARED, ExpertStats, Json, Request, Verified
 
@@ -31,7 +42,7 @@ class Emberkeep:
 
     @classmethod
     def load(cls, model: str | None = None, **settings: object) -> Emberkeep:
-        """Load `model` (a name, a .gguf file, or None for the configured one).
+        """Load `model` (a name, a .gguf file, a folder of safetensors, or None for the configured one).
 
         `settings` are the keys of `Config`; what is not given comes from the environment and the
         configuration file. The default model is pulled when it is missing. Raises ConfigError, ModelError,
@@ -40,6 +51,14 @@ class Emberkeep:
         config = load_config({"model": model, **settings}, as_arguments=True).config
         ensure_model(config)
         return cls.open(config)
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, **settings: object) -> Emberkeep:
+        """Load a model with PyTorch: a repository of the Hugging Face hub (`owner/name`), a folder or a GGUF file.
+
+        As `load`, with the Hugging Face engine; a repository that is not here is pulled.
+        """
+        return cls.load(str(model), **{"engine": "hf", **settings})
 
     @classmethod
     def open(cls, config: Config) -> Emberkeep:
@@ -98,11 +117,38 @@ class Emberkeep:
         """
         return self._bridge.run(self._backend.verify(entry_id, tokens))
 
-    def verify(self, prompt_or_messages: Messages, max_tokens: int = 32) -> VerifyReport:
-        """Compare a greedy answer from stored state with a freshly evaluated one. A text is a raw prompt."""
-        greedy = _prompt_or_chat(prompt_or_messages, max_tokens=max_tokens, temperature=0.0)
-        self._finish(replace(greedy, max_tokens=0))
-        return VerifyReport(self._finish(greedy), self._finish(replace(greedy, use_cache=False)))
+    def verify(
+        self,
+        prompt_or_messages: Messages,
+        max_tokens: int = 32,
+        *,
+        approximate: Approximate = None,
+        kv_bits: int | None = None,
+        answers: Sequence[str] = (),
+    ) -> VerifyReport:
+        """Compare a greedy answer from stored state with a freshly evaluated one. A text is a raw prompt.
+
+        The prompt is stored first, in `kv_bits`. With `approximate` it is not: what is stored already is moved
+        into it. `answers`: what would be right, for the score. Raises RequestError, EngineError.
+        """
+        asked = _prompt_or_chat(
+            prompt_or_messages,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            approximate=approximate if approximate is not None else False,
+            kv_bits=kv_bits,
+        )
+        if not asked.approximate:
+            self._finish(replace(asked, max_tokens=0))
+        greedy = replace(asked, top_logprobs=CANDIDATES, from_store=True, is_kept=False)
+        fresh = self._finish(replace(greedy, approximate=False, use_cache=False))
+        return VerifyReport(self._finish(greedy), fresh, self._followed(greedy, fresh), tuple(answers))
+
+    def _followed(self, request: Request, fresh: Result) -> Result | None:
+        """`request`, made to give the fresh answer; None where its tokens are not all known."""
+        if not fresh.tokens or len(fresh.tokens) != fresh.usage.completion_tokens:
+            return None
+        return self._finish(replace(request, forced=fresh.tokens, max_tokens=len(fresh.tokens)))
 
     def stats(self) -> dict[str, Json]:
         return self._bridge.run(self._stats())

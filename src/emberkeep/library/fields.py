@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from emberkeep.config import OFF
 from emberkeep.library.checking import TOKEN_ID, Body
-from emberkeep.types import Json, Sampling
+from emberkeep.types import Approximation, Json, Repair, Sampling
 
 MAX_SCHEMA_BYTES = 256 << 10
 NO_LIMIT = -1
@@ -51,7 +52,9 @@ Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Limit = Annotated[
     int, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
 ]
+Places = Annotated[int, Field(ge=0, le=65_536)]
 Probability = Annotated[float, Field(gt=0, le=1)]
+KvBits = Literal[16, 8, 4]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenKey = Annotated[str, Field(pattern=TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -60,6 +63,39 @@ Stops = Annotated[
     list[StopText],
     Field(max_length=16),
     BeforeValidator(_listed, json_schema_input_type=StopText | list[StopText]),
+]
+
+
+class ApproximationFields(Body):
+    """How state from other places is repaired; whatever is left out is as in `Approximation`."""
+
+    repair: Literal["off", "none", "selective", "cacheblend"] = "cacheblend"
+    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    boundary: Places | None = None
+    side: Literal["first", "last", "both"] | None = None
+    overlap: Places | None = None
+    sinks: Places | None = None
+
+    def to_approximation(self) -> Approximation | Literal[False]:
+        if self.repair == OFF:
+            return False
+        given = {name: value for name, value in self if value is not None}
+        return Approximation(**{**given, "repair": Repair(self.repair)})
+
+
+def _spelled_out(value: Json) -> Json:
+    """A word says how to repair, and false is one for it."""
+    if value is False:
+        return {"repair": OFF}
+    return {"repair": value} if isinstance(value, str) else value
+
+
+Approximate = Annotated[
+    ApproximationFields,
+    BeforeValidator(
+        _spelled_out,
+        json_schema_input_type=Literal[False, "off", "none", "selective", "cacheblend"] | ApproximationFields,
+    ),
 ]
 
 
@@ -83,6 +119,12 @@ class GenerationFields(Body):
     presence_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=NO_OTHERS)] | None = None
+
+    kv_bits: KvBits | None = None
+    approximate: Approximate | None = None
+
+    def to_approximation(self) -> Approximation | Literal[False] | None:
+        return self.approximate.to_approximation() if self.approximate is not None else None
 
     def to_sampling(self) -> Sampling:
         values = {name: getattr(self, name) for name in _PASSED_ON}

@@ -1,10 +1,11 @@
-"""The default model arrives by itself."""
+"""Models that arrive by themselves."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ModelNotFound
 
 if TYPE_CHECKING:
@@ -12,18 +13,31 @@ if TYPE_CHECKING:
 
 
 def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
-    """Make sure that the configured model is here: the default one is pulled, any other must be.
+    """Make sure that the configured model is here, and with it what its engine needs.
 
-    Blocks while it downloads. Raises ModelNotFound, ModelBroken, DownloadFailed.
+    The default model is pulled, and so is a repository of the hub for the Hugging Face engine; any other must be
+    here. Blocks while it downloads. Raises ModelError, and EngineError where the engine is not installed.
     """
     from emberkeep.models.library import ModelLibrary
     from emberkeep.models.pull import pull
     from emberkeep.models.reporting import Silent
 
+    if config.engine == "hf":
+        require_hf()
     library = ModelLibrary(config.data_dir / "models")
     try:
         library.resolve(config.model)
     except ModelNotFound:
-        if config.model != DEFAULT_MODEL:
+        spec = _pullable(config)
+        if spec is None:
             raise
-        pull(DEFAULT_MODEL, library, reporter=reporter or Silent())
+        pull(spec, library, reporter=reporter or Silent())
+
+
+def _pullable(config: Config) -> str | None:
+    from emberkeep.models.library import is_repo
+
+    if config.model == DEFAULT_MODEL:
+        return DEFAULT_MODEL
+    # Only where the engine was asked for: else a mistyped path would ask the hub.
+    return f"hf:{config.model}" if config.engine == "hf" and is_repo(config.model) else None

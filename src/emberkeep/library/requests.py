@@ -15,12 +15,24 @@ from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.checking import HALF_A_CHARACTER, checked
 from emberkeep.library.fields import GenerationFields, Label, Schema, to_limit
 from emberkeep.library.messages import BeginningList, MessageList, ToolList, prefix_of_chats, to_messages
-from emberkeep.types import Json, JsonFormat, Message, Request, Tool, ToolCall, Ttl, private_namespace
+from emberkeep.types import (
+    Approximation,
+    Json,
+    JsonFormat,
+    Message,
+    Request,
+    Tool,
+    ToolCall,
+    Ttl,
+    private_namespace,
+)
 
 Messages = str | Sequence[Message | Mapping[str, Json]]
 """A text is one message of the user."""
 
 Tools = Sequence[Tool | Mapping[str, Json]]
+
+Approximate = str | bool | Approximation | Mapping[str, Json] | None
 
 MAX_TOKENS = 256
 
@@ -42,6 +54,11 @@ class Options(TypedDict, total=False):
     namespace: str | None
     """The same once more, within a user: HTTP's `cache_salt`."""
     use_cache: bool | None
+    approximate: Approximate
+    """`cacheblend`, `selective`, `none`, or an `Approximation`: stored state may be reused at other places. False:
+    it may not. None: as configured."""
+    kv_bits: int | None
+    """16, 8 or 4: in how many bits the state is stored. Fewer than 16 are not exact. None: as configured."""
     conversation_id: str | None
     ttl: str | None
     """`short`, `long` or `extended`."""
@@ -65,6 +82,8 @@ class _Call(GenerationFields):
             user=self.user or "",
             namespace=private_namespace(self.user or "", self.namespace or ""),
             use_cache=self.use_cache is not False,
+            kv_bits=self.kv_bits,
+            approximate=self.to_approximation(),
             conversation_id=self.conversation_id or None,
             ttl=Ttl(self.ttl) if self.ttl else None,
         )
@@ -137,6 +156,8 @@ def _plain(value: object) -> Json:
             return _plain(_message_json(value))
         case ToolCall():
             return _plain({"id": value.id, "function": {"name": value.name, "arguments": value.arguments}})
+        case Approximation():
+            return _plain(asdict(value))
         case Tool():
             return _plain({"function": asdict(value)})
         case Mapping():

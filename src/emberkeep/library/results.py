@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emberkeep.types import (
@@ -11,10 +10,12 @@ from emberkeep.types import (
     Event,
     Finished,
     FinishReason,
+    Fit,
     LookupRecord,
     ReasoningDelta,
     TextDelta,
     Timings,
+    TokenLogprob,
     ToolCall,
     ToolCallDelta,
     Usage,
@@ -35,6 +36,10 @@ class Result:
     lookup: LookupRecord
     tokens: tuple[int, ...]
     """The sampled ids behind `text`."""
+    fit: Fit
+    """With which plan it was evaluated, and what was left out of the prompt."""
+    logprobs: tuple[TokenLogprob, ...]
+    """Of these, where they were asked for."""
 
     @property
     def ttft_ms(self) -> float:
@@ -56,41 +61,6 @@ class WarmResult:
     """Why it is not ready after all."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """The same greedy request answered with stored state and by fresh evaluation."""
-
-    cached: Result
-    fresh: Result
-
-    @property
-    def equal(self) -> bool:
-        return self.first_difference is None and self.cached.text == self.fresh.text
-
-    @property
-    def first_difference(self) -> int | None:
-        """Index of the first token that differs."""
-        return _first_difference(self.cached.tokens, self.fresh.tokens)
-
-    @property
-    def agreement(self) -> float:
-        """The part of the answer before the first difference, from 0 to 1."""
-        if self.first_difference is None:
-            return 1.0
-        return self.first_difference / max(len(self.cached.tokens), len(self.fresh.tokens))
-
-    @property
-    def reused_tokens(self) -> int:
-        return self.cached.usage.cached_tokens
-
-
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
-
-
 class Collector:
     """Adds up the events of one choice; `result` may be asked for at any moment."""
 
@@ -99,15 +69,17 @@ class Collector:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._calls: dict[int, ToolCall] = {}
         self._finish_reason: FinishReason | None = None
         self._completed = Completed(Usage(), Timings(), LookupRecord())
 
     def add(self, event: Event) -> None:
         match event:
-            case TextDelta(text=text, tokens=tokens):
+            case TextDelta(text=text, tokens=tokens, logprobs=logprobs):
                 self._text.append(text)
                 self._tokens.extend(tokens)
+                self._logprobs.extend(logprobs)
             case ReasoningDelta(text=text):
                 self._reasoning.append(text)
             case ToolCallDelta():
@@ -134,4 +106,6 @@ class Collector:
             timings=self._completed.timings,
             lookup=self._completed.lookup,
             tokens=tuple(self._tokens),
+            logprobs=tuple(self._logprobs),
+            fit=self._completed.fit,
         )

@@ -1,16 +1,17 @@
-"""The SHA-256 of a weights file, computed once per version of the file."""
+"""The SHA-256 of a model's files, computed once per version of each file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.files import private_folder, replace_file
+from emberkeep.models.folder import SHAPING, folder_files
 
 BLOCK = 4 << 20
 
@@ -44,6 +45,23 @@ def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None
         raise ModelBroken(f"{path} changed while it was read; try again when nothing writes to it.")
     remember(path, digest, cache_dir)
     return digest
+
+
+def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
+    """`weights_digest` of a file; of a folder, one digest over all files that shape what its model computes.
+
+    Blocks and raises as `weights_digest`.
+    """
+    if not path.is_dir():
+        return weights_digest(path, cache_dir, progress)
+    files = folder_files(path, SHAPING)
+    return folder_digest({file.name: weights_digest(file, cache_dir, progress) for file in files})
+
+
+def folder_digest(digests: Mapping[str, str]) -> str:
+    """One digest for those of a folder's shaping files, by name."""
+    lines = [f"{name} {digest}" for name, digest in sorted(digests.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def remember(path: Path, digest: str, cache_dir: Path) -> None:

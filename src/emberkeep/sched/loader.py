@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -16,9 +17,10 @@ from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Cursor, place_at
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.job import Job
+from emberkeep.sched.mover import Mover
 from emberkeep.sched.sequence import Load, Phase, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
-from emberkeep.types import Divergence, MissReason
+from emberkeep.types import EXACT_BITS, Divergence, MissReason, bits_of, visible_to
 
 _EXCERPT_TOKENS = 12
 _WORTH_WAITING = 16
@@ -29,8 +31,15 @@ class Loader:
     """Belongs to the engine's thread. `wake` is called from the store's threads when bytes have arrived."""
 
     def __init__(
-        self, engine: Engine, store: KvStore, slots: Slots, affinity: Affinity, wake: Callable[[], None]
+        self,
+        engine: Engine,
+        store: KvStore,
+        slots: Slots,
+        affinity: Affinity,
+        mover: Mover,
+        wake: Callable[[], None],
     ) -> None:
+        self._mover = mover
         self._engine = engine
         self._store = store
         self._slots = slots
@@ -43,11 +52,11 @@ class Loader:
         if not job.use_cache:
             return None
         wanted = job.tokens[: job.reusable]
-        coming = self._slots.coming_match(job.namespace, wanted)
+        coming = self._slots.coming_match(job.sees, wanted)
         if coming.sequence is None:
             return None
-        stored = self._store.advance(self._store.origin(job.namespace), wanted)
-        now = max(stored.position, self._slots.computed_match(job.namespace, wanted).tokens)
+        stored = self._store.advance(self._store.origin(job.sees), wanted)
+        now = max(stored.position, self._slots.computed_match(job.sees, wanted).tokens)
         # The end of a turn is evaluated within a step or two, and whoever continues the turn wants it.
         needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
         return coming if coming.tokens >= now + needed else None
@@ -55,8 +64,8 @@ class Loader:
     def start(self, job: Job) -> Sequence | None:
         """Give the job a slot and begin loading. None when no slot is free."""
         wanted = job.tokens[: job.reusable if job.use_cache else 0]
-        hot = self._slots.computed_match(job.namespace, wanted)
-        match = self._store.match(job.namespace, wanted, snapshots=self._unit.has_snapshots)
+        hot = self._slots.computed_match(job.sees, wanted)
+        match = self._store.match(job.sees, wanted, snapshots=self._unit.has_snapshots)
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
         if is_better or job.from_store:
             hot = HotMatch(None, 0)
@@ -66,9 +75,9 @@ class Loader:
             self._store.release(match)
             return None
         left_behind = _after(hot)
-        origin = self._store.origin(job.namespace)
-        known = hot.sequence.cursor if hot.sequence and hot.sequence.cursor.position <= hot.tokens else origin
-        sequence = Sequence(slot, job, Cursor(known.chunk, known.used, job.namespace), hot.tokens)
+        sequence = Sequence(slot, job, self._store.origin(job.namespace), hot.tokens)
+        if hot.sequence is not None:
+            _go_on_from(sequence, hot.sequence)
         sequence.borders = job.borders if self._unit.has_snapshots else frozenset()
         self._slots.occupy(sequence)
         sequence.match = match
@@ -89,12 +98,14 @@ class Loader:
             sequence.loads.popleft()
             if not self._import(sequence, load):
                 self._give_up_loading(sequence)
-        self._finish(sequence)
+        if self._mover.has_arrived(sequence):
+            self._finish(sequence)
 
     def abandon(self, sequence: Sequence) -> None:
         """Stop waiting for anything."""
         if sequence.loads:
             self._give_up_loading(sequence)
+        self._mover.let_go(sequence)
         self._finish(sequence)
 
     def _give_up_loading(self, sequence: Sequence) -> None:
@@ -125,6 +136,7 @@ class Loader:
         sequence.from_disk = {chunk.key for chunk, _ in chunks if chunk.payload is None}
         for chunk, end in chunks:
             sequence.loads.append(Load(chunk, end, self._store.fetch(chunk, self._wake)))
+        self._mover.find(sequence, max([sequence.computed, *(end for _, end in chunks)]))
         sequence.phase = Phase.LOADING
         self.pump(sequence)
 
@@ -183,8 +195,11 @@ class Loader:
         chunk = load.chunk
         tokens = load.end - sequence.computed
         sequence.computed = load.end
+        sequence.holds_packed |= bits_of(chunk.namespace) != EXACT_BITS
         if sequence.cursor.position < load.end:
-            here = Cursor(chunk, load.end - chunk.start, sequence.namespace)
+            if chunk.namespace not in visible_to(sequence.namespace):
+                sequence.rests_on_moved(chunk.start)
+            here = Cursor(chunk, load.end - chunk.start, sequence.lineage)
             sequence.cursor = place_at(here, load.end) if chunk.is_snapshot else here
         if chunk.key in sequence.job.read_ahead or chunk.key in sequence.from_disk:
             sequence.cold_tokens += tokens
@@ -237,6 +252,17 @@ class Loader:
         pieces = self._engine.vocab.pieces
         known = [t for t in tokens[:_EXCERPT_TOKENS].tolist() if t < len(pieces)]
         return b"".join(pieces[t] for t in known).decode("utf-8", "replace")
+
+
+def _go_on_from(sequence: Sequence, hot: Sequence) -> None:
+    """Take over what is known about the state that a sequence begins with."""
+    sequence.holds_packed = hot.holds_packed
+    begins = hot.approximate_from
+    if begins is not None and begins < sequence.computed:
+        sequence.rests_on_moved(begins)
+    known = hot.cursor
+    if known.position <= sequence.computed and known.chunk.namespace in visible_to(sequence.lineage):
+        sequence.cursor = replace(known, namespace=sequence.lineage)
 
 
 def _must_load(sequence: Sequence) -> bool:

@@ -16,10 +16,12 @@ from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.affinity import Affinity
+from emberkeep.sched.calibration import Calibration, PeakWatch
 from emberkeep.sched.inbox import SHUTTING_DOWN, BetweenJobs, Call, Cancel, Command, Inbox, Stop, Wake
 from emberkeep.sched.job import EndReason, Job
 from emberkeep.sched.keeper import Keeper
 from emberkeep.sched.loader import Loader
+from emberkeep.sched.mover import Mover
 from emberkeep.sched.plan import Planner
 from emberkeep.sched.queue import WaitingLine
 from emberkeep.sched.recent import RecentAnswers
@@ -43,6 +45,8 @@ class LoopSettings:
     """Conversations whose slot is remembered."""
     warm_after: int = 2
     """Turns of its conversation after which a branch that was left alone leaves the engine."""
+    memory: int | None = None
+    """Bytes that jobs in the engine may come to need together; None: as many as they like."""
 
 
 @dataclass(slots=True)
@@ -56,6 +60,12 @@ class LoopCounters:
     reused_hot_tokens: int = 0
     reused_warm_tokens: int = 0
     reused_cold_tokens: int = 0
+    moved_tokens: int = 0
+    repaired_tokens: int = 0
+    approximate_jobs: int = 0
+    blended_tokens: int = 0
+    """In steps into which state was moved, of which the next one is what they cost."""
+    blended_token_layers: int = 0
     sampled_tokens: int = 0
 
 
@@ -70,6 +80,7 @@ class EngineLoop:
         *,
         thread: EngineThread | None = None,
         after_step: Callable[[], None] = lambda: None,
+        calibration: Calibration | None = None,
     ) -> None:
         """`thread`: the one that opened the engine, where that matters; the loop ends it when it closes.
 
@@ -87,7 +98,9 @@ class EngineLoop:
         self._affinity = Affinity(engine.capabilities.max_sequences, settings.tracked)
         self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
         self._keeper = Keeper(engine, store)
-        self._loader = Loader(engine, store, self._slots, self._affinity, wake=lambda: self._inbox.put(Wake()))
+        self._mover = Mover(engine, store, self._slots, self._keeper, self._wake)
+        self._loader = Loader(engine, store, self._slots, self._affinity, self._mover, self._wake)
+        self._watch = PeakWatch(engine, calibration or Calibration(), self._bytes_of_others)
         self._place_freed = False
         """Something ended since waiting jobs were last looked at."""
         self.counters = LoopCounters()
@@ -181,6 +194,9 @@ class EngineLoop:
 
     # ── the loop ──
 
+    def _wake(self) -> None:
+        self._inbox.put(Wake())
+
     def _run(self) -> None:
         try:
             while self._take_commands(wait=not self._has_work()):
@@ -201,6 +217,28 @@ class EngineLoop:
         batch = self._planner.plan(self._slots.active)
         if batch and self._evaluate(batch):
             self._absorb(batch)
+        self._blend()
+
+    def _blend(self) -> None:
+        """One slice of one sequence into which state is moved; the others have had their step before it."""
+        blending = [s for s in self._slots.active if s.is_blending]
+        if not blending:
+            return
+        sequence = min(blending, key=lambda s: s.started)
+        before, moved = sequence.computed, sequence.moved_tokens
+        try:
+            blended = self._mover.run(sequence, self._planner.blend_room(self._slots.active))
+        except EngineError as error:
+            self._fail(sequence, error)
+            return
+        if blended is not None:
+            self.counters.steps += 1
+            outside = sequence.computed - before - (sequence.moved_tokens - moved)
+            self.counters.evaluated_tokens += outside + blended.repaired
+            self.counters.blended_tokens += sequence.computed - before
+            self.counters.blended_token_layers += blended.token_layers
+            self._keeper.keep_full_chunks(sequence)
+            self._go_on(sequence)
 
     def _evaluate(self, batch: list[tuple[Sequence, Rows]]) -> bool:
         begin = monotonic()
@@ -226,10 +264,14 @@ class EngineLoop:
                 self._sample_safely(sequence, index)
             elif sequence.phase is Phase.CLOSING:
                 self._rest_if_closed(sequence)
-            elif not sequence.pending:
-                self._end(sequence, EndReason.LENGTH)
             else:
-                self._report_progress(sequence)
+                self._go_on(sequence)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        if sequence.pending:
+            self._report_progress(sequence)
+        else:
+            self._end(sequence, EndReason.LENGTH)
 
     def _sample_safely(self, sequence: Sequence, index: int) -> None:
         """What goes wrong with one answer (a grammar that cannot go on) concerns that request alone."""
@@ -326,6 +368,8 @@ class EngineLoop:
             taken = sum(s.reserved for s in busy)
             if len(busy) >= self._settings.parallel or taken + job.cells > self._engine.capabilities.cells:
                 return
+            if self._lacks_memory(job, busy):
+                return
             if self._line.still_waits(job):
                 continue
             if coming := self._loader.worth_waiting_for(job):
@@ -336,13 +380,24 @@ class EngineLoop:
             if sequence is None:
                 return
             self._line.remove(job)
+            self._watch.started(job, alone=all(s.job is None for s in busy))
             self._end_if_all_is_there(sequence)
+
+    def _lacks_memory(self, job: Job, busy: list[Sequence]) -> bool:
+        if self._settings.memory is None or not busy:
+            return False  # alone it fits: that is what admission looked at
+        return sum(s.memory for s in busy) + job.memory > self._settings.memory
+
+    def _bytes_of_others(self) -> int:
+        """On a CPU the engine's memory is the process's, and the store's payloads are in it too."""
+        footprint = self._engine.footprint
+        return self._store.held_bytes()[0] if footprint and footprint.device == "cpu" else 0
 
     def _running_by_user(self) -> Counter[str]:
         return Counter(s.job.user for s in self._slots.active if s.job is not None)
 
     def _keep_before_fork(self, job: Job) -> None:
-        hot = self._slots.computed_match(job.namespace, job.tokens[: job.reusable])
+        hot = self._slots.computed_match(job.sees, job.tokens[: job.reusable])
         if job.use_cache and hot.sequence and hot.sequence.is_active:
             self._keeper.keep_fork(hot.sequence, hot.tokens)
 
@@ -364,7 +419,7 @@ class EngineLoop:
         job.consumer.progress(
             Progress(
                 total=sequence.prompt_length,
-                cached=sequence.lookup_record().reused_tokens,
+                cached=sequence.lookup_record().cached_tokens,
                 processed=sequence.computed,
                 elapsed_ms=1e3 * (monotonic() - sequence.started),
             )
@@ -379,8 +434,9 @@ class EngineLoop:
         self._count(sequence)
         answer = (sequence.prompt_length, sequence.answer_end)
         if job.is_kept:
-            self.recent.add(sequence.namespace, sequence.tokens[:], answer)
+            self.recent.add(sequence.lineage, sequence.tokens[:], answer)
         job.consumer.ended(sequence.ending(reason))
+        self._watch.ended(job)
         sequence.phase = Phase.CLOSING
         if reason is not EndReason.STOPPED and job.max_new:
             sequence.tokens.extend(job.closing)
@@ -405,6 +461,9 @@ class EngineLoop:
         self.counters.reused_hot_tokens += sequence.hot_tokens
         self.counters.reused_warm_tokens += sequence.warm_tokens
         self.counters.reused_cold_tokens += sequence.cold_tokens
+        self.counters.moved_tokens += sequence.moved_tokens
+        self.counters.repaired_tokens += sequence.repaired_tokens
+        self.counters.approximate_jobs += sequence.approximate_from is not None
 
     def _cancel(self, job: Job) -> None:
         self._line.remove(job)

@@ -23,12 +23,12 @@ class Planner:
         self._speed = speed
 
     def plan(self, active: list[Sequence]) -> list[tuple[Sequence, Rows]]:
-        """One row for every sequence that decodes; prompts share the rest of the step.
+        """One row for every sequence that decodes; prompts share the rest of the step, those apart that blend.
 
         The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
         that no prompt waits for ever.
         """
-        runnable = [s for s in active if s.is_runnable]
+        runnable = [s for s in active if s.is_runnable and not s.is_blending]
         decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
         filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
         room = min(self._slice(beside_decodes=bool(decoding)), self._batch - len(decoding))
@@ -42,6 +42,11 @@ class Planner:
             room -= len(tokens)
             plan.append((sequence, tokens, wants))
         return [(s, Rows(s.slot, s.computed, tokens, wants)) for s, tokens, wants in plan if len(tokens)]
+
+    def blend_room(self, active: list[Sequence]) -> int:
+        """How many prompt tokens a step may cost that blends one sequence."""
+        decoding = any(s.is_runnable and not s.in_prompt for s in active)
+        return self._slice(beside_decodes=decoding)
 
     def measure(self, tokens: int, seconds: float) -> None:
         """A step took that long. Steps that hardly evaluate prompts say nothing about their speed."""

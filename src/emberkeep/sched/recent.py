@@ -11,6 +11,7 @@ from collections.abc import Sequence, Set
 from emberkeep.kv.keys import ROOT, TokenArray
 from emberkeep.kv.replay import Replayed, stored_spelling
 from emberkeep.kv.tree import Chunk, Cursor, Span, common_prefix
+from emberkeep.types import exact_namespace, visible_to
 
 
 class RecentAnswers:
@@ -29,7 +30,8 @@ class RecentAnswers:
         self._latest_first = (spelled, *self._latest_first[: self._limit - 1])
 
     def forget(self, namespaces: set[str]) -> None:
-        self._latest_first = tuple(s for s in self._latest_first if s.namespace not in namespaces)
+        owners = {exact_namespace(namespace) for namespace in namespaces}
+        self._latest_first = tuple(s for s in self._latest_first if exact_namespace(s.namespace) not in owners)
 
     def replay(
         self,
@@ -42,7 +44,7 @@ class RecentAnswers:
     ) -> Replayed:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
         for spelled in self._latest_first:
-            if spelled.namespace == namespace and common_prefix(spelled.tokens, ids) == len(ids):
+            if spelled.namespace in visible_to(namespace) and common_prefix(spelled.tokens, ids) == len(ids):
                 found = stored_spelling(Cursor(spelled, len(ids), namespace), text, start, borders, pieces)
                 if found[0]:
                     return found

@@ -6,8 +6,8 @@ requests look at a few dozen candidates, so the vocabulary is cut down before an
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,9 +37,15 @@ class Sampler:
     """One sequence's way of choosing tokens. Deterministic for a given seed."""
 
     def __init__(
-        self, settings: Sampling, matcher: Matcher | None = None, top_logprobs: int | None = None
+        self,
+        settings: Sampling,
+        matcher: Matcher | None = None,
+        top_logprobs: int | None = None,
+        forced: Iterable[int] = (),
     ) -> None:
+        """`forced`: what is chosen first, whatever the logits say."""
         self._settings = settings
+        self._forced = deque(forced)
         self._matcher = matcher
         self._top_logprobs = top_logprobs
         self._random = np.random.Generator(np.random.PCG64(settings.seed))
@@ -53,7 +59,7 @@ class Sampler:
     def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
         adjusted = self._adjust(logits)
-        token = self._choose(adjusted)
+        token = self._forced.popleft() if self._forced else self._choose(adjusted)
         if self._matcher:
             self._matcher.advance(token)
         if self._penalises:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from time import monotonic
 
 import numpy as np
 
+from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.fetch import Fetch
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.lookup import Match
 from emberkeep.kv.tree import Chunk, Cursor, Span
 from emberkeep.sched.job import Ending, EndReason, Job
-from emberkeep.types import Divergence, LookupRecord, MissReason
+from emberkeep.types import Divergence, LookupRecord, MissReason, visible_to
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
@@ -36,6 +38,21 @@ class Load:
     chunk: Chunk
     end: int
     fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """State of another place, for [start, end) of the sequence."""
+
+    start: int
+    end: int
+    chunk: Chunk
+    source: int
+    """The position in its own sequence that goes to `start`."""
+    fetch: Fetch
+
+    def part(self, start: int, end: int) -> Moving:
+        return replace(self, start=start, end=end, source=self.source + start - self.start)
 
 
 class TokenBuffer:
@@ -70,6 +87,12 @@ class Sequence:
         self.slot = slot
         self.job: Job | None = job
         self.namespace = job.namespace
+        """Whose it is while it is exact."""
+        self._approximate_namespace = job.sees
+        self.approximate_from: int | None = None
+        """Where state begins that was moved there, now or before it was stored."""
+        self.holds_packed = False
+        """Some of it was loaded from fewer bits than the engine's."""
         self.given = job.given
         self.notes = job.notes
         self.is_kept = job.is_kept
@@ -82,6 +105,8 @@ class Sequence:
         self.tokens = TokenBuffer(job.tokens, min(job.max_new, 512) + len(job.closing))
         self.prompt_length = len(job.tokens)
         self._reusable = job.reusable
+        self._largest_slice = job.admitted.plan.prefill_slice if job.admitted else None
+        self.memory = job.memory
         self.computed = reused
         self.cursor = cursor
         """How far the store holds this sequence."""
@@ -92,6 +117,14 @@ class Sequence:
         self.divergence: Divergence | None = None
         self.match: Match | None = None
         self.loads: deque[Load] = deque()
+        self.pieces: deque[Moving] = deque()
+        """What is still to be moved here, in order."""
+        self.moved: list[Moved] = []
+        """Pinned for the sake of `pieces`."""
+        self.one_by_one = False
+        """The engine has refused several pieces together."""
+        self.moved_tokens = 0
+        self.repaired_tokens = 0
         self.from_disk: set[ChunkKey] = set()
         self.started = monotonic()
         self.load_seconds = 0.0
@@ -118,6 +151,29 @@ class Sequence:
         return self.computed < self._reusable
 
     @property
+    def is_blending(self) -> bool:
+        """Its next tokens are moved, not evaluated."""
+        return self.is_runnable and bool(self.pieces) and self.pieces[0].start <= self.computed
+
+    @property
+    def lineage(self) -> str:
+        """Where what it computes now is stored."""
+        return self.namespace if self.approximate_from is None else self._approximate_namespace
+
+    def shown_to(self, namespace: str) -> int:
+        """How many of its first tokens a job that sees `namespace` may reuse."""
+        seen = visible_to(namespace)
+        if self.namespace not in seen:
+            return 0
+        return len(self.tokens) if self._approximate_namespace in seen else self._exact_length
+
+    @property
+    def _exact_length(self) -> int:
+        if self.approximate_from is not None:
+            return self.approximate_from
+        return self.pieces[0].start if self.pieces else len(self.tokens)
+
+    @property
     def sampled_count(self) -> int:
         return self.answer_end - self.prompt_length
 
@@ -132,6 +188,8 @@ class Sequence:
 
     def next_slice(self, budget: int) -> tuple[TokenArray, bool]:
         """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
+        if self._largest_slice is not None:
+            budget = min(budget, self._largest_slice)
         end = min(self.computed + budget, len(self.tokens))
         if self.in_prompt:
             end = self._prompt_slice_end(budget)
@@ -142,10 +200,45 @@ class Sequence:
     def _prompt_slice_end(self, budget: int) -> int:
         """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""
         ahead = [border for border in self.borders if border > self.computed]
+        ahead += [piece.start for piece in islice(self.pieces, 1)]
         remaining = min([*ahead, self._reusable]) - self.computed
         if FAIR_SLICE <= budget < remaining < budget + FAIR_SLICE:
             budget = (remaining + 1) // 2
         return self.computed + min(budget, remaining)
+
+    def blend_end(self, room: int, rows: int, cost: float) -> int:
+        """Where a slice of at most `rows` tokens ends that costs no more than evaluating `room` of them.
+
+        A moved token costs `cost` of an evaluated one.
+        """
+        end = self.computed
+        limit = min(end + rows, self.pieces[0].end if self.one_by_one else self._reusable)
+        left = float(room)
+        for piece in self.pieces:
+            left -= piece.start - end
+            affordable = max(int(left / cost), 0) if cost else rows
+            if left < 0 or affordable < piece.end - piece.start:
+                return min(piece.start + (int(left) if left < 0 else affordable), limit)
+            left -= cost * (piece.end - piece.start)
+            end = piece.end
+        return min(end + int(left), limit)
+
+    def blended(self, end: int, repaired: int) -> None:
+        """Everything up to `end` is there, with pieces moved into it."""
+        self.rests_on_moved(self.computed)
+        while self.pieces and self.pieces[0].start < end:
+            piece = self.pieces.popleft()
+            self.moved_tokens += min(piece.end, end) - piece.start
+            if piece.end > end:
+                self.pieces.appendleft(piece.part(end, piece.end))
+        self.repaired_tokens += repaired
+        self.computed = end
+
+    def rests_on_moved(self, start: int) -> None:
+        """From `start` on it is approximate, and what is stored of it from now on is stored as such."""
+        if self.approximate_from is None:
+            self.approximate_from = start
+        self.cursor = replace(self.cursor, namespace=self.lineage)
 
     def add_sampled(self, token: int) -> None:
         self.tokens.extend((token,))
@@ -157,12 +250,16 @@ class Sequence:
         return ((begin - start, finish - start),) if begin < finish else ()
 
     def lookup_record(self) -> LookupRecord:
-        reused_all = self.hot_tokens + self.warm_tokens + self.cold_tokens >= self._reusable
+        reused = self.hot_tokens + self.warm_tokens + self.cold_tokens
+        reused_all = reused + self.moved_tokens >= self._reusable
         return LookupRecord(
             prompt_tokens=self.prompt_length,
             hot_tokens=self.hot_tokens,
             warm_tokens=self.warm_tokens,
             cold_tokens=self.cold_tokens,
+            moved_tokens=self.moved_tokens,
+            repaired_tokens=self.repaired_tokens,
+            is_approximate=self.approximate_from is not None or self.holds_packed,
             load_ms=1e3 * self.load_seconds,
             reason=MissReason.NONE if reused_all else self.reason,
             divergence=None if reused_all else self.divergence,

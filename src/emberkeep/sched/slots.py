@@ -14,7 +14,7 @@ from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.types import visible_to
+from emberkeep.types import exact_namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Slots:
         """The sequence that shares the longest computed prefix with `tokens`."""
         best = HotMatch(None, 0)
         for sequence in self._by_slot.values():
-            if sequence.namespace not in visible_to(namespace) or sequence.phase is Phase.LOADING:
+            if sequence.phase is Phase.LOADING:
                 continue
-            length = common_prefix(sequence.tokens[: sequence.computed], tokens)
+            length = common_prefix(sequence.tokens[: min(sequence.computed, sequence.shown_to(namespace))], tokens)
             if self._whole_only and length != sequence.computed:
                 continue
             if length and (length, not sequence.is_active) > (best.tokens, False):
@@ -58,8 +58,8 @@ class Slots:
         """The active sequence that will have computed the longest shared prefix when its prompt is done."""
         best = HotMatch(None, 0)
         for sequence in self.active:
-            if sequence.namespace in visible_to(namespace) and not self._whole_only:
-                length = common_prefix(sequence.tokens[:], tokens)
+            if not self._whole_only:
+                length = common_prefix(sequence.tokens[: sequence.shown_to(namespace)], tokens)
                 if length > max(best.tokens, sequence.computed):
                     best = HotMatch(sequence, length)
         return best
@@ -101,9 +101,9 @@ class Slots:
                 self.drop(sequence)
 
     def forget(self, namespaces: set[str]) -> None:
-        """Give up everything that rests for these."""
+        """Give up everything that rests for these, exact or not."""
         for sequence in self.idle:
-            if sequence.namespace in namespaces:
+            if exact_namespace(sequence.namespace) in namespaces:
                 self.drop(sequence)
 
     def free_cells(self, avoid: Sequence | None = None) -> bool:

@@ -13,6 +13,8 @@ log = logging.getLogger("emberkeep.llamacpp")
 
 _LEVELS = {2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
 _recent_errors: list[str] = []
+_BUFFER = re.compile(r"buffer size =\s*([\d.]+) MiB")
+_buffers: list[float] = []
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -21,6 +23,8 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     if level == 4 and line:
         _recent_errors.append(line)
         del _recent_errors[:-8]
+    if found := _BUFFER.search(line):
+        _buffers.append(float(found[1]))
     # llama.cpp tells the caller the same through return codes: its own words are for debugging.
     if level in _LEVELS and line and log.isEnabledFor(logging.DEBUG):
         log.debug("%s", line)
@@ -39,6 +43,13 @@ def take_errors() -> str:
     _recent_errors.clear()
     # It begins with the name of a C function.
     return re.sub(r"^\w+: ", "", first).rstrip(".")
+
+
+def take_buffers() -> int:
+    """Bytes that llama.cpp said it allocated since the last call: it tells nobody but its log."""
+    total = sum(_buffers)
+    _buffers.clear()
+    return int(total * (1 << 20))
 
 
 def system_info() -> str:

@@ -26,6 +26,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ Tensor = tuple[int, int]
 
 Rows = slice | npt.NDArray[np.intp]
 
+_F16 = 1
 _PAIR = struct.Struct("<II")
 _TENSOR = struct.Struct("<iQ")
 _RECURRENT_HEAD = struct.Struct("<III")
@@ -47,6 +49,19 @@ _CELL_BYTES = (12, 24)
 UNKNOWN = "llama.cpp exported a state in a layout this version does not know."
 EMPTY = _PAIR.pack(1, 0)
 """A part of attention layers without cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Layers one after the other whose rows have the same size."""
+
+    is_key: bool
+    row_bytes: int
+    count: int
+
+    def stride(self, cells: int) -> int:
+        """From the rows of one layer to those of the next, in a part with so many cells."""
+        return _TENSOR.size + cells * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +100,19 @@ class Attention:
     @property
     def row_bytes(self) -> int:
         return sum(size for _, size in self.tensors)
+
+    @property
+    def has_half_rows(self) -> bool:
+        return all(kind == _F16 for kind, _ in self.tensors)
+
+    def runs(self, cells: int) -> Iterator[tuple[int, Run]]:
+        """What the rows of a part with `cells` cells consist of, each with where its first row begins."""
+        offset = 2 * _PAIR.size + cells * self.cell_bytes
+        kinds = ((index < self.layers, row) for index, (_, row) in enumerate(self.tensors))
+        for (is_key, row), same in groupby(kinds):
+            run = Run(is_key, row, len(list(same)))
+            yield offset + _TENSOR.size, run
+            offset += run.count * run.stride(cells)
 
     def size(self, cells: int) -> int:
         return 2 * _PAIR.size + _TENSOR.size * len(self.tensors) + cells * (self.cell_bytes + self.row_bytes)

@@ -11,15 +11,19 @@ from itertools import pairwise
 import llama_cpp
 import numpy as np
 
-from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
+from emberkeep.config import resident_ram
+from emberkeep.engine.base import Blended, Capabilities, KvUnit, Logits, Outcome, Payload, Piece, Rows
 from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.blob import Bytes
 from emberkeep.engine.llamacpp.context import LlamaSettings, fingerprint, open_context, windows_suffice
 from emberkeep.engine.llamacpp.experts import ExpertCounter
+from emberkeep.engine.llamacpp.footprint import footprint_of
 from emberkeep.engine.llamacpp.layout import PROBE, Exports, Layout, learn
 from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.packed import pack_range, packs, unpack_range
 from emberkeep.engine.llamacpp.rows import BatchBuffer
 from emberkeep.engine.llamacpp.state import PARTIAL, read_state, shared, write_state
+from emberkeep.engine.packing import is_packed
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
 
@@ -44,7 +48,6 @@ class LlamaEngine:
         self.vocab = model.vocab
         self._settings = settings
         self.attention = None
-        self.footprint: Footprint | None = None
         self.experts = ExpertCounter.of(model, self._reopen)
         self._open()
         self._batch = BatchBuffer(settings.batch)
@@ -61,8 +64,10 @@ class LlamaEngine:
             batch=settings.batch,
             kv_bytes_per_token=self._layout.row_bytes if self._layout else 0,
             snapshot_bytes=self._snapshot_bytes(),
+            packs=packs(self._layout),
         )
         self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
+        self.footprint = footprint_of(model, settings.cells, self.capabilities.kv_bytes_per_token)
 
     # ── evaluation ──
 
@@ -99,7 +104,11 @@ class LlamaEngine:
             return [memoryview(b"")] * (len(borders) - 1)
         # Cut outside of the library where an export brings the windows with it: once is enough.
         spans = pairwise(borders) if self._unit is KvUnit.RANGE else [borders]
-        return [payload for span in spans for payload in self._export_ranges(self._layout, sequence, span)]
+        payloads = [payload for span in spans for payload in self._export_ranges(self._layout, sequence, span)]
+        if bits == 16:
+            return payloads
+        ranges = zip(payloads, pairwise(borders), strict=True)
+        return [pack_range(self._layout, payload, end - start, bits) for payload, (start, end) in ranges]
 
     def _export_ranges(self, layout: Layout, sequence: int, borders: Sequence[int]) -> list[Payload]:
         with shared(self._memory, sequence + 1, _SCRATCH, borders[0], borders[-1]):
@@ -117,6 +126,8 @@ class LlamaEngine:
         return memoryview(state)
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+        if self._layout is not None and self._unit.has_ranges and is_packed(payload):
+            payload = unpack_range(self._layout, payload)
         if not payload_start <= start < end <= self._payload_end(payload, payload_start, end):
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         place = self._places[sequence]
@@ -191,7 +202,8 @@ class LlamaEngine:
         raise EngineError("llama.cpp's state cannot be moved: use the Hugging Face engine (--engine hf).")
 
     def peak_bytes(self) -> int | None:
-        return None
+        """What the process holds now: pages that were touched once stay."""
+        return resident_ram()
 
     def stats(self) -> dict[str, Json]:
         return {}

@@ -12,7 +12,7 @@ that the last token saw: llama.cpp leaves out what is behind them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import KvUnit, Payload
-from emberkeep.engine.llamacpp.blob import EMPTY, UNKNOWN, Attention, Bytes, Recurrent, cell_count
+from emberkeep.engine.llamacpp.blob import EMPTY, UNKNOWN, Attention, Bytes, Recurrent, Run, cell_count
 from emberkeep.errors import EngineError
 
 Order = npt.NDArray[np.intp] | None
@@ -73,6 +73,18 @@ class Layout:
         """With `cells` tokens in the windows."""
         recurrent = self.recurrent.size if self.recurrent else 0
         return _HEAD + sum(part.size(cells) for part in self.windows) + recurrent
+
+    @property
+    def has_half_rows(self) -> bool:
+        """Whether there are ranges, and every row in them is in 16 bits."""
+        return bool(self.ranges) and all(part.has_half_rows for part in self.ranges)
+
+    def runs(self, cells: int) -> Iterator[tuple[int, Run]]:
+        """The runs of a range with `cells` cells, each with where its first row begins."""
+        offset = _HEAD
+        for part in self.ranges:
+            yield from ((offset + begin, run) for begin, run in part.runs(cells))
+            offset += part.size(cells)
 
     def cut(self, state: Bytes, borders: Sequence[int]) -> list[Payload]:
         """The ranges between `borders` of a state that llama.cpp has just written for all of them.

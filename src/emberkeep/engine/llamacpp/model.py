@@ -8,6 +8,7 @@ from pathlib import Path
 
 import llama_cpp
 
+from emberkeep.config import resident_ram
 from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.errors import ModelBroken, ModelNotFound
@@ -21,6 +22,9 @@ class LlamaModel:
     def __init__(self, path: Path, *, gpu_layers: int = 0) -> None:
         binding.start()
         binding.take_errors()
+        binding.take_buffers()
+        self.resident_before = resident_ram() or 0
+        """What the process held without it, in bytes."""
         if not path.is_file():
             raise ModelNotFound(f"There is no model file at {path}.")
         if gpu_layers and not llama_cpp.llama_supports_gpu_offload():
@@ -30,6 +34,7 @@ class LlamaModel:
         self.handle = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             raise ModelBroken(f"llama.cpp cannot load {path.name}: {binding.take_errors() or 'unknown format'}.")
+        self.offloads = gpu_layers > 0 and bool(llama_cpp.llama_supports_gpu_offload())
         self.vocab = LlamaVocab(llama_cpp.llama_model_get_vocab(self.handle))
         self.train_context: int = llama_cpp.llama_model_n_ctx_train(self.handle)
 

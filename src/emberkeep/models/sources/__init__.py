@@ -1,1 +1,1 @@
-"""Where models come from. Each source puts one file into a folder; none of them knows the library."""
+"""Where models come from. Each source puts a model's files into a folder; none of them knows the library."""

@@ -5,20 +5,33 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from emberkeep.files import private_folder
+from emberkeep.models.folder import BESIDE_WEIGHTS, WEIGHTS, folder_files
 from emberkeep.models.reporting import Reporter
-from emberkeep.models.spec import LocalFile
+from emberkeep.models.spec import LocalFile, LocalFolder
 
 BLOCK = 4 << 20
 
 
 def fetch_local(source: LocalFile, folder: Path, reporter: Reporter) -> Path:
     """A hard link where the file system allows it, else a copy. Blocks. Raises OSError."""
-    target = folder / "linked.gguf"
+    return _linked(source.path, folder / "linked.gguf", reporter)
+
+
+def fetch_local_folder(source: LocalFolder, folder: Path, reporter: Reporter) -> list[Path]:
+    """The files of a model, as `fetch_local` does it."""
+    files = folder_files(source.path, (WEIGHTS, *BESIDE_WEIGHTS))
+    target = private_folder(folder / "linked")
+    # A folder of the hub's own cache holds links to its files.
+    return [_linked(file.resolve(), target / file.name, reporter) for file in files]
+
+
+def _linked(source: Path, target: Path, reporter: Reporter) -> Path:
     target.unlink(missing_ok=True)
     try:
-        os.link(source.path, target)
+        os.link(source, target)
     except OSError:
-        _copy(source.path, target, reporter)
+        _copy(source, target, reporter)
     return target
 
 

@@ -31,6 +31,15 @@ FIGURES = (
         "prefix_cache_hits_total",
         "Prompt tokens whose state was reused, by where it was.",
     ),
+    Figure(r"scheduler\.moved_tokens", "moved_tokens_total", "Prompt tokens whose state was moved: approximate."),
+    Figure(r"scheduler\.repaired_tokens", "repaired_tokens_total", "Moved tokens that were evaluated again."),
+    Figure(r"scheduler\.approximate_jobs", "approximate_answers_total", "Answers that rest on moved state."),
+    Figure(r"scheduler\.blended_tokens", "blended_tokens_total", "Tokens of steps into which state was moved."),
+    Figure(
+        r"scheduler\.blended_token_layers",
+        "blended_token_layers_total",
+        "How many tokens of these steps went through how many layers.",
+    ),
     Figure(r"scheduler\.evaluated_tokens", "evaluated_tokens_total", "Tokens that the engine computed."),
     Figure(r"scheduler\.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
     Figure(r"scheduler\.steps", "engine_steps_total", "Batches that the engine computed."),
@@ -64,6 +73,24 @@ FIGURES = (
     Figure(r"store\.cold\.daily_write_budget", "cold_daily_write_budget_bytes", "Bytes that a day may write."),
     Figure(r"store\.cold\.damaged_chunks", "damaged_chunks_total", "Files that failed verification."),
     Figure(r"store\.cold\.vanished_chunks", "vanished_chunks_total", "Files that disappeared or cannot be read."),
+    Figure(r"planning\.refused", "planning_refused_total", "Prompts refused for want of memory."),
+    Figure(r"planning\.truncated", "planning_truncated_total", "Prompts of which the oldest part was left out."),
+    Figure(r"planning\.margin", "planning_margin_ratio", "Share of the predicted memory that is kept free."),
+    Figure(
+        r"planning\.suggested_margin",
+        "planning_suggested_margin_ratio",
+        "The share that would have covered 99 of 100 requests.",
+    ),
+    Figure(
+        r"planning\.actual_to_predicted\.(?P<statistic>median|p95)",
+        "planning_actual_to_predicted_ratio",
+        "Memory that requests used, by what was predicted.",
+    ),
+    Figure(
+        r"planning\.actual_to_predicted\.count",
+        "planning_compared_total",
+        "Requests whose memory was compared with its prediction.",
+    ),
     Figure(
         r"measured\.evaluate_tokens_per_s",
         "measured_evaluate_tokens_per_second",
@@ -82,6 +109,8 @@ FIGURES = (
 )
 
 LEFT_OUT = (
+    r"machine\..*",  # as it was when the model was loaded
+    r"planning\.(enabled|cohorts)",  # a setting, and a table
     r"model",  # a label of emberkeep_info
     r"recent_lookups.*",  # single requests
     r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see requests.py

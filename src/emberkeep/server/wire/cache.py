@@ -79,6 +79,8 @@ def entry_json(entry: CacheEntry) -> dict[str, Json]:
         "shared": entry.is_shared,
         "tokens": entry.tokens,
         "bytes": entry.bytes,
+        "kv_bits": entry.kv_bits,
+        "repair": entry.repair,
         "tiers": _tiers(entry),
         "tier": next((tier for tier, held in _tiers(entry).items() if held >= entry.tokens), "mixed"),
         "last_used_s": entry.idle_s,

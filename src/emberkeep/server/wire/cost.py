@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from emberkeep.types import Completed, Divergence, Json, LookupRecord, MissReason, Timings, Usage
+from emberkeep.types import Completed, Divergence, Fit, Json, LookupRecord, MissReason, Timings, Usage
 
 
 def total(parts: Sequence[Completed]) -> Completed:
@@ -16,6 +16,7 @@ def total(parts: Sequence[Completed]) -> Completed:
         _total_usage([part.usage for part in parts]),
         _total_timings([part.timings for part in parts]),
         _total_lookup([part.lookup for part in parts]),
+        _total_fit([part.fit for part in parts]),
     )
 
 
@@ -48,9 +49,21 @@ def _total_lookup(parts: Sequence[LookupRecord]) -> LookupRecord:
         hot_tokens=sum(part.hot_tokens for part in parts),
         warm_tokens=sum(part.warm_tokens for part in parts),
         cold_tokens=sum(part.cold_tokens for part in parts),
+        moved_tokens=sum(part.moved_tokens for part in parts),
+        repaired_tokens=sum(part.repaired_tokens for part in parts),
+        is_approximate=any(part.is_approximate for part in parts),
         load_ms=sum(part.load_ms for part in parts),
         reason=missed.reason,
         divergence=missed.divergence,
+    )
+
+
+def _total_fit(parts: Sequence[Fit]) -> Fit:
+    """The plan is the one that was predicted to need most."""
+    return replace(
+        max(parts, key=lambda part: part.predicted_bytes),
+        truncated_tokens=sum(part.truncated_tokens for part in parts),
+        truncated_messages=sum(part.truncated_messages for part in parts),
     )
 
 
@@ -79,6 +92,9 @@ def timings_json(timings: Timings) -> dict[str, Json]:
 def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
     return {
         "reused": {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens},
+        "moved_tokens": lookup.moved_tokens,
+        "repaired_tokens": lookup.repaired_tokens,
+        "approximate": lookup.is_approximate,
         "reason": lookup.reason,
         "divergence": _divergence_json(lookup.divergence) if lookup.divergence else None,
     }
@@ -86,6 +102,15 @@ def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
 
 def _divergence_json(divergence: Divergence) -> dict[str, Json]:
     return {**asdict(divergence), "where": divergence.where or None}
+
+
+def _fit_json(fit: Fit) -> dict[str, Json]:
+    plan = {**asdict(fit.plan), "predicted_bytes": fit.predicted_bytes} if fit.plan else None
+    return {
+        "plan": plan,
+        "truncated_tokens": fit.truncated_tokens,
+        "truncated_messages": fit.truncated_messages,
+    }
 
 
 def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, Json]:
@@ -96,5 +121,6 @@ def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, 
         "load_ms": lookup.load_ms,
         "ttft_ms": timings.ttft_ms,
         "queue_ms": timings.queue_ms,
+        **_fit_json(completed.fit),
         "conversation_id": conversation_id,
     }

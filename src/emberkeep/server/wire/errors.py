@@ -16,6 +16,7 @@ from emberkeep.errors import (
     Overloaded,
     RateLimited,
     RequestError,
+    TooLarge,
 )
 from emberkeep.types import Json
 
@@ -30,10 +31,12 @@ class Failure:
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, Json] = field(default_factory=dict)
+    """What a program can make use of, beside OpenAI's fields."""
 
     def json(self) -> dict[str, Json]:
         inner = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": inner}
+        return {"error": {**inner, **self.figures}}
 
     def frame(self) -> bytes:
         """The last event of a stream that failed."""
@@ -56,6 +59,8 @@ def failure_of(error: BaseException) -> Failure:
             return error.failure
         case ContextExceeded():
             return Failure(400, "invalid_request_error", message, "context_length_exceeded", error.param)
+        case TooLarge():
+            return _too_large(error)
         case NoSuchEntry():
             return Failure(404, "invalid_request_error", message, "entry_not_found", error.param)
         case RequestError():
@@ -74,6 +79,16 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(500, "server_error", message)
         case _:
             return Failure(500, "server_error", "The server failed on this request: its log says why.")
+
+
+def _too_large(error: TooLarge) -> Failure:
+    figures = {
+        "prompt_tokens": error.prompt_tokens,
+        "predicted_peak_mb": round(error.needed / 1e6, 3),
+        "free_mb": round(error.available / 1e6, 3),
+        "suggested_max_tokens": error.suggested_max_tokens,
+    }
+    return Failure(413, "invalid_request_error", str(error), "prompt_too_large", error.param, figures=figures)
 
 
 def _come_back(seconds: float) -> dict[str, str]:

@@ -94,6 +94,8 @@ class GenerationBody(GenerationFields, OwnerFields):
             stop=tuple(self.stop or ()),
             n=self.n or 1,
             use_cache=self.cache_prompt is not False,
+            kv_bits=self.kv_bits,
+            approximate=self.to_approximation(),
             ttl=_TTLS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
             slot=None if self.id_slot == ANY_SLOT else self.id_slot,
             want_progress=bool(self.stream and self.return_progress),

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from emberkeep.errors import InvalidField
+from emberkeep.library.fields import KvBits
 from emberkeep.library.messages import BeginningList, ToolList, prefix_of_chats
 from emberkeep.server.wire.chat import TemplateArgs
 from emberkeep.server.wire.fields import OwnerFields
@@ -21,10 +22,12 @@ class WarmBody(OwnerFields):
     tools: ToolList | None = None
     chat_template_kwargs: TemplateArgs | None = None
     ttl: Literal["short", "long", "extended"] | None = None
+    kv_bits: KvBits | None = None
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other."""
-        base = replace(self.to_owned(), max_tokens=0, ttl=Ttl(self.ttl) if self.ttl else None)
+        ttl = Ttl(self.ttl) if self.ttl else None
+        base = replace(self.to_owned(), max_tokens=0, ttl=ttl, kv_bits=self.kv_bits)
         if self.text is None:
             chat = replace(base, template_args=self.chat_template_kwargs or {})
             return prefix_of_chats(chat, self.messages or [], self.tools or [])

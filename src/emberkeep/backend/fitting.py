@@ -1,0 +1,163 @@
+"""From a request to a prompt that fits: into the context, and with a plan into memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from emberkeep.backend.marks import Lineages
+from emberkeep.backend.prompts import Prompt, PromptMaker
+from emberkeep.chat.turns import leaving_turns, without
+from emberkeep.errors import ContextExceeded, TooLarge
+from emberkeep.kv.keys import TokenArray
+from emberkeep.sched.admission import Admission, Admitted, largest
+from emberkeep.sched.calibration import Calibration
+from emberkeep.types import Fit, Json, Request, bits_of
+
+log = logging.getLogger("emberkeep.backend")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    request: Request
+    """What is answered: all that was asked, or what of it fits."""
+    prompt: Prompt
+    closing: tuple[int, ...]
+    max_new: int
+    admitted: Admitted | None
+    fit: Fit
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """What is known about memory, and what may be done when there is too little."""
+
+    admission: Admission | None
+    """None: requests are not planned."""
+    calibration: Calibration
+    auto_truncate: bool
+
+
+class Fitter:
+    """Safe to use from several threads; `fit` blocks for milliseconds."""
+
+    def __init__(
+        self,
+        prompts: PromptMaker,
+        planning: Planning,
+        *,
+        context: int,
+        lineages: Lineages,
+        in_ram: Callable[[str, TokenArray], int],
+    ) -> None:
+        """`in_ram`: how many tokens of a prompt in a namespace the store holds in RAM."""
+        self._prompts = prompts
+        self._planning = planning
+        self._context = context
+        self._lineages = lineages
+        self._in_ram = in_ram
+        self._counting = threading.Lock()
+        self._refused = 0
+        self._truncated = 0
+
+    def fit(self, request: Request) -> Fitted:
+        """Of a settled request. Raises RequestError: ContextExceeded or TooLarge for what does not fit."""
+        try:
+            try:
+                return self._whole(request)
+            except (ContextExceeded, TooLarge) as error:
+                if not self._planning.auto_truncate or request.is_prefix:
+                    raise
+                return self._cut(request, error)
+        except TooLarge:
+            with self._counting:
+                self._refused += 1
+            raise
+
+    def stats(self) -> dict[str, Json]:
+        admission = self._planning.admission
+        return {
+            "enabled": admission is not None,
+            "margin": admission.margin if admission else None,
+            "refused": self._refused,
+            "truncated": self._truncated,
+            **self._planning.calibration.stats(),
+        }
+
+    def _whole(self, request: Request) -> Fitted:
+        prompt = self._prompts.make(request)
+        closing, max_new = self._room(request, prompt)
+        admission = self._planning.admission
+        if admission is None:
+            return Fitted(request, prompt, closing, max_new, None, Fit())
+        bits = bits_of(request.namespace)
+        admitted = admission.admit(
+            len(prompt.tokens),
+            max_new,
+            bits=bits,
+            is_kept=request.is_kept,
+            in_ram=lambda: self._in_ram(request.namespace, prompt.tokens),
+        )
+        if admitted.plan.kv_bits != bits:
+            request = self._lineages.repacked(request, admitted.plan.kv_bits)
+            prompt = self._prompts.make(request)
+        fit = Fit(admitted.plan, admitted.predicted)
+        return Fitted(request, prompt, closing, admitted.max_new, admitted, fit)
+
+    def _room(self, request: Request, prompt: Prompt) -> tuple[tuple[int, ...], int]:
+        """What is evaluated after the answer, and how long the answer may become."""
+        room = self._context - len(prompt.tokens)
+        closing = prompt.closing if room > len(prompt.closing) else ()
+        limit = room - len(closing)
+        return closing, limit if request.max_tokens is None else min(request.max_tokens, limit)
+
+    # ── truncation ──
+
+    def _cut(self, request: Request, error: ContextExceeded | TooLarge) -> Fitted:
+        """The longest end of the request that fits. Raises `error` if none does."""
+        limit = self._context - self._answer_room(request)
+        if isinstance(error, TooLarge):
+            limit = min(limit, error.suggested_max_tokens)
+        for shorter in self._shorter(request, limit):
+            try:
+                fitted = self._whole(shorter)
+            except (ContextExceeded, TooLarge):
+                continue
+            return self._told(request, fitted, error.prompt_tokens)
+        raise error
+
+    def _answer_room(self, request: Request) -> int:
+        """A prompt that fills the context would leave one token for the answer."""
+        wanted = self._context // 4 if request.max_tokens is None else request.max_tokens
+        return min(wanted, self._context // 2)
+
+    def _shorter(self, request: Request, limit: int) -> Iterator[Request]:
+        """Shorter and shorter versions of `request`, beginning with the longest of at most `limit` tokens."""
+        if request.prompt is not None:
+            if limit > 0:
+                yield replace(request, prompt=self._prompts.end_of(request, limit))
+            return
+        turns = leaving_turns(request.messages)
+
+        def keeping(count: int) -> Request:
+            gone = turns[: len(turns) - count]
+            return replace(request, messages=without(request.messages, gone))
+
+        most = len(turns) - 1
+        begin = largest(lambda count: self._prompts.count(keeping(count)) <= limit, most) if turns else -1
+        yield from (keeping(count) for count in range(begin, -1, -1))
+
+    def _told(self, request: Request, fitted: Fitted, prompt_tokens: int) -> Fitted:
+        """With what was left out, and under the name that the whole request would have."""
+        tokens = prompt_tokens - len(fitted.prompt.tokens)
+        messages = len(request.messages) - len(fitted.request.messages)
+        with self._counting:
+            self._truncated += 1
+        log.info("%d tokens (%d messages) were left out of a prompt that does not fit", tokens, messages)
+        return replace(
+            fitted,
+            prompt=self._prompts.named(fitted.prompt, request),
+            fit=replace(fitted.fit, truncated_tokens=tokens, truncated_messages=messages),
+        )

@@ -1,0 +1,283 @@
+"""`bits`: what storing state in 8 or 4 bits saves, what it costs, and how much of an answer survives it.
+
+Every prompt is evaluated, stored and dropped from the engine, once per number of bits; then it is loaded from the
+store and continued. What is compared with is the continuation of the state as it was computed. The prompts are the
+model's own texts: where every word would do, as after random ones, the choice of the next tells nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.bench.bare import Tokens
+from emberkeep.bench.figures import Series, series
+from emberkeep.bench.report import Result, Row, Table, Value
+from emberkeep.bench.stage import Stage
+from emberkeep.config import Config
+from emberkeep.engine.base import Outcome, Payload
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.store import CHUNK_TOKENS
+from emberkeep.runtime import open_store
+from emberkeep.sched.job import Ending, Job
+from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.thread import EngineThread
+from emberkeep.types import EXACT_BITS, Progress, Sampling, TokenLogprob, marked_namespace, private_namespace
+
+Logits = npt.NDArray[np.float32]
+
+_BITS = (16, 8, 4)
+_OPENING = 24
+"""Random words that a text of the model begins with, so that no two are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class BitsPlan:
+    prompts: int = 50
+    chunks: int = 4
+    """Of one prompt."""
+    answer: int = 32
+
+    @property
+    def tokens(self) -> int:
+        """The last token of a prompt is evaluated, not loaded: all that is loaded are full chunks."""
+        return self.chunks * CHUNK_TOKENS + 1
+
+    @property
+    def context(self) -> int:
+        return self.tokens + self.answer + 1
+
+    def quick(self) -> BitsPlan:
+        return replace(self, prompts=3, chunks=2, answer=8)
+
+
+@dataclass(slots=True)
+class _Meter:
+    """What went out of an engine and into it."""
+
+    tokens: int = 0
+    bytes: int = 0
+    export_s: float = 0.0
+    import_s: float = 0.0
+
+
+class _Metered(LlamaEngine):
+    meter = _Meter()
+
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = EXACT_BITS) -> list[Payload]:
+        begin = perf_counter()
+        payloads = super().export_kv(sequence, borders, bits)
+        self.meter.export_s += perf_counter() - begin
+        self.meter.tokens += borders[-1] - borders[0]
+        self.meter.bytes += sum(len(payload) for payload in payloads)
+        return payloads
+
+    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+        begin = perf_counter()
+        outcome = super().import_kv(sequence, start, end, payload, payload_start)
+        self.meter.import_s += perf_counter() - begin
+        return outcome
+
+
+class _Script(Sampler):
+    """Follows `script` where there is one, is greedy otherwise, and remembers what it saw. No text ends here."""
+
+    def __init__(self, ends: frozenset[int], script: Sequence[int] = ()) -> None:
+        super().__init__(Sampling(temperature=0, logit_bias=dict.fromkeys(ends, -100.0)))
+        self._script = iter(script)
+        self.seen: list[Logits] = []
+        self.greedy: list[int] = []
+
+    def sample(self, logits: Logits, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
+        token, logprob = super().sample(logits, pieces)
+        self.seen.append(logits.copy())
+        self.greedy.append(token)
+        return next(self._script, token), logprob
+
+
+class _Waiter:
+    """A consumer that says when it is over, and with what tokens."""
+
+    def __init__(self) -> None:
+        self.over: Future[list[int]] = Future()
+        self._tokens: list[int] = []
+
+    def progress(self, progress: Progress) -> None:
+        pass
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        self._tokens.append(token)
+        return False
+
+    def kept_tokens(self) -> int:
+        return len(self._tokens)
+
+    def ended(self, ending: Ending) -> None:
+        self.over.set_result(self._tokens)
+
+    def failed(self, error: EmberkeepError) -> None:
+        self.over.set_exception(error)
+
+
+@dataclass(slots=True)
+class _Findings:
+    """Of one number of bits."""
+
+    meter: _Meter = field(default_factory=_Meter)
+    same_choice: list[float] = field(default_factory=list)
+    """Per prompt the percentage of positions, on the way of the exact answer, where the choice is the same."""
+    same_text: list[float] = field(default_factory=list)
+    """Per prompt the percentage of a free answer that comes before its first difference."""
+    divergence: list[float] = field(default_factory=list)
+    """Per position the KL divergence from the exact distribution."""
+
+    def row(self, bits: int, exact: _Meter) -> Row:
+        meter, chosen = self.meter, self.same_choice
+        values: dict[str, Value] = {
+            "bytes per token": _one(meter.bytes / meter.tokens, "B"),
+            "of 16 bits": _one(100 * (meter.bytes / meter.tokens) / (exact.bytes / exact.tokens), "%"),
+            "out, per 1,000 tokens": _one(1e6 * meter.export_s / meter.tokens, "ms"),
+            "in, per 1,000 tokens": _one(1e6 * meter.import_s / meter.tokens, "ms"),
+            "same next token": _one(sum(chosen) / len(chosen), "%"),
+            "same text": _one(sum(self.same_text) / len(self.same_text), "%"),
+            "mean KL": _one(1e3 * sum(self.divergence) / len(self.divergence), "mnat"),
+        }
+        return Row(f"{bits} bits", values)
+
+
+class _Bench:
+    """A loop over a store and a real engine."""
+
+    def __init__(self, engine: _Metered, config: Config, thread: EngineThread, plan: BitsPlan) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._ends = engine.vocab.eog | engine.vocab.controls
+        self._store = open_store(config, engine.fingerprint, {"model": "benchmark"})
+        self._loop = EngineLoop(engine, self._store, LoopSettings(1, config.prefill_slice), thread=thread)
+
+    async def own_text(self, opening: Sequence[int], seed: int) -> Tokens:
+        """What the model writes after `opening`."""
+        ends = dict.fromkeys(self._ends, -100.0)
+        sampler = Sampler(Sampling(seed=seed, logit_bias=ends))
+        tokens = await self._run(opening, sampler, self._plan.tokens - len(opening), namespace="", is_kept=False)
+        return np.array([*opening, *tokens], np.int32)
+
+    async def compare(self, prompt: Tokens, findings: dict[int, _Findings]) -> None:
+        exact = _Script(self._ends)
+        answer: list[int] = []
+        for bits, found in findings.items():
+            namespace = marked_namespace(private_namespace(f"in {bits}"), [str(bits)] if bits < EXACT_BITS else [])
+            self._engine.meter = found.meter
+            if bits == EXACT_BITS:
+                answer = await self._answer(prompt, exact, namespace)
+            else:
+                await self._run(prompt, Sampler(Sampling()), 0, namespace)
+            forced, free = _Script(self._ends, answer), _Script(self._ends)
+            await self._answer(prompt, forced, namespace, from_store=True, is_kept=False)
+            tokens = await self._answer(prompt, free, namespace, from_store=True, is_kept=False)
+            found.same_choice.append(percentage(sum(map(int.__eq__, forced.greedy, exact.greedy)), len(answer)))
+            found.same_text.append(percentage(before_difference(tokens, answer), len(answer)))
+            found.divergence += [kl(a, b) for a, b in zip(exact.seen, forced.seen, strict=True)]
+
+    async def _answer(
+        self, prompt: Tokens, sampler: Sampler, namespace: str, *, from_store: bool = False, is_kept: bool = True
+    ) -> list[int]:
+        length = self._plan.answer
+        return await self._run(prompt, sampler, length, namespace, from_store=from_store, is_kept=is_kept)
+
+    async def _run(
+        self,
+        prompt: Sequence[int] | Tokens,
+        sampler: Sampler,
+        length: int,
+        namespace: str,
+        *,
+        from_store: bool = False,
+        is_kept: bool = True,
+    ) -> list[int]:
+        waiter = _Waiter()
+        job = Job(
+            np.asarray(prompt, np.int32),
+            sampler,
+            waiter,
+            length,
+            namespace=namespace,
+            from_store=from_store,
+            is_kept=is_kept,
+        )
+        self._loop.submit(job)
+        return await asyncio.wrap_future(waiter.over)
+
+    def close(self) -> None:
+        self._loop.close()
+        self._store.close()
+
+
+async def run(stage: Stage, plan: BitsPlan) -> Result:
+    config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
+    settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=config.prefill_slice)
+    thread = EngineThread()
+    engine = thread.submit(lambda: _open(stage, settings)).result()
+    findings = {bits: _Findings() for bits in _BITS if bits in engine.capabilities.packs}
+    bench = _Bench(engine, config, thread, plan)
+    try:
+        for number in range(plan.prompts):
+            stage.say(f"prompt {number + 1} of {plan.prompts}")
+            opening = engine.vocab.tokenize(stage.words.text(_OPENING, number))
+            await bench.compare(await bench.own_text(opening, number), findings)
+    finally:
+        await asyncio.to_thread(bench.close)
+    return _result(plan, findings)
+
+
+def _open(stage: Stage, settings: LlamaSettings) -> _Metered:
+    with one_core_each():
+        return _Metered(LlamaModel(stage.model), settings, weights_digest="benchmark")
+
+
+def before_difference(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many are equal before the first that is not."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
+
+
+def kl(exact: Logits, other: Logits) -> float:
+    """The divergence of the distribution of `other` from that of `exact`, in nats."""
+    p, q = _log_softmax(exact), _log_softmax(other)
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def percentage(part: int, whole: int) -> float:
+    return 100 * part / whole
+
+
+def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def _one(value: float, unit: str) -> Series:
+    return series([value], unit)
+
+
+def _result(plan: BitsPlan, findings: dict[int, _Findings]) -> Result:
+    exact = findings[EXACT_BITS].meter
+    title = f"{plan.prompts} texts of {plan.tokens:,} tokens, stored, loaded and continued by {plan.answer}"
+    return Result(
+        "bits",
+        (Table(title, tuple(found.row(bits, exact) for bits, found in findings.items())),),
+        (
+            "Same next token: the share of positions, along the exact answer, where the choice is the same.",
+            "Same text: the share of a free answer before its first difference, after which it is another text.",
+            "The newest tokens of a conversation, up to 127, stay in 16 bits and are not in these figures.",
+        ),
+    )

@@ -1,0 +1,54 @@
+"""`gpu`: the Hugging Face engine with random weights, against eager transformers and against the device's limits.
+
+    rig       the engine with a scheduler and a store around it
+    memory    what was predicted of a request's memory, against what it took
+    ttft      the first token of a cached prompt and of cached turns, against evaluating everything
+    transfer  moving state between RAM and the device, against copying pinned bytes
+    decode    a decode step, against transformers and against reading the weights once
+
+Of the package's dependencies it needs only those of the engine, the scheduler and the store, so that
+`python -m emberkeep.bench.gpu` also runs where little is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from emberkeep.bench.gpu import decode, memory, transfer, ttft
+from emberkeep.bench.gpu.plan import GpuPlan
+from emberkeep.bench.gpu.rig import Rig, open_rig
+from emberkeep.bench.report import Result, Table
+from emberkeep.bench.stage import Folder
+
+__all__ = ["GpuPlan", "measure", "run"]
+
+_NOTES = (
+    "prefill alone: nothing is looked up and nothing stored. from RAM: nothing of it was in the engine any more.",
+    "transformers: eager code, SDPA, a cache that grows by concatenation, tokens chosen on the device.",
+    "weights read once: their bytes / the bytes per second that a copy within the device reads and writes.",
+)
+
+_PARTS: dict[str, Callable[[Rig, GpuPlan], Iterator[Table]]] = {
+    "memory": memory.measure,
+    "prompts": ttft.measure_prompts,
+    "transfer": transfer.measure,
+    "turns": ttft.measure_turns,
+    "decode": decode.measure,
+}
+"""Memory first, and transformers, which has weights of its own, last: nothing else is on the device then."""
+
+
+async def run(place: Folder, plan: GpuPlan) -> Result:
+    *_, last = measure(plan, place.say)
+    return last
+
+
+def measure(plan: GpuPlan, say: Callable[[str], None]) -> Iterator[Result]:
+    """Everything that is known, again after every table. Blocks. Raises EngineError."""
+    tables: list[Table] = []
+    with open_rig(plan) as rig:
+        for name in plan.parts:
+            say(name)
+            for table in _PARTS[name](rig, plan):
+                tables.append(table)
+                yield Result("gpu", tuple(tables), (rig.about, *_NOTES))

@@ -1,0 +1,34 @@
+"""`python -m emberkeep.bench.gpu`: `emberkeep bench gpu` where the command line's packages are not installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from emberkeep.bench.gpu import GpuPlan, measure
+from emberkeep.bench.gpu.plan import PARTS
+
+
+def main() -> None:
+    parser = ArgumentParser(prog="python -m emberkeep.bench.gpu")
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS])
+    parser.add_argument("--device")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--tokens", type=int, nargs="+", dest="sizes")
+    parser.add_argument("--repeat", type=int)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, default=Path("/dev/stdout"))
+    given = vars(parser.parse_args())
+    report, quick = given.pop("json"), given.pop("quick")
+    chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v}
+    plan = replace(GpuPlan().quick() if quick else GpuPlan(), **chosen)
+    for result in measure(plan, lambda what: print(f"… {what}", file=sys.stderr, flush=True)):
+        report.write_text(json.dumps(result.json(), indent=2) + "\n")
+
+
+main()

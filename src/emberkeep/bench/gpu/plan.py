@@ -1,0 +1,53 @@
+"""How much `gpu` measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+PARTS = ("memory", "prompts", "transfer", "turns", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    parts: tuple[str, ...] = PARTS
+    device: str = "auto"
+    layers: int = 36
+    hidden: int = 2048
+    sizes: tuple[int, ...] = (16_384,)
+    """Prompts of which everything is stored."""
+    batches: tuple[int, ...] = (1, 8)
+    decoded_after: int = 1024
+    """Tokens that a sequence has when its decode steps are timed."""
+    steps: int = 64
+    turns: int = 8
+    first_tokens: int = 4096
+    turn_tokens: int = 256
+    answer_tokens: int = 32
+    requests: int = 40
+    """Of different lengths, whose memory is predicted."""
+    slice: int = 2048
+    """Most prompt tokens in one step."""
+    repeat: int = 5
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        talk = self.first_tokens + self.turns * (self.turn_tokens + self.answer_tokens)
+        return max(*self.sizes, talk, self.decoded_after + self.steps) + self.answer_tokens
+
+    def quick(self) -> GpuPlan:
+        return replace(
+            self,
+            layers=4,
+            hidden=64,
+            sizes=(512,),
+            decoded_after=64,
+            steps=4,
+            turns=3,
+            first_tokens=256,
+            turn_tokens=32,
+            answer_tokens=4,
+            requests=30,
+            slice=256,
+            repeat=1,
+        )

@@ -1,0 +1,125 @@
+"""The engine with a scheduler and a store around it, and one request after the other through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TypeVar
+
+import numpy as np
+
+from emberkeep.bench.gpu.plan import GpuPlan
+from emberkeep.engine.hf import HfEngine, HfSettings
+from emberkeep.engine.hf.limits import DeviceLimits
+from emberkeep.engine.hf.synthetic import Shape, random_model
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.job import Ending, Job
+from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.thread import EngineThread
+from emberkeep.types import LookupRecord, Progress, Sampling, TokenLogprob
+
+T = TypeVar("T")
+
+_SEQUENCES = 16
+_CONTEXTS = 4
+"""The pool has cells for so many of the longest sequences."""
+_STORED = 32 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    ttft_ms: float
+    tokens: tuple[int, ...]
+    lookup: LookupRecord
+
+
+@dataclass(slots=True)
+class _Listener:
+    """Hears how a job goes, on the engine's thread."""
+
+    submitted: float
+    first: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    ending: Future[Ending] = field(default_factory=Future)
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        self.first = self.first or perf_counter()
+        self.tokens.append(token)
+        return False
+
+    def kept_tokens(self) -> int:
+        return len(self.tokens)
+
+    def ended(self, ending: Ending) -> None:
+        self.ending.set_result(ending)
+
+    def failed(self, error: EmberkeepError) -> None:
+        self.ending.set_exception(error)
+
+
+class Rig:
+    """Every method blocks. What is asked leaves its state in the engine and in RAM, as it does in a server."""
+
+    def __init__(
+        self, shape: Shape, engine: HfEngine, loop: EngineLoop, limits: DeviceLimits, weights: int
+    ) -> None:
+        self.shape = shape
+        self.engine = engine
+        self.limits = limits
+        self.weights_bytes = weights
+        self._loop = loop
+        self._random = np.random.default_rng(0)
+
+    @property
+    def about(self) -> str:
+        """The model and what computes it, for people."""
+        attention, bytes_ = self.engine.attention.tier, self.weights_bytes
+        return (
+            f"{self.shape.layers} layers of {self.shape.hidden:,}, {bytes_ / 1e9:.2f} GB, attention: {attention}."
+        )
+
+    def prompt(self, tokens: int) -> TokenArray:
+        """Different from every other one."""
+        return self._random.integers(0, self.shape.vocab, tokens, np.int32)
+
+    def ask(self, tokens: TokenArray, max_new: int = 1, *, afresh: bool = False) -> Answer:
+        """`afresh`: without stored state, and without storing any. Raises EngineError."""
+        listener = _Listener(perf_counter())
+        sampler = Sampler(Sampling(temperature=0))
+        self._loop.submit(Job(tokens, sampler, listener, max_new, use_cache=not afresh, is_kept=not afresh))
+        ending = listener.ending.result()
+        self._loop.call(lambda: None).result()  # what is stored after the answer belongs to this request
+        return Answer(1e3 * (listener.first - listener.submitted), tuple(listener.tokens), ending.lookup)
+
+    def leave_engine(self) -> None:
+        """Let nothing rest in the engine: the store has it."""
+        self._loop.forget({""}).result()
+
+    def alone(self, action: Callable[[HfEngine], T]) -> T:
+        """Something on the engine's thread, while the engine holds nothing."""
+        return self._loop.between_jobs(lambda: action(self.engine)).result()
+
+
+@contextmanager
+def open_rig(plan: GpuPlan) -> Iterator[Rig]:
+    """Raises EngineError."""
+    shape = Shape(plan.layers, plan.hidden, plan.longest)
+    settings = HfSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
+    thread = EngineThread()
+    model = thread.submit(lambda: random_model(shape, plan.device)).result()
+    engine = thread.submit(lambda: HfEngine(model, settings, "random")).result()
+    store = KvStore(engine.fingerprint, warm_budget=_STORED, cold=None, cold_budget=0)
+    loop = EngineLoop(engine, store, LoopSettings(parallel=8, prefill_slice=plan.slice), thread=thread)
+    try:
+        yield Rig(shape, engine, loop, DeviceLimits(plan.device), model.weights_bytes)
+    finally:
+        loop.close()
+        store.close()

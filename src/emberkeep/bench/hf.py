@@ -1,0 +1,127 @@
+"""A model in the Hugging Face engine with the product around it, and what transformers makes of it beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+import numpy as np
+
+from emberkeep.backend.local import LocalBackend
+from emberkeep.bench.client import is_settled
+from emberkeep.bench.stage import ModelPlace
+from emberkeep.bench.texts import Words
+from emberkeep.config import Config
+from emberkeep.engine.hf import HfSource
+from emberkeep.engine.hf.plain import PlainModel
+from emberkeep.errors import EmberkeepError
+from emberkeep.library.results import Collector, Result
+from emberkeep.runtime import open_backend
+from emberkeep.types import Message, Request, TextDelta, TokenLogprob
+
+T = TypeVar("T")
+
+_POLL_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    ttft_ms: float
+    """From the call to the first text, by the caller's clock; to the end if there was none."""
+    result: Result
+    first: TokenLogprob | None
+    """How likely the first token was, and others, where that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlendedSoFar:
+    """What the engine did in steps into which state was moved."""
+
+    tokens: int
+    token_layers: int
+
+    def __sub__(self, before: BlendedSoFar) -> BlendedSoFar:
+        return BlendedSoFar(self.tokens - before.tokens, self.token_layers - before.token_layers)
+
+
+class HfModelUnderTest:
+    """One request at a time."""
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self.backend = backend
+        self.words = Words.of(self.tokenize)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.backend.tokenize(text, add_special=False, parse_special=True)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """What a fresh conversation with these messages is evaluated as."""
+        return self.tokenize(self.backend.apply_template(messages, ()))
+
+    async def ask(self, request: Request) -> Reply:
+        """Waits until everything that was computed is also on disk. Raises EmberkeepError."""
+        collector, begin = Collector(), perf_counter()
+        at, first = None, None
+        async for event in self.backend.generate(request):
+            if isinstance(event, TextDelta) and at is None:
+                at, first = perf_counter(), next(iter(event.logprobs), None)
+            collector.add(event)
+        reply = Reply(1e3 * ((at or perf_counter()) - begin), collector.result(), first)
+        while not is_settled(self.backend.stats()):
+            await asyncio.sleep(_POLL_S)
+        return reply
+
+    @property
+    def layers(self) -> int:
+        return int((self.backend.card.details or {})["layers"])
+
+    @property
+    def blended(self) -> BlendedSoFar:
+        counters = self.backend.loop.counters
+        return BlendedSoFar(counters.blended_tokens, counters.blended_token_layers)
+
+    @property
+    def evaluated_tokens(self) -> int:
+        """In all, by the scheduler's count."""
+        return self.backend.loop.counters.evaluated_tokens
+
+    async def beside(self, action: Callable[[], T]) -> T:
+        """Something on the engine's thread, between two steps: torch's workers belong to the thread that calls."""
+        return await asyncio.wrap_future(self.backend.loop.call(action))
+
+
+@asynccontextmanager
+async def open_model(place: ModelPlace, context: int) -> AsyncIterator[HfModelUnderTest]:
+    """Raises EngineError, ModelError, and EmberkeepError for a model whose context is shorter than that."""
+    config = Config(model=str(place.model), data_dir=place.new_data_dir(), engine="hf", parallel=1, ctx=context)
+    backend = open_backend(config)
+    assert isinstance(backend, LocalBackend)
+    try:
+        if backend.card.context < context:
+            raise EmberkeepError(
+                f"This needs {context:,} tokens of context and the model was trained for {backend.card.context:,}: "
+                "choose smaller sizes or another --model."
+            )
+        yield HfModelUnderTest(backend)
+    finally:
+        await backend.close()
+
+
+def open_plain(model: HfModelUnderTest, place: ModelPlace) -> PlainModel:
+    """The same file in transformers alone, on the same device. On the engine's thread. Raises ModelBroken."""
+    details = model.backend.card.details or {}
+    path = place.model
+    source = HfSource(path) if path.is_dir() else HfSource(path.parent, path.name)
+    return PlainModel.load(source, device=details["device"], dtype=details["dtype"])
+
+
+def plain_ttft_ms(plain: PlainModel, ids: Sequence[int]) -> float:
+    """`transformers.generate` up to its first token."""
+    prompt = np.array(ids, np.int32)
+    begin = perf_counter()
+    plain.generate(prompt, 1)
+    return 1e3 * (perf_counter() - begin)

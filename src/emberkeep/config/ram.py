@@ -1,0 +1,57 @@
+"""The RAM of this machine, or of the container it is in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_IF_UNKNOWN = 8 << 30
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def total_ram() -> int:
+    """In bytes."""
+    try:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        machine = _IF_UNKNOWN
+    limit = _number(_GROUP / "memory.max")
+    return machine if limit is None else min(machine, limit)
+
+
+def free_ram() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say."""
+    available = _value(Path("/proc/meminfo"), "MemAvailable:")
+    if available is None:
+        return None
+    limit, used = _number(_GROUP / "memory.max"), _number(_GROUP / "memory.current")
+    if limit is None or used is None:
+        return available << 10
+    # Files that were read count as used, and go as soon as their room is needed.
+    droppable = _value(_GROUP / "memory.stat", "inactive_file") or 0
+    return min(available << 10, max(limit - used + droppable, 0))
+
+
+def resident_ram() -> int | None:
+    """Bytes of RAM that this process holds now; None where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _value(path: Path, name: str) -> int | None:
+    """The number behind a name, in a file with a line for each."""
+    try:
+        lines = path.read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,163 @@
+"""Attention over the pool, called by the model's own layers in place of theirs.
+
+`attend` is registered with transformers under the name `emberkeep`. Which code computes it is the engine's choice
+(`AttentionTier`); all read keys and values from where they lie.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from emberkeep.engine.hf.step import Span, Step
+from emberkeep.errors import EngineError
+from emberkeep.types import AttentionTier
+
+NAME = "emberkeep"
+
+_KNOWN = {"position_ids", "cache_position"}
+"""Tensors that models also hand to attention, and that change nothing here."""
+
+_running = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a layer asks of its attention."""
+
+    scale: float
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all."""
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """Per head, a score that takes part in the softmax and belongs to no token."""
+
+    def first_seen(self, position: int) -> int:
+        return max(position - self.window + 1, 0) if self.window else 0
+
+    @property
+    def is_plain_only(self) -> bool:
+        return self.softcap is not None or self.sinks is not None
+
+
+@contextmanager
+def running(step: Any) -> Iterator[None]:
+    """`step.attend` computes the attention of models that run on this thread."""
+    _running.step = step
+    try:
+        yield
+    finally:
+        _running.step = None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Of `[1, heads, tokens, width]` queries, as `[1, tokens, heads, width]`."""
+    others = {"attention_mask": attention_mask, **others}
+    if unknown := [name for name, o in others.items() if isinstance(o, torch.Tensor) and name not in _KNOWN]:
+        raise EngineError(f"This model's attention takes arguments that are not known here: {', '.join(unknown)}.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    options = Options(scale, sliding_window, softcap, s_aux)
+    step = _running.step
+    step.write(step.layer, key, value)
+    return step.attend(query, key, value, options)[None], None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def attend_pool(step: Step, tier: AttentionTier, query: torch.Tensor, options: Options) -> torch.Tensor:
+    """`[tokens, heads, width]` of every row of the step, span by span."""
+    parts = [_attend_span(step, span, tier, query[:, :, span.begin : span.end], options) for span in step.spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_span(
+    step: Step, span: Span, tier: AttentionTier, query: torch.Tensor, options: Options
+) -> torch.Tensor:
+    first = options.first_seen(span.start)
+    keys, values = step.read(span, first)
+    if tier is AttentionTier.PLAIN or options.is_plain_only:
+        return plain(query, keys, values, visible(span, first, options.window, query.device), options)
+    return fused(query, keys, values, span, first, options)
+
+
+def visible(span: Span, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which keys (from position `first` on) each token of the span sees; None: all."""
+    if span.end - span.begin == 1:
+        return None
+    if span.positions is None:
+        queries = torch.arange(span.start, span.last, device=device)[:, None]
+    else:
+        queries = span.positions[:, None]
+    keys = torch.arange(first, span.last, device=device)[None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def fused(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, first: int, options: Options
+) -> torch.Tensor:
+    """By torch's own kernels: flash attention where the device has it."""
+    count = span.end - span.begin
+    is_whole = span.positions is None and count == len(keys) and not (options.window and count > options.window)
+    mask = None if is_whole or count == 1 else _bias(span, first, options.window, query.device)
+    mixed = scaled_dot_product_attention(
+        query,
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=is_whole and count > 1,
+        scale=options.scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return mixed[0].transpose(0, 1)
+
+
+def _bias(span: Span, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    if device.type == "cuda" and span.positions is None and window is None:
+        # Said in two numbers: no mask is written, and the fastest kernel can be used.
+        return causal_lower_right(span.end - span.begin, span.last - first)
+    return visible(span, first, window, device)
+
+
+def plain(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None,
+    options: Options,
+) -> torch.Tensor:
+    """By two matrix products and a softmax in float32: any device, and everything a layer may ask for."""
+    heads, count = query.shape[1], query.shape[2]
+    groups = heads // keys.shape[1]
+    grouped = query[0].unflatten(0, (keys.shape[1], groups))
+    scores = torch.einsum("hgqd,khd->hgqk", grouped, keys).float() * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(keys.shape[1], groups, 1, 1).expand(-1, -1, count, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)].to(values.dtype)
+    return torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2)

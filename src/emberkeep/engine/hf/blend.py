@@ -1,0 +1,125 @@
+"""Evaluating only some tokens of a prompt, over keys and values of the others that came from elsewhere.
+
+The first layers evaluate every token. There the keys and values that were computed now are compared with those
+that were moved here; the tokens that differ most go on through the other layers, and so do the tokens of which
+nothing was known. The rest keep what they came with.
+
+    layer 0, 1      x x x x x x x x x x x x          x: evaluated
+    layer 2, ...    x . . x . . x x . . . x          . : as it was moved here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from emberkeep.engine.hf.network import Network
+from emberkeep.engine.hf.poolstep import PoolStep
+from emberkeep.engine.hf.step import Span
+from emberkeep.errors import EngineError
+
+FULL_LAYERS = 2
+"""In the first one keys and values do not depend on other tokens: only in the second can any differ."""
+
+
+@dataclass(slots=True)
+class BlendStep(PoolStep):
+    """A step over one sequence that goes on with fewer rows after the first layers."""
+
+    known: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """Which rows have keys and values from elsewhere."""
+    kept: int = 0
+    """How many rows go on."""
+    rows: torch.Tensor | None = None
+    """Those that do, once they are chosen."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if layer == FULL_LAYERS - 1:
+            self.rows = self._most_deviating(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        super(BlendStep, self).write(layer, keys, values)
+
+    def _most_deviating(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The rows of which nothing was known and those that differ most, in order."""
+        deviation = _distance(self.memory.keys[layer], keys, self.cells)
+        deviation += _distance(self.memory.values[layer], values, self.cells)
+        deviation[~self.known] = float("inf")
+        return deviation.topk(self.kept).indices.sort().values
+
+    def narrow(self) -> None:
+        """From now on only the chosen rows are there."""
+        assert self.rows is not None
+        (span,) = self.spans
+        positions = span.start + self.rows
+        self.spans = [Span(0, self.kept, span.table, int(positions[0]), positions)]
+        self.cells = self.cells[self.rows]
+
+
+def _distance(stored: torch.Tensor, fresh: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    """Per row, how far what is stored is from what it should be, relative to what is usual."""
+    fresh = fresh.float().flatten(1)
+    difference = (stored[cells].float().flatten(1) - fresh).square().sum(1)
+    return difference / fresh.square().sum(1).mean().clamp_min(1e-12)
+
+
+@contextmanager
+def narrowing(network: Network, step: BlendStep, count: int) -> Iterator[None]:
+    """Let the layers after the first ones see only the rows that `step` chooses; `count` rows came in."""
+    hooks = [
+        layer.register_forward_pre_hook(_Narrow(step, count, is_first=index == 0), with_kwargs=True)
+        for index, layer in enumerate(network.layers[FULL_LAYERS:])
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrow:
+    """Before a layer: whatever it is given for every row is cut down to the chosen ones."""
+
+    step: BlendStep
+    count: int
+    is_first: bool
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self.is_first:
+            self.step.narrow()
+        return self._cut(args), {name: self._cut(value) for name, value in kwargs.items()}
+
+    def _cut(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == self.count:
+            return value.index_select(1, self.step.rows)
+        if isinstance(value, tuple):
+            return tuple(self._cut(part) for part in value)
+        return value
+
+
+def evaluate_some(
+    network: Network, step: PoolStep, tokens: torch.Tensor, chosen: torch.Tensor, wants_logits: bool
+) -> torch.Tensor:
+    """Run only the rows `chosen` of a step over one sequence, through all layers."""
+    (span,) = step.spans
+    positions = span.start + chosen
+    step.spans = [Span(0, len(chosen), span.table, int(positions[0]), positions)]
+    step.cells = step.cells[chosen]
+    wanted = torch.tensor([len(chosen) - 1] if wants_logits else [], dtype=torch.long, device=tokens.device)
+    return network.run(step, tokens[chosen], positions, wanted)
+
+
+def evaluate_deviating(
+    network: Network, step: BlendStep, tokens: torch.Tensor, wants_logits: bool
+) -> torch.Tensor:
+    """Run all rows through the first layers and the chosen ones through the rest."""
+    (span,) = step.spans
+    if len(network.layers) <= FULL_LAYERS:
+        raise EngineError("This model has too few layers to tell which tokens differ.")
+    positions = torch.arange(span.start, span.start + len(tokens), device=tokens.device)
+    wanted = torch.tensor([step.kept - 1] if wants_logits else [], dtype=torch.long, device=tokens.device)
+    with narrowing(network, step, len(tokens)):
+        return network.run(step, tokens, positions, wanted)

@@ -1,0 +1,324 @@
+"""The Hugging Face engine: one model of transformers, a paged pool of keys and values, batches without padding."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
+from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
+from emberkeep.engine.hf.fingerprint import fingerprint
+from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
+from emberkeep.engine.hf.loading import HfModel
+from emberkeep.engine.hf.memory import KvMemory
+from emberkeep.engine.hf.network import Network, learn
+from emberkeep.engine.hf.pool import BLOCK, BlockPool, Table
+from emberkeep.engine.hf.poolstep import PoolStep
+from emberkeep.engine.hf.rotation import learn_turns
+from emberkeep.engine.hf.settings import HfSettings
+from emberkeep.engine.hf.step import DecodeRow, Span
+from emberkeep.engine.hf.tiers import Tiers
+from emberkeep.engine.hf.transfer import Transfer
+from emberkeep.errors import EngineError
+from emberkeep.types import AttentionTier, Json
+
+if TYPE_CHECKING:
+    from emberkeep.engine.hf.graphs import DecodeGraphs
+
+log = logging.getLogger("emberkeep.engine")
+
+
+class HfEngine:
+    """See `Engine` for the contracts."""
+
+    @torch.no_grad()
+    def __init__(self, model: HfModel, settings: HfSettings, weights_digest: str) -> None:
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self._network = Network(model.network)
+        self.vocab = model.vocab
+        self.experts = None
+        self.attention = Tiers(self._network.device, settings.attention)
+        learned = learn(self._network)
+        layers = [learned.shapes[index] for index in range(len(learned.shapes))]
+        self._turns = learn_turns(self._network)
+        cells = settings.cells or affordable_cells(
+            model,
+            layers,
+            learned.dtype,
+            sequences=settings.sequences,
+            context=settings.context,
+            batch=settings.batch,
+        )
+        # A block more for each sequence, whose last one is not full: `cells` tokens then always fit.
+        self._pool = BlockPool(cells + settings.sequences * BLOCK)
+        self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
+        self._transfer = Transfer(self._memory)
+        self._graphs: DecodeGraphs | None = None
+        self._tables: defaultdict[int, Table] = defaultdict(Table)
+        self._logits_of: dict[int, Logits] = {}
+        self.capabilities = Capabilities(
+            kv_unit=KvUnit.RANGE,
+            can_shift=self._turns is not None,
+            max_sequences=settings.sequences,
+            cells=cells,
+            context=min(settings.context, cells),
+            batch=settings.batch,
+            kv_bytes_per_token=self._memory.bytes_per_token,
+            snapshot_bytes=0,
+            layers=len(layers),
+            can_blend=self._turns is not None,
+            packs=self._transfer.packs,
+        )
+        shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
+        self.fingerprint = fingerprint(model, [str(learned.dtype), shapes], weights_digest)
+        self._check_against_reference()
+        if self._network.device.type == "cuda":
+            self._graphs = _recorded(self._network, self._memory, settings.sequences, self.capabilities.context)
+        self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings.batch)
+
+    # ── evaluating ──
+
+    @torch.no_grad()
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        tables = [self._tables[rows.sequence] for rows in batch]
+        for rows, table in zip(batch, tables, strict=True):
+            if table.length != rows.start:
+                raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
+        with self._grown(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
+            if not has_room:
+                return Outcome.NO_ROOM
+            self._logits_of = {}
+            decoding = [index for index, rows in enumerate(batch) if self._can_replay(rows)]
+            filling = [index for index in range(len(batch)) if index not in decoding]
+            for part, run in ((decoding, self._replay), (filling, self._run)):
+                if part:
+                    run(part, [batch[index] for index in part], [tables[index] for index in part])
+        return Outcome.DONE
+
+    def _can_replay(self, rows: Rows) -> bool:
+        return self._graphs is not None and self.attention.tier is AttentionTier.OWN and len(rows.tokens) == 1
+
+    def _replay(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[Table]) -> None:
+        """One token each, by what was recorded."""
+        assert self._graphs is not None
+        rows = [DecodeRow(int(r.tokens[0]), r.start, t) for r, t in zip(batch, tables, strict=True)]
+        self._take_logits(self._graphs.run(rows), indices)
+
+    def _run(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[Table]) -> None:
+        ends = np.cumsum([len(rows.tokens) for rows in batch]).tolist()
+        begins = [0, *ends[:-1]]
+        spans = [
+            Span(begin, end, table, rows.start)
+            for begin, end, table, rows in zip(begins, ends, tables, batch, strict=True)
+        ]
+        cells = np.concatenate([t.cells(r.start, t.length) for t, r in zip(tables, batch, strict=True)])
+        positions = np.concatenate([np.arange(r.start, r.start + len(r.tokens)) for r in batch])
+        tokens = np.concatenate([r.tokens for r in batch]).astype(np.int64)
+        wanted = [row for row, rows in enumerate(batch) if rows.want_logits]
+        step = PoolStep(self._memory, spans, self._tensor(cells), tier=self.attention.tier)
+        last = self._tensor(np.array([ends[row] - 1 for row in wanted], np.int64))
+        logits = self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
+        self._take_logits(logits, [indices[row] for row in wanted])
+
+    def _take_logits(self, logits: torch.Tensor, indices: Sequence[int]) -> None:
+        """Blocks until everything before it is done."""
+        table = logits.float().cpu().numpy()
+        self._transfer.arrived()
+        self._logits_of |= {index: table[row] for row, index in enumerate(indices)}
+
+    def logits(self, index: int) -> Logits:
+        return self._logits_of[index]
+
+    # ── moving state in and out ──
+
+    @torch.no_grad()
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
+        table = self._tables[sequence]
+        if borders[-1] > table.length:
+            raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
+        if bits not in self.capabilities.packs:
+            raise EngineError(f"This model's state cannot be stored in {bits} bits.")
+        return self._transfer.export(table, borders, bits)
+
+    def export_snapshot(self, sequence: int) -> Payload:
+        raise EngineError("This model's state has nothing that could be kept as a snapshot.")
+
+    @torch.no_grad()
+    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+        rows = self._transfer.rows(payload, payload_start)
+        if not payload_start <= start < end <= payload_start + rows[0].shape[1]:
+            raise EngineError("A stored KV payload does not hold the positions asked for.")
+        table = self._tables[sequence]
+        if table.length != start:
+            raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
+        with self._grown([table], [end]) as has_room:
+            if not has_room:
+                return Outcome.NO_ROOM
+            wanted = [part[:, start - payload_start : end - payload_start] for part in rows]
+            self._memory.write(self._tensor(table.cells(start, end)), wanted)
+        return Outcome.DONE
+
+    def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
+        raise EngineError("This model's state has nothing that could be restored from a snapshot.")
+
+    # ── state from other places ──
+
+    @torch.no_grad()
+    def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
+        moved = [(piece, self._moved(piece)) for piece in pieces]
+        table, end = self._tables[rows.sequence], rows.start + len(rows.tokens)
+        if table.length != rows.start:
+            raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
+        with self._grown([table], [end]) as has_room:
+            if not has_room:
+                return Blended(Outcome.NO_ROOM)
+            known = np.zeros(len(rows.tokens), bool)
+            for piece, parts in moved:
+                self._memory.write(self._tensor(table.cells(piece.start, piece.end)), parts)
+                known[piece.start - rows.start : piece.end - rows.start] = True
+            return self._evaluate_blended(rows, table, known, ratio)
+
+    def _moved(self, piece: Piece) -> list[torch.Tensor]:
+        """The rows of a piece as they are at its new place. Raises EngineError."""
+        if self._turns is None:
+            raise EngineError("This model's state cannot be moved to another place.")
+        rows = self._transfer.rows(piece.payload, piece.payload_start)
+        begin = piece.source - piece.payload_start
+        count = piece.end - piece.start
+        if not 0 <= begin < begin + count <= rows[0].shape[1]:
+            raise EngineError("A stored KV payload does not hold the positions asked for.")
+        # A copy: the payload is read-only, and turning writes.
+        return self._turned([part[:, begin : begin + count].clone() for part in rows], piece.start - piece.source)
+
+    def _evaluate_blended(self, rows: Rows, table: Table, known: npt.NDArray[np.bool_], ratio: float) -> Blended:
+        count, fresh = len(known), np.flatnonzero(~known)
+        repaired = math.ceil(ratio * (count - len(fresh)))
+        kept = len(fresh) + repaired
+        tokens, cells = (
+            self._tensor(rows.tokens.astype(np.int64)),
+            self._tensor(table.cells(rows.start, table.length)),
+        )
+        whole, layers = [Span(0, count, table, rows.start)], self.capabilities.layers
+        if repaired:
+            step = BlendStep(
+                self._memory, whole, cells, tier=self.attention.tier, known=self._tensor(known), kept=kept
+            )
+            logits = evaluate_deviating(self._network, step, tokens, rows.want_logits)
+            token_layers = count * FULL_LAYERS + kept * (layers - FULL_LAYERS)
+        elif kept:
+            plain = PoolStep(self._memory, whole, cells, tier=self.attention.tier)
+            logits = evaluate_some(self._network, plain, tokens, self._tensor(fresh), rows.want_logits)
+            token_layers = kept * layers
+        else:
+            return Blended(Outcome.DONE)
+        self._logits_of = {}
+        self._take_logits(logits, [0] if rows.want_logits else [])
+        return Blended(Outcome.DONE, repaired, token_layers)
+
+    def copy_kv(self, source: int, target: int, end: int) -> None:
+        assert not self._tables[target].length
+        self._tables[target] = self._pool.share(self._tables[source], end)
+
+    def trim(self, sequence: int, start: int) -> None:
+        self._pool.cut(self._tables[sequence], start)
+        if start == 0:
+            del self._tables[sequence]
+
+    @torch.no_grad()
+    def shift(self, sequence: int, start: int, end: int) -> None:
+        if self._turns is None:
+            raise EngineError("Nothing can be cut out of this model's state.")
+        table = self._tables[sequence]
+        moved, target = table.cells(end, table.length), table.cells(start, table.length - (end - start))
+        rows = self._turned(self._memory.read(self._tensor(moved)), start - end)
+        copies = self._pool.own(table, start)
+        if copies is None:
+            raise EngineError("There is no room to cut something out of state that is shared.")
+        self._memory.copy(copies)
+        target = table.cells(start, table.length - (end - start))
+        self._memory.write(self._tensor(target), rows)
+        self._pool.cut(table, table.length - (end - start))
+
+    def _turned(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
+        """Rows as they would be so many positions further on. Changes `rows`."""
+        assert self._turns is not None
+        for group, part in zip(self._memory.groups, rows, strict=True):
+            distance = torch.full((part.shape[1],), by, device=part.device)
+            for index, (layer, is_keys) in enumerate(group.streams):
+                if is_keys:
+                    part[index] = self._turns[layer](part[index], distance)
+        return rows
+
+    # ── about itself ──
+
+    def peak_bytes(self) -> int | None:
+        return peak_bytes(self._network.device)
+
+    def stats(self) -> dict[str, Json]:
+        return {"pool": self._pool.stats(), "attention": self.attention.tier.value}
+
+    def close(self) -> None:
+        self._tables.clear()
+        self._memory = None  # type: ignore[assignment]
+        self._network = None  # type: ignore[assignment]
+
+    @contextmanager
+    def _grown(self, tables: Sequence[Table], ends: Sequence[int]) -> Iterator[bool]:
+        """Room in every table up to its end, or in none; taken back if what follows fails."""
+        lengths = [table.length for table in tables]
+        needed = sum(self._pool.needed(table, end) for table, end in zip(tables, ends, strict=True))
+        has_room = needed <= self._pool.free
+        if has_room:
+            for table, end in zip(tables, ends, strict=True):
+                self._memory.copy(self._pool.grow(table, end) or ())
+        try:
+            yield has_room
+        except Exception as error:
+            for table, length in zip(tables, lengths, strict=True):
+                self._pool.cut(table, length)
+            raise _translated(error) from error
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._network.device, non_blocking=True)
+
+    def _check_against_reference(self) -> None:
+        """Two prompts, evaluated in slices beside each other, must give what the model's own code gives."""
+        count = min(24, self.capabilities.cells // 2)
+        prompts = [np.arange(offset, offset + count, dtype=np.int32) % self.vocab.size for offset in (3, 5)]
+        for start, end in ((0, count // 2), (count // 2, count - 1), (count - 1, count)):
+            self.evaluate([Rows(s, start, prompts[s][start:end], want_logits=True) for s in (0, 1)])
+        for sequence, prompt in enumerate(prompts):
+            expected = self._network.reference(self._tensor(prompt.astype(np.int64)))[-1].float().cpu().numpy()
+            # Half precision rounds differently in every batch shape; what is wrong is not even similar.
+            least = 1 - 1e-5 if self._memory.dtype == torch.float32 else 0.98
+            if not np.corrcoef(self.logits(sequence), expected)[0, 1] > least:
+                raise EngineError("This model computes something else in a batch of several sequences.")
+            self.trim(sequence, 0)
+
+
+def _recorded(network: Network, memory: KvMemory, sequences: int, context: int) -> DecodeGraphs | None:
+    """Decoding as a recorded step, where this model's can be; else it runs as it is, more slowly."""
+    from emberkeep.engine.hf.graphs import DecodeGraphs  # needs Triton, which comes with torch for CUDA only
+
+    try:
+        return DecodeGraphs(network, memory, sequences, context)
+    except Exception as error:
+        log.warning("decoding is not recorded and will be slower: %s", str(error).splitlines()[0])
+        return None
+
+
+def _translated(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return EngineError("The device ran out of memory: lower prefill_slice, parallel or ctx.")
+    return EngineError(f"The model failed: {error}")

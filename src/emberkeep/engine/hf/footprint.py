@@ -1,0 +1,118 @@
+"""What a Hugging Face engine needs of memory: measured on CUDA, where torch counts; estimated elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from emberkeep.engine.base import Footprint, Outcome, Rows
+from emberkeep.engine.hf.loading import HfModel
+from emberkeep.engine.hf.memory import KvMemory, LayerShape
+
+_RESERVE = 1 << 30
+"""Of a GPU: for libraries' workspaces, recorded steps and whoever else uses the device."""
+_SHARE = 0.9
+"""Of what a GPU has free then: its allocator cannot use every byte."""
+_PROBES = (512, 2048)
+"""Prompt tokens per step whose peaks are compared."""
+
+
+class _Steps(Protocol):
+    """What of an engine a measurement needs."""
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
+
+    def trim(self, sequence: int, start: int) -> None: ...
+
+
+def affordable_cells(
+    model: HfModel, layers: Sequence[LayerShape], dtype: torch.dtype, *, sequences: int, context: int, batch: int
+) -> int:
+    """Token cells for all sequences, if the device has room; at least enough to answer something."""
+    device = model.network.device
+    if device.type != "cuda":
+        return context
+    per_token = sum(layer.keys.channels + layer.values.channels for layer in layers) * dtype.itemsize
+    steps = batch * _per_step_token(model, dtype) + sequences * _per_logits_row(model, dtype)
+    free = (torch.cuda.mem_get_info(device)[0] - _RESERVE - steps) * _SHARE
+    return max(min(sequences * context, int(free / per_token)), 128)
+
+
+def footprint(
+    model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], engine: _Steps, batch: int
+) -> Footprint:
+    """`engine` is idle; on CUDA it evaluates a few prompts."""
+    row = max(layer.keys.channels + layer.values.channels for layer in layers) * memory.dtype.itemsize
+    if memory.device.type == "cuda":
+        return _measured(model, memory, row, engine, batch)
+    from emberkeep.config import resident_ram, total_ram
+
+    return Footprint(
+        device=memory.device.type,
+        capacity=total_ram(),
+        fixed=resident_ram() or model.weights_bytes + memory.bytes,
+        per_step_token=_per_step_token(model, memory.dtype),
+        per_context_token=row,
+        per_pair=1 + memory.dtype.itemsize,  # a mask, as it is written and as the kernel wants it
+        per_logits_row=_per_logits_row(model, memory.dtype),
+    )
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        peak = int(torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    from emberkeep.config import resident_ram
+
+    return resident_ram()
+
+
+def _measured(model: HfModel, memory: KvMemory, row: int, engine: _Steps, batch: int) -> Footprint:
+    device = memory.device
+    small, large = (min(tokens, batch) for tokens in _PROBES)
+    _peak_of(engine, device, small, 0)  # libraries allocate their workspaces once
+    base = torch.cuda.memory_allocated(device)
+    peaks = [_peak_of(engine, device, tokens, 0) - base for tokens in (small, large)]
+    behind = _peak_of(engine, device, small, large) - base
+    each = max((peaks[1] - peaks[0]) / max(large - small, 1), peaks[1] / large)
+    return Footprint(
+        device=str(device),
+        capacity=torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device),
+        fixed=base,
+        per_step_token=each,
+        per_context_token=row,  # read together where a sequence's blocks lie apart
+        per_pair=max(behind - peaks[0], 0) / (small * (small + large)),
+        per_logits_row=_per_logits_row(model, memory.dtype),
+    )
+
+
+def _peak_of(engine: _Steps, device: torch.device, tokens: int, before: int) -> int:
+    """The most memory while a prompt of so many tokens is evaluated, `before` others coming first."""
+    for start, count in ((0, before), (before, tokens)):
+        torch.cuda.reset_peak_memory_stats(device)
+        if count:
+            engine.evaluate([Rows(0, start, np.zeros(count, np.int32), want_logits=False)])
+    peak = int(torch.cuda.max_memory_allocated(device))
+    engine.trim(0, 0)
+    return peak
+
+
+def _per_step_token(model: HfModel, dtype: torch.dtype) -> int:
+    """About the most that lives at once: what a layer's feed-forward part and its attention have in hand."""
+    config = model.network.config.get_text_config(decoder=True)
+    hidden = _first(config, 1024, "hidden_size", "n_embd", "d_model")
+    wide = _first(config, 4 * hidden, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+    return dtype.itemsize * (8 * hidden + 4 * wide)
+
+
+def _per_logits_row(model: HfModel, dtype: torch.dtype) -> int:
+    return model.vocab.size * (dtype.itemsize + 4)
+
+
+def _first(config: Any, otherwise: int, *names: str) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), otherwise)

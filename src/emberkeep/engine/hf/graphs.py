@@ -1,0 +1,123 @@
+"""Decoding on CUDA: one token per sequence, the whole step recorded once and replayed.
+
+A step of a small batch is hundreds of small kernels, and launching them from Python takes ten times as long as
+running them. What changes from step to step (tokens, positions, cells, tables, lengths) lies in tensors that are
+filled before the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from emberkeep.engine.hf.attention import Options
+from emberkeep.engine.hf.fusing import fused
+from emberkeep.engine.hf.kernels import decode_attention
+from emberkeep.engine.hf.memory import KvMemory
+from emberkeep.engine.hf.network import Network
+from emberkeep.engine.hf.pool import BLOCK
+from emberkeep.engine.hf.step import DecodeRow
+
+_WARM_UPS = 3
+_HEAD = 4
+"""Numbers per row beside its table: token, position, cell, length."""
+
+
+class DecodeBatch:
+    """Tensors for a batch of at most `rows` sequences, and a step over them. A row that is not used writes to the
+    block that belongs to nobody."""
+
+    def __init__(self, memory: KvMemory, rows: int, blocks: int) -> None:
+        self.rows = rows
+        self._memory = memory
+        self._host = torch.zeros(rows * (_HEAD + blocks), dtype=torch.int64).pin_memory()
+        self._inputs = torch.zeros_like(self._host, device=memory.device)
+        self.tokens, self.positions, self.cells, self.lengths = self._inputs[: rows * _HEAD].view(_HEAD, rows)
+        self.tables = self._inputs[rows * _HEAD :].view(rows, blocks)
+        self.layer = -1
+
+    def fill(self, rows: Sequence[DecodeRow]) -> None:
+        """Nothing of the latest step may still be running."""
+        host = self._host.numpy()
+        heads, tables = (
+            host[: self.rows * _HEAD].reshape(_HEAD, -1),
+            host[self.rows * _HEAD :].reshape(self.rows, -1),
+        )
+        heads[:] = [[0], [0], [0], [1]]
+        tables[:, 0] = 0
+        for index, row in enumerate(rows):
+            blocks = row.table.blocks
+            cell = blocks[row.position // BLOCK] * BLOCK + row.position % BLOCK
+            heads[:, index] = (row.token, row.position, cell, row.position + 1)
+            tables[index, : len(blocks)] = blocks
+        self._inputs.copy_(self._host, non_blocking=True)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.layer = layer
+        self._memory.keys[layer].index_copy_(0, self.cells, keys[0].transpose(0, 1))
+        self._memory.values[layer].index_copy_(0, self.cells, values[0].transpose(0, 1))
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        return decode_attention(
+            query[0].transpose(0, 1),
+            self._memory.keys[self.layer],
+            self._memory.values[self.layer],
+            self.tables,
+            self.lengths,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+
+
+class DecodeGraphs:
+    """One recorded step for each of a few batch sizes. Belongs to the engine's thread."""
+
+    def __init__(self, network: Network, memory: KvMemory, sequences: int, context: int) -> None:
+        """Blocks for seconds while it compiles and records. Raises what torch raises where it cannot."""
+        self._network = network
+        self._graphs: list[tuple[DecodeBatch, torch.cuda.CUDAGraph, torch.Tensor]] = []
+        pool = None
+        with fused(network.layers):
+            for rows in _sizes(sequences):
+                batch = DecodeBatch(memory, rows, -(-context // BLOCK))
+                graph, logits = self._record(batch, pool)
+                pool = graph.pool()
+                self._graphs.append((batch, graph, logits))
+
+    def run(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        """Logits of every row, in float32: valid until the next call."""
+        batch, graph, logits = next(entry for entry in self._graphs if entry[0].rows >= len(rows))
+        batch.fill(rows)
+        graph.replay()
+        return logits[: len(rows)]
+
+    @property
+    def most_rows(self) -> int:
+        return self._graphs[-1][0].rows
+
+    def _record(self, batch: DecodeBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        batch.fill([])
+        wanted = torch.arange(batch.rows, device=batch.tokens.device)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._network.run(batch, batch.tokens, batch.positions, wanted)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self._network.run(batch, batch.tokens, batch.positions, wanted).float()
+        return graph, logits
+
+
+def _sizes(sequences: int) -> list[int]:
+    """Powers of two, and the most there can be."""
+    sizes = [1]
+    while sizes[-1] < sequences:
+        sizes.append(min(2 * sizes[-1], sequences))
+    return sizes

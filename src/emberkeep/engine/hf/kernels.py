@@ -1,0 +1,203 @@
+"""Own kernels for CUDA: attention of one token per sequence over the paged pool.
+
+A sequence's blocks are shared between `splits` programs per KV head, so that a single long sequence keeps the
+whole device busy; a second kernel joins what they found. Lengths and tables are read on the device: the launch is
+the same for every step, and can be replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from emberkeep.engine.hf.pool import BLOCK
+
+_PROGRAMS = 264
+"""About two per multiprocessor of a large device."""
+_LEAST_ROWS = 16
+"""Of a matrix product: fewer query heads per KV head are padded to so many."""
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    length_ptr,
+    part_ptr,
+    stat_ptr,
+    scale,
+    softcap,
+    window,
+    q_row,
+    q_head,
+    k_cell,
+    k_head,
+    v_cell,
+    v_head,
+    table_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(length_ptr + row)
+    first = tl.maximum(length - window, 0) // TOKENS
+    tiles = tl.cdiv(length, TOKENS) - first
+    each = tl.cdiv(tiles, SPLITS)
+    begin = first + split * each
+    end = tl.minimum(begin + each, first + tiles)
+    rows, width, value = tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD), tl.arange(0, VALUE_PAD)
+    q = tl.load(
+        q_ptr + row * q_row + (head * GROUP + rows[:, None]) * q_head + width[None, :],
+        mask=(rows[:, None] < GROUP) & (width[None, :] < WIDTH),
+        other=0.0,
+    )
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, VALUE_PAD], tl.float32)
+    for tile in range(begin, end):
+        block = tl.load(table_ptr + row * table_row + tile).to(tl.int64)
+        cells = block * TOKENS + tl.arange(0, TOKENS)
+        positions = tile * TOKENS + tl.arange(0, TOKENS)
+        seen = (positions < length) & (positions >= length - window)
+        k = tl.load(
+            k_ptr + cells[:, None] * k_cell + head * k_head + width[None, :],
+            mask=seen[:, None] & (width[None, :] < WIDTH),
+            other=0.0,
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_CAP:
+            ratio = scores / softcap
+            scores = softcap * (1 - 2 / (tl.exp(2 * ratio) + 1))
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        highest = tl.maximum(best, tl.max(scores, 1))
+        shrink = tl.exp(best - highest)
+        weights = tl.exp(scores - highest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            v_ptr + cells[:, None] * v_cell + head * v_head + value[None, :],
+            mask=seen[:, None] & (value[None, :] < VALUE),
+            other=0.0,
+        )
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        best = highest
+    place = ((row * HEADS + head) * SPLITS + split) * ROWS + rows
+    tl.store(part_ptr + place[:, None] * VALUE_PAD + value[None, :], mixed)
+    tl.store(stat_ptr + place * 2, best)
+    tl.store(stat_ptr + place * 2 + 1, total)
+
+
+@triton.jit
+def _join_kernel(
+    part_ptr,
+    stat_ptr,
+    sink_ptr,
+    out_ptr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    row, query = tl.program_id(0), tl.program_id(1)
+    head, member = query // GROUP, query % GROUP
+    splits, value = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
+    place = ((row * HEADS + head) * SPLITS + splits) * ROWS + member
+    best = tl.load(stat_ptr + place * 2)
+    total = tl.load(stat_ptr + place * 2 + 1)
+    highest = tl.max(best, 0)
+    if HAS_SINKS:
+        sink = tl.load(sink_ptr + query).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    share = tl.where(best == float("-inf"), 0.0, tl.exp(best - highest))
+    parts = tl.load(part_ptr + place[:, None] * VALUE_PAD + value[None, :])
+    denominator = tl.sum(total * share, 0)
+    if HAS_SINKS:
+        denominator += tl.exp(sink - highest)
+    mixed = tl.sum(parts * share[:, None], 0) / denominator
+    tl.store(
+        out_ptr + (row * HEADS * GROUP + query) * VALUE + value,
+        mixed.to(out_ptr.dtype.element_ty),
+        mask=value < VALUE,
+    )
+
+
+def decode_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`[rows, heads, width]` queries, one per sequence, over `[cells, heads, width]` keys and values.
+
+    `tables` are rows of block numbers, `lengths` how many tokens each sequence has, the new one included.
+    """
+    rows, query_heads, width = query.shape
+    heads, value_width = values.shape[1], values.shape[2]
+    group = query_heads // heads
+    splits = max(1, min(128, triton.next_power_of_2(-(-_PROGRAMS // (rows * heads)))))
+    padded = max(_LEAST_ROWS, triton.next_power_of_2(group))
+    value_pad = max(16, triton.next_power_of_2(value_width))
+    parts = torch.empty((rows, heads, splits, padded, value_pad), dtype=torch.float32, device=query.device)
+    stats = torch.empty((rows, heads, splits, padded, 2), dtype=torch.float32, device=query.device)
+    out = torch.empty((rows, query_heads, value_width), dtype=values.dtype, device=query.device)
+    sizes: dict[str, Any] = {"HEADS": heads, "GROUP": group, "ROWS": padded, "SPLITS": splits}
+    _split_kernel[(rows, heads, splits)](
+        query,
+        keys,
+        values,
+        tables,
+        lengths,
+        parts,
+        stats,
+        scale,
+        softcap or 1.0,
+        window or 1 << 30,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        tables.stride(0),
+        WIDTH=width,
+        WIDTH_PAD=max(16, triton.next_power_of_2(width)),
+        VALUE=value_width,
+        VALUE_PAD=value_pad,
+        TOKENS=BLOCK,
+        HAS_CAP=softcap is not None,
+        num_warps=4,
+        num_stages=3,
+        **sizes,
+    )
+    _join_kernel[(rows, query_heads)](
+        parts,
+        stats,
+        sinks if sinks is not None else stats,
+        out,
+        VALUE=value_width,
+        VALUE_PAD=value_pad,
+        HAS_SINKS=sinks is not None,
+        **sizes,
+    )
+    return out

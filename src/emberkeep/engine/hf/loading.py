@@ -1,0 +1,224 @@
+"""From a folder (config.json, safetensors, tokenizer) or a GGUF file to a model on its device.
+
+Nothing of what is loaded is code: no pickles, no scripts of the folder's own. What torch and transformers raise is
+translated here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from emberkeep.engine.hf import gguf
+from emberkeep.engine.hf.device import chosen_device, chosen_dtype
+from emberkeep.engine.hf.vocab import HfVocab
+from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
+from emberkeep.types import Json
+
+log = logging.getLogger("emberkeep.engine")
+
+_CONTEXT_IF_UNKNOWN = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class HfSource:
+    folder: Path
+    gguf: str | None = None
+    """The name of a GGUF file in the folder; None: the folder itself is the model."""
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    """Of a GGUF file: its `tokenizer.ggml.*` without that prefix, as far as they are single values."""
+
+    @property
+    def name(self) -> str:
+        return self.gguf or self.folder.name
+
+
+@dataclass(frozen=True, slots=True)
+class HfModel:
+    network: Any
+    """A causal LM of transformers on its device, for inference only."""
+    vocab: HfVocab
+    chat_template: str | None
+    context_length: int
+    architecture: str
+    parameters: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    """As the configuration says; the engine knows better once it runs."""
+    dtype: str
+    device: str
+
+
+def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> HfModel:
+    """`attention` is the name that an implementation is registered under with transformers.
+
+    Blocks. Raises ModelBroken for what cannot be loaded, EngineError for what this machine does not have.
+    """
+    place = chosen_device(device)
+    with _translated(source, place), _quiet(), _reading(source):
+        config = AutoConfig.from_pretrained(source.folder, **_files(source))
+        network = _network(source, config, place, dtype, attention)
+        tokenizer = _tokenizer(source)
+        vocab = _vocab(source, tokenizer, network)
+        text = network.config.get_text_config(decoder=True)
+    return HfModel(
+        network=network,
+        vocab=vocab,
+        chat_template=_template(tokenizer),
+        context_length=_context_length(text),
+        architecture=str(network.config.model_type),
+        parameters=sum(weight.numel() for weight in network.parameters()),
+        weights_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
+        kv_bytes_per_token=_kv_bytes_per_token(text, network.dtype),
+        dtype=str(network.dtype).removeprefix("torch."),
+        device=str(place),
+    )
+
+
+def _files(source: HfSource) -> dict[str, Any]:
+    """Only what lies in the folder, and none of it is run."""
+    files = {"local_files_only": True, "trust_remote_code": False}
+    return files | {"gguf_file": source.gguf} if source.gguf else files
+
+
+def _network(source: HfSource, config: Any, device: torch.device, dtype: str, attention: str) -> Any:
+    network, report = AutoModelForCausalLM.from_pretrained(
+        source.folder,
+        config=config,
+        dtype=chosen_dtype(dtype, device, _own_dtype(source, config)),
+        # Straight to where they are used: the weights are never in RAM as a whole.
+        device_map=None if device.type == "cpu" else {"": device},
+        attn_implementation=attention,
+        use_safetensors=True,
+        output_loading_info=True,
+        **_files(source),
+    )
+    if report["missing_keys"]:
+        # transformers would go on with random numbers in their place.
+        raise ModelBroken(f"{source.name} lacks weights ({min(report['missing_keys'])}): pull a complete model.")
+    network.eval()
+    network.requires_grad_(False)
+    return network
+
+
+def _own_dtype(source: HfSource, config: Any) -> torch.dtype:
+    if source.gguf:
+        return torch.bfloat16
+    own = config.dtype or config.get_text_config(decoder=True).dtype
+    return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def _tokenizer(source: HfSource) -> PreTrainedTokenizerFast:
+    if source.gguf:
+        # Not by AutoTokenizer, which reads the whole file again for a config that it does not need.
+        return PreTrainedTokenizerFast.from_pretrained(source.folder, **_files(source))
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, **_files(source))
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelBroken(f"{source.name} has no tokenizer.json: choose a model with a fast tokenizer.")
+    return tokenizer
+
+
+def _vocab(source: HfSource, tokenizer: PreTrainedTokenizerFast, network: Any) -> HfVocab:
+    backend = tokenizer.backend_tokenizer
+    if source.gguf:
+        gguf.repair(backend, source.facts)
+    return HfVocab(
+        backend,
+        network.get_output_embeddings().weight.shape[0],
+        bos=tokenizer.bos_token_id,
+        eos=tokenizer.eos_token_id,
+        ends=[*_ends(network), *gguf.ends(source.facts)],
+        adds_bos=gguf.adds_bos(source.facts) if source.gguf else None,
+    )
+
+
+def _ends(network: Any) -> list[int]:
+    named = network.generation_config.eos_token_id if network.generation_config else None
+    if named is None:
+        named = network.config.get_text_config(decoder=True).eos_token_id
+    return named if isinstance(named, list) else [] if named is None else [named]
+
+
+def _template(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * dtype.itemsize)
+
+
+def _context_length(config: Any) -> int:
+    trained = getattr(config, "max_position_embeddings", None) or _CONTEXT_IF_UNKNOWN
+    fixed = min((_fixed_rope_length(rope, trained) for rope in _ropes(config)), default=trained)
+    if fixed < trained:
+        log.warning("the context is limited to %d tokens: beyond them this model's positions change", fixed)
+    return min(trained, fixed)
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Json]]:
+    """The parameters of RoPE, of each type of layer where they differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        yield rope
+    else:
+        yield from (inner for inner in rope.values() if isinstance(inner, Mapping))
+
+
+def _fixed_rope_length(rope: Mapping[str, Json], trained: int) -> int:
+    """The longest context in which no frequency depends on how long the context is.
+
+    State that was computed in a shorter one would be wrong in a longer one.
+    """
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return int(rope.get("original_max_position_embeddings") or trained)
+    return trained
+
+
+def _reading(source: HfSource) -> AbstractContextManager[None]:
+    if source.gguf is None:
+        return nullcontext()
+    # Imported here because it needs a package that only GGUF files need.
+    from emberkeep.engine.hf.gguf_reading import quick_reading
+
+    return quick_reading()
+
+
+@contextmanager
+def _translated(source: HfSource, device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except EmberkeepError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"{source.name} does not fit into the memory of {device}: choose a smaller model or --device cpu."
+        ) from error
+    except Exception as error:
+        # Anything: each architecture, tokenizer and file format has its own ways to fail.
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise ModelBroken(f"transformers cannot load {source.name}: {reason}.") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without bars and advice on stderr."""
+    level, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if has_bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,171 @@
+"""A fixed pool of blocks of token cells, shared by sequences, copied only when somebody writes.
+
+    cells    0 ........ 31 | 32 ....... 63 | 64 ....... 95 | ...
+    blocks        0        |       1       |       2       |
+
+A sequence is a table of blocks and a length. Sequences that share a prefix share its blocks; a block that only one
+sequence has is written in place, any other is copied first. Nothing here knows about tensors: `Copy` says which
+cells the caller has to copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK = 32
+"""Tokens: small enough that a branch copies little, large enough that tables stay short."""
+
+Cells = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A block that must be copied before the next write to `target`."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class Table:
+    """The blocks of one sequence, of which the first `length` cells are in use."""
+
+    blocks: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def cells(self, start: int, end: int) -> Cells:
+        """Where the positions [start, end) are."""
+        positions = np.arange(start, end)
+        return np.array(self.blocks, np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
+
+    def run(self, start: int, end: int) -> int | None:
+        """The first cell of [start, end), if these lie one after the other."""
+        first, last = start // BLOCK, (end - 1) // BLOCK
+        begin = self.blocks[first]
+        if self.blocks[last] - begin != last - first:
+            return None
+        if any(self.blocks[i + 1] != self.blocks[i] + 1 for i in range(first, last)):
+            return None
+        return begin * BLOCK + start % BLOCK
+
+
+class BlockPool:
+    """Who uses which block. The first block belongs to nobody: what must be written somewhere goes there."""
+
+    def __init__(self, cells: int) -> None:
+        self.blocks = -(-cells // BLOCK)
+        self._users = np.zeros(self.blocks + 1, np.int32)
+        self._users[0] = 1
+        self.copied = 0
+        """Blocks copied because a sequence wrote into one that it shared."""
+
+    @property
+    def total_cells(self) -> int:
+        """Including the block that belongs to nobody."""
+        return (self.blocks + 1) * BLOCK
+
+    @property
+    def free(self) -> int:
+        return int(np.count_nonzero(self._users == 0))
+
+    @property
+    def used(self) -> int:
+        return self.blocks - self.free
+
+    @property
+    def shared(self) -> int:
+        """Blocks that more than one sequence uses."""
+        return int(np.count_nonzero(self._users[1:] > 1))
+
+    @property
+    def references(self) -> int:
+        """Blocks that sequences use, counted once for each: what they would take without sharing."""
+        return int(self._users[1:].sum())
+
+    def needed(self, table: Table, end: int) -> int:
+        """Blocks that `grow` would take."""
+        more = max(-(-end // BLOCK) - len(table.blocks), 0)
+        return more + self._writes_into_shared(table, end)
+
+    def grow(self, table: Table, end: int) -> list[Copy] | None:
+        """Make room for [table.length, end) that is the table's own; None, and nothing changed, without room."""
+        if self.needed(table, end) > self.free:
+            return None
+        copies = []
+        if self._writes_into_shared(table, end):
+            shared = table.blocks[-1]
+            (own,) = self._take(1, near=shared)
+            copies.append(Copy(shared, own))
+            self._users[shared] -= 1
+            self.copied += 1
+            table.blocks[-1] = own
+        more = -(-end // BLOCK) - len(table.blocks)
+        if more > 0:
+            table.blocks += self._take(more, near=table.blocks[-1] if table.blocks else 0)
+        table.length = end
+        return copies
+
+    def own(self, table: Table, start: int) -> list[Copy] | None:
+        """Let no other table have the blocks from position `start` on; None, and nothing changed, without room."""
+        shared = [i for i in range(start // BLOCK, len(table.blocks)) if self._users[table.blocks[i]] > 1]
+        if len(shared) > self.free:
+            return None
+        copies = []
+        for index, block in zip(shared, self._take(len(shared), near=0) if shared else (), strict=True):
+            copies.append(Copy(table.blocks[index], block))
+            self._users[table.blocks[index]] -= 1
+            table.blocks[index] = block
+        self.copied += len(copies)
+        return copies
+
+    def share(self, source: Table, end: int) -> Table:
+        """A new table that begins with the first `end` cells of `source`. Nothing is copied."""
+        blocks = source.blocks[: -(-end // BLOCK)]
+        self._users[blocks] += 1
+        return Table(list(blocks), end)
+
+    def cut(self, table: Table, length: int) -> None:
+        """Give back what is beyond `length` cells."""
+        keep = -(-length // BLOCK)
+        self._users[table.blocks[keep:]] -= 1
+        del table.blocks[keep:]
+        table.length = min(table.length, length)
+
+    def stats(self) -> dict[str, int]:
+        """What sharing saves is `references - used`."""
+        return {
+            "block_tokens": BLOCK,
+            "blocks": self.blocks,
+            "used_blocks": self.used,
+            "shared_blocks": self.shared,
+            "references": self.references,
+            "copied_blocks": self.copied,
+        }
+
+    def _writes_into_shared(self, table: Table, end: int) -> bool:
+        is_partial = table.length % BLOCK != 0 and end > table.length
+        return is_partial and bool(self._users[table.blocks[-1]] > 1)
+
+    def _take(self, count: int, near: int) -> list[int]:
+        """Free blocks, after `near` if they are free there: what lies together is read without gathering."""
+        following = self._users[near + 1 : near + 1 + count]
+        if near and len(following) == count and not following.any():
+            taken = np.arange(near + 1, near + 1 + count)
+        else:
+            taken = self._largest_gap(count)
+        self._users[taken] = 1
+        return [int(block) for block in taken]
+
+    def _largest_gap(self, count: int) -> npt.NDArray[np.intp]:
+        """`count` free blocks: from the middle of the largest gap, so that its neighbours can grow, or any."""
+        free = np.flatnonzero(self._users == 0)
+        gaps = np.split(free, np.flatnonzero(np.diff(free) > 1) + 1)
+        largest = max(gaps, key=len)
+        if len(largest) < count:
+            return free[:count]
+        is_first = largest[0] == 1
+        begin = 0 if is_first else min((len(largest) - count) // 2, len(largest) - count)
+        return largest[begin : begin + count]

@@ -1,0 +1,172 @@
+"""The engine for models whose state is not only attention: each sequence by itself, in the model's own cache.
+
+Recurrent, convolutional and other layers keep a state that cannot be taken apart by token, and some models compute
+attention in ways of their own. They run as their authors wrote them; their state is stored as a whole, where it
+will be wanted again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
+from emberkeep.engine.hf import wholestate
+from emberkeep.engine.hf.fingerprint import fingerprint
+from emberkeep.engine.hf.footprint import peak_bytes
+from emberkeep.engine.hf.loading import HfModel
+from emberkeep.engine.hf.settings import HfSettings
+from emberkeep.errors import EngineError
+from emberkeep.types import Json
+
+_PROBED = 12
+
+
+@dataclass(slots=True)
+class _State:
+    cache: Any
+    end: int
+
+
+class HfWholeEngine:
+    """See `Engine` for the contracts."""
+
+    experts = None
+    attention = None
+    footprint: Footprint | None = None
+
+    @torch.no_grad()
+    def __init__(self, model: HfModel, settings: HfSettings, weights_digest: str) -> None:
+        """Raises EngineError for a model that gives no cache that could be kept."""
+        self._model = model.network
+        self._device = model.network.device
+        self.vocab = model.vocab
+        parameters = inspect.signature(self._model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._picks_logits = "logits_to_keep" in parameters
+        self._states: dict[int, _State] = {}
+        self._logits_of: dict[int, Logits] = {}
+        self._goes_on_by = settings.batch
+        """Most tokens that can be added to a state at once."""
+        self._empty, size = self._probe()
+        cells = settings.cells or settings.context
+        self.capabilities = Capabilities(
+            kv_unit=KvUnit.SNAPSHOT,
+            can_shift=False,
+            max_sequences=settings.sequences,
+            cells=cells,
+            context=min(settings.context, cells),
+            batch=settings.batch,
+            kv_bytes_per_token=0,
+            snapshot_bytes=size * settings.context,
+        )
+        self.fingerprint = fingerprint(model, "whole", weights_digest)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        held = sum(state.end for state in self._states.values())
+        if held + sum(len(rows.tokens) for rows in batch) > self.capabilities.cells:
+            return Outcome.NO_ROOM
+        self._logits_of = {}
+        for index, rows in enumerate(batch):
+            state = self._states.get(rows.sequence)
+            if rows.start != (state.end if state else 0):
+                raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
+            logits, cache = self._run(rows.tokens, state.cache if state else None)
+            self._states[rows.sequence] = _State(cache, rows.start + len(rows.tokens))
+            if rows.want_logits:
+                self._logits_of[index] = logits
+        return Outcome.DONE
+
+    def logits(self, index: int) -> Logits:
+        return self._logits_of[index]
+
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
+        return [memoryview(b"") for _ in borders[1:]]
+
+    def export_snapshot(self, sequence: int) -> Payload:
+        state = self._states.get(sequence)
+        if state is None:
+            raise EngineError(f"Sequence {sequence} has nothing that could be kept as a snapshot.")
+        return wholestate.write(state.cache, state.end)
+
+    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+        if len(payload):
+            raise EngineError("A stored KV payload is of another kind.")
+        return Outcome.DONE
+
+    def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
+        if sequence in self._states:
+            raise EngineError(f"Sequence {sequence} is not empty, so nothing can be restored there.")
+        cache = wholestate.read(payload, position, self._empty, self._device)
+        self._states[sequence] = _State(cache, position)
+        return Outcome.DONE
+
+    def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
+        raise EngineError("This model's state cannot be moved to another place.")
+
+    def copy_kv(self, source: int, target: int, end: int) -> None:
+        state = self._states[source]
+        if end != state.end:
+            raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
+        self._states[target] = _State(copy.deepcopy(state.cache), end)
+
+    def trim(self, sequence: int, start: int) -> None:
+        state = self._states.get(sequence)
+        if start == 0:
+            self._states.pop(sequence, None)
+        elif state is None or start < state.end:
+            raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
+
+    def shift(self, sequence: int, start: int, end: int) -> None:
+        raise EngineError("Nothing can be cut out of this model's state.")
+
+    def peak_bytes(self) -> int | None:
+        return peak_bytes(self._device)
+
+    def stats(self) -> dict[str, Json]:
+        return {"sequences": len(self._states)}
+
+    def close(self) -> None:
+        self._states.clear()
+        self._model = None
+
+    def _run(self, tokens: Any, cache: Any) -> tuple[Logits, Any]:
+        """Logits after the last of `tokens`, and the state then. Changes `cache`."""
+        step = len(tokens) if cache is None else self._goes_on_by
+        logits = np.empty(0, np.float32)
+        for begin in range(0, len(tokens), step):
+            ids = torch.from_numpy(np.asarray(tokens[begin : begin + step], np.int64)).to(self._device)
+            picked = {"logits_to_keep": 1} if self._picks_logits else {}
+            try:
+                output = self._model(input_ids=ids[None], use_cache=True, **{self._cache_name: cache}, **picked)
+            except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+                raise EngineError(f"The model failed: {error}") from error
+            cache = getattr(output, self._cache_name)
+            logits = output.logits[0, -1].float().cpu().numpy()
+        return logits, cache
+
+    def _probe(self) -> tuple[Any, int]:
+        """A cache to restore others into, and about the bytes of state per token. Raises EngineError.
+
+        Some models' code goes on from a state by one token only: that is found out here.
+        """
+        tokens = np.arange(3, 3 + _PROBED, dtype=np.int32)
+        expected, cache = self._run(tokens, None)
+        if not hasattr(cache, "layers"):
+            raise EngineError("This model's cache is of a kind that cannot be stored.")
+        size = len(wholestate.write(cache, _PROBED)) // _PROBED
+        for most in (self._goes_on_by, 1):
+            self._goes_on_by = most
+            _, begun = self._run(tokens[:4], None)
+            restored = wholestate.read(wholestate.write(begun, 4), 4, begun, self._device)
+            logits, _ = self._run(tokens[4:], restored)
+            if np.corrcoef(logits, expected)[0, 1] > (1 - 1e-4 if self._model.dtype == torch.float32 else 0.98):
+                return copy.deepcopy(begun), size
+        raise EngineError("This model computes something else when it goes on from where it stopped.")

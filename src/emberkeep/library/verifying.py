@@ -1,0 +1,148 @@
+"""How much an answer from stored state differs from one that was evaluated afresh."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emberkeep.library.results import Result
+from emberkeep.types import TokenLogprob
+
+CANDIDATES = 256
+"""Tokens of each distribution that are compared one by one."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SMALLEST = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The same greedy request answered with stored state and by fresh evaluation."""
+
+    cached: Result
+    fresh: Result
+    forced: Result | None = None
+    """Stored state made to follow the fresh answer, token by token; None where not all of that is shown."""
+    answers: tuple[str, ...] = ()
+    """What would be right."""
+
+    @property
+    def equal(self) -> bool:
+        return self.first_difference is None and self.cached.text == self.fresh.text
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first token that differs."""
+        return _first_difference(self.cached.tokens, self.fresh.tokens)
+
+    @property
+    def agreement(self) -> float:
+        """The part of the answer before the first difference, from 0 to 1."""
+        if self.first_difference is None:
+            return 1.0
+        return self.first_difference / max(len(self.cached.tokens), len(self.fresh.tokens))
+
+    @property
+    def forced_agreement(self) -> float | None:
+        """The share of the fresh answer's tokens that are the most likely here too, each after those before it."""
+        pairs = self._pairs()
+        if not pairs:
+            return None
+        return sum(ours.top[0].token_id == theirs.token_id for ours, theirs in pairs) / len(pairs)
+
+    @property
+    def first_kl(self) -> float | None:
+        """How far the distribution of the first token is from the fresh one's, in nats; see `kl`."""
+        return kl(*self._pairs()[0][::-1]) if self._pairs() else None
+
+    @property
+    def mean_kl(self) -> float | None:
+        """The same over the fresh answer."""
+        pairs = self._pairs()
+        return sum(kl(theirs, ours) for ours, theirs in pairs) / len(pairs) if pairs else None
+
+    @property
+    def score(self) -> float | None:
+        """Token F1 of the answer from stored state against the best of `answers`."""
+        return f1(self.cached.text, self.answers) if self.answers else None
+
+    @property
+    def fresh_score(self) -> float | None:
+        return f1(self.fresh.text, self.answers) if self.answers else None
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.cached.usage.cached_tokens
+
+    def __str__(self) -> str:
+        lines = [self._reuse(), self._answers_agree()]
+        if self.first_kl is not None and self.mean_kl is not None:
+            lines.append(
+                f"KL of the next token: {self.first_kl:.4f} at first, {self.mean_kl:.4f} over the answer."
+            )
+        if self.score is not None and self.fresh_score is not None:
+            lines.append(f"F1 of the answer: {self.score:.2f} from stored state, {self.fresh_score:.2f} fresh.")
+        return "\n".join(lines)
+
+    def _reuse(self) -> str:
+        lookup = self.cached.lookup
+        moved = f", {lookup.moved_tokens:,} from other places" if lookup.moved_tokens else ""
+        again = f" ({lookup.repaired_tokens:,} of these evaluated again)" if lookup.repaired_tokens else ""
+        kind = "approximate" if lookup.is_approximate else "exact"
+        return f"{self.reused_tokens:,} of {lookup.prompt_tokens:,} tokens were reused{moved}{again}: {kind}."
+
+    def _answers_agree(self) -> str:
+        length = max(len(self.cached.tokens), len(self.fresh.tokens))
+        at = self.first_difference
+        same = f"all {length}" if at is None else f"the first {at} of {length}"
+        forced = self.forced_agreement
+        told = "" if forced is None else f"; told the fresh answer so far, {forced:.0%}"
+        return f"Greedy tokens that agree: {same}{told}."
+
+    def _pairs(self) -> list[tuple[TokenLogprob, TokenLogprob]]:
+        """For each token of the fresh answer: what stored state thinks there, and what a fresh evaluation does."""
+        if self.forced is None:
+            return []
+        return list(zip(self.forced.logprobs, self.fresh.logprobs, strict=False))
+
+
+def kl(exact: TokenLogprob, other: TokenLogprob) -> float:
+    """The Kullback-Leibler divergence of two next-token distributions, in nats.
+
+    All tokens that are not among the `CANDIDATES` of both count as one, so it is never more than the true value.
+    """
+    p = {token.token_id: math.exp(token.logprob) for token in exact.top}
+    q = {token.token_id: math.exp(token.logprob) for token in other.top}
+    shared = p.keys() & q.keys()
+    pairs = [(p[token], q[token]) for token in shared]
+    pairs.append((1 - sum(a for a, _ in pairs), 1 - sum(b for _, b in pairs)))
+    total = sum(a * math.log(a / max(b, _SMALLEST)) for a, b in pairs if a > _SMALLEST)
+    return max(total, 0.0)
+
+
+def f1(text: str, answers: Sequence[str]) -> float:
+    """Word overlap with the best of `answers`, normalised as for SQuAD: no case, punctuation or articles."""
+    return max(_f1(_words(text), _words(answer)) for answer in answers)
+
+
+def _f1(given: Sequence[str], right: Sequence[str]) -> float:
+    if not given or not right:
+        return float(given == right)
+    common = (Counter(given) & Counter(right)).total()
+    return 2 * common / (len(given) + len(right))
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))

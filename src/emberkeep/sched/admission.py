@@ -1,0 +1,243 @@
+"""Does a request fit, and with which plan: its peak of memory is predicted before anything is allocated for it.
+
+Two places can run out: the engine's device, where a step needs room for its slice of the prompt, and RAM, which
+takes up the state on its way into the store. A smaller slice helps the first, fewer bits help the second.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from emberkeep.config import free_ram, readable_size
+from emberkeep.engine.base import Capabilities, Footprint
+from emberkeep.errors import TooLarge
+from emberkeep.types import Plan
+
+log = logging.getLogger("emberkeep.sched")
+
+_SMALLEST_SLICE = 32
+_LEAST_ANSWER = 256
+"""Room for so much of an answer is asked for; a longer one may end early where memory ends, as it does where the
+context ends."""
+_RAM = "RAM"
+
+
+# ── prediction ──
+
+
+def peak(footprint: Footprint, plan: Plan, prompt_tokens: int, max_new: int, rows: int) -> int:
+    """The most bytes of the device at once, with what is always there, for a prompt and `rows` answers to it.
+
+    That is when the prompt's last slice is evaluated, or the answers' last tokens. It grows with every argument.
+    """
+    prompt = _step(footprint, min(plan.prefill_slice, prompt_tokens), prompt_tokens)
+    answers = _step(footprint, rows, rows * (prompt_tokens + max_new)) if max_new else 0.0
+    return math.ceil(footprint.fixed + max(prompt, answers) + rows * footprint.per_logits_row)
+
+
+def _step(footprint: Footprint, tokens: int, context: int) -> float:
+    pairs = tokens * context * footprint.per_pair
+    return tokens * footprint.per_step_token + context * footprint.per_context_token + pairs
+
+
+def stored(kv_bytes_per_token: int, plan: Plan, tokens: int) -> int:
+    """The bytes of RAM that the state of so many tokens takes in the store."""
+    return math.ceil(kv_bytes_per_token * tokens * plan.kv_bits / 16)
+
+
+def ladder(largest_slice: int, bits: Sequence[int]) -> list[Plan]:
+    """Every plan, from the cheapest to run to the one that needs least; `bits` begins with the wanted ones."""
+    slices = [largest_slice]
+    while slices[-1] > _SMALLEST_SLICE:
+        slices.append(max(slices[-1] // 2, _SMALLEST_SLICE))
+    return [Plan(tokens, count) for count in bits for tokens in slices]
+
+
+# ── choice ──
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Even the smallest plan needs more than there is."""
+
+    place: str
+    """Whose memory it is that does not suffice."""
+    needed: int
+    available: int
+    suggested_max_tokens: int = 0
+    """The longest prompt that fits with the smallest plan; 0 if none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that a request finds."""
+
+    footprint: Footprint
+    margin: float
+    """What is predicted may be wrong by this share."""
+    free_ram: int | None
+    """None: nobody knows, so it is not looked at."""
+    store_room: int
+    """Bytes by which the store can still grow: what comes beyond them replaces something."""
+    kv_bytes_per_token: int
+    """0 where nothing is kept."""
+    in_ram: int = 0
+    """How many of the request's tokens the store holds in RAM already."""
+
+    def lacks(self, plan: Plan, prompt_tokens: int, max_new: int) -> Refusal | None:
+        """The place that has too little for this; None if it fits."""
+        device = self.footprint
+        most = peak(device, plan, prompt_tokens, max_new, rows=1)
+        new = max(prompt_tokens + max_new - self.in_ram, 0)
+        ram = min(stored(self.kv_bytes_per_token, plan, new), self.store_room)
+        if device.device == "cpu":
+            ram += most - device.fixed
+        for place, bytes_, available in ((device.device, most, device.capacity), (_RAM, ram, self.free_ram)):
+            needed = math.ceil(bytes_ * (1 + self.margin))
+            if available is not None and needed > available:
+                return Refusal(place, needed, available)
+        return None
+
+
+def choose(room: Room, plans: Sequence[Plan], prompt_tokens: int, max_new: int) -> Plan | Refusal:
+    """The first of `plans` (see `ladder`) with which a request fits."""
+    for plan in plans:
+        refusal = room.lacks(plan, prompt_tokens, max_new)
+        if refusal is None:
+            return plan
+    assert refusal is not None
+    fitting = largest(lambda tokens: not room.lacks(plans[-1], tokens, max_new), prompt_tokens)
+    return replace(refusal, suggested_max_tokens=fitting)
+
+
+def largest(fits: Callable[[int], object], most: int) -> int:
+    """The largest number up to `most` that fits, where all smaller ones do as well; 0 if not even 1 does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ── admission ──
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    plan: Plan
+    prompt_tokens: int
+    max_new: int
+    """How long the answer may become: as long as asked for, or as memory lasts."""
+    predicted: int
+    """The peak of the device's memory, in bytes."""
+    beyond: int
+    """The part of it that is not always there."""
+
+
+class Admission:
+    """May be used from any thread."""
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        capabilities: Capabilities,
+        *,
+        largest_slice: int,
+        margin: float,
+        store_room: Callable[[], int],
+        free: Callable[[], int | None] = free_ram,
+    ) -> None:
+        """`store_room`: bytes of RAM by which the store can still grow."""
+        self.footprint = footprint
+        self.margin = margin
+        self._packs = capabilities.packs
+        self._kv_bytes_per_token = capabilities.kv_bytes_per_token
+        self._largest_slice = largest_slice
+        self._store_room = store_room
+        self._free = free
+
+    @property
+    def budget(self) -> int:
+        """What all requests in the engine together may need beyond what is always there."""
+        return int(self.footprint.capacity / (1 + self.margin)) - self.footprint.fixed
+
+    def admit(
+        self,
+        prompt_tokens: int,
+        max_new: int,
+        *,
+        bits: int = 16,
+        is_kept: bool = True,
+        in_ram: Callable[[], int] = lambda: 0,
+    ) -> Admitted:
+        """A plan for a request. Allocates nothing. Raises TooLarge.
+
+        `in_ram` tells how many of its tokens the store holds in RAM; it is asked only where that could help.
+        """
+        room, plans = self._room(is_kept), ladder(self._largest_slice, self._bits(bits))
+        least = min(max_new, _LEAST_ANSWER)
+        chosen = choose(room, plans, prompt_tokens, least)
+        if isinstance(chosen, Refusal) and chosen.place == _RAM:
+            room = replace(room, in_ram=in_ram())
+            chosen = choose(room, plans, prompt_tokens, least)
+        if isinstance(chosen, Refusal):
+            raise _too_large(chosen, prompt_tokens)
+        plan = chosen
+        answer = largest(lambda count: not room.lacks(plan, prompt_tokens, count), max_new)
+        predicted = peak(self.footprint, plan, prompt_tokens, answer, rows=1)
+        return Admitted(plan, prompt_tokens, answer, predicted, predicted - self.footprint.fixed)
+
+    def _room(self, is_kept: bool) -> Room:
+        return Room(
+            self.footprint, self.margin, self._free(), self._store_room(), self._kv_bytes_per_token * is_kept
+        )
+
+    def _bits(self, wanted: int) -> list[int]:
+        """Who wants exact state gets it or nothing; who does not may get less exact state where room is short."""
+        lower = [bits for bits in sorted(self._packs, reverse=True) if bits < wanted]
+        return [wanted, *lower] if wanted < 16 else [wanted]
+
+
+def open_admission(
+    footprint: Footprint | None,
+    capabilities: Capabilities,
+    *,
+    largest_slice: int,
+    margin: float,
+    store_room: Callable[[], int],
+) -> Admission | None:
+    """None where nothing can be planned: what the engine needs is not known, or it has all there is already."""
+    if footprint is None:
+        return None
+    smallest = ladder(largest_slice, [16])[-1]
+    bare = Room(footprint, margin, free_ram=None, store_room=0, kv_bytes_per_token=0)
+    if bare.lacks(smallest, 1, 0):
+        log.warning(
+            "the model takes %s of %s on %s, so requests are admitted without a plan: "
+            "choose a smaller ctx, parallel or memory_margin",
+            readable_size(footprint.fixed),
+            readable_size(footprint.capacity),
+            footprint.device,
+        )
+        return None
+    return Admission(footprint, capabilities, largest_slice=largest_slice, margin=margin, store_room=store_room)
+
+
+def _too_large(refusal: Refusal, prompt_tokens: int) -> TooLarge:
+    way_out = "free some memory, or load the model with a smaller ctx or parallel."
+    if refusal.suggested_max_tokens:
+        way_out = f"send at most {refusal.suggested_max_tokens:,} tokens, or start with --auto-truncate."
+    return TooLarge(
+        f"A prompt of {prompt_tokens:,} tokens needs {readable_size(refusal.needed)} and there are "
+        f"{readable_size(refusal.available)} ({refusal.place}): {way_out}",
+        prompt_tokens=prompt_tokens,
+        needed=refusal.needed,
+        available=refusal.available,
+        suggested_max_tokens=refusal.suggested_max_tokens,
+    )

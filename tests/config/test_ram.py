@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.config import ram
+from emberkeep.config.ram import free_ram, resident_ram, total_ram
+
+
+@pytest.fixture
+def group(tmp_path, monkeypatch):
+    monkeypatch.setattr(ram, "_GROUP", tmp_path)
+    return tmp_path
+
+
+def test_a_container_has_its_limit(group):
+    machine = total_ram()
+    (group / "memory.max").write_text("1000\n")
+    assert total_ram() == 1000
+    (group / "memory.max").write_text("max\n")
+    assert total_ram() == machine
+
+
+@pytest.mark.skipif(free_ram() is None, reason="this system does not tell")
+def test_files_that_were_read_are_free_again_in_a_container(group):
+    (group / "memory.max").write_text("1000\n")
+    (group / "memory.current").write_text("900\n")
+    assert free_ram() == 100
+    (group / "memory.stat").write_text("anon 500\ninactive_file 300\n")
+    assert free_ram() == 400
+
+
+@pytest.mark.skipif(resident_ram() is None, reason="this system does not tell")
+def test_a_process_holds_what_it_has_written_to():
+    before = resident_ram()
+    block = bytearray(b"x") * (64 << 20)
+    assert resident_ram() - before > 32 << 20
+    del block

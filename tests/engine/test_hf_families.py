@@ -1,0 +1,171 @@
+"""Models of many families in the Hugging Face engine: what they compute there is what their own code computes."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from emberkeep.engine.base import Engine, Outcome, Piece, Rows
+from emberkeep.engine.hf import HfEngine, HfSettings
+from emberkeep.errors import EngineError
+from helpers import tiny_hf
+from helpers.engines import TOKENS, evaluate, exported
+
+OTHERS = TOKENS[::-1].copy()
+LENGTH = 6 * tiny_hf.WINDOW + 5
+NOISE = 1e-3
+"""Sums depend a little on the shape of a batch. Another token changes logits by several."""
+
+LIKE_OTHERS = {
+    *("qwen2", "qwen3", "gemma3_text", "phi3", "gpt_neox", "cohere2", "olmo2", "mixtral", "stablelm", "starcoder2"),
+    *("granite", "nemotron", "ernie4_5"),
+}
+"""What is particular to them is also in a family that is tested every time."""
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ()) for family in tiny_hf.PAGED
+]
+MOVABLE = [family for family in FAMILIES if family.values != ("gpt2",)]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine_of_family(hf_model, family):
+    settings = HfSettings(context=256, cells=512, sequences=4, batch=256, threads=1)
+    engine = HfEngine(hf_model(family), settings, "digest")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(engine_of_family):
+    """Empty: what the test before left in it is gone."""
+    for sequence in range(4):
+        engine_of_family.trim(sequence, 0)
+    assert used(engine_of_family)["used_blocks"] == 0
+    return engine_of_family
+
+
+@functools.cache
+def reference(family: str) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of every token of `TOKENS` and of `OTHERS`, computed as the model's authors wrote it."""
+    network = tiny_hf.build(family)
+    with torch.no_grad():
+        batch = torch.from_numpy(np.stack([TOKENS[:LENGTH], OTHERS[:LENGTH]]).astype(np.int64))
+        one, other = network(input_ids=batch, use_cache=False).logits.numpy()
+    return one, other
+
+
+def close(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.abs(a - b).max() < NOISE * max(1.0, float(np.abs(b).max())))
+
+
+def used(engine: Engine) -> dict[str, int]:
+    return engine.stats()["pool"]
+
+
+def rows_of_layer(engine: Engine, sequence: int, start: int, end: int, layer: int = 0) -> list[np.ndarray]:
+    """What is stored of a layer: its keys and its values."""
+    cells = torch.from_numpy(engine._tables[sequence].cells(start, end))
+    return [stream[layer][cells].numpy() for stream in (engine._memory.keys, engine._memory.values)]
+
+
+def test_slices_beside_other_sequences_give_what_the_model_itself_gives(engine, family):
+    borders = [(0, 1), (1, 20), (20, 21), (21, LENGTH)]
+    others = [(0, 30), (30, 31), (31, 51), (51, LENGTH)]
+    one, other = reference(family)
+    for (start, end), (other_start, other_end) in zip(borders, others, strict=True):
+        batch = [
+            Rows(0, start, TOKENS[start:end], True),
+            Rows(2, start, TOKENS[start:end], False),
+            Rows(1, other_start, OTHERS[other_start:other_end], True),
+        ]
+        assert engine.evaluate(batch) is Outcome.DONE
+        assert close(engine.logits(0), one[end - 1])
+        assert close(engine.logits(2), other[other_end - 1])
+
+
+def test_state_that_went_out_and_in_is_the_same_to_the_bit(engine):
+    evaluate(engine, 0, 0, LENGTH)
+    borders = (0, 32, 33, LENGTH)
+    payloads = engine.export_kv(0, borders)
+    for start, end, payload in zip(borders, borders[1:], payloads, strict=False):
+        assert engine.import_kv(1, start, end, payload, start) is Outcome.DONE
+    assert engine.export_kv(1, borders) == payloads
+    assert np.array_equal(evaluate(engine, 1, LENGTH, LENGTH + 4), evaluate(engine, 0, LENGTH, LENGTH + 4))
+
+
+def test_a_copy_shares_blocks_until_one_of_them_writes(engine, family):
+    evaluate(engine, 0, 0, 40)
+    before = used(engine)
+    engine.copy_kv(0, 1, 36)
+    assert used(engine)["used_blocks"] == before["used_blocks"]
+    assert used(engine)["shared_blocks"] == 2
+    one, other = reference(family)
+    assert close(evaluate(engine, 0, 40, LENGTH), one[LENGTH - 1])
+    assert used(engine)["copied_blocks"] == before["copied_blocks"] + 1
+    engine.trim(1, 0)
+    engine.copy_kv(0, 1, LENGTH)
+    engine.trim(1, 0)
+    assert used(engine)["shared_blocks"] == 0
+    assert close(evaluate(engine, 1, 0, LENGTH, OTHERS), other[LENGTH - 1])
+
+
+def test_what_was_trimmed_is_forgotten(engine, family):
+    evaluate(engine, 0, 0, 20)
+    evaluate(engine, 0, 20, 50, OTHERS)
+    engine.trim(0, 20)
+    assert close(evaluate(engine, 0, 20, LENGTH), reference(family)[0][LENGTH - 1])
+
+
+@pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
+def test_what_is_shifted_is_as_if_it_had_been_computed_there(engine):
+    """In the first layer, whose keys depend on nothing but the token and where it stands."""
+    evaluate(engine, 0, 0, LENGTH)
+    engine.shift(0, 5, 27)
+    shorter = np.concatenate([TOKENS[:5], TOKENS[27:]])
+    evaluate(engine, 1, 0, LENGTH - 22, shorter)
+    for moved, fresh in zip(*(rows_of_layer(engine, s, 0, LENGTH - 22) for s in (0, 1)), strict=True):
+        assert close(moved, fresh)
+    assert np.isfinite(evaluate(engine, 0, LENGTH - 22, LENGTH, shorter)).all()
+
+
+@pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
+def test_a_piece_of_which_all_is_evaluated_again_is_as_fresh(engine, family):
+    evaluate(engine, 3, 0, LENGTH, OTHERS)
+    piece = Piece(10, 40, exported(engine, 3, 4, 50), 4, 12)
+    assert engine.evaluate([Rows(0, 0, TOKENS[:3], False)]) is Outcome.DONE
+    blended = engine.blend(Rows(0, 3, TOKENS[3:LENGTH], True), [piece], 1.0)
+    assert (blended.outcome, blended.repaired) == (Outcome.DONE, 30)
+    assert close(engine.logits(0), reference(family)[0][LENGTH - 1])
+    assert close(evaluate(engine, 0, LENGTH, LENGTH + 5), evaluate(engine, 1, 0, LENGTH + 5))
+
+
+@pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
+def test_a_piece_that_is_only_moved_has_its_keys_where_it_stands(engine):
+    evaluate(engine, 3, 0, LENGTH)
+    tokens = np.concatenate([OTHERS[:10], TOKENS[20:40], OTHERS[30:40]])
+    piece = Piece(10, 30, exported(engine, 3, 15, 50), 15, 20)
+    blended = engine.blend(Rows(0, 0, tokens, True), [piece], 0.0)
+    assert (blended.repaired, blended.token_layers) == (0, 20 * engine.capabilities.layers)
+    evaluate(engine, 1, 0, 40, tokens)
+    for moved, fresh in zip(*(rows_of_layer(engine, s, 0, 40) for s in (0, 1)), strict=True):
+        assert close(moved, fresh)
+
+
+def test_state_whose_keys_do_not_turn_is_not_moved(open_hf):
+    engine = open_hf("gpt2")
+    evaluate(engine, 0, 0, 40)
+    assert not engine.capabilities.can_shift
+    assert not engine.capabilities.can_blend
+    with pytest.raises(EngineError):
+        engine.shift(0, 5, 10)
+    with pytest.raises(EngineError):
+        engine.blend(Rows(1, 0, TOKENS[:30], True), [Piece(5, 15, exported(engine, 0, 0, 40), 0, 10)], 0.0)
+    assert close(evaluate(engine, 0, 40, LENGTH), reference("gpt2")[0][LENGTH - 1])

@@ -1,0 +1,178 @@
+"""Blocks that sequences share: whatever they do, each one reads what it wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from emberkeep.engine.hf.memory import KvMemory, LayerShape, StreamShape
+from emberkeep.engine.hf.pool import BLOCK, BlockPool, Copy, Table
+
+BLOCKS = 9
+
+
+def filled(pool: BlockPool, length: int) -> Table:
+    table = Table()
+    assert pool.grow(table, length) == []
+    return table
+
+
+def small_memory(pool: BlockPool) -> KvMemory:
+    one = StreamShape(1, 1)
+    return KvMemory([LayerShape(one, one)], pool.total_cells, torch.float32, torch.device("cpu"))
+
+
+class Sharing(RuleBasedStateMachine):
+    """A pool with a real memory, beside what every sequence should find in it."""
+
+    tables = Bundle("tables")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(BLOCKS * BLOCK)
+        self.memory = small_memory(self.pool)
+        self.expected: dict[int, tuple[Table, list[int]]] = {}
+        self.written = 0
+
+    def remember(self, table: Table, content: list[int]) -> Table:
+        self.expected[id(table)] = table, content
+        return table
+
+    def content(self, table: Table) -> list[int]:
+        return self.expected[id(table)][1]
+
+    @rule(target=tables)
+    def begin(self) -> Table:
+        return self.remember(Table(), [])
+
+    @rule(table=tables, count=st.integers(1, 80))
+    def write(self, table: Table, count: int) -> None:
+        before, needed = (list(table.blocks), table.length), self.pool.needed(table, table.length + count)
+        free = self.pool.free
+        copies = self.pool.grow(table, table.length + count)
+        assert (copies is None) == (needed > free)
+        if copies is None:
+            assert (table.blocks, table.length) == before
+            return
+        assert self.pool.free == free - needed
+        self.memory.copy(copies)
+        self.put(table, before[1], range(self.written, self.written + count))
+        self.written += count
+
+    @rule(table=tables, start=st.integers(0, 200))
+    def rewrite(self, table: Table, start: int) -> None:
+        """What follows `start` is changed in place, as a shift does."""
+        start = min(start, table.length)
+        before = list(table.blocks)
+        copies = self.pool.own(table, start)
+        if copies is None:
+            assert table.blocks == before
+            return
+        self.memory.copy(copies)
+        count = table.length - start
+        del self.content(table)[start:]
+        self.put(table, start, range(self.written, self.written + count))
+        self.written += count
+
+    @rule(target=tables, source=tables, end=st.integers(0, 200))
+    def share(self, source: Table, end: int) -> Table:
+        end, free = min(end, source.length), self.pool.free
+        shared = self.pool.share(source, end)
+        assert self.pool.free == free
+        return self.remember(shared, self.content(source)[:end])
+
+    @rule(table=tables, length=st.integers(0, 200))
+    def cut(self, table: Table, length: int) -> None:
+        self.pool.cut(table, length)
+        del self.content(table)[length:]
+
+    @rule(table=consumes(tables))
+    def end(self, table: Table) -> None:
+        self.pool.cut(table, 0)
+        del self.expected[id(table)]
+
+    def put(self, table: Table, start: int, values: range) -> None:
+        if values:
+            cells = torch.from_numpy(table.cells(start, start + len(values)))
+            self.memory.keys[0][cells] = torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+            self.content(table).extend(values)
+
+    @invariant()
+    def everybody_reads_what_they_wrote(self) -> None:
+        memory = self.memory.keys[0].numpy().ravel()
+        for table, content in self.expected.values():
+            assert table.length == len(content)
+            cells = table.cells(0, table.length)
+            assert memory[cells].tolist() == content
+            if content and (begin := table.run(0, table.length)) is not None:
+                assert cells.tolist() == list(range(begin, begin + len(content)))
+
+    @invariant()
+    def blocks_are_counted_right(self) -> None:
+        users = np.bincount(
+            [block for table, _ in self.expected.values() for block in table.blocks], minlength=BLOCKS + 1
+        )
+        assert users[0] == 0
+        assert self.pool.used == np.count_nonzero(users)
+        assert self.pool.shared == np.count_nonzero(users > 1)
+        assert self.pool.references == users.sum()
+        assert self.pool.free == BLOCKS - self.pool.used
+        assert all(len(t.blocks) == -(-t.length // BLOCK) for t, _ in self.expected.values())
+
+    def teardown(self) -> None:
+        for table, _ in self.expected.values():
+            self.pool.cut(table, 0)
+        assert self.pool.free == BLOCKS
+
+
+Sharing.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSharing = Sharing.TestCase
+
+
+def test_a_shared_prefix_takes_its_blocks_once():
+    pool = BlockPool(8 * BLOCK)
+    source = filled(pool, 3 * BLOCK)
+    copies = [pool.share(source, 3 * BLOCK) for _ in range(5)]
+    assert (pool.used, pool.shared, pool.references) == (3, 3, 18)
+    assert all(copy.blocks == source.blocks for copy in copies)
+
+
+def test_only_the_block_that_is_written_to_is_copied():
+    pool = BlockPool(8 * BLOCK)
+    source = filled(pool, 2 * BLOCK + 5)
+    branch = pool.share(source, 2 * BLOCK + 3)
+    (copy,) = pool.grow(branch, 2 * BLOCK + 4) or ()
+    assert copy == Copy(source.blocks[2], branch.blocks[2])
+    assert branch.blocks[:2] == source.blocks[:2]
+    assert (pool.used, pool.copied) == (4, 1)
+
+
+def test_a_branch_at_the_end_of_a_block_copies_nothing():
+    pool = BlockPool(8 * BLOCK)
+    branch = pool.share(filled(pool, 2 * BLOCK), 2 * BLOCK)
+    assert pool.grow(branch, 3 * BLOCK) == []
+
+
+def test_sequences_that_grow_in_turn_lie_together():
+    """So that attention reads them without gathering."""
+    pool = BlockPool(32 * BLOCK)
+    one, other = filled(pool, 2 * BLOCK), filled(pool, 2 * BLOCK)
+    for length in range(2 * BLOCK + 1, 6 * BLOCK):
+        pool.grow(one, length)
+        pool.grow(other, length)
+    assert one.run(0, one.length) is not None
+    assert other.run(0, other.length) is not None
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_nothing_is_made_ones_own_without_room_for_all_of_it(free):
+    pool = BlockPool((2 + free) * BLOCK)
+    source = filled(pool, 2 * BLOCK)
+    branch = pool.share(source, 2 * BLOCK)
+    assert pool.own(branch, 0) is None
+    assert branch.blocks == source.blocks
+    assert pool.shared == 2

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from emberkeep.chat.tokens import PromptTokenizer
+from emberkeep.engine.hf.gguf import repair
+from emberkeep.engine.hf.loading import HfSource, load_model
+from emberkeep.engine.hf.vocab import HfVocab
+from emberkeep.engine.llamacpp import LlamaModel
+from emberkeep.errors import ModelBroken
+from emberkeep.models.gguf import read_header
+from helpers import tiny_gguf, tiny_hf
+
+WORDS = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeé1", "ab", "▁ab", "日"]
+LETTERS = st.sampled_from([*"ab 1é日.,\n\t\r<>|s/", "<s>", "<|im_end|>", "é", "🎉", "  ", "'s"])
+TEXTS = st.lists(LETTERS, max_size=40).map("".join)
+
+
+def bytes_of(vocab: HfVocab, text: str, **how: bool) -> bytes:
+    return b"".join(vocab.pieces[i] for i in vocab.tokenize(text, **how))
+
+
+def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+    made = tiny_hf.tokenizer()
+    made.normalizer = normalizer
+    return made
+
+
+def with_blanks(*, prepend: str = "", scheme: str = "", special: AddedToken | None = None) -> Tokenizer:
+    """SentencePiece's kind: blanks are letters, and what has no word is spelled in bytes."""
+    merges = [("a", "b"), ("▁", "ab")]
+    made = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(WORDS)}, merges, byte_fallback=True, fuse_unk=True)
+    )
+    if scheme:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    else:
+        blanks = normalizers.Replace(" ", "▁")
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(prepend), blanks]) if prepend else blanks
+    made.add_special_tokens([special or AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    return made
+
+
+def unigram() -> Tokenizer:
+    words = [("<unk>", 0.0), *((word, -float(i)) for i, word in enumerate(WORDS, 1))]
+    made = Tokenizer(models.Unigram(words, 0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    return made
+
+
+KINDS = {
+    "byte level": HfVocab(byte_level(), tiny_hf.VOCAB),
+    "composed": HfVocab(byte_level(normalizers.NFC()), tiny_hf.VOCAB),
+    "blanks": HfVocab(with_blanks(), len(WORDS)),
+    "unigram": HfVocab(unigram(), len(WORDS) + 1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parse_special", [True, False])
+@given(text=TEXTS)
+def test_the_pieces_of_a_text_are_its_bytes(kind: str, parse_special: bool, text: str) -> None:
+    assert bytes_of(KINDS[kind], text, parse_special=parse_special) == text.encode()
+
+
+@given(text=TEXTS)
+def test_a_blank_before_text_is_the_only_thing_added(text: str) -> None:
+    vocab = HfVocab(with_blanks(prepend="▁"), len(WORDS))
+    whole = text.replace("<s>", "")
+    assert bytes_of(vocab, whole, parse_special=False) == (b" " + whole.encode() if whole else b"")
+
+
+@pytest.mark.parametrize("parse_special", [True, False])
+def test_control_tokens_are_text_where_they_are_not_parsed(parse_special: bool) -> None:
+    vocab = KINDS["byte level"]
+    ids = vocab.tokenize("a<|im_end|>", parse_special=parse_special)
+    assert (vocab.specials["<|im_end|>"] in ids) == parse_special
+    assert bytes_of(vocab, "a<|im_end|>", parse_special=parse_special) == b"a<|im_end|>"
+
+
+def test_user_defined_tokens_are_whole_and_visible() -> None:
+    made = byte_level()
+    made.add_tokens([AddedToken("<think>", normalized=False)])
+    vocab = HfVocab(made, made.get_vocab_size())
+    thinking = vocab.specials["<think>"]
+    assert vocab.tokenize("<think>", parse_special=False) == [thinking]
+    assert thinking not in vocab.controls
+    assert vocab.controls == {256, 257, 258}
+
+
+def test_ids_that_only_the_model_has_stand_for_nothing() -> None:
+    vocab = HfVocab(byte_level(), tiny_hf.VOCAB + 5)
+    assert (vocab.size, len(vocab.pieces)) == (tiny_hf.VOCAB + 5, tiny_hf.VOCAB + 5)
+    assert set(vocab.pieces[tiny_hf.VOCAB :]) == {b""}
+
+
+def test_what_the_model_cannot_say_is_not_in_the_vocabulary() -> None:
+    vocab = HfVocab(byte_level(), tiny_hf.VOCAB - 1, eos=258)
+    assert "<|im_end|>" not in vocab.specials
+    assert 258 not in vocab.eog | vocab.controls
+
+
+def test_an_answer_ends_at_what_the_files_name_and_at_the_usual_endings() -> None:
+    vocab = HfVocab(byte_level(), tiny_hf.VOCAB, eos=7, ends=[9])
+    assert vocab.eog == {7, 9, vocab.specials["<|im_end|>"], vocab.specials["<|endoftext|>"]}
+
+
+def test_whether_bos_is_added_is_what_the_tokenizer_does() -> None:
+    made = with_blanks(prepend="▁")
+    assert not HfVocab(made, len(WORDS), bos=0).adds_bos
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    vocab = HfVocab(made, len(WORDS), bos=0)
+    assert vocab.adds_bos
+    assert 0 not in vocab.tokenize("a")
+
+
+def test_a_tokenizer_that_cuts_or_pads_does_neither_here() -> None:
+    made = byte_level()
+    made.enable_truncation(3)
+    made.enable_padding(length=8)
+    assert bytes_of(HfVocab(made, tiny_hf.VOCAB), "a longer text") == b"a longer text"
+
+
+def test_half_a_surrogate_pair_is_replaced() -> None:
+    assert bytes_of(KINDS["byte level"], "a\ud83cb") == "a\N{REPLACEMENT CHARACTER}b".encode()
+
+
+def test_a_tokenizer_that_loses_blanks_is_refused() -> None:
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.decoder = decoders.WordPiece()
+    with pytest.raises(ModelBroken, match=r"WordPiece.*does not keep every byte"):
+        HfVocab(words, 3)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "splits"),
+    [
+        (byte_level(), True),
+        (with_blanks(prepend="▁"), True),
+        (with_blanks(scheme="always"), True),
+        (with_blanks(scheme="first"), False),
+        (with_blanks(special=AddedToken("<s>", normalized=False, rstrip=True)), False),
+    ],
+    ids=["byte level", "blank before text", "blank always", "blank at the start", "eats blanks"],
+)
+@given(text=TEXTS)
+def test_fragments_are_tokenised_alone_only_where_that_changes_nothing(
+    tokenizer: Tokenizer, splits: bool, text: str
+) -> None:
+    vocab = HfVocab(tokenizer, tokenizer.get_vocab_size())
+    assert vocab.splits_at_specials == splits
+    assert PromptTokenizer(vocab).encode(text) == vocab.tokenize(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gpt-2", ["a", " b", "'s", " 12345", "\n\n", "\n", "c"]),
+        ("smollm", ["a", " b", "'s", " ", "1", "2", "3", "4", "5", "\n\n", "\n", "c"]),
+        ("qwen2", ["a", " b", "'s", " ", "1", "2", "3", "4", "5", "\n\n\n", "c"]),
+        ("llama-bpe", ["a", " b", "'s", " ", "123", "45", "\n\n\n", "c"]),
+        ("llama3", ["a", " b", "'s", " ", "123", "45", "\n\n\n", "c"]),
+    ],
+)
+def test_a_gguf_file_says_how_text_is_split_first(name: str, parts: list[str]) -> None:
+    made = byte_level()
+    repair(made, {"model": "gpt2", "pre": name})
+    text = "a b's 12345\n\n\nc"
+    assert [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)] == parts
+
+
+def test_a_gguf_file_that_splits_in_an_unknown_way_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    repair(byte_level(), {"model": "gpt2", "pre": "novel"})
+    assert "'novel'" in caplog.text
+
+
+def facts(path: Path) -> dict[str, object]:
+    prefix = "tokenizer.ggml."
+    metadata = read_header(path).metadata
+    return {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[HfVocab, LlamaModel]:
+    path = tiny_gguf.dense(tmp_path_factory.mktemp("vocab") / "tiny.gguf")
+    model = load_model(
+        HfSource(path.parent, path.name, facts(path)), device="cpu", dtype="auto", attention="eager"
+    )
+    return model.vocab, LlamaModel(path)
+
+
+@given(text=TEXTS, parse_special=st.booleans())
+def test_a_gguf_file_gives_the_tokens_that_llamacpp_gives(
+    both: tuple[HfVocab, LlamaModel], text: str, parse_special: bool
+) -> None:
+    ours, theirs = both[0], both[1].vocab
+    assert ours.tokenize(text, parse_special=parse_special) == theirs.tokenize(text, parse_special=parse_special)
+
+
+def test_a_gguf_file_gives_the_vocabulary_that_llamacpp_gives(both: tuple[HfVocab, LlamaModel]) -> None:
+    ours, theirs = both[0], both[1].vocab
+    for trait in ("size", "pieces", "specials", "controls", "eog", "bos", "eos", "adds_bos", "splits_at_specials"):
+        assert getattr(ours, trait) == getattr(theirs, trait), trait
+
+
+@pytest.mark.slow
+def test_the_default_model_has_the_tokens_that_llamacpp_gives_it(smollm2: Path) -> None:
+    source = HfSource(smollm2.parent, smollm2.name, facts(smollm2))
+    ours = load_model(source, device="cpu", dtype="auto", attention="eager").vocab
+    theirs = LlamaModel(smollm2).vocab
+    assert ours.pieces == theirs.pieces
+    assert ours.specials == theirs.specials
+    for file in (Path(__file__).parents[2] / "src").rglob("*.py"):
+        text = f"<|im_start|>user\n{file.read_text(encoding='utf-8')} 3.14159 日本語 🎉<|im_end|>\n"
+        assert ours.tokenize(text) == theirs.tokenize(text), file
+        assert ours.tokenize(text, parse_special=False) == theirs.tokenize(text, parse_special=False), file

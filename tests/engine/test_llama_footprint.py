@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.config import total_ram
+from emberkeep.engine.llamacpp import LlamaModel
+from emberkeep.engine.llamacpp.footprint import footprint_of
+from helpers.engines import KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_always_there_holds_weights_cells_and_buffers(open_engine, model_file, kind):
+    engine = open_engine(kind)
+    footprint = engine.footprint
+    cells = engine.capabilities.cells * engine.capabilities.kv_bytes_per_token
+    assert footprint.device == "cpu"
+    assert footprint.capacity == total_ram()
+    assert footprint.fixed > model_file(kind).stat().st_size // 2 + cells
+
+
+def test_more_cells_are_more_memory(open_engine):
+    small, large = open_engine(cells=1024), open_engine(cells=65_536)
+    growth = large.footprint.fixed - small.footprint.fixed
+    assert growth >= (65_536 - 1024) * small.capabilities.kv_bytes_per_token
+
+
+def test_the_process_holds_what_was_predicted_or_less_beside_its_other_things(open_engine):
+    held = open_engine().peak_bytes()
+    engine = open_engine(cells=131_072)
+    cells = 131_072 * engine.capabilities.kv_bytes_per_token
+    after = engine.peak_bytes()
+    if held is None or after is None:
+        pytest.skip("this system does not tell what a process holds")
+    assert 0.8 * cells < after - held < 2 * cells
+
+
+def test_with_layers_on_a_gpu_nothing_is_known(model_file):
+    model = LlamaModel(model_file("dense"))
+    model.offloads = True
+    assert footprint_of(model, 1024, 100) is None
+    model.close()

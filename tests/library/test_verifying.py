@@ -1,0 +1,123 @@
+"""What `verify` tells about state that is stored exactly, in fewer bits, or at another place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberkeep import Emberkeep
+from emberkeep.backend.base import ModelCard
+from emberkeep.config import Config
+from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.errors import InvalidField
+from emberkeep.library.verifying import f1, kl
+from emberkeep.runtime import assemble
+from emberkeep.types import Approximation, Repair, TokenLogprob
+
+DOCUMENTS = [f"Document {n}. " + " ".join(f"word {n * 37 + i * 11}" for i in range(40)) for n in range(3)]
+STORED, SHUFFLED = "".join(DOCUMENTS), "".join(DOCUMENTS[::-1])
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[Emberkeep]:
+    engine = FakeEngine()
+    card = ModelCard("fake", 0, engine.capabilities.context)
+    with Emberkeep(assemble(Config(data_dir=tmp_path), engine, CHATML, card)) as llm:
+        yield llm
+
+
+def test_exact_state_agrees_in_everything(llm: Emberkeep) -> None:
+    report = llm.verify(STORED)
+    assert report.equal
+    assert report.agreement == report.forced_agreement == 1
+    assert report.first_kl == report.mean_kl == 0
+    assert report.reused_tokens == report.cached.usage.prompt_tokens - 1
+    assert "exact" in str(report)
+    assert "F1" not in str(report)
+
+
+def test_moved_state_is_compared_with_a_fresh_evaluation(llm: Emberkeep) -> None:
+    llm.generate(STORED, max_tokens=1)
+    report = llm.verify(SHUFFLED, approximate="none")
+    assert report.cached.lookup.moved_tokens > 300
+    assert report.first_kl > 0.1  # the fake engine's answers have nothing in common
+    assert report.forced_agreement < 1
+    assert f"{report.cached.lookup.moved_tokens:,} from other places" in str(report)
+    assert "approximate" in str(report)
+
+
+def test_verifying_again_finds_the_same(llm: Emberkeep) -> None:
+    llm.generate(STORED, max_tokens=1)
+    first, second = (llm.verify(SHUFFLED, approximate=Approximation(Repair.CACHEBLEND)) for _ in range(2))
+    assert first.cached.lookup.moved_tokens == second.cached.lookup.moved_tokens > 0
+    assert str(first) == str(second)
+
+
+def test_state_that_is_evaluated_again_altogether_agrees(llm: Emberkeep) -> None:
+    llm.generate(STORED, max_tokens=1)
+    report = llm.verify(SHUFFLED, approximate={"repair": "cacheblend", "ratio": 1.0})
+    assert report.equal
+    assert report.mean_kl == 0
+    assert report.cached.lookup.is_approximate
+
+
+def test_packed_state_is_loaded_and_compared(llm: Emberkeep) -> None:
+    report = llm.verify(STORED, kv_bits=4)
+    assert report.cached.lookup.is_approximate
+    assert report.cached.lookup.warm_tokens > 0
+    assert report.mean_kl > 0
+
+
+def test_a_chat_is_verified_too(llm: Emberkeep) -> None:
+    assert llm.verify([{"role": "user", "content": STORED}]).mean_kl == 0
+
+
+def test_answers_are_scored(llm: Emberkeep) -> None:
+    fresh = llm.verify(STORED).fresh.text
+    report = llm.verify(STORED, answers=["something else", fresh])
+    assert report.score == report.fresh_score == 1
+    assert "F1 of the answer: 1.00 from stored state, 1.00 fresh." in str(report)
+
+
+def test_the_arguments_are_checked(llm: Emberkeep) -> None:
+    with pytest.raises(InvalidField, match=r"approximate\.ratio"):
+        llm.verify(STORED, approximate={"ratio": 2})
+    with pytest.raises(InvalidField, match="kv_bits"):
+        llm.verify(STORED, kv_bits=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "expected"),
+    [
+        ("The Eiffel Tower!", ["eiffel tower"], 1.0),
+        ("Paris, in France", ["Paris"], 0.5),
+        ("no", ["yes"], 0.0),
+        ("", ["yes"], 0.0),
+        ("", ["the"], 1.0),
+        ("b b c", ["b c c", "b b"], 0.8),
+    ],
+)
+def test_f1_counts_words_as_squad_does(text, answers, expected) -> None:
+    assert f1(text, answers) == pytest.approx(expected)
+
+
+def distribution(weights: list[float], listed: int) -> TokenLogprob:
+    total = sum(weights)
+    top = sorted(((w / total, i) for i, w in enumerate(weights)), reverse=True)[:listed]
+    tokens = tuple(TokenLogprob(i, b"", math.log(p)) for p, i in top)
+    return TokenLogprob(tokens[0].token_id, b"", tokens[0].logprob, tokens)
+
+
+weights = st.lists(st.floats(0.001, 1), min_size=6, max_size=6)
+
+
+@given(weights, weights, st.integers(1, 6))
+def test_the_divergence_is_never_more_than_the_true_one(p, q, listed) -> None:
+    true = sum(a / sum(p) * math.log(a / sum(p) / (b / sum(q))) for a, b in zip(p, q, strict=True))
+    assert 0 <= kl(distribution(p, listed), distribution(q, listed)) <= true + 1e-9
+    assert kl(distribution(p, 6), distribution(q, 6)) == pytest.approx(true, abs=1e-9)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberkeep.engine.base import Footprint
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import TooLarge
+from emberkeep.sched.admission import (
+    Admission,
+    Admitted,
+    Refusal,
+    Room,
+    choose,
+    ladder,
+    largest,
+    open_admission,
+    peak,
+    stored,
+)
+from emberkeep.types import Plan
+from helpers.scheduling import LONG, PROMPT, Gate, Rig, text
+
+GIB = 1 << 30
+GPU = Footprint("cuda:0", 10 * GIB, 4 * GIB, 40_000, 2_000, 100, 500_000)
+WIDE = Plan(512, 16)
+
+
+def room(**changes) -> Room:
+    return replace(Room(GPU, 0.1, 64 * GIB, 16 * GIB, 40_000), **changes)
+
+
+def admission(
+    footprint: Footprint = GPU, *, free: int | None = 64 * GIB, packs=frozenset({16, 8, 4})
+) -> Admission:
+    shape = replace(FakeEngine().capabilities, kv_bytes_per_token=40_000, packs=packs)
+    return Admission(
+        footprint, shape, largest_slice=512, margin=0.1, store_room=lambda: 16 * GIB, free=lambda: free
+    )
+
+
+# ── prediction ──
+
+coefficients = st.floats(0, 1e5)
+footprints = st.builds(
+    Footprint,
+    device=st.sampled_from(["cpu", "cuda:0"]),
+    capacity=st.integers(0, 1 << 40),
+    fixed=st.integers(0, 1 << 36),
+    per_step_token=coefficients,
+    per_context_token=coefficients,
+    per_pair=coefficients,
+    per_logits_row=st.integers(0, 1 << 20),
+)
+plans = st.builds(Plan, prefill_slice=st.integers(1, 4096), kv_bits=st.sampled_from([4, 8, 16]))
+counts = st.integers(0, 1 << 17)
+
+
+@given(footprints, plans, counts, counts, st.integers(1, 64), st.data())
+def test_the_peak_grows_with_everything(footprint, plan, prompt, new, rows, data):
+    before = peak(footprint, plan, prompt, new, rows)
+    more = data.draw(st.integers(1, 1 << 12))
+    assert footprint.fixed <= before
+    assert before <= peak(footprint, replace(plan, prefill_slice=plan.prefill_slice + more), prompt, new, rows)
+    assert before <= peak(footprint, plan, prompt + more, new, rows)
+    assert before <= peak(footprint, plan, prompt, new + more, rows)
+    assert before <= peak(footprint, plan, prompt, new, rows + more)
+    for name in ("fixed", "per_step_token", "per_context_token", "per_pair", "per_logits_row"):
+        assert before <= peak(
+            replace(footprint, **{name: getattr(footprint, name) + more}), plan, prompt, new, rows
+        )
+
+
+def test_the_peak_is_what_the_footprint_says_of_the_worse_of_prompt_and_answer():
+    prompt = 4 * GIB + 512 * 40_000 + 3000 * 2_000 + 512 * 3000 * 100 + 500_000
+    assert peak(GPU, WIDE, 3000, 0, rows=1) == prompt == peak(GPU, WIDE, 3000, 10, rows=1)
+    answer = 4 * GIB + 40_000 + 103_000 * 2_000 + 103_000 * 100 + 500_000
+    assert peak(GPU, WIDE, 3000, 100_000, rows=1) == answer
+
+
+def test_fewer_bits_take_less_of_the_store():
+    assert [stored(40_000, Plan(512, bits), 100) for bits in (16, 8, 4)] == [4_000_000, 2_000_000, 1_000_000]
+
+
+# ── the ladder ──
+
+
+def test_the_ladder_goes_from_the_largest_slice_to_the_smallest_before_it_takes_bits():
+    assert [plan.prefill_slice for plan in ladder(512, [16])] == [512, 256, 128, 64, 32]
+    assert [plan.prefill_slice for plan in ladder(100, [16])] == [100, 50, 32]
+    assert ladder(20, [8, 4]) == [Plan(20, 8), Plan(20, 4)]
+    assert [plan.kv_bits for plan in ladder(64, [8, 4])] == [8, 8, 4, 4]
+
+
+def test_the_largest_slice_that_fits_is_taken():
+    assert choose(room(), ladder(512, [16]), 1000, 256) == WIDE
+    # 100 bytes a pair: 50,000 tokens need 2.4 GiB at 512, 1.2 GiB at 256.
+    tight = room(footprint=replace(GPU, capacity=6 * GIB))
+    assert choose(tight, ladder(512, [16]), 50_000, 256) == Plan(256, 16)
+
+
+@given(
+    st.integers(1, 1 << 20), st.integers(0, 4096), st.integers(0, 6 * GIB), st.sampled_from([None, GIB, 8 * GIB])
+)
+def test_what_is_suggested_fits_and_one_token_more_does_not(prompt, new, beyond, free):
+    found = room(footprint=replace(GPU, capacity=4 * GIB + beyond), free_ram=free)
+    plans = ladder(512, [16])
+    chosen = choose(found, plans, prompt, new)
+    if isinstance(chosen, Plan):
+        assert found.lacks(chosen, prompt, new) is None
+        return
+    assert chosen.needed > chosen.available
+    assert chosen.suggested_max_tokens < prompt
+    assert found.lacks(plans[-1], chosen.suggested_max_tokens + 1, new)
+    if chosen.suggested_max_tokens:
+        assert found.lacks(plans[-1], chosen.suggested_max_tokens, new) is None
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_the_largest_that_fits_is_found(limit, most):
+    assert largest(lambda count: count <= limit, most) == min(limit, most)
+
+
+# ── RAM ──
+
+
+def test_what_does_not_fit_into_ram_on_its_way_to_the_store_is_refused():
+    refusal = choose(room(free_ram=GIB), ladder(512, [16]), 100_000, 0)
+    assert isinstance(refusal, Refusal)
+    assert refusal.place == "RAM"
+    assert refusal.suggested_max_tokens == int(GIB / 1.1) // 40_000
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        {"store_room": 0},  # what is new replaces something
+        {"kv_bytes_per_token": 0},  # nothing is kept
+        {"in_ram": 100_000},  # it is there already
+        {"free_ram": None},  # nobody knows
+    ],
+)
+def test_ram_is_no_matter_where_the_store_does_not_grow(reason):
+    assert choose(room(**{"free_ram": GIB, **reason}), ladder(512, [16]), 100_000, 0) == WIDE
+
+
+def test_a_step_on_the_cpu_takes_ram_too():
+    small = room(footprint=replace(GPU, device="cpu"), free_ram=100_000_000, store_room=0)
+    assert choose(small, ladder(512, [16]), 1000, 0) == WIDE
+    assert choose(small, ladder(512, [16]), 2500, 0) == Plan(256, 16)
+
+
+# ── admission ──
+
+
+def test_who_wants_exact_state_never_gets_fewer_bits():
+    with pytest.raises(TooLarge):
+        admission(free=GIB).admit(40_000, 0)
+    assert admission(free=GIB).admit(40_000, 0, bits=8).plan == Plan(512, 8)
+    assert admission(free=GIB).admit(80_000, 0, bits=8).plan == Plan(512, 4)
+    with pytest.raises(TooLarge):
+        admission(free=GIB, packs=frozenset({16, 8})).admit(80_000, 0, bits=8)
+
+
+def test_a_refusal_tells_the_numbers_and_the_way_out():
+    with pytest.raises(TooLarge) as caught:
+        admission(free=GIB).admit(100_000, 0)
+    error = caught.value
+    assert (error.prompt_tokens, error.available, error.needed) == (100_000, GIB, 4_400_000_000)
+    assert f"send at most {error.suggested_max_tokens:,} tokens" in str(error)
+    with pytest.raises(TooLarge, match="free some memory"):
+        admission(free=1000).admit(100_000, 0)
+
+
+def test_an_answer_is_as_long_as_memory_lasts_and_never_a_reason_to_refuse():
+    tight = replace(GPU, capacity=int(4.5 * GIB))
+    assert admission(tight).admit(100, 500).max_new == 500
+    admitted = admission(tight).admit(100, 1 << 20)
+    assert 256 <= admitted.max_new < 1 << 20
+    assert admitted.predicted * 1.1 <= tight.capacity
+    assert admitted.beyond == admitted.predicted - tight.fixed <= admission(tight).budget
+
+
+def test_tokens_that_are_in_ram_already_are_looked_for_only_where_that_can_help():
+    asked = []
+
+    def in_ram() -> int:
+        asked.append(True)
+        return 90_000
+
+    admission().admit(100_000, 0, in_ram=in_ram)
+    assert not asked
+    assert admission(free=GIB).admit(100_000, 0, in_ram=in_ram).plan == WIDE
+    assert asked
+
+
+def test_what_is_not_kept_takes_no_ram():
+    assert admission(free=GIB).admit(100_000, 0, is_kept=False).plan == WIDE
+
+
+def test_an_engine_that_nothing_is_known_about_is_not_planned_for(caplog):
+    def opened(footprint: Footprint | None) -> Admission | None:
+        shape = FakeEngine().capabilities
+        return open_admission(footprint, shape, largest_slice=512, margin=0.1, store_room=lambda: 0)
+
+    assert opened(None) is None
+    assert opened(GPU) is not None
+    assert not caplog.messages
+    assert opened(replace(GPU, fixed=int(9.5 * GIB))) is None
+    assert "without a plan" in caplog.messages[0]
+
+
+# ── in the loop ──
+
+
+def with_plan(slice_: int, beyond: int = 0) -> Admitted:
+    return Admitted(Plan(slice_, 16), len(LONG), 12, predicted=beyond, beyond=beyond)
+
+
+def test_a_prompt_is_evaluated_in_slices_of_its_plan():
+    slices = []
+    engine = FakeEngine(cells=1 << 15, on_evaluate=lambda batch: slices.extend(len(rows.tokens) for rows in batch))
+    with Rig(engine=engine) as rig:
+        answer = rig.run(LONG, admitted=with_plan(48)).answer
+    assert max(slices) == 48
+    with Rig() as rig:
+        assert rig.run(LONG).answer == answer
+
+
+def test_jobs_that_together_need_too_much_run_one_after_the_other():
+    engine = FakeEngine(cells=1 << 15)
+    gate = Gate(engine)
+    together: list[int] = []
+    with Rig(engine=engine, memory=100) as rig:
+        first = rig.start(PROMPT, admitted=with_plan(512, beyond=60))
+        gate.reached()
+        second = rig.start(text(500, seed=1), admitted=with_plan(512, beyond=60))
+        third = rig.start(text(500, seed=2), admitted=with_plan(512, beyond=1000))
+        engine.on_evaluate = lambda batch: together.append(len({rows.sequence for rows in batch}))
+        gate.open()
+        for recorder in (first, second, third):
+            assert recorder.answer
+    assert set(together) == {1}

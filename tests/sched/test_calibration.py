@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from emberkeep.engine.base import Footprint
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.sched.admission import Admitted
+from emberkeep.sched.calibration import Calibration
+from emberkeep.types import Plan
+from helpers.scheduling import PROMPT, Gate, Recorder, Rig, text
+
+WIDE = Plan(512, 16)
+
+
+def admitted(prompt_tokens: int = 700, predicted: int = 1000, plan: Plan = WIDE) -> Admitted:
+    return Admitted(plan, prompt_tokens, 12, predicted, predicted)
+
+
+class Measured(FakeEngine):
+    """Tells peaks that a test chose, in turn."""
+
+    def __init__(self, *peaks: int | None, device: str = "cuda:0") -> None:
+        super().__init__(cells=1 << 15)
+        self.footprint = Footprint(device, 1 << 40, 0, 0, 0, 0, 0)
+        self.peaks = list(peaks)
+
+    def peak_bytes(self) -> int | None:
+        return self.peaks.pop(0)
+
+
+# ── figures ──
+
+
+def test_the_middle_and_the_end_of_the_ratios_are_told():
+    calibration = Calibration()
+    for actual in range(901, 1001):
+        calibration.note(admitted(), actual)
+    stats = calibration.stats()
+    assert stats["actual_to_predicted"] == {"count": 100, "median": 0.951, "p95": 0.996}
+    assert stats["suggested_margin"] == 0
+
+
+def test_the_suggested_margin_covers_what_was_predicted_too_low():
+    calibration = Calibration()
+    for actual in [1000] * 50 + [1250] * 2:
+        calibration.note(admitted(), actual)
+    assert calibration.stats()["suggested_margin"] == 0.25
+
+
+def test_requests_of_like_length_and_plan_are_a_cohort():
+    calibration = Calibration()
+    calibration.note(admitted(1023), 1000)
+    calibration.note(admitted(512), 800)
+    calibration.note(admitted(512, plan=Plan(64, 8)), 500)
+    calibration.note(admitted(1024), 900)
+    assert calibration.stats()["cohorts"] == [
+        {"prompt_tokens": [512, 1023], "prefill_slice": 64, "kv_bits": 8, "count": 1, "median": 0.5, "p95": 0.5},
+        {"prompt_tokens": [512, 1023], "prefill_slice": 512, "kv_bits": 16, "count": 2, "median": 1.0, "p95": 1.0},
+        {
+            "prompt_tokens": [1024, 2047],
+            "prefill_slice": 512,
+            "kv_bits": 16,
+            "count": 1,
+            "median": 0.9,
+            "p95": 0.9,
+        },
+    ]
+
+
+def test_nothing_is_suggested_before_anything_was_compared():
+    stats = Calibration().stats()
+    assert stats["suggested_margin"] is None
+    assert stats["actual_to_predicted"] == {"count": 0, "median": None, "p95": None}
+
+
+def test_its_memory_is_bounded_and_it_counts_on():
+    calibration = Calibration()
+    for number in range(3000):
+        calibration.note(admitted(700, plan=Plan(1 + number % 200, 16)), 1000 if number < 1500 else 2000)
+    stats = calibration.stats()
+    assert stats["actual_to_predicted"] == {"count": 3000, "median": 2.0, "p95": 2.0}
+    assert len(stats["cohorts"]) == 64
+
+
+# ── in the loop ──
+
+
+def test_a_request_that_ran_alone_is_compared():
+    calibration = Calibration()
+    with Rig(engine=Measured(999_999, 900), calibration=calibration) as rig:
+        rig.run(PROMPT, admitted=admitted())
+    assert calibration.stats()["actual_to_predicted"] == {"count": 1, "median": 0.9, "p95": 0.9}
+
+
+def test_on_a_cpu_what_the_store_holds_is_not_the_engines():
+    calibration = Calibration()
+    engine = Measured(999_999, 10_000, device="cpu")
+    with Rig(engine=engine, calibration=calibration) as rig:
+        rig.run(PROMPT, admitted=admitted(predicted=10_000))
+        held = rig.store.held_bytes()[0]
+    assert held
+    assert calibration.stats()["actual_to_predicted"]["median"] < 1
+
+
+def test_requests_that_ran_together_are_not_compared():
+    calibration = Calibration()
+    engine = Measured(999_999)
+    gate = Gate(engine)
+    with Rig(engine=engine, calibration=calibration) as rig:
+        first = rig.start(PROMPT, admitted=admitted())
+        gate.reached()
+        second = rig.start(text(500, seed=1), admitted=admitted())
+        gate.open()
+        assert first.answer
+        assert second.answer
+    assert calibration.stats()["actual_to_predicted"]["count"] == 0
+
+
+def test_an_engine_that_tells_nothing_and_a_job_without_a_plan_are_no_trouble():
+    calibration = Calibration()
+    with Rig(engine=Measured(None, None), calibration=calibration) as rig:
+        assert rig.run(PROMPT, admitted=admitted()).answer
+        assert rig.run(text(300), Recorder()).answer
+    assert calibration.stats()["actual_to_predicted"]["count"] == 0

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from emberkeep.config import free_ram, total_ram
+from emberkeep.engine.base import Footprint, KvUnit
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EngineError
+from emberkeep.sched import probe as probing
+from emberkeep.sched.probe import Reading, assumed, probe, step_seconds
+from helpers.engines import evaluate
+
+GPU = Footprint("cuda:0", 1000, 400, 0, 0, 0, 0)
+
+
+def test_what_can_be_measured_is_measured_and_nothing_stays_in_the_folder(tmp_path):
+    machine = probe(tmp_path, GPU, lambda: 0.25)
+    for reading in (machine.copy_speed, machine.disk_speed):
+        assert reading.measured
+        assert reading.value > 0
+    assert machine.step_seconds == Reading(0.25, measured=True)
+    assert machine.total_ram == Reading(total_ram(), measured=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_device_is_as_the_engine_tells(tmp_path):
+    machine = assumed(GPU)
+    assert (machine.device, machine.device_total.value, machine.device_free.value) == ("cuda:0", 1000, 600)
+    alone = assumed()
+    assert (alone.device, alone.device_total) == ("cpu", alone.total_ram)
+
+
+def test_a_folder_that_is_not_there_is_taken_for_a_slow_one(tmp_path):
+    assert probe(tmp_path / "none").disk_speed == assumed().disk_speed
+    assert not assumed().disk_speed.measured
+
+
+def test_a_step_that_fails_or_hangs_is_taken_for_a_slow_one(tmp_path, monkeypatch):
+    def fails() -> float:
+        raise EngineError("Broken.")
+
+    monkeypatch.setattr(probing, "_EACH_S", 0.01)
+    never = threading.Event()
+    for step in (fails, lambda: float(never.wait())):
+        assert probe(tmp_path, step=step).step_seconds == assumed().step_seconds
+    never.set()
+
+
+def test_free_ram_that_is_not_known_is_half_of_all(monkeypatch):
+    monkeypatch.setattr(probing, "free_ram", lambda: None)
+    assert assumed().free_ram == Reading(total_ram() // 2)
+
+
+@pytest.mark.parametrize("unit", list(KvUnit))
+def test_a_measured_step_leaves_nothing_in_the_engine(unit):
+    engine, fresh = FakeEngine(kv_unit=unit), FakeEngine(kv_unit=unit)
+    assert step_seconds(engine) > 0
+    assert (evaluate(engine, 0, 0, 20) == evaluate(fresh, 0, 0, 20)).all()
+
+
+def test_it_reads_as_json(tmp_path):
+    told = replace(assumed(GPU), step_seconds=Reading(0.1, measured=True)).json()
+    assert told["step_seconds"] == {"value": 0.1, "measured": True}
+    assert told["device"] == "cuda:0"
+
+
+def test_there_is_no_more_free_ram_than_ram():
+    free = free_ram()
+    assert free is None or 0 < free <= total_ram()
