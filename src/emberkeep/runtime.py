@@ -16,7 +16,7 @@ from emberkeep.backend.marks import Lineages
 from emberkeep.backend.places import Places
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.config import OFF, Config, total_ram, ttls
+from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, TemplateFailed
@@ -98,7 +98,7 @@ def assemble(
     template = _template(engine, template_source)
     lineages = _lineages(config, engine)
     store = open_store(config, engine.fingerprint, {"model": card.id})
-    slice_ = min(config.prefill_slice, engine.capabilities.batch)
+    slice_ = min(config.prefill_slice or engine.capabilities.batch, engine.capabilities.batch)
     planning = _planning(config, engine, store, slice_)
     settings = LoopSettings(
         parallel=config.parallel,
@@ -175,7 +175,7 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
         context=context,
         cells=_llamacpp_cells(config, shape, context),
         sequences=2 * config.parallel,
-        batch=max(config.prefill_slice, 2 * config.parallel),
+        batch=max(slice_tokens(config), 2 * config.parallel),
         threads=config.threads,
         rope_switches=shape.short_rope_context is not None,
     )
@@ -195,9 +195,9 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
 
 
 def _open_hf(model: ModelFile, config: Config, digests: Path) -> _Opened:
-    from emberkeep.engine.hf import HfEngine, HfSettings, load_model
+    from emberkeep.engine.hf import HfSettings, load_model, open_engine
 
-    loaded = load_model(_hf_source(model), device=config.device, dtype=config.dtype, attention="emberkeep")
+    loaded = load_model(_hf_source(model), device=config.device, dtype=config.dtype, attention="eager")
     # Beyond it there are no positions, or other ones than what is stored was computed with.
     context = min(_context(config, loaded.context_length), loaded.context_length)
     on_cpu = loaded.device == "cpu"
@@ -205,12 +205,12 @@ def _open_hf(model: ModelFile, config: Config, digests: Path) -> _Opened:
         context=context,
         cells=_cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None,
         sequences=2 * config.parallel,
-        batch=max(config.prefill_slice, 2 * config.parallel),
+        batch=max(slice_tokens(config, on_gpu=not on_cpu), 2 * config.parallel),
         attention=None if config.attention == "auto" else AttentionTier(config.attention),
         threads=config.threads,
     )
     digest = model_digest(model.path, digests)
-    engine = HfEngine(loaded, settings, digest)
+    engine = open_engine(loaded, settings, digest)
     details = {
         "engine": "hf",
         "architecture": loaded.architecture,

@@ -170,7 +170,7 @@ def test_a_refusal_of_the_system_is_one_sentence(
 )
 def test_output_that_cannot_be_written_is_one_sentence(buffering: str, what: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = show_config(buffering, stdout=full)
+        done = print_version(buffering, stdout=full)
     assert (done.returncode, done.stderr) == (1, f"{what}: No space left on device.\n")
 
 
@@ -179,13 +179,13 @@ def test_a_reader_that_went_away_is_no_trouble(buffering: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        done = show_config(buffering, stdout=pipe)
+        done = print_version(buffering, stdout=pipe)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def show_config(buffering: str, stdout: TextIO) -> subprocess.CompletedProcess[str]:
+def print_version(buffering: str, stdout: TextIO) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "emberkeep", "config", "show"],
+        [sys.executable, "-m", "emberkeep", "--version"],
         env={**os.environ, "PYTHONUNBUFFERED": buffering},
         stdout=stdout,
         stderr=subprocess.PIPE,

@@ -47,24 +47,26 @@ def hf_model(tmp_path_factory):
     from helpers import tiny_hf
 
     @functools.cache
-    def load(family: str = "llama", seed: int = 0):
-        folder = tiny_hf.write(tmp_path_factory.mktemp(family), family, seed=seed)
-        return load_model(HfSource(folder), device="cpu", dtype="auto", attention="emberkeep")
+    def load(family: str):
+        folder = tiny_hf.write(tmp_path_factory.mktemp(family), family)
+        return load_model(HfSource(folder), device="cpu", dtype="auto", attention="eager")
 
     return load
 
 
 @pytest.fixture
 def open_hf(hf_model):
-    from emberkeep.engine.hf import HfEngine, HfSettings
+    """Paged, unless the family's state is kept as a whole."""
+    from emberkeep.engine.hf import HfSettings
+    from emberkeep.engine.hf import open_engine as open_
 
     engines = []
 
     def make(
         family: str = "llama", *, cells: int = 1024, sequences: int = 8, batch: int = 256, digest: str = "digest"
-    ) -> HfEngine:
+    ):
         settings = HfSettings(context=cells, cells=cells, sequences=sequences, batch=batch, threads=1)
-        engines.append(HfEngine(hf_model(family), settings, digest))
+        engines.append(open_(hf_model(family), settings, digest))
         return engines[-1]
 
     yield make

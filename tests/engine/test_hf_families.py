@@ -20,7 +20,18 @@ NOISE = 1e-3
 """Sums depend a little on the shape of a batch. Another token changes logits by several."""
 
 LIKE_OTHERS = {
-    *("qwen2", "qwen3", "gemma3_text", "phi3", "gpt_neox", "cohere2", "olmo2", "mixtral", "stablelm", "starcoder2"),
+    *(
+        "qwen2",
+        "qwen3",
+        "gemma3_text",
+        "phi3",
+        "gpt_neox",
+        "cohere2",
+        "olmo2",
+        "mixtral",
+        "stablelm",
+        "starcoder2",
+    ),
     *("granite", "nemotron", "ernie4_5"),
 }
 """What is particular to them is also in a family that is tested every time."""

@@ -25,12 +25,14 @@ SHORT = 60
 """A few times what a window sees."""
 
 
-@pytest.fixture(params=[*FAKES, *SNAPSHOT_KINDS])
-def make(request, open_engine):
+@pytest.fixture(params=[*FAKES, *SNAPSHOT_KINDS, "hf"])
+def make(request, open_engine, open_hf):
     def make_one(*, cells: int = 1024) -> Engine:
         if request.param in FAKES:
             unit = FAKES[request.param]
             return FakeEngine(cells=cells, context=cells, sequences=4, batch=64, kv_unit=unit)
+        if request.param == "hf":
+            return open_hf("lfm2", cells=cells, sequences=4, batch=64)
         return open_engine(request.param, cells=cells, sequences=4, batch=64)
 
     return make_one
@@ -61,7 +63,7 @@ def test_capabilities_tell_ranges_from_snapshots(engine):
     assert engine.capabilities.kv_unit.has_snapshots
     assert not engine.capabilities.can_shift
     evaluate(engine, 0, 0, LENGTH)
-    assert len(engine.export_snapshot(0)) == engine.capabilities.snapshot_bytes > 0
+    assert 0 < len(engine.export_snapshot(0)) <= engine.capabilities.snapshot_bytes
     ranges = engine.export_kv(0, (0, 128, LENGTH))
     if not engine.capabilities.kv_unit.has_ranges:
         assert [len(payload) for payload in ranges] == [0, 0]
@@ -255,7 +257,8 @@ def test_a_whole_copy_goes_its_own_way_and_outlives_its_source(engine, make):
     assert same(engine, evaluate(engine, 1, 320, 325, branch), evaluate(make(), 0, 0, 325, branch))
 
 
-def test_all_sequences_can_be_copies_of_a_long_one(engine, make):
+def test_all_sequences_can_be_copies_of_a_long_one(make):
+    engine = make(cells=2048)
     evaluate(engine, 0, 0, LENGTH)
     for target in (1, 2, 3):
         engine.copy_kv(0, target, LENGTH)

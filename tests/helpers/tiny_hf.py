@@ -20,6 +20,9 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 256 + len(SPECIALS)
 ENDINGS = (256, 258)
 """Tokens that end an answer."""
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+UNPRINTABLE = [place for place, letter in enumerate(_LETTERS) if not ("!" <= letter <= "~" or letter == "Ġ")]
+"""Tokens that are no text by themselves."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -146,7 +149,7 @@ FAMILIES = {**PAGED, **WHOLE}
 
 @functools.cache
 def build(family: str, seed: int = 0) -> PreTrainedModel:
-    """Computes as its authors wrote it, with weights so wide that every token of the context changes the logits noticeably."""
+    """As its authors wrote it, with weights so wide that every token of the context changes the logits noticeably."""
     transformers_logging.set_verbosity_error()
     config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family]})
     network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -176,8 +179,7 @@ def write(folder: Path, family: str = "llama", *, seed: int = 0, template: str |
 
 def tokenizer() -> Tokenizer:
     """A token for every byte, and three that text cannot spell."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    made = Tokenizer(models.BPE({letter: place for place, letter in enumerate(_LETTERS)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])

@@ -201,3 +201,11 @@ def test_a_temperature_next_to_nothing_is_greedy():
     sampler = Sampler(Sampling(temperature=1e-300, seed=1))
     logits = np.array([0.1, 3.0, 2.9], np.float32)
     assert [sampler.sample(logits, [b""] * 3)[0] for _ in range(5)] == [1] * 5
+
+
+def test_forced_tokens_come_first_with_what_the_model_thinks_of_them():
+    sampler = Sampler(replace(PLAIN, temperature=0), top_logprobs=1, forced=[4, 3])
+    drawn = [sampler.sample(LOGITS, PIECES) for _ in range(3)]
+    best = int(LOGITS.argmax())
+    assert [token for token, _ in drawn] == [4, 3, best]
+    assert all(logprob.token_id == token and logprob.top[0].token_id == best for token, logprob in drawn)

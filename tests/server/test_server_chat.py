@@ -97,6 +97,9 @@ def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, h
     }
     assert body["emberkeep"] == {
         "reused": {"hot": 1, "warm": 2, "cold": 5},
+        "moved_tokens": 0,
+        "repaired_tokens": 0,
+        "approximate": False,
         "load_ms": 0.5,
         "reason": "none",
         "divergence": None,

@@ -21,7 +21,7 @@ from emberkeep.bench.bare import Tokens
 from emberkeep.bench.figures import Series, series
 from emberkeep.bench.report import Result, Row, Table, Value
 from emberkeep.bench.stage import Stage
-from emberkeep.config import Config
+from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.base import Outcome, Payload
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.errors import EmberkeepError
@@ -64,10 +64,17 @@ class BitsPlan:
 class _Meter:
     """What went out of an engine and into it."""
 
-    tokens: int = 0
+    exported: int = 0
+    """Tokens."""
     bytes: int = 0
     export_s: float = 0.0
+    imported: int = 0
+    """Tokens."""
     import_s: float = 0.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes / self.exported
 
 
 class _Metered(LlamaEngine):
@@ -77,7 +84,7 @@ class _Metered(LlamaEngine):
         begin = perf_counter()
         payloads = super().export_kv(sequence, borders, bits)
         self.meter.export_s += perf_counter() - begin
-        self.meter.tokens += borders[-1] - borders[0]
+        self.meter.exported += borders[-1] - borders[0]
         self.meter.bytes += sum(len(payload) for payload in payloads)
         return payloads
 
@@ -85,6 +92,7 @@ class _Metered(LlamaEngine):
         begin = perf_counter()
         outcome = super().import_kv(sequence, start, end, payload, payload_start)
         self.meter.import_s += perf_counter() - begin
+        self.meter.imported += end - start
         return outcome
 
 
@@ -143,10 +151,10 @@ class _Findings:
     def row(self, bits: int, exact: _Meter) -> Row:
         meter, chosen = self.meter, self.same_choice
         values: dict[str, Value] = {
-            "bytes per token": _one(meter.bytes / meter.tokens, "B"),
-            "of 16 bits": _one(100 * (meter.bytes / meter.tokens) / (exact.bytes / exact.tokens), "%"),
-            "out, per 1,000 tokens": _one(1e6 * meter.export_s / meter.tokens, "ms"),
-            "in, per 1,000 tokens": _one(1e6 * meter.import_s / meter.tokens, "ms"),
+            "bytes per token": _one(meter.bytes_per_token, "B"),
+            "of 16 bits": _one(100 * meter.bytes_per_token / exact.bytes_per_token, "%"),
+            "out, per 1,000 tokens": _one(1e6 * meter.export_s / meter.exported, "ms"),
+            "in, per 1,000 tokens": _one(1e6 * meter.import_s / meter.imported, "ms"),
             "same next token": _one(sum(chosen) / len(chosen), "%"),
             "same text": _one(sum(self.same_text) / len(self.same_text), "%"),
             "mean KL": _one(1e3 * sum(self.divergence) / len(self.divergence), "mnat"),
@@ -162,7 +170,7 @@ class _Bench:
         self._plan = plan
         self._ends = engine.vocab.eog | engine.vocab.controls
         self._store = open_store(config, engine.fingerprint, {"model": "benchmark"})
-        self._loop = EngineLoop(engine, self._store, LoopSettings(1, config.prefill_slice), thread=thread)
+        self._loop = EngineLoop(engine, self._store, LoopSettings(1, slice_tokens(config)), thread=thread)
 
     async def own_text(self, opening: Sequence[int], seed: int) -> Tokens:
         """What the model writes after `opening`."""
@@ -171,11 +179,13 @@ class _Bench:
         tokens = await self._run(opening, sampler, self._plan.tokens - len(opening), namespace="", is_kept=False)
         return np.array([*opening, *tokens], np.int32)
 
-    async def compare(self, prompt: Tokens, findings: dict[int, _Findings]) -> None:
+    async def compare(self, prompt: Tokens, salt: str, findings: dict[int, _Findings]) -> None:
+        """Prompts with different salts share nothing, so that the chunks of each begin at its first token."""
         exact = _Script(self._ends)
         answer: list[int] = []
         for bits, found in findings.items():
-            namespace = marked_namespace(private_namespace(f"in {bits}"), [str(bits)] if bits < EXACT_BITS else [])
+            marks = [str(bits)] if bits < EXACT_BITS else []
+            namespace = marked_namespace(private_namespace(f"in {bits}", salt), marks)
             self._engine.meter = found.meter
             if bits == EXACT_BITS:
                 answer = await self._answer(prompt, exact, namespace)
@@ -224,7 +234,7 @@ class _Bench:
 
 async def run(stage: Stage, plan: BitsPlan) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
-    settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=config.prefill_slice)
+    settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=slice_tokens(config))
     thread = EngineThread()
     engine = thread.submit(lambda: _open(stage, settings)).result()
     findings = {bits: _Findings() for bits in _BITS if bits in engine.capabilities.packs}
@@ -233,7 +243,7 @@ async def run(stage: Stage, plan: BitsPlan) -> Result:
         for number in range(plan.prompts):
             stage.say(f"prompt {number + 1} of {plan.prompts}")
             opening = engine.vocab.tokenize(stage.words.text(_OPENING, number))
-            await bench.compare(await bench.own_text(opening, number), findings)
+            await bench.compare(await bench.own_text(opening, number), str(number), findings)
     finally:
         await asyncio.to_thread(bench.close)
     return _result(plan, findings)

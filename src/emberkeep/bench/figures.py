@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import median
+from statistics import median, stdev
 
 from emberkeep.types import Json
 
@@ -56,6 +56,11 @@ def speedup(reference: Series, faster: Series) -> Series:
 def overhead(product: Series, bare: Series) -> Series:
     """What the product adds to the bare work, in percent, pair by pair."""
     return series((100 * (ratio - 1) for ratio in ratios(product, bare).samples), "%")
+
+
+def standard_error(samples: Sequence[float]) -> float:
+    """Of their mean; 0 for a single one."""
+    return stdev(samples) / len(samples) ** 0.5 if len(samples) > 1 else 0.0
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

@@ -103,7 +103,7 @@ async def open_model(place: ModelPlace, context: int) -> AsyncIterator[HfModelUn
     try:
         if backend.card.context < context:
             raise EmberkeepError(
-                f"This needs {context:,} tokens of context and the model was trained for {backend.card.context:,}: "
+                f"This needs {context:,} tokens of context and the model has {backend.card.context:,}: "
                 "choose smaller sizes or another --model."
             )
         yield HfModelUnderTest(backend)

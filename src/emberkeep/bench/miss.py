@@ -22,7 +22,7 @@ from emberkeep.bench.client import is_settled
 from emberkeep.bench.figures import Series, overhead, series
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Stage
-from emberkeep.config import Config
+from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.runtime import assemble
@@ -85,7 +85,7 @@ class _Recorder(LlamaEngine):
 
 async def run(stage: Stage, plan: MissPlan) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
-    settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=config.prefill_slice)
+    settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=slice_tokens(config))
     thread = EngineThread()
     engine, bare = thread.submit(lambda: _open_both(stage.model, settings)).result()
     backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, settings.context), thread)

@@ -1,19 +1,17 @@
 """`rag`: questions over passages that were seen before, in another order.
 
-The passages of a question are stored once, in one order. Then it is asked with them in another: evaluated afresh, and
-with their stored state moved to where they stand now, repaired in each of the ways that there are. Nothing of these
-answers is kept, so that each finds the same.
+The passages of a question are stored once, in one order. Then it is asked with them in another: evaluated afresh,
+and with their stored state moved to where they stand now, repaired in each of the ways that there are. Nothing of
+these answers is kept, so that each finds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
-from statistics import mean, stdev
+from statistics import mean
 
-from emberkeep.bench.figures import ratios, series
+from emberkeep.bench.figures import ratios, series, standard_error
 from emberkeep.bench.hf import HfModelUnderTest, Reply, open_model
 from emberkeep.bench.questions import Question, made_up_questions, read_questions
 from emberkeep.bench.report import Result, Row, Table, Value
@@ -21,12 +19,15 @@ from emberkeep.bench.stage import ModelPlace
 from emberkeep.library.verifying import CANDIDATES, f1, kl
 from emberkeep.types import Approximation, Message, Repair, Request, Sampling
 
-_ROOM = 64
+_BETWEEN = 2
+"""Tokens between two passages."""
 _FULL = "full prefill"
 _WAYS: dict[str, Request] = {
     _FULL: Request(use_cache=False),
     **{repair.value: Request(approximate=Approximation(repair=repair)) for repair in Repair},
 }
+_BEFORE = "What do these passages have in common?"
+"""What was asked when they were stored: no part of the question itself may be known."""
 _INSTRUCTION = "You answer questions from the passages that you are given. You answer with a few words only."
 
 
@@ -43,7 +44,7 @@ class RagPlan:
 
     @property
     def context(self) -> int:
-        return max(self.sizes) + self.answer_tokens + _ROOM
+        return max(self.sizes) + self.answer_tokens + 1
 
     def quick(self) -> RagPlan:
         return replace(self, sizes=(400,), passages=4, prompts=2, answer_tokens=4)
@@ -97,28 +98,11 @@ def _questions(plan: RagPlan, model: HfModelUnderTest, size: int) -> list[Questi
 
 
 def _cut(model: HfModelUnderTest, question: Question, plan: RagPlan, size: int) -> Question:
-    """As many passages as wanted, those with an answer among them, all so short that the prompt has `size` tokens."""
+    """As many passages as wanted, those with an answer first, so short that the prompt has `size` tokens."""
     chosen = sorted(question.passages, key=question.holds_answer, reverse=True)[: plan.passages]
     frame = len(model.prompt_ids(_messages(replace(question, passages=()))))
-    room = (size - frame) // len(chosen)
-    shortened = (_shortened(passage, room, question, model.tokenize) for passage in chosen)
-    return replace(question, passages=tuple(shortened))
-
-
-def _shortened(passage: str, tokens: int, question: Question, tokenize: Callable[[str], Sequence[int]]) -> str:
-    """About so many tokens of a passage; those around the answer where it has one."""
-    words = passage.split()
-    count = int(len(words) * tokens / max(len(tokenize(passage)), 1))
-    if count >= len(words):
-        return passage
-    at = min((len(passage[:i].split()) for i in _places(passage, question)), default=0)
-    begin = max(min(at - count // 2, len(words) - count), 0)
-    return " ".join(words[begin : begin + count])
-
-
-def _places(passage: str, question: Question) -> Iterable[int]:
-    found = (passage.lower().find(answer.lower()) for answer in question.answers)
-    return (at for at in found if at >= 0)
+    room = (size - frame) // len(chosen) - _BETWEEN
+    return replace(question, passages=tuple(question.shortened(p, room, model.tokenize) for p in chosen))
 
 
 def _messages(question: Question) -> tuple[Message, ...]:
@@ -126,20 +110,12 @@ def _messages(question: Question) -> tuple[Message, ...]:
     return Message("system", _INSTRUCTION), Message("user", "\n\n".join([*question.passages, asked]))
 
 
-def _shuffled(question: Question, seed: int) -> Question:
-    """With another passage first: otherwise it would be a prefix, and prefixes are exact."""
-    passages, random = list(question.passages), Random(seed)
-    while len(passages) > 1 and passages[0] == question.passages[0]:
-        random.shuffle(passages)
-    return replace(question, passages=tuple(passages))
-
-
 # ── asking ──
 
 
 async def _ask_in_every_way(plan: RagPlan, model: HfModelUnderTest, question: Question, number: int) -> _Asked:
-    await model.ask(Request(messages=_messages(question), max_tokens=0))
-    shuffled = _shuffled(question, number)
+    await model.ask(Request(messages=_messages(replace(question, text=_BEFORE)), max_tokens=0))
+    shuffled = question.shuffled(number)
     ways = list(_WAYS)
     turn = number % len(ways)  # nobody is always the first
     answers = {way: await _ask(plan, model, shuffled, _WAYS[way]) for way in ways[turn:] + ways[:turn]}
@@ -194,13 +170,9 @@ def _compared(answers: list[_Answer], full: list[_Answer]) -> dict[str, Value]:
     firsts = [(a.reply.first, b.reply.first) for a, b in pairs]
     both = [(ours, exact) for ours, exact in firsts if ours is not None and exact is not None]
     same = mean(ours.token_id == exact.token_id for ours, exact in both) if both else 0.0
+    differences = [answer.score - exact.score for answer, exact in pairs]
     return {
-        "ΔF1": _with_error([answer.score - exact.score for answer, exact in pairs]),
+        "ΔF1": f"{mean(differences):+.3f} ± {standard_error(differences):.3f}",
         "first token": f"{100 * same:.0f} %",
         "KL": f"{mean(kl(exact, ours) for ours, exact in both):.3f}" if both else "-",
     }
-
-
-def _with_error(differences: list[float]) -> str:
-    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    return f"{mean(differences):+.3f} ± {error:.3f}"

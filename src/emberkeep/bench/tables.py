@@ -43,7 +43,8 @@ def readable_series(value: Series) -> str:
     """`41.2 ms (39.8–44.0)`: median, then the lowest and the highest sample."""
     middle, low, high = (_number(n) for n in (value.median, value.low, value.high))
     spread = f" ({low}–{high})" if low != high else ""
-    return f"{middle} {value.unit}{spread}" if value.unit != "×" else f"{middle}×{spread}"
+    unit = f" {value.unit}" if value.unit not in ("", "×") else value.unit
+    return f"{middle}{unit}{spread}"
 
 
 def _number(number: float) -> str:

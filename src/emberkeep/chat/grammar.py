@@ -203,6 +203,10 @@ def _depth_exceeds(value: Json, limit: int) -> bool:
 # ── the vocabulary, as llguidance wants it ───────────────────────────────────────────────────────
 
 
+_BEFORE = "\x02"
+"""Stands in front of what is tokenised, because some vocabularies put a blank before the first word of a text."""
+
+
 class _Wrapped:
     """The attributes that `LLTokenizer` reads from a Python tokenizer."""
 
@@ -214,10 +218,11 @@ class _Wrapped:
         self.bos_token_id = vocab.bos
         self.special_token_ids: list[int] = []
         self._vocab = vocab
+        self._before = len(vocab.tokenize(_BEFORE, parse_special=False))
 
     def __call__(self, text: bytes | str) -> list[int]:
         decoded = text if isinstance(text, str) else text.decode()
-        return self._vocab.tokenize(decoded, parse_special=False)
+        return self._vocab.tokenize(_BEFORE + decoded, parse_special=False)[self._before :]
 
 
 def _lltokenizer(vocab: Vocab) -> llguidance.LLTokenizer:

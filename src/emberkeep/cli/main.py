@@ -51,6 +51,7 @@ Examples:
   emberkeep chat                               talk to the default model in this terminal
   emberkeep models pull hf:owner/repo/file.gguf --name mine
   emberkeep serve --model mine --ctx 32768     a model that was pulled before
+  emberkeep serve --engine hf -m owner/repo    a repository of the Hugging Face hub, in PyTorch
   emberkeep cache ls                           which prompts are kept, where and for how long
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from

@@ -19,6 +19,7 @@ from emberkeep.config.settings import (
     is_loopback,
     public_values,
     shown,
+    slice_tokens,
     ttls,
     type_of,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "readable_size",
     "resident_ram",
     "shown",
+    "slice_tokens",
     "total_ram",
     "ttls",
     "type_of",

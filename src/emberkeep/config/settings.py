@@ -116,10 +116,11 @@ class Config:
             one_of("auto", *AttentionTier), "How the hf engine computes attention; auto takes the fastest."
         ),
     )
-    prefill_slice: int = field(
-        default=512,
+    prefill_slice: int | None = field(
+        default=None,
         metadata=_about(
-            whole(1, 1 << 16), "Most prompt tokens evaluated in one step, so that others are not held up."
+            or_word(whole(1, 1 << 16), "auto", lambda: None),
+            "Most prompt tokens evaluated in one step, so that others are not held up; auto: 512, on a GPU 4096.",
         ),
     )
     ram_budget: int = field(
@@ -251,6 +252,11 @@ class Config:
 
 
 FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Config)}
+
+
+def slice_tokens(config: Config, *, on_gpu: bool = False) -> int:
+    """Most prompt tokens per step. A GPU takes as long for 500 tokens as for thousands."""
+    return config.prefill_slice or (4096 if on_gpu else 512)
 
 
 def ttls(config: Config) -> dict[Ttl, float]:

@@ -66,7 +66,7 @@ class ContentIndex:
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._places: dict[str, dict[int, list[tuple[Chunk, int]]]] = {}
         waiting: list[Chunk] = []
-        for chunk in chunks:  # together: a hundred thousand chunks take a second
+        for chunk in chunks:  # together, which is quicker
             waiting.append(chunk)
             if len(waiting) == _AT_ONCE:
                 self.add(waiting)
@@ -96,16 +96,17 @@ class ContentIndex:
         owner = exact_namespace(namespace)
         tables = [self._places[seen] for seen in visible_to(owner) if seen in self._places]
         first = max(begin, sinks)
+        hashes: list[int] = window_hashes(tokens[first:]).tolist() if tables else []
+        hits = [(at, table[key]) for table in tables for at, key in enumerate(hashes, first) if key in table]
         found: list[Moved] = []
         reached: dict[tuple[int, int], int] = {}
-        for at, hashed in enumerate(window_hashes(tokens[first:]).tolist() if tables else (), first):
-            for chunk, offset in (place for table in tables for place in table.get(hashed, ())):
-                shift = at - chunk.start - offset
-                if at < reached.get((shift, id(chunk)), 0):
-                    continue  # inside a match that is known
-                if moved := _grown(Cursor(chunk, offset, owner), tokens, at, first, sinks):
-                    found.append(moved)
-                    reached.update({(shift, id(known)): moved.end for known in moved.chunks})
+        for at, chunk, offset in ((at, *place) for at, places in hits for place in places):
+            shift = at - chunk.start - offset
+            if at < reached.get((shift, id(chunk)), 0):
+                continue  # inside a match that is known
+            if moved := _grown(Cursor(chunk, offset, owner), tokens, at, first, sinks):
+                found.append(moved)
+                reached.update({(shift, id(known)): moved.end for known in moved.chunks})
         return found
 
 

@@ -134,7 +134,9 @@ class _Reader:
 
     def _version(self) -> int:
         if self._take(4) != b"GGUF":
-            raise ModelBroken(f"{self._name} is not a GGUF file; Emberkeep runs models in GGUF format only.")
+            raise ModelBroken(
+                f"{self._name} is not a GGUF file; give one, or a folder with config.json and safetensors."
+            )
         version = self._u32()
         if version in (2, 3):
             return version

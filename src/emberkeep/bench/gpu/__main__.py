@@ -31,4 +31,5 @@ def main() -> None:
         report.write_text(json.dumps(result.json(), indent=2) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -56,6 +56,7 @@ class BlendStep(PoolStep):
         positions = span.start + self.rows
         self.spans = [Span(0, self.kept, span.table, int(positions[0]), positions)]
         self.cells = self.cells[self.rows]
+        self._places.clear()
 
 
 def _distance(stored: torch.Tensor, fresh: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logi
 from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
+from emberkeep.engine.hf.hostlogits import HostLogits
 from emberkeep.engine.hf.loading import HfModel
 from emberkeep.engine.hf.memory import KvMemory
 from emberkeep.engine.hf.network import Network, learn
@@ -64,6 +65,7 @@ class HfEngine:
         self._transfer = Transfer(self._memory)
         self._graphs: DecodeGraphs | None = None
         self._tables: defaultdict[int, Table] = defaultdict(Table)
+        self._host_logits = HostLogits(self._network.device, settings.sequences, model.vocab.size)
         self._logits_of: dict[int, Logits] = {}
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
@@ -131,9 +133,9 @@ class HfEngine:
 
     def _take_logits(self, logits: torch.Tensor, indices: Sequence[int]) -> None:
         """Blocks until everything before it is done."""
-        table = logits.float().cpu().numpy()
+        rows = self._host_logits.take(logits, already=len(self._logits_of))
         self._transfer.arrived()
-        self._logits_of |= {index: table[row] for row, index in enumerate(indices)}
+        self._logits_of |= {index: rows[row] for row, index in enumerate(indices)}
 
     def logits(self, index: int) -> Logits:
         return self._logits_of[index]
@@ -164,7 +166,7 @@ class HfEngine:
             if not has_room:
                 return Outcome.NO_ROOM
             wanted = [part[:, start - payload_start : end - payload_start] for part in rows]
-            self._memory.write(self._tensor(table.cells(start, end)), wanted)
+            self._transfer.write(table, start, end, wanted)
         return Outcome.DONE
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
@@ -238,7 +240,7 @@ class HfEngine:
         if self._turns is None:
             raise EngineError("Nothing can be cut out of this model's state.")
         table = self._tables[sequence]
-        moved, target = table.cells(end, table.length), table.cells(start, table.length - (end - start))
+        moved = table.cells(end, table.length)
         rows = self._turned(self._memory.read(self._tensor(moved)), start - end)
         copies = self._pool.own(table, start)
         if copies is None:
@@ -268,6 +270,8 @@ class HfEngine:
 
     def close(self) -> None:
         self._tables.clear()
+        self._graphs = None
+        self._transfer = None  # type: ignore[assignment]
         self._memory = None  # type: ignore[assignment]
         self._network = None  # type: ignore[assignment]
 

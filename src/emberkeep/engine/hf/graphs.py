@@ -35,6 +35,8 @@ class DecodeBatch:
         self._inputs = torch.zeros_like(self._host, device=memory.device)
         self.tokens, self.positions, self.cells, self.lengths = self._inputs[: rows * _HEAD].view(_HEAD, rows)
         self.tables = self._inputs[rows * _HEAD :].view(rows, blocks)
+        # Whatever a recorded step reads must live as long as it does.
+        self.every_row = torch.arange(rows, device=memory.device)
         self.layer = -1
 
     def fill(self, rows: Sequence[DecodeRow]) -> None:
@@ -102,16 +104,15 @@ class DecodeGraphs:
 
     def _record(self, batch: DecodeBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         batch.fill([])
-        wanted = torch.arange(batch.rows, device=batch.tokens.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                self._network.run(batch, batch.tokens, batch.positions, wanted)
+                self._network.run(batch, batch.tokens, batch.positions, batch.every_row)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._network.run(batch, batch.tokens, batch.positions, wanted).float()
+            logits = self._network.run(batch, batch.tokens, batch.positions, batch.every_row).float()
         return graph, logits
 
 

@@ -52,7 +52,7 @@ class HfModel:
     parameters: int
     weights_bytes: int
     kv_bytes_per_token: int
-    """As the configuration says; the engine knows better once it runs."""
+    """As the configuration says, 0 where it does not; the engine knows better once it runs."""
     dtype: str
     device: str
 
@@ -90,6 +90,16 @@ def _files(source: HfSource) -> dict[str, Any]:
 
 
 def _network(source: HfSource, config: Any, device: torch.device, dtype: str, attention: str) -> Any:
+    try:
+        return _with_weights(source, config, device, dtype, attention)
+    except KeyError as unknown:
+        if unknown.args != (attention,):
+            raise
+        # A model that knows only its own ways to compute attention.
+        return _with_weights(source, config, device, dtype, "eager")
+
+
+def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: str, attention: str) -> Any:
     network, report = AutoModelForCausalLM.from_pretrained(
         source.folder,
         config=config,
@@ -153,8 +163,11 @@ def _template(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
 
 def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries = getattr(config, "num_attention_heads", 0)
+    if not queries:
+        return 0
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    width = getattr(config, "head_dim", None) or config.hidden_size // queries
     return int(2 * config.num_hidden_layers * heads * width * dtype.itemsize)
 
 

@@ -87,6 +87,9 @@ class KvMemory:
         """Copies, one `[streams, tokens, heads, width]` per group."""
         return [tensor.index_select(1, cells) for tensor in self._tensors]
 
-    def write(self, cells: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    def write(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
         for tensor, given in zip(self._tensors, rows, strict=True):
-            tensor.index_copy_(1, cells, given)
+            if isinstance(cells, slice):
+                tensor[:, cells].copy_(given)
+            else:
+                tensor.index_copy_(1, cells, given)

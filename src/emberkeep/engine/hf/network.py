@@ -17,10 +17,19 @@ from emberkeep.errors import EngineError
 _LEARNED_TOKENS = 4
 
 
+def has_choice(model: PreTrainedModel) -> bool:
+    """Whether `set_attn_implementation` changes which code computes the model's attention."""
+    return bool(model._can_set_attn_implementation())
+
+
 class Network:
     """Belongs to the engine's thread."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Raises EngineError for a model whose attention cannot be replaced."""
+        if not has_choice(model):
+            raise EngineError("This model computes attention in its own way.")
+        model.set_attn_implementation(NAME)
         self.model = model
         self.device: torch.device = model.device
         self.layers: list[torch.nn.Module] = []

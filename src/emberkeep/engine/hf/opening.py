@@ -6,6 +6,7 @@ import logging
 
 from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.loading import HfModel
+from emberkeep.engine.hf.network import has_choice
 from emberkeep.engine.hf.settings import HfSettings
 from emberkeep.engine.hf.whole import HfWholeEngine
 from emberkeep.errors import EngineError
@@ -22,9 +23,13 @@ def open_engine(model: HfModel, settings: HfSettings, weights_digest: str) -> Hf
         return HfEngine(model, settings, weights_digest)
     except EngineError as reason:
         log.info("sequences are evaluated one by one: %s", reason)
-    model.network.set_attn_implementation(_own_attention(model))
+    try:
+        return _opened_whole("sdpa", model, settings, weights_digest)
+    except (EngineError, ValueError):  # it cannot, or says so
+        return _opened_whole("eager", model, settings, weights_digest)
+
+
+def _opened_whole(attention: str, model: HfModel, settings: HfSettings, weights_digest: str) -> HfWholeEngine:
+    if has_choice(model.network):
+        model.network.set_attn_implementation(attention)
     return HfWholeEngine(model, settings, weights_digest)
-
-
-def _own_attention(model: HfModel) -> str:
-    return "sdpa" if getattr(model.network, "_supports_sdpa", False) else "eager"

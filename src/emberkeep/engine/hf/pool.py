@@ -59,6 +59,7 @@ class BlockPool:
         self.blocks = -(-cells // BLOCK)
         self._users = np.zeros(self.blocks + 1, np.int32)
         self._users[0] = 1
+        self.free = self.blocks
         self.copied = 0
         """Blocks copied because a sequence wrote into one that it shared."""
 
@@ -66,10 +67,6 @@ class BlockPool:
     def total_cells(self) -> int:
         """Including the block that belongs to nobody."""
         return (self.blocks + 1) * BLOCK
-
-    @property
-    def free(self) -> int:
-        return int(np.count_nonzero(self._users == 0))
 
     @property
     def used(self) -> int:
@@ -130,7 +127,9 @@ class BlockPool:
     def cut(self, table: Table, length: int) -> None:
         """Give back what is beyond `length` cells."""
         keep = -(-length // BLOCK)
-        self._users[table.blocks[keep:]] -= 1
+        gone = table.blocks[keep:]
+        self._users[gone] -= 1
+        self.free += int(np.count_nonzero(self._users[gone] == 0))
         del table.blocks[keep:]
         table.length = min(table.length, length)
 
@@ -157,6 +156,7 @@ class BlockPool:
         else:
             taken = self._largest_gap(count)
         self._users[taken] = 1
+        self.free -= count
         return [int(block) for block in taken]
 
     def _largest_gap(self, count: int) -> npt.NDArray[np.intp]:

@@ -10,7 +10,7 @@ attention, which then reads each span's whole sequence from there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class Step:
     """Where each row's keys and values go."""
     layer: int = -1
     """The one that attention is computed in: its keys and values have just been written."""
+    _places: dict[tuple[int, int], slice | torch.Tensor] = field(default_factory=dict)
+    """Where the cells of a span are, by its first row and the first position wanted: the same in most layers."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take a layer's `[1, heads, tokens, width]`."""
@@ -71,12 +73,18 @@ class Step:
         Views where a sequence's blocks lie together, copies where they do not.
         """
         keys, values = self.memory.keys[self.layer], self.memory.values[self.layer]
+        place = self._places.get((span.begin, first))
+        if place is None:
+            place = self._places[span.begin, first] = self._place(span, first)
+        if isinstance(place, slice):
+            return keys[place], values[place]
+        return keys.index_select(0, place), values.index_select(0, place)
+
+    def _place(self, span: Span, first: int) -> slice | torch.Tensor:
         begin = span.table.run(first, span.last)
         if begin is not None:
-            end = begin + span.last - first
-            return keys[begin:end], values[begin:end]
-        cells = torch.from_numpy(span.table.cells(first, span.last)).to(keys.device)
-        return keys.index_select(0, cells), values.index_select(0, cells)
+            return slice(begin, begin + span.last - first)
+        return torch.from_numpy(span.table.cells(first, span.last)).to(self.cells.device)
 
 
 class StepCache(Cache):

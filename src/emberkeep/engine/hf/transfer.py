@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from emberkeep.errors import EngineError
 Bytes = npt.NDArray[np.uint8]
 
 _SLAB = 64 << 20
+_AHEAD = 1 << 30
+"""Bytes of prepared memory that are kept ready."""
+_LOOKS_S = 1.0
 _CHUNK = 128
 """Tokens of the payloads that there are most of: their memory is prepared for fast copies."""
 
@@ -31,9 +35,10 @@ class Transfer:
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
-        self._is_cuda = memory.device.type == "cuda"
+        is_cuda = memory.device.type == "cuda"
         self._packing = Packing(memory)
-        self._slots = PinnedSlots(self._size(_CHUNK)) if self._is_cuda else None
+        self._slots = PinnedSlots(self._size(_CHUNK)) if is_cuda else None
+        self._copies = torch.cuda.Stream(memory.device) if is_cuda else None
         self._in_flight: list[Payload] = []
 
     @property
@@ -43,7 +48,7 @@ class Transfer:
     def export(self, table: Table, borders: Sequence[int], bits: int) -> list[Payload]:
         """The ranges between `borders`. Blocks until their bytes are there."""
         payloads = [self._export(table, start, end, bits) for start, end in pairwise(borders)]
-        if self._is_cuda:
+        if self._copies is not None:
             torch.cuda.current_stream(self._memory.device).synchronize()
         return payloads
 
@@ -70,9 +75,19 @@ class Transfer:
         if len(payload) != self._size(tokens):
             raise EngineError("A stored KV payload has another size than its number of tokens says.")
         data = as_tensor(payload)[HEAD.size :].view(self._memory.dtype)
-        if self._is_cuda:
-            self._in_flight.append(payload)
-        return rows_of(data.to(self._memory.device, non_blocking=True), self._memory.groups, tokens)
+        return rows_of(self._to_device(data, payload), self._memory.groups, tokens)
+
+    def _to_device(self, data: torch.Tensor, payload: Payload) -> torch.Tensor:
+        """On a stream of its own: the next copy does not wait until this one was put into its cells."""
+        if self._copies is None:
+            return data.to(self._memory.device)
+        self._in_flight.append(payload)
+        with torch.cuda.stream(self._copies):
+            there = data.to(self._memory.device, non_blocking=True)
+        main = torch.cuda.current_stream(self._memory.device)
+        there.record_stream(main)
+        main.wait_stream(self._copies)
+        return there
 
     def arrived(self) -> None:
         """Everything that was on its way is there."""
@@ -81,35 +96,60 @@ class Transfer:
     def cells(self, table: Table, start: int, end: int) -> torch.Tensor:
         return torch.from_numpy(table.cells(start, end)).to(self._memory.device, non_blocking=True)
 
+    def write(self, table: Table, start: int, end: int, rows: Sequence[torch.Tensor]) -> None:
+        """Put rows of [start, end) where the table has room for them."""
+        begin = table.run(start, end)
+        cells = self.cells(table, start, end) if begin is None else slice(begin, begin + end - start)
+        self._memory.write(cells, rows)
+
     def _size(self, tokens: int) -> int:
         return payload_bytes(self._memory.groups, self._memory.dtype, tokens)
 
     def _buffer(self, tokens: int) -> Bytes:
-        if self._slots is not None and tokens == _CHUNK:
-            return self._slots.take()
-        return np.empty(self._size(tokens), np.uint8)
+        prepared = self._slots.take() if self._slots is not None and tokens == _CHUNK else None
+        return np.empty(self._size(tokens), np.uint8) if prepared is None else prepared
 
 
 class PinnedSlots:
     """Host memory that a device copies from at full speed, in pieces of one size.
 
-    A piece that nobody holds any more is used again.
+    Making it takes a third of a second per gigabyte, so a thread of its own makes it ahead. A piece that nobody
+    holds any more is used again.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._free: deque[Bytes] = deque()  # filled by finalizers, which run on any thread
+        self._wanted = threading.Event()
+        self._wanted.set()
+        threading.Thread(target=_prepare, args=(weakref.ref(self),), name="emberkeep-pinned", daemon=True).start()
 
-    def take(self) -> Bytes:
-        if not self._free:
-            self._add_slab()
-        memory = self._free.popleft()
+    def take(self) -> Bytes | None:
+        """None while there is none: more is on its way."""
+        if len(self._free) * self._size < _AHEAD:
+            self._wanted.set()
+        try:
+            memory = self._free.popleft()
+        except IndexError:
+            return None
         piece = memory[:]
         weakref.finalize(piece, self._free.append, memory)
         return piece
 
-    def _add_slab(self) -> None:
-        # In slabs of a power of two: torch would round every single piece up to one.
-        slab = torch.empty(max(_SLAB, self._size), dtype=torch.uint8, pin_memory=True).numpy()
-        stride = self._size + -self._size % 64
-        self._free.extend(slab[i : i + self._size] for i in range(0, len(slab) - self._size + 1, stride))
+    def prepare(self) -> None:
+        """Make what is wanted, in slabs of a power of two: torch rounds every allocation up to one."""
+        self._wanted.wait(_LOOKS_S)
+        if not self._wanted.is_set():
+            return
+        self._wanted.clear()
+        while len(self._free) * self._size < _AHEAD:
+            slab = torch.empty(max(_SLAB, self._size), dtype=torch.uint8, pin_memory=True).numpy()
+            stride = self._size + -self._size % 64
+            self._free.extend(slab[i : i + self._size] for i in range(0, len(slab) - self._size + 1, stride))
+
+
+def _prepare(slots: weakref.ref[PinnedSlots]) -> None:
+    """Until nobody has the slots any more."""
+    while (there := slots()) is not None:
+        there.prepare()
+        del there

@@ -31,6 +31,7 @@ _PROBED = 12
 @dataclass(slots=True)
 class _State:
     cache: Any
+    """None: what is in it comes with a snapshot."""
     end: int
 
 
@@ -70,13 +71,12 @@ class HfWholeEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
-        held = sum(state.end for state in self._states.values())
-        if held + sum(len(rows.tokens) for rows in batch) > self.capabilities.cells:
+        if self._lacks_room(sum(len(rows.tokens) for rows in batch)):
             return Outcome.NO_ROOM
         self._logits_of = {}
         for index, rows in enumerate(batch):
             state = self._states.get(rows.sequence)
-            if rows.start != (state.end if state else 0):
+            if rows.start != self._end(rows.sequence) or (state and state.cache is None):
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
             logits, cache = self._run(rows.tokens, state.cache if state else None)
             self._states[rows.sequence] = _State(cache, rows.start + len(rows.tokens))
@@ -88,23 +88,31 @@ class HfWholeEngine:
         return self._logits_of[index]
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
+        if borders[-1] > self._end(sequence):
+            raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         return [memoryview(b"") for _ in borders[1:]]
 
     def export_snapshot(self, sequence: int) -> Payload:
         state = self._states.get(sequence)
-        if state is None:
+        if state is None or state.cache is None:
             raise EngineError(f"Sequence {sequence} has nothing that could be kept as a snapshot.")
         return wholestate.write(state.cache, state.end)
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
         if len(payload):
             raise EngineError("A stored KV payload is of another kind.")
+        if not self._end(sequence) == start < end:
+            raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
+        self._states[sequence] = _State(None, end)
         return Outcome.DONE
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
-        if sequence in self._states:
-            raise EngineError(f"Sequence {sequence} is not empty, so nothing can be restored there.")
+        state = self._states.get(sequence)
+        if state and (state.cache is not None or state.end != position):
+            raise EngineError(f"Sequence {sequence} does not wait for a snapshot at {position}.")
         cache = wholestate.read(payload, position, self._empty, self._device)
+        if self._lacks_room(position - self._end(sequence)):
+            return Outcome.NO_ROOM
         self._states[sequence] = _State(cache, position)
         return Outcome.DONE
 
@@ -137,15 +145,25 @@ class HfWholeEngine:
         self._states.clear()
         self._model = None
 
+    def _end(self, sequence: int) -> int:
+        state = self._states.get(sequence)
+        return state.end if state else 0
+
+    def _lacks_room(self, tokens: int) -> bool:
+        held = sum(state.end for state in self._states.values())
+        return held + tokens > self.capabilities.cells
+
     def _run(self, tokens: Any, cache: Any) -> tuple[Logits, Any]:
         """Logits after the last of `tokens`, and the state then. Changes `cache`."""
         step = len(tokens) if cache is None else self._goes_on_by
         logits = np.empty(0, np.float32)
         for begin in range(0, len(tokens), step):
             ids = torch.from_numpy(np.asarray(tokens[begin : begin + step], np.int64)).to(self._device)
-            picked = {"logits_to_keep": 1} if self._picks_logits else {}
+            given: dict[str, Any] = {self._cache_name: cache}
+            if self._picks_logits:
+                given["logits_to_keep"] = 1
             try:
-                output = self._model(input_ids=ids[None], use_cache=True, **{self._cache_name: cache}, **picked)
+                output = self._model(input_ids=ids[None], use_cache=True, **given)
             except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
                 raise EngineError(f"The model failed: {error}") from error
             cache = getattr(output, self._cache_name)

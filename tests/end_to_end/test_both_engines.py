@@ -1,0 +1,332 @@
+"""The same promises of the store on every engine: restart, edit, share, corrupt, cancel, and all that surrounds them.
+
+Tiny models with random weights, through everything but HTTP. Batch shapes change logits a little, and random weights
+have close seconds: an answer is the same if it takes the same tokens until two of them are as good as equal.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberkeep.config import Config
+from emberkeep.library import Emberkeep
+from emberkeep.library.results import Result
+from emberkeep.types import (
+    FinishReason,
+    JsonFormat,
+    Message,
+    MissReason,
+    Progress,
+    Request,
+    Sampling,
+    private_namespace,
+)
+from helpers import tiny_gguf
+
+SYSTEM = "Talk like a pirate, be brief, never lie, and count the ships of the harbour. " * 4
+QUESTIONS = ("who goes there?", "how many masts?", "what of the moon?")
+ANSWER = 8
+NOISE = 0.1
+"""Of log-probabilities. Those of other prompts are off by several."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    engine: str
+    model: Path
+    unprintable: Mapping[int, float]
+    """What is not text would not come back as it was sampled."""
+
+
+Open = Callable[..., AbstractContextManager[Emberkeep]]
+
+
+@pytest.fixture(scope="module", params=["llamacpp", "hf"])
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "llamacpp":
+        unprintable = (3 + byte for byte in (*range(32), *range(127, 256)))
+        return Kind("llamacpp", tiny_gguf.dense(folder / "tiny.gguf"), dict.fromkeys(unprintable, -100.0))
+    from helpers import tiny_hf
+
+    return Kind("hf", tiny_hf.write(folder / "tiny"), dict.fromkeys(tiny_hf.UNPRINTABLE, -100.0))
+
+
+@pytest.fixture
+def open_keeper(kind: Kind, tmp_path: Path) -> Open:
+    """Opens the model over the test's folder, in which everything stays between one keeper and the next."""
+
+    @contextmanager
+    def make(**settings: Any) -> Iterator[Emberkeep]:
+        usual = {"model": str(kind.model), "engine": kind.engine, "data_dir": tmp_path / "data", "threads": 1}
+        with Emberkeep.open(Config(**{**usual, **settings})) as keeper:
+            yield keeper
+
+    return make
+
+
+class Chat:
+    """One client's conversation with a keeper, greedy."""
+
+    def __init__(self, keeper: Emberkeep, kind: Kind, user: str = "") -> None:
+        self.keeper = keeper
+        self.kind = kind
+        self.user = user
+        self.messages: list[Message] = [Message("system", SYSTEM)]
+
+    def request(self, messages: list[Message] | None = None, **fields: Any) -> Request:
+        usual = {
+            "messages": tuple(messages or self.messages),
+            "sampling": Sampling(temperature=0, logit_bias=self.kind.unprintable),
+            "max_tokens": ANSWER,
+            "top_logprobs": 0,
+            "user": self.user,
+            "namespace": private_namespace(self.user),
+        }
+        return Request(**{**usual, **fields})
+
+    def ask(self, messages: list[Message] | None = None, **fields: Any) -> Result:
+        return self.keeper._finish(self.request(messages, **fields))
+
+    def say(self, question: str) -> Result:
+        self.messages.append(Message("user", question))
+        result = self.ask()
+        self.messages.append(Message("assistant", result.text))
+        return result
+
+    def checked(self, messages: list[Message] | None = None) -> Result:
+        """The answer from stored state, which must be the one without."""
+        cached, fresh = self.ask(messages), self.ask(messages, use_cache=False)
+        assert fresh.usage.cached_tokens == 0
+        assert_same(cached, fresh)
+        return cached
+
+
+def assert_same(one: Result, other: Result) -> None:
+    assert one.logprobs and other.logprobs
+    for a, b in zip(one.logprobs, other.logprobs, strict=False):
+        assert abs(a.logprob - b.logprob) < NOISE
+        if a.token_id != b.token_id:
+            return
+    assert one.text == other.text
+
+
+def length(result: Result) -> int:
+    return result.usage.prompt_tokens + result.usage.completion_tokens
+
+
+def own_tokens(result: Result) -> int:
+    return result.usage.prompt_tokens - result.usage.cached_tokens
+
+
+def talk(keeper: Emberkeep, kind: Kind) -> tuple[Chat, Result]:
+    chat = Chat(keeper, kind)
+    for question in QUESTIONS:
+        last = chat.say(question)
+    return chat, last
+
+
+# ── restart ──
+
+
+def test_after_a_restart_only_new_tokens_are_evaluated(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        before, last = talk(keeper, kind)
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        chat.messages = [*before.messages, Message("user", "and the tide?")]
+        resumed = chat.ask()
+        assert resumed.lookup.cold_tokens == resumed.usage.cached_tokens >= length(last) - 1
+        assert_same(resumed, chat.ask(use_cache=False))
+
+
+def test_every_turn_goes_on_where_the_last_one_ended(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        end = 0
+        for question in QUESTIONS:
+            turn = chat.say(question)
+            assert turn.usage.cached_tokens >= end - 1
+            end = length(turn)
+        assert chat.checked(chat.messages[:-1]).usage.cached_tokens == turn.usage.prompt_tokens - 1
+
+
+# ── edit ──
+
+
+def test_an_edited_message_is_evaluated_from_where_it_differs(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        first, second, _ = (chat.say(question) for question in QUESTIONS)
+        edited = [*chat.messages[:3], Message("user", "how many sails?"), *chat.messages[4:6]]
+        result = chat.checked(edited)
+        assert length(first) - 1 <= result.usage.cached_tokens < second.usage.prompt_tokens
+        assert result.lookup.reason is MissReason.EDITED
+        assert result.lookup.divergence is not None
+        assert result.lookup.divergence.where == "message 4 (user)"
+
+
+# ── share ──
+
+
+def test_conversations_over_one_system_prompt_evaluate_it_once(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        first, second = Chat(keeper, kind), Chat(keeper, kind)
+        one = first.say("who goes there?")
+        before = evaluated(keeper)
+        other = second.say("how many masts?")
+        assert one.usage.cached_tokens == 0
+        assert other.usage.cached_tokens >= len(SYSTEM)
+        assert evaluated(keeper) - before <= own_tokens(other) + ANSWER + 4
+        if kind.engine == "hf":
+            pool = keeper._backend.loop._engine.stats()["pool"]
+            assert pool["shared_blocks"] >= len(SYSTEM) // pool["block_tokens"]
+            assert pool["references"] - pool["used_blocks"] >= pool["shared_blocks"]
+        assert_same(other, second.ask(second.messages[:-1], use_cache=False))
+
+
+def evaluated(keeper: Emberkeep) -> int:
+    return int(keeper.stats()["scheduler"]["evaluated_tokens"])
+
+
+def test_users_share_nothing(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        alice, bob = Chat(keeper, kind, "alice"), Chat(keeper, kind, "bob")
+        asked = alice.say("who goes there?")
+        answered = bob.say("who goes there?")
+        assert answered.usage.cached_tokens == 0
+        assert_same(answered, asked)
+        again = alice.ask(alice.messages[:-1])
+        assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+
+
+# ── corrupt ──
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "emptied"])
+def test_damaged_files_are_noticed_and_evaluated_again(
+    open_keeper: Open, kind: Kind, tmp_path: Path, damage: str
+) -> None:
+    with open_keeper() as keeper:
+        before, last = talk(keeper, kind)
+    for path in (tmp_path / "data").rglob("*.kv"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x10
+        path.write_bytes({"flipped": data, "truncated": data[:-5], "emptied": b""}[damage])
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        repeated = chat.ask(before.messages[:-1])
+        assert repeated.usage.cached_tokens == 0
+        assert keeper.stats()["store"]["cold"]["damaged_chunks"] > 0
+        assert_same(repeated, last)
+    with open_keeper() as keeper:
+        again = Chat(keeper, kind).ask(before.messages[:-1])
+        assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+        assert_same(again, last)
+
+
+# ── cancel ──
+
+
+def test_a_cancelled_prompt_keeps_what_was_evaluated(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper(prefill_slice=128) as keeper:
+        chat = Chat(keeper, kind)
+        chat.messages = [Message("user", SYSTEM + SYSTEM + "who goes there?")]
+        with keeper._start(chat.request(want_progress=True)) as stream:
+            reached = next(e.processed for e in stream.events() if isinstance(e, Progress) and e.processed)
+        assert chat.checked().usage.cached_tokens >= reached > 100
+
+
+# ── answers ──
+
+
+def test_requests_side_by_side_are_answered_as_one_by_one(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        chats = [Chat(keeper, kind) for _ in range(6)]
+        for number, chat in enumerate(chats):
+            chat.messages.append(Message("user", f"ship {number}, how many guns?"))
+        alone = [chat.ask(use_cache=False, is_kept=False) for chat in chats]
+        together: list[Result | None] = [None] * len(chats)
+
+        def ask(number: int) -> None:
+            together[number] = chats[number].ask()
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(chats))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for one, other in zip(alone, together, strict=True):
+            assert other is not None
+            assert_same(one, other)
+
+
+def test_an_answer_fits_its_schema(open_keeper: Open, kind: Kind) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ship": {"enum": ["brig", "sloop"]}, "guns": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["ship", "guns"],
+        "additionalProperties": False,
+    }
+    with open_keeper() as keeper:
+        result = Chat(keeper, kind).ask(format=JsonFormat(schema), max_tokens=80)
+        answer = json.loads(result.text)
+        assert result.finish_reason is FinishReason.STOP
+        assert answer["ship"] in ("brig", "sloop")
+        assert 0 <= answer["guns"] <= 9
+
+
+def test_an_answer_ends_before_a_stop_string(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        full = chat.ask().text
+        stopped = chat.ask(stop=(full[3:5],))
+        assert stopped.text == full[: full.index(full[3:5])]
+        assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_logprobs_are_of_the_best_tokens(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        result = Chat(keeper, kind).ask(top_logprobs=3, sampling=Sampling(temperature=0))
+        assert len(result.logprobs) == result.usage.completion_tokens == len(result.tokens)
+        for token, chosen in zip(result.tokens, result.logprobs, strict=True):
+            assert chosen.token_id == token == chosen.top[0].token_id
+            best = [candidate.logprob for candidate in chosen.top]
+            assert best == sorted(best, reverse=True)
+            assert chosen.logprob == best[0] < 0
+
+
+def test_a_streamed_answer_is_the_answer_in_pieces(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        with keeper._start(chat.request()) as stream:
+            pieces = list(stream)
+        assert len(pieces) > 1
+        assert "".join(pieces) == chat.ask().text
+
+
+def test_a_seeded_answer_is_drawn_again(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        sampling = Sampling(temperature=1.5, seed=7, logit_bias=kind.unprintable)
+        one, other = (chat.ask(sampling=sampling, use_cache=False).tokens for _ in range(2))
+        assert one == other
+        assert one != chat.ask(use_cache=False).tokens
+
+
+def test_what_is_stored_agrees_with_a_fresh_evaluation(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper() as keeper:
+        chat = Chat(keeper, kind)
+        chat.say(QUESTIONS[0])
+        (entry,) = keeper.cache.entries()
+        verified = keeper.verify_entry(entry.id, 8)
+        assert verified.reused_tokens >= verified.entry.tokens - 1
+        assert verified.compared > 0

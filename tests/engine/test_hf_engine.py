@@ -1,0 +1,194 @@
+"""What is particular to the Hugging Face engine: its pool, number formats, failures, fingerprints."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from emberkeep.engine.base import Outcome, Rows
+from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, load_model
+from emberkeep.engine.hf.pool import BLOCK
+from emberkeep.errors import EngineError
+from helpers import tiny_hf
+from helpers.engines import TOKENS, evaluate, exported
+from helpers.scheduling import Recorder, Rig
+
+OTHERS = TOKENS[::-1].copy()
+
+
+def pool(engine: HfEngine) -> dict[str, int]:
+    return engine.stats()["pool"]
+
+
+# ── the pool ──
+
+
+def test_conversations_over_one_prompt_keep_it_once(open_hf):
+    engine = open_hf(cells=512, sequences=4)
+    evaluate(engine, 0, 0, 4 * BLOCK)
+    for sequence in (1, 2, 3):
+        engine.copy_kv(0, sequence, 4 * BLOCK)
+        evaluate(engine, sequence, 4 * BLOCK, 4 * BLOCK + 1, OTHERS)
+    assert pool(engine)["used_blocks"] == 4 + 3
+    assert pool(engine)["shared_blocks"] == 4
+    assert pool(engine)["references"] == 4 + 3 * 5
+    assert pool(engine)["copied_blocks"] == 0
+
+
+def test_a_shift_leaves_those_alone_who_share_the_state(open_hf):
+    engine = open_hf(cells=512, sequences=4)
+    evaluate(engine, 0, 0, 100)
+    before = exported(engine, 0, 0, 100)
+    engine.copy_kv(0, 1, 100)
+    engine.shift(1, 10, 50)
+    assert exported(engine, 0, 0, 100) == before
+    assert pool(engine)["used_blocks"] == 4 + 2
+    engine.trim(0, 0)
+    engine.trim(1, 0)
+    assert pool(engine)["used_blocks"] == 0
+
+
+def test_a_shift_without_room_is_refused_and_changes_nothing(open_hf):
+    engine = open_hf(cells=3 * BLOCK, sequences=1)
+    evaluate(engine, 0, 0, 4 * BLOCK)
+    engine.copy_kv(0, 1, 4 * BLOCK)
+    before = exported(engine, 0, 0, 4 * BLOCK)
+    with pytest.raises(EngineError):
+        engine.shift(1, 10, 20)
+    assert exported(engine, 0, 0, 4 * BLOCK) == exported(engine, 1, 0, 4 * BLOCK) == before
+
+
+def test_as_many_tokens_fit_as_there_are_cells_however_they_are_shared_out(open_hf):
+    engine = open_hf(cells=256, sequences=8)
+    lengths = [BLOCK + 1] * 7
+    lengths.append(256 - sum(lengths))
+    batch = [Rows(sequence, 0, TOKENS[:length], False) for sequence, length in enumerate(lengths)]
+    assert engine.evaluate(batch) is Outcome.DONE
+
+
+def test_a_batch_without_room_for_all_of_it_extends_nobody(open_hf):
+    engine = open_hf(cells=2 * BLOCK, sequences=2)
+    evaluate(engine, 0, 0, 40)
+    used = pool(engine)["used_blocks"]
+    batch = [Rows(0, 40, TOKENS[40:70], True), Rows(1, 0, OTHERS[:60], True)]
+    assert engine.evaluate(batch) is Outcome.NO_ROOM
+    assert pool(engine)["used_blocks"] == used
+    with pytest.raises(EngineError):
+        engine.export_kv(0, (0, 41))
+
+
+def test_a_closed_engine_holds_no_memory(open_hf):
+    engine = open_hf()
+    evaluate(engine, 0, 0, 50)
+    memory = weakref.ref(engine._memory)
+    engine.close()
+    gc.collect()
+    assert memory() is None
+
+
+# ── failures ──
+
+
+def test_rows_that_do_not_follow_the_state_are_refused(open_hf):
+    engine = open_hf()
+    evaluate(engine, 0, 0, 50)
+    for start in (49, 51):
+        with pytest.raises(EngineError):
+            engine.evaluate([Rows(0, start, TOKENS[50:60], True)])
+    assert np.array_equal(evaluate(engine, 0, 50, 60), evaluate_in_slices(engine))
+
+
+def evaluate_in_slices(engine: HfEngine) -> np.ndarray:
+    evaluate(engine, 1, 0, 50)
+    return evaluate(engine, 1, 50, 60)
+
+
+def test_a_step_that_fails_changes_nobody(open_hf):
+    """Such as a token that the model does not have."""
+    engine = open_hf()
+    evaluate(engine, 0, 0, 50)
+    used = pool(engine)["used_blocks"]
+    batch = [Rows(0, 50, TOKENS[50:90], True), Rows(1, 0, np.array([100_000], np.int32), True)]
+    with pytest.raises(EngineError, match="The model failed"):
+        engine.evaluate(batch)
+    assert pool(engine)["used_blocks"] == used
+    assert np.array_equal(evaluate(engine, 0, 50, 60), evaluate_in_slices(engine))
+
+
+# ── number formats, fingerprints ──
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_goes_out_and_in_to_the_bit(tmp_path, dtype):
+    folder = tiny_hf.write(tmp_path / "m", "qwen3")
+    model = load_model(HfSource(folder), device="cpu", dtype=dtype, attention="eager")
+    engine = HfEngine(model, HfSettings(256, 256, 2, 256, threads=1), "digest")
+    evaluate(engine, 0, 0, 90)
+    payload = exported(engine, 0, 0, 90)
+    assert len(payload) == 16 + 90 * engine.capabilities.kv_bytes_per_token
+    engine.import_kv(1, 0, 90, payload, 0)
+    assert exported(engine, 1, 0, 90) == payload
+    assert np.array_equal(evaluate(engine, 1, 90, 91), evaluate(engine, 0, 90, 91))
+    engine.shift(1, 5, 20)
+    assert np.isfinite(evaluate(engine, 1, 76, 80, OTHERS)).all()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_the_fingerprint_knows_the_shape_and_the_number_format(hf_model, open_hf, tmp_path):
+    folder = tiny_hf.write(tmp_path / "m")
+    halved = load_model(HfSource(folder), device="cpu", dtype="bfloat16", attention="eager")
+    settings = HfSettings(context=256, cells=256, sequences=2, batch=256, threads=1)
+    engines = [
+        open_hf("llama"),
+        open_hf("qwen3"),
+        open_hf("llama", digest="other"),
+        HfEngine(halved, settings, "digest"),
+    ]
+    assert len({engine.fingerprint for engine in engines}) == len(engines)
+    assert HfEngine(hf_model("llama"), settings, "digest").fingerprint == engines[0].fingerprint
+
+
+# ── in the loop ──
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_conversations_are_answered_as_without_a_cache(open_hf, tmp_path, family):
+    """Turns, a branch and a repeat, against evaluation of everything afresh."""
+    prompt, closing = TOKENS[:200].tolist(), (258,)
+    with Rig(tmp_path, open_hf(family), prefill_slice=256) as rig:
+        first = rig.run(prompt, max_new=6, closing=closing)
+        turn = [*prompt, *first.answer, 258, *TOKENS[300:330].tolist()]
+        branch = [*prompt[:150], *TOKENS[330:360].tolist()]
+        for tokens in (turn, branch, prompt):
+            cached = rig.run(tokens, max_new=6, closing=closing)
+            fresh = rig.run(tokens, max_new=6, closing=closing, use_cache=False)
+            assert cached.answer == fresh.answer
+            assert cached.lookup.reused_tokens >= 150
+            assert fresh.lookup.reused_tokens == 0
+        assert rig.loop.counters.failed == 0
+
+
+def test_more_conversations_than_the_pool_holds_are_all_answered(open_hf, tmp_path):
+    engine = open_hf(cells=256, sequences=8)
+    prompts = [np.roll(TOKENS, n)[: 90 + n].tolist() for n in range(6)]
+    with Rig(tmp_path, engine, parallel=4, prefill_slice=128) as rig:
+        more = {"max_new": 6, "closing": (258,)}
+        expected = [rig.run(prompt, use_cache=False, **more).answer for prompt in prompts]
+        recorders = [rig.start(prompt, Recorder(), **more) for prompt in prompts]
+        assert [recorder.answer for recorder in recorders] == expected
+        assert rig.loop.counters.failed == 0
+
+
+def test_a_model_whose_batches_would_be_wrong_is_refused(tmp_path, monkeypatch):
+    """Its own code, run over one sequence alone, is what the engine must agree with."""
+    model = load_model(HfSource(tiny_hf.write(tmp_path / "m")), device="cpu", dtype="auto", attention="eager")
+    layer = model.network.model.layers[1].self_attn
+    right = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *a, **k: (torch.flip(right(*a, **k)[0], [1]), None))
+    with pytest.raises(EngineError, match="batch of several sequences"):
+        HfEngine(model, HfSettings(256, 256, 2, 256, threads=1), "digest")
