@@ -149,7 +149,7 @@ FAMILIES = {**PAGED, **WHOLE}
 
 @functools.cache
 def build(family: str, seed: int = 0) -> PreTrainedModel:
-    """As its authors wrote it, with weights so wide that every token of the context changes the logits noticeably."""
+    """As its authors wrote it, with weights so wide that every token of the context changes the logits."""
     transformers_logging.set_verbosity_error()
     config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family]})
     network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -185,7 +185,7 @@ class HfEngine:
                 return Blended(Outcome.NO_ROOM)
             known = np.zeros(len(rows.tokens), bool)
             for piece, parts in moved:
-                self._memory.write(self._tensor(table.cells(piece.start, piece.end)), parts)
+                self._transfer.write(table, piece.start, piece.end, parts)
                 known[piece.start - rows.start : piece.end - rows.start] = True
             return self._evaluate_blended(rows, table, known, ratio)
 
@@ -240,15 +240,17 @@ class HfEngine:
         if self._turns is None:
             raise EngineError("Nothing can be cut out of this model's state.")
         table = self._tables[sequence]
-        moved = table.cells(end, table.length)
-        rows = self._turned(self._memory.read(self._tensor(moved)), start - end)
+        length = table.length - (end - start)
+        if end == table.length:
+            self._pool.cut(table, length)
+            return
+        rows = self._turned(self._transfer.read(table, end, table.length), start - end)
         copies = self._pool.own(table, start)
         if copies is None:
             raise EngineError("There is no room to cut something out of state that is shared.")
         self._memory.copy(copies)
-        target = table.cells(start, table.length - (end - start))
-        self._memory.write(self._tensor(target), rows)
-        self._pool.cut(table, table.length - (end - start))
+        self._transfer.write(table, start, length, rows)
+        self._pool.cut(table, length)
 
     def _turned(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
         """Rows as they would be so many positions further on. Changes `rows`."""

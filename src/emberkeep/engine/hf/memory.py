@@ -83,8 +83,10 @@ class KvMemory:
             for tensor in self._tensors:
                 tensor[:, target : target + BLOCK] = tensor[:, source : source + BLOCK]
 
-    def read(self, cells: torch.Tensor) -> list[torch.Tensor]:
-        """Copies, one `[streams, tokens, heads, width]` per group."""
+    def read(self, cells: torch.Tensor | slice) -> list[torch.Tensor]:
+        """One `[streams, tokens, heads, width]` per group: views of what lies together, else copies."""
+        if isinstance(cells, slice):
+            return [tensor[:, cells] for tensor in self._tensors]
         return [tensor.index_select(1, cells) for tensor in self._tensors]
 
     def write(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:

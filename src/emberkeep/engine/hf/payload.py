@@ -24,10 +24,6 @@ HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
 
 
-def payload_bytes(groups: Sequence[Group], dtype: torch.dtype, tokens: int) -> int:
-    return HEAD.size + tokens * dtype.itemsize * sum(len(g.streams) * g.shape.channels for g in groups)
-
-
 def write_head(buffer: memoryview, start: int, tokens: int) -> None:
     HEAD.pack_into(buffer, 0, _MAGIC, start, tokens, 0)
 
@@ -44,11 +40,13 @@ def read_head(payload: Payload, start: int) -> int:
     return int(tokens)
 
 
-def as_tensor(payload: Payload) -> torch.Tensor:
-    """The same bytes, which nobody may write to. Valid while `payload` is held."""
-    # torch warns about every buffer that is read-only; this one it cannot tell.
-    address = np.frombuffer(payload, np.uint8).ctypes.data
-    return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=torch.uint8)
+def as_tensor(payload: Payload, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """The same bytes from `offset` on, which nobody may write to. Valid while `payload` is held."""
+    if payload.readonly:
+        # torch warns about every buffer that is read-only; this one it cannot tell.
+        address = np.frombuffer(payload, np.uint8).ctypes.data
+        return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype, offset=offset)
+    return torch.frombuffer(payload, dtype=dtype, offset=offset)
 
 
 def rows_of(data: torch.Tensor, groups: Sequence[Group], tokens: int) -> list[torch.Tensor]:

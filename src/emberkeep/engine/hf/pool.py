@@ -57,8 +57,7 @@ class BlockPool:
 
     def __init__(self, cells: int) -> None:
         self.blocks = -(-cells // BLOCK)
-        self._users = np.zeros(self.blocks + 1, np.int32)
-        self._users[0] = 1
+        self._users = [1] + self.blocks * [0]
         self.free = self.blocks
         self.copied = 0
         """Blocks copied because a sequence wrote into one that it shared."""
@@ -75,12 +74,12 @@ class BlockPool:
     @property
     def shared(self) -> int:
         """Blocks that more than one sequence uses."""
-        return int(np.count_nonzero(self._users[1:] > 1))
+        return sum(count > 1 for count in self._users[1:])
 
     @property
     def references(self) -> int:
         """Blocks that sequences use, counted once for each: what they would take without sharing."""
-        return int(self._users[1:].sum())
+        return sum(self._users[1:])
 
     def needed(self, table: Table, end: int) -> int:
         """Blocks that `grow` would take."""
@@ -121,15 +120,16 @@ class BlockPool:
     def share(self, source: Table, end: int) -> Table:
         """A new table that begins with the first `end` cells of `source`. Nothing is copied."""
         blocks = source.blocks[: -(-end // BLOCK)]
-        self._users[blocks] += 1
-        return Table(list(blocks), end)
+        for block in blocks:
+            self._users[block] += 1
+        return Table(blocks, end)
 
     def cut(self, table: Table, length: int) -> None:
         """Give back what is beyond `length` cells."""
         keep = -(-length // BLOCK)
-        gone = table.blocks[keep:]
-        self._users[gone] -= 1
-        self.free += int(np.count_nonzero(self._users[gone] == 0))
+        for block in table.blocks[keep:]:
+            self._users[block] -= 1
+            self.free += self._users[block] == 0
         del table.blocks[keep:]
         table.length = min(table.length, length)
 
@@ -146,26 +146,23 @@ class BlockPool:
 
     def _writes_into_shared(self, table: Table, end: int) -> bool:
         is_partial = table.length % BLOCK != 0 and end > table.length
-        return is_partial and bool(self._users[table.blocks[-1]] > 1)
+        return is_partial and self._users[table.blocks[-1]] > 1
 
     def _take(self, count: int, near: int) -> list[int]:
         """Free blocks, after `near` if they are free there: what lies together is read without gathering."""
-        following = self._users[near + 1 : near + 1 + count]
-        if near and len(following) == count and not following.any():
-            taken = np.arange(near + 1, near + 1 + count)
-        else:
-            taken = self._largest_gap(count)
-        self._users[taken] = 1
+        following = range(near + 1, near + 1 + count)
+        is_free = near and following.stop <= len(self._users) and not any(self._users[near + 1 : following.stop])
+        taken = list(following) if is_free else self._from_largest_gap(count)
+        for block in taken:
+            self._users[block] = 1
         self.free -= count
-        return [int(block) for block in taken]
+        return taken
 
-    def _largest_gap(self, count: int) -> npt.NDArray[np.intp]:
+    def _from_largest_gap(self, count: int) -> list[int]:
         """`count` free blocks: from the middle of the largest gap, so that its neighbours can grow, or any."""
-        free = np.flatnonzero(self._users == 0)
-        gaps = np.split(free, np.flatnonzero(np.diff(free) > 1) + 1)
-        largest = max(gaps, key=len)
+        free = np.flatnonzero(np.array(self._users) == 0)
+        largest = max(np.split(free, np.flatnonzero(np.diff(free) > 1) + 1), key=len)
         if len(largest) < count:
-            return free[:count]
-        is_first = largest[0] == 1
-        begin = 0 if is_first else min((len(largest) - count) // 2, len(largest) - count)
-        return largest[begin : begin + count]
+            return [int(block) for block in free[:count]]
+        begin = 0 if largest[0] == 1 else (len(largest) - count) // 2
+        return [int(block) for block in largest[begin : begin + count]]

@@ -87,7 +87,7 @@ def read(payload: Payload, position: int, model_cache: Any, device: torch.device
     leaves = {leaf.path: leaf for leaf in _leaves(cache)}
     if set(entries) != set(leaves):
         raise EngineError(_BROKEN)
-    data = as_tensor(payload)
+    data = as_tensor(payload, torch.uint8)
     for path, leaf in leaves.items():
         leaf.set(_value(entries[path], leaf.value, data, begin, device))
     return cache
