@@ -16,8 +16,13 @@ from helpers.engines import TOKENS, evaluate, exported
 
 FLASH, PLAIN = AttentionTier.FLASH, AttentionTier.PLAIN
 OTHERS = TOKENS[::-1].copy()
-FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
-"""All tokens, a window, a window and a limit of the scores, sinks, values of another width."""
+FAMILIES = [
+    "llama",
+    "mistral",  # a window
+    "deepseek_v3",  # values of another width than keys
+    pytest.param("gemma2", marks=pytest.mark.slow),  # only the plain tier can limit scores
+    pytest.param("gpt_oss", marks=pytest.mark.slow),  # or has sinks
+]
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -66,7 +71,7 @@ def scattered(engine: Engine) -> Iterator[None]:
         engine.trim(guest, 0)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 33, 100])
+@pytest.mark.parametrize("length", [1, 9, 100])
 def test_tiers_agree_on_prompts(engine, length):
     assert in_both(engine, lambda: evaluate(engine, 0, 0, length))
 

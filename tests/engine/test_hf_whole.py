@@ -18,7 +18,7 @@ from helpers.scheduling import Rig
 
 LENGTH = 30
 OTHERS = TOKENS[::-1].copy()
-LIKE_OTHERS = {"jamba", "opt", "falcon"}
+LIKE_OTHERS = {"jamba", "qwen3_next", "opt", "gptj", "falcon"}
 FAMILIES = [
     pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ()) for family in tiny_hf.WHOLE
 ]
@@ -73,7 +73,7 @@ def test_whatever_is_done_to_a_snapshot_it_is_refused_or_data(open_hf, family):
             engine.import_snapshot(1, 20, memoryview(data))
         engine.trim(1, 0)
     described = 16 + int.from_bytes(payload[8:12], "little")
-    for offset in (*range(16), *random.integers(16, described, 150), *random.integers(described, size, 20)):
+    for offset in (*range(16), *random.integers(16, described, 60), *random.integers(described, size, 8)):
         data = bytearray(payload)
         data[offset] ^= int(random.integers(1, 256))
         with suppress(EngineError):
@@ -88,7 +88,7 @@ def test_whatever_is_done_to_a_snapshot_it_is_refused_or_data(open_hf, family):
 @pytest.mark.parametrize("family", ["lfm2", "mamba"])
 def test_snapshots_of_other_models_are_refused(open_hf, family):
     engine = open_hf(family)
-    for other in {"lfm2", "mamba", "llama4_text", "gptj"} - {family}:
+    for other in {"lfm2", "mamba", "llama4_text"} - {family}:
         source = open_hf(other)
         evaluate(source, 0, 0, 20)
         with pytest.raises(EngineError):

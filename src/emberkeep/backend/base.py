@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from emberkeep.types import (
+    AttentionTier,
     CacheEntry,
     EntryText,
     Event,
@@ -106,6 +107,12 @@ class Backend(Protocol):
         Switching waits for running requests, and new ones wait for it. Raises RequestError for a model without
         experts, Overloaded, EngineError.
         """
+
+    def attention_tier(self) -> AttentionTier | None:
+        """Which code computes attention; None where there is no choice."""
+
+    async def switch_attention(self, tier: AttentionTier) -> None:
+        """Use another one from the next step on. Raises RequestError where there is no choice or not that one."""
 
     async def close(self) -> None:
         """No new work; finish or fail what runs; write what is not yet on disk."""

@@ -35,6 +35,7 @@ from emberkeep.sched.probe import Machine
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import (
     SHARED,
+    AttentionTier,
     Completed,
     Event,
     ExpertStats,
@@ -211,6 +212,7 @@ class LocalBackend:
             "model": self.card.id,
             "scheduler": self.loop.stats(),
             "store": self._store.stats(),
+            "engine": self.loop.engine_stats(),
             "planning": self._fitter.stats(),
             "machine": self._machine.json(),
             "recent_lookups": self._lookups.json(),
@@ -238,6 +240,17 @@ class LocalBackend:
             switches = enabled not in (None, experts.stats().enabled)
             run = self.loop.between_jobs if switches else self.loop.call
             return await asyncio.wrap_future(run(change))
+
+    def attention_tier(self) -> AttentionTier | None:
+        return self.loop.attention.tier if self.loop.attention else None
+
+    async def switch_attention(self, tier: AttentionTier) -> None:
+        attention = self.loop.attention
+        if attention is None:
+            raise RequestError(f"{self.card.id} has one way to compute attention: tiers are for --engine hf.")
+        if tier not in attention.available:
+            raise RequestError(f"Attention can be {', '.join(attention.available)} on this device, not {tier}.")
+        await asyncio.wrap_future(self.loop.call(lambda: attention.switch(tier)))
 
     def _experts(self) -> ExpertTracking:
         if self.loop.experts is None:

@@ -13,8 +13,8 @@ _STAYS = ("system", "developer")
 def leaving_turns(messages: Sequence[Message]) -> list[frozenset[int]]:
     """The indices of the messages of every turn that may leave, the oldest first.
 
-    A turn is a message of the user and what follows it: where a template wants speakers to alternate, they still do
-    when whole turns leave. System messages stay, and the last turn, and turns with tool calls whose results are
+    A turn is a message of the user and what follows it: where a template wants speakers to alternate, they still
+    do when whole turns leave. System messages stay, and the last turn, and turns with tool calls whose results are
     elsewhere.
     """
     users = [i for i, message in enumerate(messages) if message.role == "user"]

@@ -207,9 +207,9 @@ class Engine(Protocol):
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
         """Extend a sequence by `rows`, with the state of `pieces` moved to their places.
 
-        Tokens outside of all pieces are evaluated. Of the tokens inside, the share `ratio` whose state differs most
-        after the first layers is evaluated too; with 0 none is. Pieces lie within `rows`, in order, and do not
-        touch its last token if it wants logits. The result is approximate. Blocks for one step. Raises
+        Tokens outside of all pieces are evaluated. Of the tokens inside, the share `ratio` whose state differs
+        most after the first layers is evaluated too; with 0 none is. Pieces lie within `rows`, in order, and do
+        not touch its last token if it wants logits. The result is approximate. Blocks for one step. Raises
         EngineError, with the sequence unchanged, when a payload does not have this engine's shape.
         """
 
@@ -230,7 +230,7 @@ class Engine(Protocol):
         """None where nothing is known."""
 
     def peak_bytes(self) -> int | None:
-        """The most memory used since this was last asked, as `Footprint` counts it; None where that is not known."""
+        """The most memory used since this was last asked, as `Footprint` counts it; None where nobody knows."""
 
     @property
     def attention(self) -> Attention | None:

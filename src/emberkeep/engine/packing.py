@@ -104,7 +104,10 @@ def pack(groups: Sequence[Group], bits: int, rest: Buffer = b"") -> Payload:
     form = Form(
         bits,
         groups[0].rows.shape[1],
-        tuple((group.streams, is_wide(float(range_[0].min()), float(range_[1].max()))) for group, range_ in zip(groups, ranges, strict=True)),
+        tuple(
+            (group.streams, is_wide(float(range_[0].min()), float(range_[1].max())))
+            for group, range_ in zip(groups, ranges, strict=True)
+        ),
     )
     payload = np.zeros(form.end + len(rest), np.uint8)
     payload[: form.head_bytes] = np.frombuffer(form.head(), np.uint8)

@@ -10,8 +10,8 @@ A snapshot is a chunk of no tokens: the state after exactly the tokens above it 
 hangs where it was taken, beside the chunks that go on from there.
 
 Each namespace has a root. What hangs below `SHARED`'s root may belong to anybody: a user's own text after a prefix
-that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else. State that
-is approximate hangs below the exact state that it goes on from, in a namespace that only those see who ask for it.
+that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else. What is
+approximate hangs below the exact state that it goes on from, in a namespace that only those see who ask for it.
 """
 
 from __future__ import annotations

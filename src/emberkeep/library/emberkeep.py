@@ -10,6 +10,7 @@ from typing import Unpack
 
 from emberkeep.backend.base import Backend, Cache, ModelCard
 from emberkeep.config import Config, load_config
+from emberkeep.errors import InvalidField
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.install import ensure_model
 from emberkeep.library.requests import (
@@ -25,7 +26,7 @@ from emberkeep.library.results import Result, WarmResult
 from emberkeep.library.stream import Stream
 from emberkeep.library.verifying import CANDIDATES, VerifyReport
 from emberkeep.library.warming import declared_prefixes
-from emberkeep.types import SHARED, ExpertStats, Json, Request, Verified
+from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, Verified
 
 
 class Emberkeep:
@@ -163,6 +164,17 @@ class Emberkeep:
         Raises RequestError for a model without experts.
         """
         return self._bridge.run(self._backend.track_experts(enabled, reset=reset))
+
+    def attention_tier(self, switch_to: str | None = None) -> str | None:
+        """Which code computes attention: `own`, `flash` or `plain`; None for an engine without a choice.
+
+        With `switch_to` another one is used from the next step on. Raises RequestError for one that is not there.
+        """
+        if switch_to is not None:
+            if switch_to not in list(AttentionTier):
+                raise InvalidField("switch_to", f"it must be one of {', '.join(AttentionTier)}.")
+            self._bridge.run(self._backend.switch_attention(AttentionTier(switch_to)))
+        return self._backend.attention_tier()
 
     def close(self) -> None:
         """Finish or fail what runs and write what is not yet on disk. Calling it twice is harmless."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import TypeVar
 
-from emberkeep.engine.base import Engine, ExpertTracking, KvUnit, Outcome, Rows
+from emberkeep.engine.base import Attention, Engine, ExpertTracking, KvUnit, Outcome, Rows
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
@@ -28,7 +28,7 @@ from emberkeep.sched.recent import RecentAnswers
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.sched.thread import EngineThread, promised
-from emberkeep.types import Progress
+from emberkeep.types import Json, Progress
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -176,6 +176,14 @@ class EngineLoop:
     def resting(self) -> dict[EntryId, int]:
         """Entries whose latest state is in the engine, with its length."""
         return {s.entry: s.computed for s in self._slots.idle if s.entry is not None}
+
+    @property
+    def attention(self) -> Attention | None:
+        """The engine's: switch it only by `call`."""
+        return self._engine.attention
+
+    def engine_stats(self) -> dict[str, Json]:
+        return self._engine.stats()
 
     @property
     def experts(self) -> ExpertTracking | None:

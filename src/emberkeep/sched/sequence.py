@@ -211,7 +211,7 @@ class Sequence:
 
         A moved token costs `cost` of an evaluated one.
         """
-        end = self.computed
+        end, rows = self.computed, min(rows, self._largest_slice or rows)
         limit = min(end + rows, self.pieces[0].end if self.one_by_one else self._reusable)
         left = float(room)
         for piece in self.pieces:

@@ -73,6 +73,16 @@ FIGURES = (
     Figure(r"store\.cold\.daily_write_budget", "cold_daily_write_budget_bytes", "Bytes that a day may write."),
     Figure(r"store\.cold\.damaged_chunks", "damaged_chunks_total", "Files that failed verification."),
     Figure(r"store\.cold\.vanished_chunks", "vanished_chunks_total", "Files that disappeared or cannot be read."),
+    Figure(
+        r"engine\.pool\.(?P<state>used|shared|copied)_blocks",
+        "pool_blocks",
+        "Blocks of the engine's pool, by state.",
+    ),
+    Figure(r"engine\.pool\.blocks", "pool_size_blocks", "Blocks that the engine's pool has."),
+    Figure(
+        r"engine\.pool\.references", "pool_references", "Blocks that sequences use, shared ones counted again."
+    ),
+    Figure(r"engine\.sequences", "engine_sequences", "Sequences whose state the engine holds as a whole."),
     Figure(r"planning\.refused", "planning_refused_total", "Prompts refused for want of memory."),
     Figure(r"planning\.truncated", "planning_truncated_total", "Prompts of which the oldest part was left out."),
     Figure(r"planning\.margin", "planning_margin_ratio", "Share of the predicted memory that is kept free."),
@@ -109,6 +119,7 @@ FIGURES = (
 )
 
 LEFT_OUT = (
+    r"engine\.(attention|pool\.block_tokens)",  # a name, and a constant
     r"machine\..*",  # as it was when the model was loaded
     r"planning\.(enabled|cohorts)",  # a setting, and a table
     r"model",  # a label of emberkeep_info
