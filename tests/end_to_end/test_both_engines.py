@@ -37,7 +37,7 @@ from support.server_process import ServerProcess
 SYSTEM = "Talk like a pirate, be brief, never lie, and count the ships of the harbour. " * 4
 QUESTIONS = ("who goes there?", "how many masts?", "what of the moon?")
 ANSWER = 8
-NOISE = 0.1
+NOISE = 0.25
 """Of log-probabilities. Those of other prompts are off by several."""
 
 
@@ -230,7 +230,7 @@ def test_damaged_files_are_noticed_and_evaluated_again(open_keeper: Open, kind: 
         assert_same(repeated, last)
     with open_keeper() as keeper:
         again = Chat(keeper, kind).ask(before.messages[:-1])
-        assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+        assert own_tokens(again) == 1, again.lookup
         assert_same(again, last)
 
 

@@ -19,24 +19,10 @@ LENGTH = 6 * tiny_hf.WINDOW + 5
 NOISE = 1e-3
 """Sums depend a little on the shape of a batch. Another token changes logits by several."""
 
-LIKE_OTHERS = {
-    *(
-        "qwen2",
-        "qwen3",
-        "gemma3_text",
-        "phi3",
-        "gpt_neox",
-        "cohere2",
-        "olmo2",
-        "mixtral",
-        "stablelm",
-        "starcoder2",
-    ),
-    *("granite", "nemotron", "ernie4_5"),
-}
-"""What is particular to them is also in a family that is tested every time."""
+EVERY_TIME = {"llama", "gemma2", "phi", "gpt2", "glm4", "smollm3", "gpt_oss", "deepseek_v3"}
+"""Between them they have what is particular to the others."""
 FAMILIES = [
-    pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ()) for family in tiny_hf.PAGED
+    pytest.param(family, marks=() if family in EVERY_TIME else pytest.mark.slow) for family in tiny_hf.PAGED
 ]
 MOVABLE = [family for family in FAMILIES if family.values != ("gpt2",)]
 

@@ -18,9 +18,9 @@ from helpers.scheduling import Rig
 
 LENGTH = 30
 OTHERS = TOKENS[::-1].copy()
-LIKE_OTHERS = {"jamba", "qwen3_next", "opt", "gptj", "falcon"}
+EVERY_TIME = {"mamba", "lfm2", "bloom", "llama4_text"}
 FAMILIES = [
-    pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ()) for family in tiny_hf.WHOLE
+    pytest.param(family, marks=() if family in EVERY_TIME else pytest.mark.slow) for family in tiny_hf.WHOLE
 ]
 
 

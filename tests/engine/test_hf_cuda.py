@@ -1,0 +1,167 @@
+"""What only a GPU does: own kernels, recorded steps, prepared memory. Skipped where there is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from emberkeep.engine.base import Piece, Rows
+from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, load_model, open_engine
+from emberkeep.types import AttentionTier
+from helpers import tiny_hf
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TOKENS = np.random.default_rng(3).integers(40, 120, 1000, dtype=np.int32)
+MIXTURES = ("gpt_oss", "deepseek_v3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "gemma2", "glm4", "gpt2", *MIXTURES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: tiny_hf.write(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture
+def opened(folders):
+    engines = []
+
+    def make(family: str = "llama", dtype: str = "float32") -> HfEngine:
+        model = load_model(HfSource(folders[family]), device="cuda", dtype=dtype, attention="emberkeep")
+        settings = HfSettings(context=1024, cells=4096, sequences=4, batch=512)
+        engines.append(HfEngine(model, settings, "digest"))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def fill(engine: HfEngine, sequence: int, end: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    engine.evaluate([Rows(sequence, 0, tokens[:end], want_logits=True)])
+    return engine.logits(0).copy()
+
+
+def decode(engine: HfEngine, sequences: list[int], at: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    rows = [Rows(s, at, tokens[at : at + 1], want_logits=True) for s in sequences]
+    engine.evaluate(rows)
+    return np.stack([engine.logits(index).copy() for index in range(len(rows))])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
+    engine = opened(family)
+    if family in MIXTURES and engine._graphs is None:
+        pytest.skip("transformers chooses experts in a way that cannot be recorded")
+    assert engine.attention.tier is AttentionTier.OWN
+    assert engine._graphs is not None
+    for count in (1, 3, 4):
+        for sequence in range(count):
+            fill(engine, sequence, 100)
+        recorded = decode(engine, list(range(count)), 100)
+        engine.attention.switch(AttentionTier.PLAIN)
+        for sequence in range(count):
+            engine.trim(sequence, 100)
+        plain = decode(engine, list(range(count)), 100)
+        engine.attention.switch(AttentionTier.OWN)
+        for sequence in range(count):
+            engine.trim(sequence, 0)
+        np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
+
+
+def test_recorded_steps_follow_sequences_of_different_lengths(opened):
+    engine = opened()
+    lengths = {0: 1, 1: 31, 2: 32, 3: 500}
+    for sequence, length in lengths.items():
+        fill(engine, sequence, length)
+    rows = [Rows(s, n, TOKENS[n : n + 1], want_logits=True) for s, n in lengths.items()]
+    engine.evaluate(rows)
+    together = [engine.logits(index).copy() for index in range(len(rows))]
+    for (sequence, length), logits in zip(lengths.items(), together, strict=True):
+        engine.trim(sequence, 0)
+        np.testing.assert_allclose(logits, fill(engine, sequence, length + 1), rtol=1e-3, atol=2e-2)
+
+
+def test_a_prompt_and_answers_share_a_step(opened):
+    engine = opened()
+    fill(engine, 0, 60)
+    alone = fill(engine, 1, 80, TOKENS[::-1])
+    engine.trim(1, 0)
+    engine.evaluate([Rows(0, 60, TOKENS[60:61], True), Rows(1, 0, TOKENS[::-1][:80].copy(), True)])
+    np.testing.assert_allclose(engine.logits(1), alone, rtol=1e-3, atol=2e-2)
+    first = engine.logits(0).copy()
+    engine.trim(0, 0)
+    np.testing.assert_allclose(first, fill(engine, 0, 61), rtol=1e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_state_comes_back_bit_by_bit(opened, dtype):
+    engine = opened(dtype=dtype)
+    fill(engine, 0, 300)
+    borders = [0, 128, 256, 300]
+    payloads = engine.export_kv(0, borders)
+    for start, end, payload in zip(borders, borders[1:], payloads, strict=False):
+        engine.import_kv(1, start, end, payload, start)
+    assert [bytes(p) for p in engine.export_kv(1, borders)] == [bytes(p) for p in payloads]
+    np.testing.assert_array_equal(*decode(engine, [0, 1], 300))
+
+
+def test_memory_that_nobody_holds_is_used_again(opened):
+    engine = opened()
+    fill(engine, 0, 128)
+    addresses = set()
+    for _ in range(3):
+        (payload,) = engine.export_kv(0, [0, 128])
+        addresses.add(np.frombuffer(payload, np.uint8).ctypes.data)
+        del payload
+    held = [engine.export_kv(0, [0, 128])[0] for _ in range(3)]
+    assert len({np.frombuffer(p, np.uint8).ctypes.data for p in held}) == 3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_state_is_nearly_the_same(opened, bits):
+    engine = opened()
+    fill(engine, 0, 256)
+    exact = decode(engine, [0], 256)[0]
+    for start, payload in zip((0, 128), engine.export_kv(0, [0, 128, 256], bits), strict=True):
+        engine.import_kv(1, start, start + 128, payload, start)
+    packed = decode(engine, [1], 256)[0]
+    assert np.corrcoef(exact, packed)[0, 1] > (0.999 if bits == 8 else 0.9)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
+def test_blending_works_as_on_a_cpu(opened, folders, ratio):
+    on_gpu = opened()
+    on_cpu = open_engine(
+        load_model(HfSource(folders["llama"]), device="cpu", dtype="float32", attention="emberkeep"),
+        HfSettings(context=1024, cells=4096, sequences=4, batch=512),
+        "digest",
+    )
+    answers = []
+    for engine in (on_gpu, on_cpu):
+        fill(engine, 0, 300)
+        (payload,) = engine.export_kv(0, [0, 300])
+        prompt = np.concatenate([TOKENS[500:540], TOKENS[100:260], TOKENS[600:640]])
+        engine.blend(Rows(1, 0, prompt[:239], False), [Piece(40, 200, payload, 0, 100)], ratio)
+        engine.evaluate([Rows(1, 239, prompt[239:], True)])
+        answers.append(engine.logits(0).copy())
+    assert np.corrcoef(*answers)[0, 1] > 0.999
+
+
+def test_the_peak_of_a_step_is_predicted(opened):
+    engine = opened(dtype="bfloat16")
+    footprint = engine.footprint
+    assert footprint is not None and footprint.device.startswith("cuda")
+    for tokens in (64, 200, 512):
+        engine.peak_bytes()
+        fill(engine, 0, tokens)
+        actual = engine.peak_bytes()
+        engine.trim(0, 0)
+        predicted = (
+            footprint.fixed
+            + tokens * (footprint.per_step_token + footprint.per_context_token)
+            + tokens * tokens * footprint.per_pair
+            + footprint.per_logits_row
+        )
+        assert actual is not None and actual <= 1.1 * predicted
