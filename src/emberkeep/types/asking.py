@@ -1,0 +1,152 @@
+"""What is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Json = Any
+"""Anything that `json.loads` returns."""
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class Ttl(StrEnum):
+    """How long state is kept ready after its last use; how many seconds each stands for is a setting."""
+
+    SHORT = "short"
+    LONG = "long"
+    EXTENDED = "extended"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+    """JSON text, exactly as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str | None = None
+    """The function's name; set exactly when mode is `named`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. `temperature == 0` is greedy."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFormat:
+    """The answer must be JSON; with a schema, JSON that fits it."""
+
+    schema: Mapping[str, Json] | None = None
+
+
+class Repair(StrEnum):
+    """What is evaluated again of state that was taken from another place."""
+
+    NONE = "none"  # nothing: its keys are rotated to where they stand now
+    SELECTIVE = "selective"  # the tokens next to each seam
+    CACHEBLEND = "cacheblend"  # the tokens that differ most after the first layers
+
+
+@dataclass(frozen=True, slots=True)
+class Approximation:
+    """Stored state may be reused at other places than where it was computed. The result is not exact."""
+
+    repair: Repair = Repair.CACHEBLEND
+    ratio: float = 0.15
+    """`cacheblend`: the share of the moved tokens that is evaluated again."""
+    boundary: int = 16
+    """`selective`: how many tokens at a seam are evaluated again."""
+    side: Literal["first", "last", "both"] = "first"
+    """`selective`: at which end of what was moved they are."""
+    overlap: int = 0
+    """Where two matches overlap, at most so many of the tokens that both know are evaluated again."""
+    sinks: int = 4
+    """The first tokens of any sequence: attention leans on them, so they are neither moved nor replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation. Exactly one of `messages` and `prompt` is set."""
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    format: JsonFormat | None = None
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    top_logprobs: int | None = None
+    """None: no logprobs. 0: the chosen token's only."""
+    forced: tuple[int, ...] = ()
+    """What the answer begins with, whatever is likely: to learn what the model thinks of it (`top_logprobs`)."""
+    echo: bool = False
+    template_args: Mapping[str, Json] = field(default_factory=dict)
+    """Extra variables for the chat template (`enable_thinking`, ...)."""
+    user: str = ""
+    """Who asks: limits and fairness are per user."""
+    namespace: str = ""
+    """Requests share stored state only within one namespace, and what is in `SHARED`."""
+    use_cache: bool = True
+    """False: evaluate everything afresh; what is computed is still kept."""
+    is_kept: bool = True
+    """False: nothing of what is computed is kept."""
+    from_store: bool = False
+    """Load what is stored even where the engine has it too, or would be faster: to check it."""
+    approximate: Approximation | Literal[False] | None = None
+    """False: only state that was computed for exactly these tokens at exactly this place is reused. None: as
+    configured."""
+    kv_bits: int | None = None
+    """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
+    is_prefix: bool = False
+    """Nobody waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
+    conversation_id: str | None = None
+    cache_key: str | None = None
+    """OpenAI's `prompt_cache_key`: names a conversation when nothing else does."""
+    ttl: Ttl | None = None
+    """None: the usual one."""
+    slot: int | None = None
+    """The engine's slot that the client would like best."""
+    want_progress: bool = False
+    in_pieces: bool = True
+    """False: nobody looks at an answer before its end, so its events may come late and all together."""
+    deadline_s: float | None = None

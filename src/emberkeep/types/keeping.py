@@ -1,0 +1,103 @@
+"""What is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from emberkeep.types.asking import Repair, Ttl
+from emberkeep.types.cost import LookupRecord
+from emberkeep.types.namespaces import EXACT_BITS
+
+
+class EntryKind(StrEnum):
+    CONVERSATION = "conversation"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A conversation or a prefix in the store."""
+
+    id: str
+    kind: EntryKind
+    name: str
+    """The conversation id, if a client gave one."""
+    head: str
+    """Its first words; empty where they are not known any more."""
+    user: str
+    is_shared: bool
+    """Declared shareable by the operator: everybody may reuse it."""
+    tokens: int
+    bytes: int
+    """Including what it shares with others."""
+    warm_tokens: int
+    cold_tokens: int
+    """How many of `tokens` are in RAM and on disk; often both."""
+    idle_s: float
+    """Seconds since it was last used."""
+    hits: int
+    turns: int
+    branches: int
+    ttl: Ttl
+    expires_in_s: float
+    """Negative: it is not wanted any more, and goes first when room is needed."""
+    is_pinned: bool
+    hot_tokens: int = 0
+    """How many of `tokens` rest in the engine."""
+    kv_bits: int = EXACT_BITS
+    repair: Repair | None = None
+    """Of state that was moved; None where all is where it was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryText:
+    entry: CacheEntry
+    text: str
+    """The whole of its latest state, as the model reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    entries: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A prefix that is ready."""
+
+    tokens: int
+    cached_tokens: int
+    """How many of them were stored before."""
+    seconds: float
+    entry_id: str
+    """Its entry in the cache."""
+    ttl: Ttl | None = None
+    """How long it is kept ready after its last use; None where it is not stored."""
+    error: str | None = None
+    """Why it is not ready after all. Nobody has to care: the next request evaluates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A stored state, continued greedily beside a fresh evaluation of the same tokens."""
+
+    entry: CacheEntry
+    reused_tokens: int
+    compared: int
+    agreed: int
+    """Tokens of the continuation, and how many were equal before the first difference."""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.agreed == self.compared
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a request would reuse now, and why not more."""
+
+    lookup: LookupRecord
+    sentence: str
