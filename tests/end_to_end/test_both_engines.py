@@ -196,7 +196,7 @@ def test_conversations_over_one_system_prompt_evaluate_it_once(open_keeper: Open
         evaluated = keeper.stats()["scheduler"]["evaluated_tokens"]
         assert evaluated < one.usage.prompt_tokens + own_tokens(other) + 2 * (ANSWER + 8)
         if kind.engine == "hf":
-            pool = keeper._backend.loop._engine.stats()["pool"]
+            pool = keeper.stats()["engine"]["pool"]
             assert pool["shared_blocks"] >= len(SYSTEM) // pool["block_tokens"]
             assert pool["references"] - pool["used_blocks"] >= pool["shared_blocks"]
         assert_same(other, second.ask(second.messages[:-1], use_cache=False))

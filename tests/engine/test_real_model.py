@@ -1,4 +1,4 @@
-"""The default model: stored state is the state that was computed, through restarts and a crowded engine."""
+"""The default model on every engine: stored state is what was computed, through restarts and a crowded engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.engine.base import Outcome, Rows
+from emberkeep.engine.base import Engine, Outcome, Rows
+from emberkeep.engine.hf import HfEngine, HfModel, HfSettings, HfSource, load_model
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.models.gguf import read_header
 from emberkeep.types import TokenLogprob
 from helpers.engines import exported
 from helpers.scheduling import Rig
@@ -22,13 +24,30 @@ STORY = (
 QUESTION = "Who lit the lamp?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture
-def open_engine(smollm2: Path):
+@pytest.fixture(scope="module")
+def loaded_by_torch(smollm2: Path) -> HfModel:
+    prefix = "tokenizer.ggml."
+    metadata = read_header(smollm2).metadata
+    facts = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    source = HfSource(smollm2.parent, smollm2.name, facts)
+    return load_model(source, device="cpu", dtype="auto", attention="eager")
+
+
+def open_llama(path: Path, cells: int) -> LlamaEngine:
+    return LlamaEngine(LlamaModel(path), LlamaSettings(context=cells, cells=cells, sequences=8), "smollm2")
+
+
+def open_hf(model: HfModel, cells: int) -> HfEngine:
+    return HfEngine(model, HfSettings(context=cells, cells=cells, sequences=8, batch=512), "smollm2")
+
+
+@pytest.fixture(params=["llama.cpp", "hf"])
+def open_engine(request: pytest.FixtureRequest, smollm2: Path, loaded_by_torch: HfModel):
     engines = []
 
-    def make(cells: int = 2048) -> LlamaEngine:
-        settings = LlamaSettings(context=cells, cells=cells, sequences=8)
-        engines.append(LlamaEngine(LlamaModel(smollm2), settings, "smollm2"))
+    def make(cells: int = 2048) -> Engine:
+        is_llama = request.param == "llama.cpp"
+        engines.append(open_llama(smollm2, cells) if is_llama else open_hf(loaded_by_torch, cells))
         return engines[-1]
 
     yield make
@@ -62,6 +81,20 @@ def test_a_restart_gives_the_same_answer_without_evaluating_the_prompt(open_engi
         assert again.lookup.cold_tokens == len(prompt) - 1
         assert again.answer == first.answer
         assert rig.loop.counters.evaluated_tokens <= 1 + 16 + len(closing)
+
+
+def test_both_engines_read_the_same_tokens_and_expect_the_same_to_follow(smollm2, loaded_by_torch):
+    """llama.cpp computes with the quantised weights, torch with what they stand for."""
+    engines = [open_llama(smollm2, 1024), open_hf(loaded_by_torch, 1024)]
+    (ours, theirs) = (engine.vocab.tokenize(STORY[:900] + QUESTION) for engine in engines)
+    assert ours == theirs
+    logits = []
+    for engine in engines:
+        engine.evaluate([Rows(0, 0, np.array(ours, np.int32), want_logits=True)])
+        logits.append(engine.logits(0)[: loaded_by_torch.vocab.size].copy())
+        engine.close()
+    assert logits[0].argmax() == logits[1].argmax()
+    assert np.corrcoef(*logits)[0, 1] > 0.98
 
 
 WORDS = ["walnut", "harbour", "quartz", "saffron", "meadow", "lantern"]

@@ -212,7 +212,7 @@ class LocalBackend:
             "model": self.card.id,
             "scheduler": self.loop.stats(),
             "store": self._store.stats(),
-            "engine": self.loop.engine_stats(),
+            "engine": {"attention": self.attention_tier(), **self.loop.engine_stats()},
             "planning": self._fitter.stats(),
             "machine": self._machine.json(),
             "recent_lookups": self._lookups.json(),

@@ -62,7 +62,9 @@ class Mover:
         if FetchState.PENDING in states:
             return False
         if states & {FetchState.DAMAGED, FetchState.GONE}:
-            sequence.reason = MissReason.CORRUPT if FetchState.DAMAGED in states else MissReason.GONE
+            # What is gone may have gone because what comes before it was found damaged.
+            is_damaged = FetchState.DAMAGED in states or sequence.reason is MissReason.CORRUPT
+            sequence.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
             self._keep_only(sequence, lambda piece: piece.fetch.state is FetchState.READY)
         return True
 

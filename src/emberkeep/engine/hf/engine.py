@@ -268,7 +268,7 @@ class HfEngine:
         return peak_bytes(self._network.device)
 
     def stats(self) -> dict[str, Json]:
-        return {"pool": self._pool.stats(), "attention": self.attention.tier.value}
+        return {"pool": self._pool.stats()}
 
     def close(self) -> None:
         self._tables.clear()
