@@ -37,7 +37,7 @@ from support.server_process import ServerProcess
 SYSTEM = "Talk like a pirate, be brief, never lie, and count the ships of the harbour. " * 4
 QUESTIONS = ("who goes there?", "how many masts?", "what of the moon?")
 ANSWER = 8
-NOISE = 0.25
+NOISE = 0.1
 """Of log-probabilities. Those of other prompts are off by several."""
 
 
@@ -217,7 +217,7 @@ def test_users_share_nothing(keeper: Emberkeep, kind: Kind) -> None:
 
 def test_damaged_files_are_noticed_and_evaluated_again(open_keeper: Open, kind: Kind, tmp_path: Path) -> None:
     with open_keeper() as keeper:
-        before, last = talk(keeper, kind)
+        before, _ = talk(keeper, kind)
     for path in (tmp_path / "data").rglob("*.kv"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 0x10
@@ -227,11 +227,12 @@ def test_damaged_files_are_noticed_and_evaluated_again(open_keeper: Open, kind: 
         repeated = chat.ask(before.messages[:-1])
         assert repeated.usage.cached_tokens == 0
         assert keeper.stats()["store"]["cold"]["damaged_chunks"] > 0
-        assert_same(repeated, last)
+        # Not with the conversation's own answer: that was computed in batches of other shapes.
+        assert_same(repeated, chat.ask(before.messages[:-1], use_cache=False))
     with open_keeper() as keeper:
         again = Chat(keeper, kind).ask(before.messages[:-1])
         assert own_tokens(again) == 1, again.lookup
-        assert_same(again, last)
+        assert_same(again, repeated)
 
 
 # ── cancel ──

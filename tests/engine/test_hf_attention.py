@@ -132,7 +132,6 @@ def test_the_fastest_tier_is_used_until_another_is_asked_for(hf_model):
     assert engine.attention.tier is FLASH
     engine.attention.switch(PLAIN)
     assert engine.attention.tier is PLAIN
-    assert engine.attention.tier is AttentionTier.PLAIN
 
 
 def test_a_tier_that_is_not_here_is_refused_with_those_that_are(open_hf):
