@@ -16,6 +16,7 @@
     ├── RateLimited            one user has as many requests here as a user may have
     ├── DeadlineExceeded       the request ran out of its time
     └── EngineError            the engine could not evaluate
+        └── StepFailed         it ran out of memory, or its model failed: not because of stored state
 
 A message is one sentence that says what is wrong and what to do about it. Foreign errors (ctypes, SQLite,
 HTTP) are translated where they enter; `server/wire/errors.py` maps this tree to HTTP statuses.
@@ -114,4 +115,8 @@ class DeadlineExceeded(EmberkeepError):
 
 
 class EngineError(EmberkeepError):
+    pass
+
+
+class StepFailed(EngineError):
     pass

@@ -6,7 +6,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EngineError, Overloaded
+from emberkeep.errors import EngineError, Overloaded, StepFailed
 from helpers.scheduling import (
     LONG,
     PATIENCE,
@@ -89,6 +89,20 @@ def test_state_that_cannot_be_exported_costs_its_reuse_only(tmp_path):
     with Rig(tmp_path, Mute()) as rig:
         assert rig.run(PROMPT).answer == reference(PROMPT)
         assert rig.run(text(50)).answer == reference(text(50))
+
+
+def test_memory_that_runs_out_while_loading_costs_the_reuse_and_no_file(tmp_path):
+    class Exhausted(FakeEngine):
+        def import_kv(self, *place):
+            raise StepFailed("no memory")
+
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path, Exhausted()) as rig:
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+        assert rig.store.counters.damaged_chunks == 0
+    with Rig(tmp_path) as rig:
+        assert rig.run(PROMPT).lookup.cold_tokens > 0
 
 
 def test_a_sampler_that_fails_concerns_its_own_request(rig):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emberkeep.engine.base import Blended, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import Approximation, MissReason, Repair, exact_namespace, marked_namespace
 from helpers.kv_building import check_books, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Gate, Recorder, Rig, no_pins, reference, text
@@ -281,6 +281,20 @@ def test_a_piece_that_is_damaged_is_evaluated(tmp_path):
         assert not answer.lookup.is_approximate
         assert rig.store.counters.damaged_chunks > 0
         assert no_pins(rig)
+
+
+def test_a_step_that_fails_says_nothing_about_the_pieces(tmp_path):
+    class Exhausted(FakeEngine):
+        def blend(self, rows, pieces, ratio):
+            raise StepFailed("no memory")
+
+    with Rig(tmp_path, Exhausted()) as rig:
+        rig.run(STORED)
+        failed = rig.run(SHUFFLED, **how())
+        assert isinstance(failed.error, StepFailed)
+        assert rig.store.counters.damaged_chunks == 0
+        assert no_pins(rig)
+        assert rig.run(STORED).lookup.reused_tokens == len(STORED) - 1
 
 
 def test_a_piece_that_vanishes_is_evaluated(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic, perf_counter
@@ -9,7 +10,7 @@ from time import monotonic, perf_counter
 import numpy as np
 
 from emberkeep.engine.base import Engine, Outcome
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.lookup import Match
@@ -21,6 +22,8 @@ from emberkeep.sched.mover import Mover
 from emberkeep.sched.sequence import Load, Phase, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.types import EXACT_BITS, Divergence, MissReason, bits_of, visible_to
+
+log = logging.getLogger("emberkeep.sched")
 
 _EXCERPT_TOKENS = 12
 _WORTH_WAITING = 16
@@ -174,6 +177,9 @@ class Loader:
                 outcome := self._into_engine(sequence, load, payload)
             ) is Outcome.NO_ROOM and self._slots.free_cells():
                 pass
+        except StepFailed as error:
+            log.warning("stored state was not loaded: %s", error)
+            return False
         except EngineError:
             self._store.reject(load.chunk)
             sequence.reason = MissReason.CORRUPT

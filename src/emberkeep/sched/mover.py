@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from emberkeep.engine.base import Blended, Engine, Outcome, Piece, Rows
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.store import KvStore
@@ -72,7 +72,7 @@ class Mover:
         """Extend a sequence by one slice with pieces in it. Blocks for one step.
 
         None where the engine refused it: it is tried again with fewer pieces, in the end with none. Raises
-        EngineError when there is no room.
+        EngineError when there is no room, or the step failed for other reasons.
         """
         assert sequence.job is not None and sequence.job.approximate is not None
         if sequence.approximate_from is None:
@@ -85,6 +85,8 @@ class Mover:
         rows = Rows(sequence.slot, sequence.computed, sequence.tokens[sequence.computed : end], False)
         try:
             blended = self._blend(rows, pieces, _ratio(sequence.job.approximate))
+        except StepFailed:
+            raise
         except EngineError:
             self._refused(sequence, taken)
             return None

@@ -20,7 +20,6 @@ import torch
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.poolstep import PoolStep
 from emberkeep.engine.hf.step import Span
-from emberkeep.errors import EngineError
 
 FULL_LAYERS = 2
 """In the first one keys and values do not depend on other tokens: only in the second can any differ."""
@@ -118,8 +117,6 @@ def evaluate_deviating(
 ) -> torch.Tensor:
     """Run all rows through the first layers and the chosen ones through the rest."""
     (span,) = step.spans
-    if len(network.layers) <= FULL_LAYERS:
-        raise EngineError("This model has too few layers to tell which tokens differ.")
     positions = torch.arange(span.start, span.start + len(tokens), device=tokens.device)
     wanted = torch.tensor([step.kept - 1] if wants_logits else [], dtype=torch.long, device=tokens.device)
     with narrowing(network, step, len(tokens)):

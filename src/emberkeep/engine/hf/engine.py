@@ -28,7 +28,7 @@ from emberkeep.engine.hf.settings import HfSettings
 from emberkeep.engine.hf.step import DecodeRow, Span
 from emberkeep.engine.hf.tiers import Tiers
 from emberkeep.engine.hf.transfer import Transfer
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class HfEngine:
             kv_bytes_per_token=self._memory.bytes_per_token,
             snapshot_bytes=0,
             layers=len(layers),
-            can_blend=self._turns is not None,
+            can_blend=self._turns is not None and len(self._network.layers) > FULL_LAYERS,
             packs=self._transfer.packs,
         )
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
@@ -149,14 +149,16 @@ class HfEngine:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if bits not in self.capabilities.packs:
             raise EngineError(f"This model's state cannot be stored in {bits} bits.")
-        return self._transfer.export(table, borders, bits)
+        with translated():
+            return self._transfer.export(table, borders, bits)
 
     def export_snapshot(self, sequence: int) -> Payload:
         raise EngineError("This model's state has nothing that could be kept as a snapshot.")
 
     @torch.no_grad()
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
-        rows = self._transfer.rows(payload, payload_start)
+        with translated():
+            rows = self._transfer.rows(payload, payload_start)
         if not payload_start <= start < end <= payload_start + rows[0].shape[1]:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         table = self._tables[sequence]
@@ -176,7 +178,8 @@ class HfEngine:
 
     @torch.no_grad()
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
-        moved = [(piece, self._moved(piece)) for piece in pieces]
+        with translated():
+            moved = [(piece, self._moved(piece)) for piece in pieces]
         table, end = self._tables[rows.sequence], rows.start + len(rows.tokens)
         if table.length != rows.start:
             raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
@@ -287,11 +290,12 @@ class HfEngine:
             for table, end in zip(tables, ends, strict=True):
                 self._memory.copy(self._pool.grow(table, end) or ())
         try:
-            yield has_room
-        except Exception as error:
+            with translated():
+                yield has_room
+        except EngineError:
             for table, length in zip(tables, lengths, strict=True):
                 self._pool.cut(table, length)
-            raise _translated(error) from error
+            raise
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._network.device, non_blocking=True)
@@ -322,9 +326,14 @@ def _recorded(network: Network, memory: KvMemory, sequences: int, context: int) 
         return None
 
 
-def _translated(error: Exception) -> EngineError:
-    if isinstance(error, EngineError):
-        return error
-    if isinstance(error, torch.OutOfMemoryError):
-        return EngineError("The device ran out of memory: lower prefill_slice, parallel or ctx.")
-    return EngineError(f"The model failed: {error}")
+@contextmanager
+def translated() -> Iterator[None]:
+    """What torch and transformers raise becomes an EngineError."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise StepFailed("The device ran out of memory: lower prefill_slice, parallel or ctx.") from error
+    except Exception as error:
+        raise StepFailed(f"The model failed: {error}") from error
