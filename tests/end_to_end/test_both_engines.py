@@ -34,6 +34,8 @@ from emberkeep.types import (
 from helpers import tiny_gguf
 from support.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 SYSTEM = "Talk like a pirate, be brief, never lie, and count the ships of the harbour. " * 4
 QUESTIONS = ("who goes there?", "how many masts?", "what of the moon?")
 ANSWER = 8
@@ -336,7 +338,6 @@ def served(kind: Kind, data: Path) -> ServerProcess:
     return serve(kind.model, data, "--engine", kind.engine)
 
 
-@pytest.mark.slow
 def test_a_killed_server_goes_on_where_it_was(kind: Kind, tmp_path: Path) -> None:
     messages = [system(SYSTEM)]
     bias = {str(token): value for token, value in kind.unprintable.items()}
@@ -356,7 +357,6 @@ def test_a_killed_server_goes_on_where_it_was(kind: Kind, tmp_path: Path) -> Non
         server.stop()
 
 
-@pytest.mark.slow
 def test_the_openai_client_streams_an_answer(kind: Kind, tmp_path: Path) -> None:
     with served(kind, tmp_path) as server:
         asked: Any = {

@@ -15,7 +15,7 @@ from helpers.engines import NOISE, TOKENS, broken_payloads, evaluate, exported, 
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(params=["fake", "llama.cpp", "hf"])
+@pytest.fixture(params=["fake", "llama.cpp", pytest.param("hf", marks=pytest.mark.slow)])
 def make(request, open_engine, open_hf):
     """Makes engines with a few cells."""
 

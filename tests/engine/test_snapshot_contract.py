@@ -25,7 +25,7 @@ SHORT = 60
 """A few times what a window sees."""
 
 
-@pytest.fixture(params=[*FAKES, *SNAPSHOT_KINDS, "hf"])
+@pytest.fixture(params=[*FAKES, *SNAPSHOT_KINDS, pytest.param("hf", marks=pytest.mark.slow)])
 def make(request, open_engine, open_hf):
     def make_one(*, cells: int = 1024) -> Engine:
         if request.param in FAKES:
