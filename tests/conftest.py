@@ -12,9 +12,24 @@ from emberkeep.config import DEFAULT_MODEL
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 
+_IMPORTS_TORCH = ("test_hf_", "test_from_pretrained")
+"""Files of tests that begin like this are slow for that alone."""
+
 # A busy machine is no failure.
 settings.register_profile("emberkeep", deadline=None)
 settings.load_profile("emberkeep")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without slow tests torch is not even imported."""
+    is_slow = collection_path.name.startswith(_IMPORTS_TORCH)
+    return True if is_slow and config.getoption("-m") == "not slow" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith(_IMPORTS_TORCH):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

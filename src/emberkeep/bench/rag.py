@@ -98,9 +98,10 @@ def _questions(plan: RagPlan, model: HfModelUnderTest, size: int) -> list[Questi
 
 
 def _cut(model: HfModelUnderTest, question: Question, plan: RagPlan, size: int) -> Question:
-    """As many passages as wanted, those with an answer first, so short that the prompt has `size` tokens."""
+    """As many passages as wanted, those with an answer first, so short that the prompt has at most `size`."""
     chosen = sorted(question.passages, key=question.holds_answer, reverse=True)[: plan.passages]
-    frame = len(model.prompt_ids(_messages(replace(question, passages=()))))
+    bare = (replace(question, text=text, passages=()) for text in (question.text, _BEFORE))
+    frame = max(len(model.prompt_ids(_messages(one))) for one in bare)
     room = (size - frame) // len(chosen) - _BETWEEN
     return replace(question, passages=tuple(question.shortened(p, room, model.tokenize) for p in chosen))
 
