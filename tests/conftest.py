@@ -12,7 +12,7 @@ from emberkeep.config import DEFAULT_MODEL
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 
-_IMPORTS_TORCH = ("test_hf_", "test_from_pretrained")
+_IMPORTS_TORCH = ("test_hf_", "test_from_pretrained", "test_real_model", "test_both_engines", "test_bench_hf")
 """Files of tests that begin like this are slow for that alone."""
 
 # A busy machine is no failure.
