@@ -13,7 +13,7 @@ import torch
 
 from emberkeep.engine.hf.attention import Options
 from emberkeep.engine.hf.fusing import fused
-from emberkeep.engine.hf.kernels import decode_attention
+from emberkeep.engine.hf.kernels import decode_attention, store_rows
 from emberkeep.engine.hf.memory import KvMemory
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK
@@ -57,8 +57,7 @@ class DecodeBatch:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.layer = layer
-        self._memory.keys[layer].index_copy_(0, self.cells, keys[0].transpose(0, 1))
-        self._memory.values[layer].index_copy_(0, self.cells, values[0].transpose(0, 1))
+        store_rows(keys[0], values[0], self.cells, self._memory.keys[layer], self._memory.values[layer])
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Options

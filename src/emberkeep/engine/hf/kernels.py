@@ -1,4 +1,4 @@
-"""Own kernels for CUDA: attention of one token per sequence over the paged pool.
+"""Own kernels for CUDA: one token per sequence goes into the paged pool, and attends to what is there.
 
 A sequence's blocks are shared between `splits` programs per KV head, so that a single long sequence keeps the
 whole device busy; a second kernel joins what they found. Lengths and tables are read on the device: the launch is
@@ -133,6 +133,56 @@ def _join_kernel(
         out_ptr + (row * HEADS * GROUP + query) * VALUE + value,
         mixed.to(out_ptr.dtype.element_ty),
         mask=value < VALUE,
+    )
+
+
+@triton.jit
+def _store_kernel(
+    k_ptr,
+    v_ptr,
+    cell_ptr,
+    keys_ptr,
+    values_ptr,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEYS_PAD: tl.constexpr,
+    VALUES_PAD: tl.constexpr,
+):
+    row = tl.program_id(0)
+    cell = tl.load(cell_ptr + row)
+    k_at, v_at = tl.arange(0, KEYS_PAD), tl.arange(0, VALUES_PAD)
+    k_there, v_there = k_at < HEADS * WIDTH, v_at < HEADS * VALUE
+    k = tl.load(k_ptr + row * k_row + k_at // WIDTH * k_head + k_at % WIDTH, mask=k_there)
+    v = tl.load(v_ptr + row * v_row + v_at // VALUE * v_head + v_at % VALUE, mask=v_there)
+    tl.store(keys_ptr + cell * HEADS * WIDTH + k_at, k, mask=k_there)
+    tl.store(values_ptr + cell * HEADS * VALUE + v_at, v, mask=v_there)
+
+
+def store_rows(
+    k: torch.Tensor, v: torch.Tensor, cells: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Put `[heads, rows, width]` keys and values of new tokens into their cells, in one launch for both."""
+    heads, rows, width = k.shape
+    _store_kernel[(rows,)](
+        k,
+        v,
+        cells,
+        keys,
+        values,
+        k.stride(1),
+        k.stride(0),
+        v.stride(1),
+        v.stride(0),
+        HEADS=heads,
+        WIDTH=width,
+        VALUE=v.shape[2],
+        KEYS_PAD=triton.next_power_of_2(heads * width),
+        VALUES_PAD=triton.next_power_of_2(heads * v.shape[2]),
     )
 
 
