@@ -17,7 +17,13 @@ _IMPORTS_TORCH = ("test_hf_", "test_from_pretrained", "test_real_model", "test_b
 
 # A busy machine is no failure.
 settings.register_profile("emberkeep", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=40)
 settings.load_profile("emberkeep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("-m") == "not slow":
+        settings.load_profile("quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

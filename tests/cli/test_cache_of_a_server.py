@@ -17,6 +17,8 @@ from emberkeep.server.presence import announced
 from emberkeep.types import Json
 from helpers.kept_chats import WAIT_S, asking, keep, serving
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

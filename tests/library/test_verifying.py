@@ -19,6 +19,8 @@ from emberkeep.library.verifying import f1, kl
 from emberkeep.runtime import assemble
 from emberkeep.types import Approximation, Repair, TokenLogprob
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = [f"Document {n}. " + " ".join(f"word {n * 37 + i * 11}" for i in range(40)) for n in range(3)]
 STORED, SHUFFLED = "".join(DOCUMENTS), "".join(DOCUMENTS[::-1])
 

@@ -17,6 +17,8 @@ from emberkeep.errors import ConfigError
 from emberkeep.runtime import assemble
 from emberkeep.types import SHARED, Message, Request
 
+pytestmark = pytest.mark.slow
+
 QUESTION = user("What is the tide today? " * 40)
 
 

@@ -11,6 +11,8 @@ from caching import served as serving
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTS = [f"Document {n}. " + " ".join(f"word {n * 37 + i * 11}" for i in range(40)) for n in range(3)]
 
 

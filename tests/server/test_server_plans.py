@@ -13,6 +13,8 @@ from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import Json
 
+pytestmark = pytest.mark.slow
+
 FIXED = 1_000_000
 ROOM = 100_000
 SMALL = Footprint("cuda:0", FIXED + ROOM, FIXED, 10, 50, 0.05, 200)
