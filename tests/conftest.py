@@ -12,8 +12,15 @@ from emberkeep.config import DEFAULT_MODEL
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 
-_IMPORTS_TORCH = ("test_hf_", "test_from_pretrained", "test_real_model", "test_both_engines", "test_bench_hf")
-"""Files of tests that begin like this are slow for that alone."""
+_SLOW_FILES = (
+    "test_hf_",
+    "test_from_pretrained",
+    "test_real_model",
+    "test_both_engines",
+    "test_bench_hf",
+    "test_server_schemathesis",
+)
+"""Files of tests that begin like this are slow to import already: torch, schemathesis."""
 
 # A busy machine is no failure.
 settings.register_profile("emberkeep", deadline=None)
@@ -27,14 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without slow tests torch is not even imported."""
-    is_slow = collection_path.name.startswith(_IMPORTS_TORCH)
+    """Without slow tests what they need is not even imported."""
+    is_slow = collection_path.name.startswith(_SLOW_FILES)
     return True if is_slow and config.getoption("-m") == "not slow" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name.startswith(_IMPORTS_TORCH):
+        if item.path.name.startswith(_SLOW_FILES):
             item.add_marker(pytest.mark.slow)
 
 

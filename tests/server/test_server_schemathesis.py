@@ -30,15 +30,15 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
     asyncio.run(backend.close())
 
 
-def findings(app: FastAPI, *, examples: int, coverage: bool) -> list[str]:
+def findings(app: FastAPI) -> list[str]:
     """What is wrong with any operation; the same cases in every run."""
     settings: dict[str, Json] = {
         "seed": 1,
-        "generation": {"deterministic": True, "max-examples": examples, "database": "none"},
+        "generation": {"deterministic": True, "max-examples": 100, "database": "none"},
         "request-timeout": 60,
         # Which tokens a model has, how long a prompt may be and which fields go together, no schema says.
         "checks": {"positive_data_acceptance": {"enabled": False}},
-        "phases": {"coverage": {"enabled": coverage}, "stateful": {"enabled": False}},
+        "phases": {"coverage": {"enabled": True}, "stateful": {"enabled": False}},
     }
     schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=SchemathesisConfig.from_dict(settings))
     found, tested = [], set[str | None]()
@@ -66,13 +66,8 @@ def operations(app: FastAPI) -> set[str | None]:
 
 
 def test_nothing_makes_the_server_fail_or_answer_off_the_document(app: FastAPI) -> None:
-    found = findings(app, examples=4, coverage=False)
-    assert not found, "\n\n".join(found)
-
-
-@pytest.mark.slow
-def test_nor_does_every_border_of_every_field(app: FastAPI) -> None:
-    found = findings(app, examples=100, coverage=True)
+    """Random requests, and every border of every field."""
+    found = findings(app)
     assert not found, "\n\n".join(found)
 
 
