@@ -24,13 +24,7 @@ _SLOW_FILES = (
 
 # A busy machine is no failure.
 settings.register_profile("emberkeep", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=40)
 settings.load_profile("emberkeep")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("-m") == "not slow":
-        settings.load_profile("quick")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -165,13 +165,11 @@ def test_a_refusal_of_the_system_is_one_sentence(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize(
-    ("buffering", "what"), [("", "Cannot write the output"), ("1", "Reading or writing failed")]
-)
-def test_output_that_cannot_be_written_is_one_sentence(buffering: str, what: str) -> None:
+@pytest.mark.parametrize("buffering", ["", "1"])
+def test_output_that_cannot_be_written_is_one_sentence(buffering: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = print_version(buffering, stdout=full)
-    assert (done.returncode, done.stderr) == (1, f"{what}: No space left on device.\n")
+        done = show_config(buffering, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "Cannot write the output: No space left on device.\n")
 
 
 @pytest.mark.parametrize("buffering", ["", "1"])
@@ -179,13 +177,13 @@ def test_a_reader_that_went_away_is_no_trouble(buffering: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        done = print_version(buffering, stdout=pipe)
+        done = show_config(buffering, stdout=pipe)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def print_version(buffering: str, stdout: TextIO) -> subprocess.CompletedProcess[str]:
+def show_config(buffering: str, stdout: TextIO) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "emberkeep", "--version"],
+        [sys.executable, "-m", "emberkeep", "config", "show"],
         env={**os.environ, "PYTHONUNBUFFERED": buffering},
         stdout=stdout,
         stderr=subprocess.PIPE,

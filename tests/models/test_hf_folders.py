@@ -250,3 +250,8 @@ def test_a_folder_is_listed_shown_and_removed(library: ModelLibrary, folder: Pat
     assert (facts["profile"]["kind"], facts["file"]) == ("dense", os.fspath(library.get("mine").path))
     run(library, "remove", "mine", "--yes")
     assert not library.holds("mine")
+
+
+def test_a_folder_without_a_model_is_called_that(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="holds no model"):
+        ModelLibrary(tmp_path / "models").resolve(str(tmp_path))

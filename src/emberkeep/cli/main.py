@@ -180,6 +180,9 @@ def main() -> None:
 def _explained(error: OSError) -> str:
     what = f"Cannot use {error.filename}" if error.filename else "Reading or writing failed"
     try:
+        # What a large write could not put out is lost, and flushing alone would succeed then.
+        if not error.filename:
+            sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError:
         what = "Cannot write the output"

@@ -109,6 +109,8 @@ class ModelLibrary:
             return ModelFile(id_from(path.name), path)
         if is_model_folder(path):
             return ModelFile(id_from(path.resolve().name), path)
+        if path.is_dir():
+            raise ModelNotFound(f"{path} holds no model: config.json and *.safetensors are needed there.")
         if is_repo(name_or_path):
             return self._from_hub(name_or_path)
         if path.suffix == ".gguf" or path.name != name_or_path:
