@@ -97,10 +97,6 @@ class DecodeGraphs:
         graph.replay()
         return logits[: len(rows)]
 
-    @property
-    def most_rows(self) -> int:
-        return self._graphs[-1][0].rows
-
     def _record(self, batch: DecodeBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         batch.fill([])
         stream = torch.cuda.Stream()
