@@ -12,6 +12,7 @@
     │   ├── TooLarge           there is not enough memory for the prompt
     │   ├── NoSuchEntry        nothing of that name is stored
     │   └── TemplateFailed     the chat template refused these messages
+    ├── MemoryFailed           what should be remembered cannot be written or read
     ├── Overloaded             the queue is full, or the server is shutting down
     ├── RateLimited            one user has as many requests here as a user may have
     ├── DeadlineExceeded       the request ran out of its time
@@ -91,6 +92,10 @@ class NoSuchEntry(RequestError):
 
 
 class TemplateFailed(RequestError):
+    pass
+
+
+class MemoryFailed(EmberkeepError):
     pass
 
 

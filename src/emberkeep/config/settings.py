@@ -31,7 +31,7 @@ from emberkeep.config.kinds import (
 from emberkeep.config.ram import total_ram
 from emberkeep.config.warm import WarmPrefix, show_prefixes
 from emberkeep.errors import ConfigError
-from emberkeep.types import AttentionTier, Json, Repair, Ttl
+from emberkeep.types import AttentionTier, Json, Recall, Repair, Ttl
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
@@ -177,6 +177,41 @@ class Config:
             or_word(whole(1, 100_000), "none", lambda: None),
             "Requests that one user may have here at a time, running or waiting.",
         ),
+    )
+    evict: bool = field(
+        default=True,
+        metadata=_about(
+            SWITCH, "Let the oldest messages leave a conversation that is too long; otherwise it is an error."
+        ),
+    )
+    low_water: float = field(
+        default=0.5,
+        metadata=_about(share(0.1, 0.9), "Share of the context that is still filled after messages have left."),
+    )
+    memory: bool = field(
+        default=True, metadata=_about(SWITCH, "Archive what leaves a context, so that it can be found again.")
+    )
+    memory_budget: int = field(
+        default=10 << 30,
+        metadata=_about(BYTES, "Size of the memory on disk; beyond it the oldest archived turns go."),
+    )
+    recall: str = field(
+        default=str(Recall.AUTO),
+        metadata=_about(
+            one_of(*Recall),
+            "How archived turns come back: tool lets the model search, auto puts the best before the question.",
+        ),
+    )
+    recall_tokens: int | None = field(
+        default=None,
+        metadata=_about(
+            or_word(whole(16, 1 << 20), "auto", lambda: None),
+            "Most tokens that auto puts there; auto takes an eighth of the context, at most 512.",
+        ),
+    )
+    embeddings: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."),
     )
     warm: tuple[WarmPrefix, ...] = field(
         default=(),

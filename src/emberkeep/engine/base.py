@@ -222,8 +222,14 @@ class Engine(Protocol):
     def trim(self, sequence: int, start: int) -> None:
         """Forget positions from `start` on. With snapshots, only 0 and the sequence's end are possible."""
 
-    def shift(self, sequence: int, start: int, end: int) -> None:
-        """Cut positions [start, end) out and move what follows down. The result is approximate."""
+    def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
+        """Put `insert` (one token or more), evaluated, in the place of positions [start, end), and move what
+        follows to behind it: what follows still knows what was cut, so the result is approximate.
+
+        When it returns, every key has been rotated to its new place, and an export holds it so; other sequences
+        that share state with this one keep theirs as it was. Blocks for one step. NO_ROOM: nothing has changed.
+        Raises EngineError, with the sequence unchanged, unless the engine can (`can_shift`).
+        """
 
     @property
     def footprint(self) -> Footprint | None:

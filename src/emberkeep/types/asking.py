@@ -76,6 +76,14 @@ class JsonFormat:
     schema: Mapping[str, Json] | None = None
 
 
+class Recall(StrEnum):
+    """How what has left a context comes back into it."""
+
+    OFF = "off"
+    TOOL = "tool"  # the model asks: it has a tool `search_memory`
+    AUTO = "auto"  # the best finds stand before the user's message
+
+
 class Repair(StrEnum):
     """What is evaluated again of state that was taken from another place."""
 
@@ -135,6 +143,12 @@ class Request:
     approximate: Approximation | Literal[False] | None = None
     """False: only state that was computed for exactly these tokens at exactly this place is reused. None: as
     configured."""
+    lineage: str = ""
+    """Whose state was cut: a mark of the namespace in which it lives."""
+    evict: bool | None = None
+    """Old messages may leave a conversation that is too long. None: as configured."""
+    recall: Recall | None = None
+    """How they come back. None: as configured."""
     kv_bits: int | None = None
     """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
     is_prefix: bool = False

@@ -50,6 +50,24 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Eviction:
+    """What left the context for the sake of one request, and how long that took."""
+
+    messages: int
+    tokens: int
+    out: int
+    """Messages that are out of the context in all."""
+    archived: bool = True
+    error: str = ""
+    """Why they were not archived."""
+    plan_ms: float = 0.0
+    """Deciding what leaves."""
+    archive_ms: float = 0.0
+    engine_ms: float = 0.0
+    """Cutting the state: the engine's own work."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """What was done to make a request fit."""
 
@@ -60,6 +78,10 @@ class Fit:
     truncated_tokens: int = 0
     truncated_messages: int = 0
     """How much was left out of the prompt."""
+    evictions: tuple[Eviction, ...] = ()
+    """What left the context, before the answer or while it was written."""
+    recalled: int = 0
+    """Archived turns that stand before the user's message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,97 @@
+"""What is remembered of conversations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from emberkeep.types.asking import Json, Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A tool call with its result."""
+
+    name: str
+    arguments: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Messages of a conversation that have left its context together."""
+
+    key: bytes
+    """Names everything the conversation said up to the end of this turn: an owner has a turn once."""
+    conversation: str
+    at: float
+    """Unix seconds."""
+    user_text: str
+    assistant_text: str
+    tool_uses: tuple[ToolUse, ...] = ()
+
+
+class NoteKind(StrEnum):
+    EVICTED = "evicted"  # everything up to here that may leave has left
+    INSERTED = "inserted"  # something stands here that the client does not know of
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is known about one place of a conversation, so that the next turn is rendered as the last one was."""
+
+    key: bytes
+    """As a turn's, up to that place."""
+    kind: NoteKind
+    data: Json
+
+
+class MemoryKind(StrEnum):
+    TURN = "turn"
+    ANSWER = "answer"  # a question and its answer that somebody stored
+
+
+@dataclass(frozen=True, slots=True)
+class Recollection:
+    """Something found in memory."""
+
+    id: int
+    kind: MemoryKind
+    score: float
+    """0..1, the best first."""
+    user_text: str
+    assistant_text: str
+    tool_uses: tuple[ToolUse, ...]
+    at: float
+    conversation: str
+    highlight: str
+    """The passage that matched, with **marks** around the words that did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    name: str
+    value: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    turns: int = 0
+    answers: int = 0
+    facts: int = 0
+    conversations: int = 0
+    bytes: int = 0
+    """By how much the file has become smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedConversation:
+    id: str
+    title: str
+    model: str
+    created: float
+    updated: float
+    messages: tuple[Message, ...] = ()
+    """Empty in a list of conversations."""
+    message_count: int = 0
