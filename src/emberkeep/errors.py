@@ -13,6 +13,7 @@
     │   ├── NoSuchEntry        nothing of that name is stored
     │   └── TemplateFailed     the chat template refused these messages
     ├── MemoryFailed           what should be remembered cannot be written or read
+    │   └── MemoryOff          nothing is remembered here
     ├── Overloaded             the queue is full, or the server is shutting down
     ├── RateLimited            one user has as many requests here as a user may have
     ├── DeadlineExceeded       the request ran out of its time
@@ -97,6 +98,13 @@ class TemplateFailed(RequestError):
 
 class MemoryFailed(EmberkeepError):
     pass
+
+
+class MemoryOff(MemoryFailed):
+    def __init__(self) -> None:
+        super().__init__(
+            "Nothing is remembered here: set memory = true, or look in the log why its file could not be opened."
+        )
 
 
 class Overloaded(EmberkeepError):

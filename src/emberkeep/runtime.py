@@ -19,7 +19,7 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.extras import require_hf
-from emberkeep.errors import ConfigError, EngineError, ModelBroken, TemplateFailed
+from emberkeep.errors import ConfigError, EngineError, MemoryFailed, ModelBroken, TemplateFailed
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.store import Keeping, KvStore
 from emberkeep.models.digest import model_digest
@@ -31,15 +31,19 @@ from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.thread import EngineThread
-from emberkeep.types import Approximation, AttentionTier, Json, Repair
+from emberkeep.session.sessions import Policy, Sessions
+from emberkeep.types import Approximation, AttentionTier, Json, Recall, Repair
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
+    from emberkeep.memory.memory import Memory
 
 log = logging.getLogger("emberkeep")
 
 _DEFAULT_CONTEXT = 32_768
 """Cap on a context nobody asked for: models that allow a million tokens exist, machines for them less so."""
+_RECALL_TOKENS = 512
+"""Most that is quoted of what has left a conversation, unless somebody asked for more."""
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
 
@@ -107,6 +111,7 @@ def assemble(
         warm_after=config.turns_to_warm,
         memory=planning.admission.budget if planning.admission else None,
     )
+    memory = _memory(config)
     outbox = Outbox()
     loop = EngineLoop(
         engine, store, settings, thread=thread, after_step=outbox.flush, calibration=planning.calibration
@@ -124,9 +129,16 @@ def assemble(
         keep_alive=KeepAlive(ttls(config), config.sweep_s, config.tracked_conversations),
         planning=planning,
         machine=machine or assumed(engine.footprint),
+        sessions=Sessions(memory, _policy(config, engine.capabilities.context)),
+        memory=memory,
         deadline_s=config.deadline_s,
         drain_s=config.drain_s,
     )
+
+
+def _policy(config: Config, context: int) -> Policy:
+    recall_tokens = config.recall_tokens or min(context // 8, _RECALL_TOKENS)
+    return Policy(context, config.evict, config.low_water, Recall(config.recall), recall_tokens)
 
 
 def _planning(config: Config, engine: Engine, store: KvStore, largest_slice: int) -> Planning:
@@ -162,6 +174,26 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
         except OSError as error:
             log.warning("stored state is kept in RAM only: %s", error)
     return store(None)
+
+
+def _memory(config: Config) -> Memory | None:
+    """Without a usable file nothing is remembered: serving goes on."""
+    try:
+        return open_memory(config)
+    except MemoryFailed as error:
+        log.warning("what leaves a conversation is not archived: %s", error)
+        return None
+
+
+def open_memory(config: Config) -> Memory | None:
+    """None: it is switched off. Raises MemoryFailed."""
+    from emberkeep.memory.embedding import open_embedder
+    from emberkeep.memory.memory import Memory
+
+    if not config.memory:
+        return None
+    embed = open_embedder() if config.embeddings else None
+    return Memory(config.data_dir / "memory.sqlite3", limit_bytes=config.memory_budget, embed=embed)
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
@@ -260,7 +292,7 @@ def _cells(config: Config, bytes_per_token: int, context: int, most: int | None 
 def _lineages(config: Config, engine: Engine) -> Lineages:
     shape = engine.capabilities
     wanted = None if config.approximate == OFF else Approximation(Repair(config.approximate))
-    lineages = Lineages(config.kv_bits, shape.packs, wanted, shape.can_blend, config.exact)
+    lineages = Lineages(config.kv_bits, shape.packs, wanted, shape.can_blend, config.exact, shape.can_shift)
     try:
         lineages.check()
     except ConfigError:

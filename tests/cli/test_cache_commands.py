@@ -229,7 +229,7 @@ def test_at_a_terminal_it_is_asked(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: int
 ) -> None:
     keep(data_dir, "Which ships are here?", user="alice")
-    monkeypatch.setattr("emberkeep.cli.cache._is_terminal", lambda: True)
+    monkeypatch.setattr("emberkeep.cli.common._is_terminal", lambda: True)
     result = run("rm", "--user", "alice", input=answer)
     assert "Remove everything of the user alice (1 entry)?" in result.stderr
     assert len(listed()) == left

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.cli.chat import ChatSession, printable, stats_line
+from emberkeep.cli.chat_session import ChatSession, printable
 from emberkeep.cli.conversation import Conversation
+from emberkeep.cli.remarks import stats_line
+from emberkeep.cli.saved import Journal
 from emberkeep.errors import ContextExceeded
 from emberkeep.library import Emberkeep
-from emberkeep.types import FinishReason, Message, ReasoningDelta, Request, TextDelta
+from emberkeep.types import Completed, Eviction, FinishReason, Fit, Message, ReasoningDelta, Request, TextDelta
 from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 
@@ -21,18 +23,31 @@ class Bench:
     """A chat over a scripted backend, with what it printed."""
 
     def __init__(
-        self, script: Iterable[Step] | None = None, *, system: str = "", interactive: bool = True
+        self,
+        script: Iterable[Step] | None = None,
+        *,
+        system: str = "",
+        interactive: bool = True,
+        evicts: bool = True,
     ) -> None:
         self.backend = ScriptedBackend(lambda request: script or answer(f"re: {request.messages[-1].content}"))
         self.out: io.StringIO = io.StringIO()
         self.keeper = Emberkeep(self.backend)
         self.interactive = interactive
         self.conversation = Conversation(system)
+        self.evicts = evicts
 
     def say(self, *lines: str) -> None:
         options = {"temperature": 0.0, "max_tokens": 9}
-        chat = ChatSession(self.keeper, self.conversation, options, self.out, interactive=self.interactive)
-        chat.run(lines)
+        ChatSession(
+            self.keeper,
+            self.conversation,
+            options,
+            self.out,
+            interactive=self.interactive,
+            journal=Journal(None),
+            evicts=self.evicts,
+        ).run(lines)
 
     @property
     def last(self) -> Request:
@@ -83,6 +98,38 @@ def test_the_stats_line_says_what_cut_an_answer(bench: Bench) -> None:
     assert stats_line(cut, 9, 300) == f"{line} · the context of 300 tokens is full, /clear begins anew"
 
 
+def test_the_stats_line_says_what_left_and_what_came_back(bench: Bench) -> None:
+    whole = bench.keeper.chat("hi")
+    line = stats_line(whole, 9, 300)
+
+    def line_with(*evictions: Eviction, recalled: int = 0) -> str:
+        fit = Fit(evictions=evictions, recalled=recalled)
+        return stats_line(replace(whole, fit=fit), 9, 300).removeprefix(line)
+
+    assert line_with(recalled=2) == " · recalled 2"
+    assert line_with(Eviction(1, 90, 1)) == " · 1 message left the context (archived)"
+    twice = (Eviction(8, 500, 8), Eviction(4, 200, 12))
+    assert line_with(*twice, recalled=1) == " · 12 messages left the context (archived) · recalled 1"
+    assert (
+        line_with(Eviction(8, 500, 8), Eviction(4, 200, 12, archived=False)) == " · 12 messages left the context"
+    )
+
+
+def test_what_could_not_be_archived_is_one_warning_and_the_chat_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    *said, completed = answer("yes")
+    assert isinstance(completed, Completed)
+    lost = Eviction(8, 500, 8, archived=False, error="The disk is full: make room.")
+    bench = Bench([*said, replace(completed, fit=Fit(evictions=(lost, lost)))])
+    with bench.keeper:
+        bench.say("hi")
+    assert capsys.readouterr().err.endswith(
+        "16 messages left the context\nWhat left the context was not archived: The disk is full: make room.\n"
+    )
+    assert len(bench.conversation.messages) == 2
+
+
 class InterruptedOut(io.StringIO):
     """The user presses Ctrl-C when the marked text appears."""
 
@@ -111,14 +158,20 @@ def test_ctrl_c_ends_a_chat_that_reads_from_a_pipe() -> None:
     assert bench.backend.cancelled == 1
 
 
-def test_an_error_is_explained_and_the_turn_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = Bench([ContextExceeded(9000, 8192)])
+@pytest.mark.parametrize(
+    ("evicts", "way_out"),
+    [
+        (True, "say it in fewer words, a larger --ctx holds more.\n"),
+        (False, "/clear begins anew, a larger --ctx holds more, --evict lets old messages leave.\n"),
+    ],
+)
+def test_an_error_is_explained_and_the_turn_forgotten(
+    capsys: pytest.CaptureFixture[str], evicts: bool, way_out: str
+) -> None:
+    bench = Bench([ContextExceeded(9000, 8192)], evicts=evicts)
     with bench.keeper:
         bench.say("hi")
-    assert capsys.readouterr().err == (
-        "The context holds 8192 tokens and this would make it 9000: "
-        "/clear begins anew, a larger --ctx holds more.\n"
-    )
+    assert capsys.readouterr().err == (f"The context holds 8192 tokens and this would make it 9000: {way_out}")
     assert bench.conversation.messages == []
 
 
@@ -157,6 +210,20 @@ def test_clear_forgets_the_turns_and_keeps_the_system_message() -> None:
     assert bench.last.messages == (Message("system", "Be brief."), Message("user", "two"))
 
 
+def test_every_request_names_its_conversation_and_clear_begins_another(bench: Bench) -> None:
+    bench.say("one", "two", "/clear", "three")
+    first, second, third = [request.conversation_id for request in bench.backend.requests]
+    assert first == second
+    assert third not in (None, first)
+
+
+def test_memory_without_a_memory_is_explained(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.say("/memory", "/memory ships")
+    asked, told = capsys.readouterr().err.splitlines()
+    assert asked.startswith("Say what to look for")
+    assert told.startswith("There is no memory to search")
+
+
 def test_quit_ends_the_chat(bench: Bench) -> None:
     bench.say("/quit", "hi")
     assert bench.backend.requests == []
@@ -165,7 +232,7 @@ def test_quit_ends_the_chat(bench: Bench) -> None:
 def test_help_lists_every_command(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.say("/help")
     listed = {line.split()[0] for line in capsys.readouterr().err.splitlines() if line.startswith("/")}
-    assert listed == {"/help", "/stats", "/system", "/save", "/clear", "/quit"}
+    assert listed == {"/help", "/stats", "/system", "/save", "/memory", "/clear", "/quit"}
 
 
 def test_an_unknown_command_is_not_sent_to_the_model(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

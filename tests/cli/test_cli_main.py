@@ -59,7 +59,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_teaches_with_examples() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("serve", "chat", "models", "cache", "doctor", "config"):
+    for command in ("serve", "chat", "models", "cache", "memory", "doctor", "config"):
         assert f"  {command} " in result.output
     assert "emberkeep models pull hf:owner/repo/file.gguf" in result.output
 
@@ -102,6 +102,22 @@ def test_the_engine_and_what_it_computes_with_are_flags(monkeypatch: pytest.Monk
     run(command, "--engine", "hf", "--device", "cuda:1", "--dtype", "bfloat16", "--attention", "flash")
     (config,) = seen
     assert (config.engine, config.device, config.dtype, config.attention) == ("hf", "cuda:1", "bfloat16", "flash")
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_eviction_and_recall_are_flags(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    seen: list[Config] = []
+
+    def remember(config: Config) -> None:
+        seen.append(config)
+        raise ModelNotFound("enough")
+
+    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
+    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
+    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+    run(command)
+    run(command, "--no-evict", "--recall", "tool")
+    assert [(config.evict, config.recall) for config in seen] == [(True, "auto"), (False, "tool")]
 
 
 def test_planning_is_switched_off_and_truncation_on_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:

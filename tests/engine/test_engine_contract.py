@@ -171,14 +171,6 @@ def test_trimmed_positions_are_forgotten(engine, start):
     assert same(engine, evaluate(engine, 0, end, end + 20, other), evaluate(engine, 1, 0, end + 20, other))
 
 
-def test_a_shift_closes_the_gap(engine):
-    evaluate(engine, 0, 0, 100)
-    engine.shift(0, 20, 60)
-    shorter = np.concatenate([TOKENS[:20], TOKENS[60:100], TOKENS[100:140]])
-    assert np.isfinite(evaluate(engine, 0, 60, 70, shorter)).all()
-    assert len(exported(engine, 0, 60, 70)) == len(exported(engine, 0, 0, 10))
-
-
 def test_an_engine_without_room_says_so_and_stays_as_it_is(make):
     engine = make(cells=256)
     evaluate(engine, 0, 0, 200)

@@ -39,27 +39,16 @@ def test_conversations_over_one_prompt_keep_it_once(open_hf):
     assert pool(engine)["copied_blocks"] == 0
 
 
-def test_a_shift_leaves_those_alone_who_share_the_state(open_hf):
+def test_a_splice_takes_blocks_of_its_own_from_where_it_begins(open_hf):
     engine = open_hf(cells=512, sequences=4)
-    evaluate(engine, 0, 0, 100)
-    before = exported(engine, 0, 0, 100)
-    engine.copy_kv(0, 1, 100)
-    engine.shift(1, 10, 50)
-    assert exported(engine, 0, 0, 100) == before
+    evaluate(engine, 0, 0, 4 * BLOCK)
+    engine.copy_kv(0, 1, 4 * BLOCK)
+    assert engine.splice(1, BLOCK + 1, 3 * BLOCK, OTHERS[:3]) is Outcome.DONE
+    assert pool(engine)["shared_blocks"] == 1
     assert pool(engine)["used_blocks"] == 4 + 2
     engine.trim(0, 0)
     engine.trim(1, 0)
     assert pool(engine)["used_blocks"] == 0
-
-
-def test_a_shift_without_room_is_refused_and_changes_nothing(open_hf):
-    engine = open_hf(cells=3 * BLOCK, sequences=1)
-    evaluate(engine, 0, 0, 4 * BLOCK)
-    engine.copy_kv(0, 1, 4 * BLOCK)
-    before = exported(engine, 0, 0, 4 * BLOCK)
-    with pytest.raises(EngineError):
-        engine.shift(1, 10, 20)
-    assert exported(engine, 0, 0, 4 * BLOCK) == exported(engine, 1, 0, 4 * BLOCK) == before
 
 
 def test_as_many_tokens_fit_as_there_are_cells_however_they_are_shared_out(open_hf):
@@ -134,8 +123,8 @@ def test_half_precision_goes_out_and_in_to_the_bit(tmp_path, dtype):
     engine.import_kv(1, 0, 90, payload, 0)
     assert exported(engine, 1, 0, 90) == payload
     assert np.array_equal(evaluate(engine, 1, 90, 91), evaluate(engine, 0, 90, 91))
-    engine.shift(1, 5, 20)
-    assert np.isfinite(evaluate(engine, 1, 76, 80, OTHERS)).all()
+    assert engine.splice(1, 5, 20, OTHERS[:3]) is Outcome.DONE
+    assert np.isfinite(evaluate(engine, 1, 79, 80, OTHERS)).all()
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -122,11 +122,11 @@ def test_what_was_trimmed_is_forgotten(engine, family):
 
 
 @pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
-def test_what_is_shifted_is_as_if_it_had_been_computed_there(engine):
+def test_what_moves_up_is_as_if_it_had_been_computed_there(engine):
     """In the first layer, whose keys depend on nothing but the token and where it stands."""
     evaluate(engine, 0, 0, LENGTH)
-    engine.shift(0, 5, 27)
-    shorter = np.concatenate([TOKENS[:5], TOKENS[27:]])
+    assert engine.splice(0, 5, 30, OTHERS[:3]) is Outcome.DONE
+    shorter = np.concatenate([TOKENS[:5], OTHERS[:3], TOKENS[30:]])
     evaluate(engine, 1, 0, LENGTH - 22, shorter)
     for moved, fresh in zip(*(rows_of_layer(engine, s, 0, LENGTH - 22) for s in (0, 1)), strict=True):
         assert close(moved, fresh)
@@ -162,7 +162,7 @@ def test_state_whose_keys_do_not_turn_is_not_moved(open_hf):
     assert not engine.capabilities.can_shift
     assert not engine.capabilities.can_blend
     with pytest.raises(EngineError):
-        engine.shift(0, 5, 10)
+        engine.splice(0, 5, 10, TOKENS[:1])
     with pytest.raises(EngineError):
         engine.blend(Rows(1, 0, TOKENS[:30], True), [Piece(5, 15, exported(engine, 0, 0, 40), 0, 10)], 0.0)
     assert close(evaluate(engine, 0, 40, LENGTH), reference("gpt2")[0][LENGTH - 1])

@@ -63,17 +63,16 @@ class Sharing(RuleBasedStateMachine):
         self.put(table, before[1], range(self.written, self.written + count))
         self.written += count
 
-    @rule(table=tables, start=st.integers(0, 200))
-    def rewrite(self, table: Table, start: int) -> None:
-        """What follows `start` is changed in place, as a shift does."""
+    @rule(table=tables, start=st.integers(0, 200), count=st.integers(1, 80))
+    def rewrite(self, table: Table, start: int, count: int) -> None:
+        """What follows `start` gives way to something else, as in a splice."""
         start = min(start, table.length)
-        before = list(table.blocks)
-        copies = self.pool.own(table, start)
+        before, free = (list(table.blocks), table.length), self.pool.free
+        copies = self.pool.regrow(table, start, start + count)
         if copies is None:
-            assert table.blocks == before
+            assert (table.blocks, table.length, self.pool.free) == (*before, free)
             return
         self.memory.copy(copies)
-        count = table.length - start
         del self.content(table)[start:]
         self.put(table, start, range(self.written, self.written + count))
         self.written += count
@@ -169,10 +168,18 @@ def test_sequences_that_grow_in_turn_lie_together():
 
 
 @pytest.mark.parametrize("free", [0, 1])
-def test_nothing_is_made_ones_own_without_room_for_all_of_it(free):
-    pool = BlockPool((2 + free) * BLOCK)
-    source = filled(pool, 2 * BLOCK)
-    branch = pool.share(source, 2 * BLOCK)
-    assert pool.own(branch, 0) is None
-    assert branch.blocks == source.blocks
-    assert pool.shared == 2
+def test_what_is_shared_does_not_make_room(free):
+    pool = BlockPool((3 + free) * BLOCK)
+    source = filled(pool, 3 * BLOCK)
+    branch = pool.share(source, 3 * BLOCK)
+    assert pool.regrow(branch, BLOCK, 3 * BLOCK) is None
+    assert branch == source
+    assert pool.shared == 3
+
+
+def test_what_is_cut_off_makes_room():
+    pool = BlockPool(3 * BLOCK)
+    table = filled(pool, 3 * BLOCK)
+    assert pool.regrow(table, 5, 3 * BLOCK) == []
+    assert pool.regrow(table, 5, 3 * BLOCK + 1) is None
+    assert table.length == 3 * BLOCK

@@ -12,7 +12,7 @@ from emberkeep.engine.hf import HfEngine, HfModel, HfSettings, HfSource, load_mo
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.models.gguf import read_header
 from emberkeep.types import TokenLogprob
-from helpers.engines import exported
+from helpers.engines import evaluate, exported
 from helpers.scheduling import Rig
 
 pytestmark = pytest.mark.slow
@@ -95,6 +95,30 @@ def test_both_engines_read_the_same_tokens_and_expect_the_same_to_follow(smollm2
         engine.close()
     assert logits[0].argmax() == logits[1].argmax()
     assert np.corrcoef(*logits)[0, 1] > 0.98
+
+
+LATER = "<|im_end|>\n<|im_start|>user\n" + "The gardener left a letter under the blue vase on Thursday. " * 12
+NOTICE = "Some of this was left out. "
+
+
+def test_a_spliced_conversation_goes_on_almost_as_if_the_shorter_one_had_been_evaluated(open_engine):
+    engine = open_engine()
+    texts = (STORY[:90], STORY[90:900], LATER, NOTICE, QUESTION)
+    first, cut, later, notice, question = (np.array(engine.vocab.tokenize(text), np.int32) for text in texts)
+    longer, shorter = (np.concatenate([first, middle, later, question]) for middle in (cut, notice))
+    evaluate(engine, 0, 0, len(longer) - len(question), longer)
+    assert engine.splice(0, len(first), len(first) + len(cut), notice) is Outcome.DONE
+    spliced = evaluate(engine, 0, len(shorter) - len(question), len(shorter), shorter)
+    evaluate(engine, 1, 0, len(shorter) - len(question), shorter)
+    fresh = evaluate(engine, 1, len(shorter) - len(question), len(shorter), shorter)
+    assert spliced.argmax() == fresh.argmax()
+    assert _divergence(spliced, fresh) < 0.05
+
+
+def _divergence(one: np.ndarray, other: np.ndarray) -> float:
+    """Kullback-Leibler, of what is expected next."""
+    ours, theirs = (logits - np.logaddexp.reduce(logits.astype(np.float64)) for logits in (one, other))
+    return float((np.exp(theirs) * (theirs - ours)).sum())
 
 
 WORDS = ["walnut", "harbour", "quartz", "saffron", "meadow", "lantern"]

@@ -287,7 +287,7 @@ def test_a_state_cannot_be_cut(engine, make):
         with pytest.raises(EngineError, match="cut back"):
             engine.trim(0, start)
     with pytest.raises(EngineError):
-        engine.shift(0, 20, 40)
+        engine.splice(0, 20, 40, TOKENS[:5])
     engine.trim(0, 60)
     assert same(engine, evaluate(engine, 0, 60, 70), evaluate(make(), 0, 0, 70))
     engine.trim(0, 0)

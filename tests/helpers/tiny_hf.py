@@ -32,7 +32,6 @@ _BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
@@ -148,10 +147,10 @@ FAMILIES = {**PAGED, **WHOLE}
 
 
 @functools.cache
-def build(family: str, seed: int = 0) -> PreTrainedModel:
+def build(family: str, seed: int = 0, layers: int = 3) -> PreTrainedModel:
     """As its authors wrote it, with weights so wide that every token of the context changes the logits."""
     transformers_logging.set_verbosity_error()
-    config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **{**_BASE, "num_hidden_layers": layers, **FAMILIES[family]})
     network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -169,8 +168,10 @@ def _width(name: str, weights: torch.Tensor) -> float:
     return (6.0 if "lm_head" in name else 1.5) * weights.shape[-1] ** -0.5
 
 
-def write(folder: Path, family: str = "llama", *, seed: int = 0, template: str | None = TEMPLATE) -> Path:
-    build(family, seed).save_pretrained(folder)
+def write(
+    folder: Path, family: str = "llama", *, seed: int = 0, layers: int = 3, template: str | None = TEMPLATE
+) -> Path:
+    build(family, seed, layers).save_pretrained(folder)
     tokenizer().save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))

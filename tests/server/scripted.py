@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
@@ -28,6 +29,9 @@ from emberkeep.types import (
     Usage,
 )
 
+if TYPE_CHECKING:
+    from emberkeep.memory.memory import Memory
+
 WAIT_S = 10.0
 HANG = "wait until released or closed"
 
@@ -48,6 +52,8 @@ def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
 
 class ScriptedBackend:
     """Plays `script` for every request and remembers what it was asked."""
+
+    memory: Memory | None = None
 
     def __init__(self, script: Sequence[Step] = ()) -> None:
         self.script: Sequence[Step] = script or says("Hello", " world")

@@ -10,6 +10,7 @@ import pytest
 from emberkeep.server.wire.cache import EntryBody, VerifyBody
 from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
+from emberkeep.server.wire.memory import AnswerBody, FactBody
 from emberkeep.server.wire.warm import WarmBody
 from emberkeep.types import MissReason, Sampling
 
@@ -24,7 +25,7 @@ def test_the_sampling_defaults_are_told(name: str) -> None:
 
 def test_every_field_is_told() -> None:
     told = set(re.findall(r"`([a-z_]+)", TEXT))
-    bodies = (ChatBody, CompletionBody, EntryBody, VerifyBody, WarmBody)
+    bodies = (ChatBody, CompletionBody, EntryBody, VerifyBody, WarmBody, FactBody, AnswerBody)
     assert {field for body in bodies for field in body.model_fields} <= told
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.errors import EmberkeepError
@@ -23,6 +24,9 @@ from emberkeep.types import (
     Usage,
     Warmed,
 )
+
+if TYPE_CHECKING:
+    from emberkeep.memory.memory import Memory
 
 FOREVER = "forever"
 """In a script: nothing more comes until the request is cancelled."""
@@ -49,6 +53,8 @@ def answer(
 
 
 class ScriptedBackend:
+    memory: Memory | None = None
+
     def __init__(self, script: Callable[[Request], Iterable[Step]]) -> None:
         self._script = script
         self.requests: list[Request] = []

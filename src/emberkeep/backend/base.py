@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.types import (
     AttentionTier,
@@ -21,6 +21,9 @@ from emberkeep.types import (
     Verified,
     Warmed,
 )
+
+if TYPE_CHECKING:
+    from emberkeep.memory.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,10 @@ class Backend(Protocol):
         Switching waits for running requests, and new ones wait for it. Raises RequestError for a model without
         experts, Overloaded, EngineError.
         """
+
+    @property
+    def memory(self) -> Memory | None:
+        """What has left conversations, and facts. None: nothing is remembered."""
 
     def attention_tier(self) -> AttentionTier | None:
         """Which code computes attention; None where there is no choice."""

@@ -22,16 +22,33 @@ class Ended:
     reasoning_tokens: int
 
 
-Item = Event | Ended | EmberkeepError
+@dataclass(frozen=True, slots=True)
+class Full:
+    """The context of one choice is full: it waits for room."""
+
+    index: int
+
+
+Item = Event | Ended | Full | EmberkeepError
 
 
 class Choice:
     """A job's consumer: tokens in, events out. Lives on the engine's thread."""
 
     def __init__(
-        self, index: int, stream: TextStream, channel: Channel[Item], place: Place, *, in_pieces: bool
+        self,
+        index: int,
+        stream: TextStream,
+        channel: Channel[Item],
+        place: Place,
+        *,
+        in_pieces: bool,
+        grows_to: int | None = 0,
     ) -> None:
+        """`grows_to`: as long as its answer has fewer tokens, more room may be made for it. None: always."""
         self._in_pieces = in_pieces
+        self._grows_to = grows_to
+        self._tokens = 0
         self._index = index
         self._stream = stream
         self._channel = channel
@@ -43,6 +60,7 @@ class Choice:
             self._channel.put(progress)
 
     def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        self._tokens += 1
         events, stop = self._stream.push(token, logprob)
         for event in events:
             self._channel.put(event, wake=self._in_pieces)
@@ -50,6 +68,13 @@ class Choice:
 
     def kept_tokens(self) -> int:
         return self._stream.text_kept_tokens
+
+    def full(self) -> bool:
+        """A job's `on_full`."""
+        if self._grows_to is not None and self._tokens >= self._grows_to:
+            return False
+        self._channel.put(Full(self._index))
+        return True
 
     def ended(self, ending: Ending) -> None:
         self._over()
@@ -72,7 +97,7 @@ class Choice:
         return FinishReason.LENGTH if ending.reason is EndReason.LENGTH else FinishReason.STOP
 
 
-async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator[Event]:
+async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator[Event | Full]:
     endings: list[Ended] = []
     while len(endings) < choices:
         item = await channel.take()

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from emberkeep.backend.evicting import Conversation, Evictor
 from emberkeep.backend.marks import Lineages
-from emberkeep.backend.prompts import Prompt, PromptMaker
+from emberkeep.backend.prompts import Draft, Prompt, PromptMaker
 from emberkeep.chat.turns import leaving_turns, without
 from emberkeep.errors import ContextExceeded, TooLarge
 from emberkeep.kv.keys import TokenArray
 from emberkeep.sched.admission import Admission, Admitted, largest
 from emberkeep.sched.calibration import Calibration
+from emberkeep.sched.job import Cut, Room
 from emberkeep.types import Fit, Json, Request, bits_of
 
 log = logging.getLogger("emberkeep.backend")
@@ -28,6 +30,20 @@ class Fitted:
     max_new: int
     admitted: Admitted | None
     fit: Fit
+    conversation: Conversation | None = None
+    """What messages may leave, while it is answered."""
+
+
+    @property
+    def cut(self) -> Cut | None:
+        """How to come by its state from that of the turn before."""
+        cut = self.conversation.cut if self.conversation else None
+        return replace(cut, namespace=self.request.namespace) if cut else None
+
+    @property
+    def can_grow(self) -> bool:
+        """Its answer may go on when the context is full."""
+        return self.conversation is not None and self.request.n == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,7 @@ class Fitter:
         *,
         context: int,
         lineages: Lineages,
+        evictor: Evictor,
         in_ram: Callable[[str, TokenArray], int],
     ) -> None:
         """`in_ram`: how many tokens of a prompt in a namespace the store holds in RAM."""
@@ -57,15 +74,21 @@ class Fitter:
         self._planning = planning
         self._context = context
         self._lineages = lineages
+        self._evictor = evictor
         self._in_ram = in_ram
         self._counting = threading.Lock()
         self._refused = 0
         self._truncated = 0
 
-    def fit(self, request: Request) -> Fitted:
-        """Of a settled request. Raises RequestError: ContextExceeded or TooLarge for what does not fit."""
+    def fit(self, request: Request, *, may_cut: bool = False) -> Fitted:
+        """Of a settled request. Raises RequestError: ContextExceeded or TooLarge for what does not fit.
+
+        `may_cut`: where messages leave it, what follows them is moved up and not evaluated again.
+        """
         try:
             try:
+                if self._evictor.applies(request):
+                    return self._conversation(request, may_cut)
                 return self._whole(request)
             except (ContextExceeded, TooLarge) as error:
                 if not self._planning.auto_truncate or request.is_prefix:
@@ -86,8 +109,30 @@ class Fitter:
             **self._planning.calibration.stats(),
         }
 
-    def _whole(self, request: Request) -> Fitted:
-        prompt = self._prompts.make(request)
+    def more_room(self, fitted: Fitted) -> tuple[Fitted, Room] | None:
+        """Let more messages leave a conversation whose answer has filled the context. None: none may."""
+        assert fitted.conversation is not None
+        shorter = self._evictor.shorter(fitted.conversation)
+        if shorter is None:
+            return None
+        request = shorter.shown
+        prompt = self._prompts.named(self._prompts.make(request, shorter.draft), shorter.request)
+        _, max_new = self._room(request, prompt)
+        fit = replace(fitted.fit, evictions=shorter.evictions)
+        assert shorter.cut is not None
+        room = Room(prompt.tokens, shorter.cut, max_new)
+        return replace(fitted, request=request, prompt=prompt, fit=fit, conversation=shorter), room
+
+    def _conversation(self, request: Request, may_cut: bool) -> Fitted:
+        conversation = self._evictor.fit(request, may_cut=may_cut)
+        fitted = self._whole(conversation.shown, conversation.draft)
+        conversation = replace(conversation, shown=fitted.request)
+        fit = replace(fitted.fit, evictions=conversation.evictions, recalled=conversation.recalled)
+        prompt = self._prompts.named(fitted.prompt, request)
+        return replace(fitted, prompt=prompt, fit=fit, conversation=conversation)
+
+    def _whole(self, request: Request, draft: Draft | None = None) -> Fitted:
+        prompt = self._prompts.make(request, draft)
         closing, max_new = self._room(request, prompt)
         admission = self._planning.admission
         if admission is None:
@@ -102,7 +147,7 @@ class Fitter:
         )
         if admitted.plan.kv_bits != bits:
             request = self._lineages.repacked(request, admitted.plan.kv_bits)
-            prompt = self._prompts.make(request)
+            prompt = self._prompts.make(request, draft)
         fit = Fit(admitted.plan, admitted.predicted)
         return Fitted(request, prompt, closing, admitted.max_new, admitted, fit)
 

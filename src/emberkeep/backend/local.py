@@ -14,7 +14,8 @@ import numpy as np
 from emberkeep.backend.base import Cache, ModelCard
 from emberkeep.backend.cache import StoreCache
 from emberkeep.backend.channel import Channel, Outbox
-from emberkeep.backend.choices import Choice, Item, until_completed
+from emberkeep.backend.choices import Choice, Full, Item, until_completed
+from emberkeep.backend.evicting import Evictor
 from emberkeep.backend.fitting import Fitted, Fitter, Planning
 from emberkeep.backend.lookups import RecentLookups
 from emberkeep.backend.marks import Lineages, stored_namespace
@@ -29,16 +30,19 @@ from emberkeep.errors import EmberkeepError, RequestError, TemplateFailed
 from emberkeep.kv.entries import entry_id
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.memory.memory import Memory
 from emberkeep.sched.job import Job, Notes
 from emberkeep.sched.loop import EngineLoop
 from emberkeep.sched.probe import Machine
 from emberkeep.sched.sampling import Sampler
+from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
     SHARED,
     AttentionTier,
     Completed,
     Event,
     ExpertStats,
+    Fit,
     Json,
     Message,
     MissReason,
@@ -75,6 +79,8 @@ class LocalBackend:
         keep_alive: KeepAlive,
         planning: Planning,
         machine: Machine,
+        sessions: Sessions,
+        memory: Memory | None = None,
         deadline_s: float | None = None,
         drain_s: float = 0.0,
     ) -> None:
@@ -94,8 +100,15 @@ class LocalBackend:
         self._prompts = PromptMaker(
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
+        self._sessions = sessions
+        self._memory = memory
         self._fitter = Fitter(
-            self._prompts, planning, context=context, lineages=lineages, in_ram=self._tokens_in_ram
+            self._prompts,
+            planning,
+            context=context,
+            lineages=lineages,
+            evictor=Evictor(self._prompts, sessions, lineages),
+            in_ram=self._tokens_in_ram,
         )
         self._machine = machine
         self._rehearse()
@@ -104,11 +117,12 @@ class LocalBackend:
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         arrived = monotonic()
+        may_cut = self._lineages.may_cut(request)
         request = self._lineages.settle(request)
         place = self._places.take(request.user, request.n)
         jobs: list[tuple[Job, Choice]] = []
         try:
-            fitted = await asyncio.to_thread(self._fitter.fit, request)
+            fitted = await asyncio.to_thread(self._fitter.fit, request, may_cut=may_cut)
             request, prompt = fitted.request, fitted.prompt
             channel: Channel[Item] = Channel(self._outbox)
             notes = Notes(prompt.label if request.is_kept else None)
@@ -121,14 +135,27 @@ class LocalBackend:
             if prompt.keys.stable and request.is_kept:
                 await asyncio.to_thread(self._note_stable, request, prompt, notes)
             async for event in until_completed(channel, len(jobs)):
+                if isinstance(event, Full):
+                    fitted = await asyncio.to_thread(self._make_room, jobs[event.index][0], fitted)
+                    continue
                 if isinstance(event, Completed):
-                    event = replace(await self._explained(request, prompt, event), fit=fitted.fit)
+                    event = replace(await self._explained(request, prompt, event), fit=_timed(fitted.fit, event))
                 yield event
         finally:
             for job, choice in jobs:
                 if not choice.is_over:
                     self.loop.cancel(job)
             place.leave()
+
+    def _make_room(self, job: Job, fitted: Fitted) -> Fitted:
+        """More messages leave, or the answer ends where it is."""
+        try:
+            more = self._fitter.more_room(fitted)
+        except Exception:
+            self.loop.make_room(job, None)
+            raise
+        self.loop.make_room(job, more[1] if more else None)
+        return more[0] if more else fitted
 
     async def warm(self, request: Request) -> Warmed:
         prefix = self._lineages.settle(
@@ -214,6 +241,8 @@ class LocalBackend:
             "store": self._store.stats(),
             "engine": {"attention": self.attention_tier(), **self.loop.engine_stats()},
             "planning": self._fitter.stats(),
+            "sessions": self._sessions.stats(),
+            "memory": self._memory.stats() if self._memory else None,
             "machine": self._machine.json(),
             "recent_lookups": self._lookups.json(),
             "measured": {
@@ -241,6 +270,10 @@ class LocalBackend:
             run = self.loop.between_jobs if switches else self.loop.call
             return await asyncio.wrap_future(run(change))
 
+    @property
+    def memory(self) -> Memory | None:
+        return self._memory
+
     def attention_tier(self) -> AttentionTier | None:
         return self.loop.attention.tier if self.loop.attention else None
 
@@ -262,6 +295,8 @@ class LocalBackend:
         await asyncio.to_thread(self.loop.close, self._drain_s)
         await asyncio.to_thread(self._precache.join)
         await asyncio.to_thread(self._store.close)
+        if self._memory is not None:
+            await asyncio.to_thread(self._memory.close)
 
     def _rehearse(self) -> None:
         """Go through the motions once, so that the first request does not pay for lazy imports and cold caches."""
@@ -305,6 +340,7 @@ class LocalBackend:
                 channel,
                 place,
                 in_pieces=request.in_pieces,
+                grows_to=request.max_tokens if fitted.can_grow else 0,
             )
             job = self._job(fitted, choice, index, reasoning, arrived)
             job.notes = notes
@@ -326,6 +362,8 @@ class LocalBackend:
             namespace=stored_namespace(request),
             approximate=request.approximate or None,
             approximate_namespace=request.namespace,
+            cut=fitted.cut,
+            on_full=choice.full,
             use_cache=request.use_cache,
             is_kept=request.is_kept,
             from_store=request.from_store,
@@ -338,6 +376,14 @@ class LocalBackend:
             admitted=fitted.admitted,
             submitted=arrived,
         )
+
+
+def _timed(fit: Fit, bill: Completed) -> Fit:
+    """With what the engine needed for what left the context."""
+    if not fit.evictions:
+        return fit
+    latest = replace(fit.evictions[-1], engine_ms=bill.lookup.cut_ms)
+    return replace(fit, evictions=(*fit.evictions[:-1], latest))
 
 
 def _for_choice(request: Request, index: int) -> Sampling:

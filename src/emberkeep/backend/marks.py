@@ -30,6 +30,8 @@ class Lineages:
     """The engine can."""
     exact: bool = False
     """Whatever is asked for, nothing is approximate."""
+    can_cut: bool = False
+    """The engine can cut something out of its state."""
 
     def check(self) -> None:
         """Raises ConfigError unless the engine can do the default."""
@@ -64,9 +66,20 @@ class Lineages:
             raise InvalidField("approximate", _CANNOT_MOVE)
         return request.approximate or self.approximation or False
 
+    def may_cut(self, request: Request) -> bool:
+        """Of a request as it came: its state may be cut where messages leave it, and not evaluated again."""
+        return self.can_cut and not self.exact and request.approximate is not False
+
+    def cut(self, request: Request, mark: str) -> Request:
+        """A settled request, with state out of which something was cut."""
+        marks = [*marks_of(request, self.default_bits), mark]
+        exact = exact_namespace(request.namespace)
+        return replace(request, cut_mark=mark, namespace=marked_namespace(exact, marks))
+
     def repacked(self, request: Request, bits: int) -> Request:
         """A settled request, with its state stored in other bits."""
-        return self.settle(replace(request, kv_bits=bits, namespace=exact_namespace(request.namespace)))
+        settled = self.settle(replace(request, kv_bits=bits, namespace=exact_namespace(request.namespace)))
+        return self.cut(settled, request.cut_mark) if request.cut_mark else settled
 
 
 def marks_of(request: Request, default_bits: int) -> list[str]:
@@ -77,10 +90,9 @@ def marks_of(request: Request, default_bits: int) -> list[str]:
 
 
 def stored_namespace(request: Request) -> str:
-    """Where the state of a settled request is stored as long as nothing has been moved into it."""
-    if not request.approximate:
-        return request.namespace
-    return without_mark(request.namespace, request.approximate.repair)
+    """Where the state of a settled request is stored as long as nothing was moved into it or cut out of it."""
+    namespace = without_mark(request.namespace, request.cut_mark)
+    return without_mark(namespace, request.approximate.repair) if request.approximate else namespace
 
 
 def _possible(packs: frozenset[int]) -> str:

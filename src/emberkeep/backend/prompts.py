@@ -41,6 +41,18 @@ _PROBES = ("1", "x")
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A request as text and as tokens, however long."""
+
+    text: str
+    spelled: Spelled
+    read_ahead: frozenset[ChunkKey]
+
+    def __len__(self) -> int:
+        return len(self.spelled.ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     text: str
     tokens: TokenArray
@@ -78,11 +90,11 @@ class PromptMaker:
         self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
         self._stable_ids: OrderedDict[str, TokenArray] = OrderedDict()
 
-    def make(self, request: Request) -> Prompt:
+    def make(self, request: Request, draft: Draft | None = None) -> Prompt:
         """Everything about a request that needs no engine. Raises RequestError."""
-        self._store.refresh()
-        text, spelled, ahead = self._spell(request)
-        self._check_length(request, len(spelled.ids))
+        draft = draft or self.draft(request)
+        text, spelled = draft.text, draft.spelled
+        self._check_length(request, len(draft))
         tokens = np.array(spelled.ids, np.int32)
         keys = cache_keys(request)
         return Prompt(
@@ -90,12 +102,32 @@ class PromptMaker:
             tokens=tokens,
             closing=self._turn_end if request.prompt is None else (),
             constraint=self._grammars.constraint_for(request),
-            read_ahead=frozenset(ahead),
+            read_ahead=draft.read_ahead,
             keys=keys,
             label=_label(request, keys),
             borders=self._borders(request, text, spelled, tokens) if self._wants_borders else frozenset(),
             spelled=spelled,
         )
+
+    def draft(self, request: Request) -> Draft:
+        """Raises RequestError, but not for its length."""
+        self._store.refresh()
+        text, spelled, ahead = self._spell(request)
+        return Draft(text, spelled, frozenset(ahead))
+
+    def redraft(self, request: Request, longer: Draft) -> Draft:
+        """A chat of which `longer` is a longer version: what both end with is spelled as it is there."""
+        text = self.render(request)
+        common = _common_suffix(text, longer.text)
+        ends = [end for end in longer.spelled.ends if end[0] >= len(longer.text) - common]
+        at, position = min(ends, default=(len(longer.text), len(longer)))
+        moved_up = len(longer.text) - len(text)
+        look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
+        head = self._tokenizer.spell(text[: at - moved_up], replay=look.replay, before=self.lead(text))
+        gone = position - len(head.ids)
+        tail = [(end - moved_up, token - gone) for end, token in ends if end > at]
+        spelled = Spelled(head.ids + longer.spelled.ids[position:], head.ends + tail)
+        return Draft(text, spelled, longer.read_ahead)
 
     def count(self, request: Request) -> int:
         """How many tokens the messages of `request` have, however many. Nothing is read ahead for it."""
@@ -233,6 +265,18 @@ class PromptMaker:
 
     def _ender(self, request: Request) -> _Ender:
         return _Ender(self._template, request)
+
+
+def _common_suffix(a: str, b: str) -> int:
+    """In characters; found by halving, because comparing slices is quick and comparing characters is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[len(a) - middle :] == b[len(b) - middle :]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class _Ender:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -11,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from emberkeep.cli.cache_checks import EMPTY, SomeIds, explain, verify
-from emberkeep.cli.cache_table import counted, print_entries, print_entry, removed_line, what
-from emberkeep.cli.common import ConfigFlag, DataDirFlag, JsonFlag, complain, load_config
-from emberkeep.cli.tables import printable
+from emberkeep.cli.cache_table import print_entries, print_entry, removed_line, what
+from emberkeep.cli.common import (
+    ConfigFlag,
+    DataDirFlag,
+    JsonFlag,
+    YesFlag,
+    ask_first,
+    complain,
+    load_config,
+    whose,
+)
+from emberkeep.cli.tables import counted, printable
 from emberkeep.config import Config, readable_size
 from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.types import CacheEntry, Removed
@@ -139,7 +147,7 @@ def unpin(ids: Ids, model: OfModel = None, data_dir: DataDirFlag = None, config:
 def remove(
     ids: SomeIds = None,
     user: Annotated[str | None, typer.Option("--user", help="Everything of this user.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesFlag = False,
     model: OfModel = None,
     data_dir: DataDirFlag = None,
     config: ConfigFlag = None,
@@ -155,7 +163,8 @@ def remove(
             removed = [item.store.remove(item.entry.id) for item in chosen(listed, ids or ())]
         else:
             if not yes:
-                _ask_before_removing(user, sum(_is_theirs(item.entry, user) for item in listed))
+                entries = counted(sum(_is_theirs(item.entry, user) for item in listed))
+                ask_first(f"Remove everything of {whose(user)} ({entries})?")
             removed = [store.remove_user(user) for store in stores]
     print(removed_line(_sum(removed)))
 
@@ -181,10 +190,6 @@ def _is_theirs(entry: CacheEntry, user: str | None) -> bool:
     return user is None or (entry.user == user and not entry.is_shared)
 
 
-def _whose(user: str) -> str:
-    return f"the user {user}" if user else "those who gave no name"
-
-
 def _print_json(listed: Sequence[Listed]) -> None:
     from emberkeep.server.wire.cache import entry_json
 
@@ -207,18 +212,6 @@ def _set_pins(config: Config, model: str | None, ids: Sequence[str], pinned: boo
             item.store.pin(item.entry.id, pinned)
             state = "pinned" if pinned else "not pinned any more"
             print(f"{item.entry.id} is {state}: {printable(what(item.entry))}")
-
-
-def _ask_before_removing(user: str, entries: int) -> None:
-    if not _is_terminal():
-        raise EmberkeepError(
-            f"Everything of {_whose(user)} would be removed: say --yes where nobody can be asked."
-        )
-    typer.confirm(f"Remove everything of {_whose(user)} ({counted(entries)})?", abort=True, err=True)
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty()
 
 
 def _sum(parts: Iterable[Removed]) -> Removed:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli.cache_table import agreement, counted, print_explanation, print_verified
+from emberkeep.cli.cache_table import agreement, print_explanation, print_verified
 from emberkeep.cli.common import ConfigFlag, DataDirFlag, ModelFlag, console, load_config
 from emberkeep.cli.reporters import pull_reporter
+from emberkeep.cli.tables import counted
 from emberkeep.config import Config
 from emberkeep.errors import RequestError
 from emberkeep.types import EXACT_BITS, Json, Verified

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from emberkeep.cli.tables import printable, show, show_facts, texts, width
+from emberkeep.cli.tables import ago, counted, printable, show, show_facts, span, texts, width
 from emberkeep.config import readable_size
 from emberkeep.types import EXACT_BITS, CacheEntry, EntryKind, Explanation, LookupRecord, Removed, Verified
 
@@ -18,8 +18,6 @@ ROOMY = 110
 """Columns of a terminal that has room for a table of entries."""
 LONGEST_USER = 24
 NOBODY = "-"
-
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
 def print_entries(listed: Sequence[Listed]) -> None:
@@ -62,10 +60,6 @@ def removed_line(removed: Removed) -> str:
     return f"Removed {counted(removed.entries)}, {removed.tokens:,} tokens, {readable_size(removed.bytes)}."
 
 
-def counted(number: int, one: str = "entry", many: str = "entries") -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
 def _cells(entry: CacheEntry) -> list[str]:
     user = _user(entry)
     return [
@@ -74,7 +68,7 @@ def _cells(entry: CacheEntry) -> list[str]:
         f"{entry.tokens:,}",
         _size(entry),
         _where(entry),
-        _ago(entry.idle_s),
+        ago(entry.idle_s),
         f"{entry.hits:,}",
         _kept(entry),
         entry.id,
@@ -92,7 +86,7 @@ def _facts(model: str, entry: CacheEntry) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{entry.tokens:,}"
     yield "size", f"{_size(entry)}, with what it shares with others"
     yield "where", _where(entry)
-    yield "last use", _ago(entry.idle_s)
+    yield "last use", ago(entry.idle_s)
     yield "used", f"{counted(entry.turns, 'turn', 'turns')}, {counted(entry.hits, 'hit', 'hits')}"
     yield "branches", str(entry.branches)
     yield "kept", _kept(entry)
@@ -138,22 +132,10 @@ def _share(place: str, tokens: int, of: int) -> str:
     return place if tokens >= of else f"{place} {tokens / of:.0%}"
 
 
-def _ago(seconds: float) -> str:
-    return "now" if seconds < 1 else f"{_span(seconds)} ago"
-
-
 def _kept(entry: CacheEntry) -> str:
     if entry.is_pinned:
         return "pinned"
-    return f"{entry.ttl}, {_span(entry.expires_in_s)} left" if entry.expires_in_s > 0 else "expired"
-
-
-def _span(seconds: float) -> str:
-    if seconds < _MINUTE:
-        return f"{seconds:.0f} s"
-    if seconds < _HOUR:
-        return f"{seconds / _MINUTE:.0f} min"
-    return f"{seconds / _HOUR:.0f} h" if seconds < 2 * _DAY else f"{seconds / _DAY:.0f} days"
+    return f"{entry.ttl}, {span(entry.expires_in_s)} left" if entry.expires_in_s > 0 else "expired"
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

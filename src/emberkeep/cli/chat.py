@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, TextIO
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from emberkeep.cli.chat_session import ChatSession, printable
 from emberkeep.cli.common import (
     ApproximateFlag,
     AttentionFlag,
@@ -20,11 +23,11 @@ from emberkeep.cli.common import (
     DeviceFlag,
     DtypeFlag,
     EngineFlag,
+    EvictFlag,
     ExactFlag,
     GpuLayersFlag,
     KvBitsFlag,
-    complain,
-    console,
+    RecallFlag,
     install_model,
     load_config,
     open_model,
@@ -32,13 +35,22 @@ from emberkeep.cli.common import (
 )
 from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.lines import plain_lines, terminal_lines
-from emberkeep.cli.slash import Quit, run_command
+from emberkeep.cli.saved import (
+    LATEST,
+    export_saved,
+    find_saved,
+    is_same_model,
+    list_saved,
+    open_journal,
+    recap,
+    with_its_model,
+)
 from emberkeep.config import Config
-from emberkeep.errors import ContextExceeded, EmberkeepError
-from emberkeep.types import Event, FinishReason, Json, Message, ReasoningDelta, Sampling, TextDelta
+from emberkeep.errors import EmberkeepError
+from emberkeep.types import Message, Sampling, SavedConversation
 
 if TYPE_CHECKING:
-    from emberkeep.library import Emberkeep, Result, Stream
+    from emberkeep.library import Emberkeep
     from emberkeep.library.requests import Options
 
 _DEFAULTS = Sampling()
@@ -49,6 +61,37 @@ TemperatureFlag = Annotated[
     float, typer.Option("--temperature", "-t", min=0, help="0 always takes the likeliest token.")
 ]
 MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")]
+ContinueFlag = Annotated[
+    str | None,
+    typer.Option("--continue", "-c", metavar="[ID]", help="Go on with the latest conversation, or with this one."),
+]
+ListFlag = Annotated[bool, typer.Option("--list", help="List the saved conversations, and no more.")]
+ExportFlag = Annotated[
+    tuple[str, Path] | None,
+    typer.Option("--export", metavar="ID FILE", help="Write a saved one to a new .md or .json file, and no more."),
+]
+SaveFlag = Annotated[bool, typer.Option("--save/--no-save", help="Save this conversation for --continue.")]
+
+EXAMPLES = """\b
+Examples:
+  emberkeep chat                               a new conversation
+  emberkeep chat --list                        those before it
+  emberkeep chat --continue                    go on with the latest
+  emberkeep chat --continue 3f2a               or with another one; ids may be abbreviated
+  emberkeep chat --export 3f2a talk.md         take one along
+  echo "Why is the sky blue?" | emberkeep chat --no-save
+"""
+
+
+class ChatCommand(TyperCommand):
+    """Lets `--continue` stand without an id."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spelled = [
+            f"--continue={LATEST}" if arg in ("--continue", "-c") and following.startswith("-") else arg
+            for arg, following in pairwise([*args, "-"])
+        ]
+        return super().parse_args(ctx, spelled)
 
 
 def chat(
@@ -65,12 +108,19 @@ def chat(
     kv_bits: KvBitsFlag = None,
     approximate: ApproximateFlag = None,
     exact: ExactFlag = None,
+    evict: EvictFlag = None,
+    recall: RecallFlag = None,
+    continued: ContinueFlag = None,
+    save: SaveFlag = True,
+    list_all: ListFlag = False,
+    export: ExportFlag = None,
     data_dir: DataDirFlag = None,
     config: ConfigFlag = None,
 ) -> None:
     """Talk to a model in this terminal; /help lists what can be done there.
 
-    Lines from a pipe work too: echo "Why is the sky blue?" | emberkeep chat
+    Lines from a pipe work too. When the context is full the oldest messages leave it, and are archived:
+    `emberkeep memory search` finds them, and so does the model.
     """
     settled = load_config(
         model=model,
@@ -83,17 +133,52 @@ def chat(
         kv_bits=kv_bits,
         approximate=approximate,
         exact=exact,
+        evict=evict,
+        recall=recall,
         data_dir=data_dir,
         config=config,
         parallel=1,
     )
-    install_model(settled)
-    options: Options = {"temperature": temperature, "max_tokens": max_tokens}
-    with open_model(settled) as keeper:
-        session = ChatSession(keeper, Conversation(system), options, sys.stdout, interactive=sys.stdin.isatty())
-        if session.interactive and system:
-            _prewarm(keeper, system)
-        session.run(_lines(settled, session))
+    if list_all:
+        list_saved(settled)
+    elif export is not None:
+        export_saved(settled, *export)
+    else:
+        saved = find_saved(settled, continued) if continued else None
+        if saved is not None and model is None:
+            settled = with_its_model(settled, saved)
+        talk(settled, saved, system, {"temperature": temperature, "max_tokens": max_tokens}, is_saving=save)
+
+
+def talk(
+    config: Config, saved: SavedConversation | None, system: str, options: Options, *, is_saving: bool
+) -> None:
+    """Until the user leaves. Raises EmberkeepError."""
+    install_model(config)
+    conversation = Conversation.continued(saved, system) if saved else Conversation(system)
+    with open_journal(config, is_saving=is_saving) as journal, open_model(config) as keeper:
+        session = ChatSession(
+            keeper,
+            conversation,
+            options,
+            sys.stdout,
+            interactive=sys.stdin.isatty(),
+            journal=journal,
+            evicts=config.evict,
+        )
+        if session.interactive and conversation.system:
+            _prewarm(keeper, conversation.system)
+        if saved is not None:
+            journal.knows(saved)
+            _remind(session, config, saved)
+        session.run(_lines(config, session))
+
+
+def _remind(session: ChatSession, config: Config, saved: SavedConversation) -> None:
+    if not is_same_model(config, saved):
+        session.aside(f"This conversation was with {Path(saved.model).name}; it goes on with another model.")
+    if session.interactive:
+        session.aside(printable(recap(session.conversation.turns)))
 
 
 def _prewarm(keeper: Emberkeep, system: str) -> None:
@@ -108,124 +193,3 @@ def _lines(config: Config, session: ChatSession) -> Iterable[str]:
         return plain_lines(sys.stdin)
     session.aside(f"{session.keeper.card.id} · {session.keeper.card.context} tokens of context · /help")
     return terminal_lines(config.data_dir / "chat-history")
-
-
-class ChatSession:
-    """Turns of one conversation. Answers go to `out`, remarks to stderr, so that a pipe gets answers only."""
-
-    def __init__(
-        self,
-        keeper: Emberkeep,
-        conversation: Conversation,
-        options: Options,
-        out: TextIO,
-        *,
-        interactive: bool,
-    ) -> None:
-        self.keeper = keeper
-        self.conversation = conversation
-        self.interactive = interactive
-        self._options = options
-        self._out = out
-
-    def run(self, lines: Iterable[str]) -> None:
-        """Until the lines end or the user quits. An error ends the session only when nobody is watching."""
-        for line in lines:
-            try:
-                self._handle(line)
-            except Quit:
-                return
-            except EmberkeepError as error:
-                if not self.interactive:
-                    raise
-                complain(_advice(error))
-
-    def stats(self) -> Mapping[str, Json]:
-        return self.keeper.stats()
-
-    def aside(self, text: str) -> None:
-        self._out.flush()
-        console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
-
-    def _handle(self, line: str) -> None:
-        if line.startswith("/"):
-            self.aside(run_command(self, line.rstrip()))
-        elif line.strip():
-            self._answer(line.strip())
-
-    def _answer(self, text: str) -> None:
-        user = Message("user", text)
-        stream = self.keeper.stream([*self.conversation.messages, user], **self._options)
-        finished = self._show(stream)
-        result = stream.result
-        # A turn without an answer is forgotten: many templates refuse two user messages in a row.
-        if result.text:
-            self.conversation.add(user, Message("assistant", result.text, result.reasoning))
-        self.aside(self._stats_line(result) if finished else "stopped")
-
-    def _stats_line(self, result: Result) -> str:
-        return stats_line(result, self._options.get("max_tokens"), self.keeper.card.context)
-
-    def _show(self, stream: Stream) -> bool:
-        """Whether the answer came to its end; Ctrl-C at a terminal stops it, and only it."""
-        try:
-            with stream:
-                self._show_events(stream.events())
-            return True
-        except KeyboardInterrupt:
-            if not self.interactive:
-                raise
-            return False
-        finally:
-            self._write("\n")
-
-    def _show_events(self, events: Iterable[Event]) -> None:
-        thinking = False
-        for event in events:
-            if isinstance(event, ReasoningDelta):
-                thinking = True
-                self._write_dim(event.text)
-            elif isinstance(event, TextDelta) and event.text:
-                if thinking:
-                    self._write_dim("\n\n")
-                    thinking = False
-                self._write(event.text)
-
-    def _write(self, text: str) -> None:
-        self._out.write(printable(text) if self._out.isatty() else text)
-        self._out.flush()
-
-    def _write_dim(self, text: str) -> None:
-        if self._out.isatty():
-            self._out.write(f"\033[2m{printable(text)}\033[0m")
-            self._out.flush()
-
-
-def stats_line(result: Result, max_tokens: int | None, context: int) -> str:
-    usage, timings = result.usage, result.timings
-    line = (
-        f"reused {usage.cached_tokens}/{usage.prompt_tokens} tokens · first token {result.ttft_ms:.0f} ms · "
-        f"{usage.completion_tokens} tokens at {timings.predicted_per_second:.0f}/s"
-    )
-    if result.finish_reason is not FinishReason.LENGTH:
-        return line
-    if usage.completion_tokens == max_tokens:
-        return f"{line} · cut at --max-tokens"
-    return f"{line} · the context of {context} tokens is full, /clear begins anew"
-
-
-def _advice(error: EmberkeepError) -> str:
-    if isinstance(error, ContextExceeded):
-        return (
-            f"The context holds {error.context} tokens and this would make it {error.prompt_tokens}: "
-            "/clear begins anew, a larger --ctx holds more."
-        )
-    return str(error)
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """Without control characters: what a model writes must not be able to drive the terminal."""
-    return _CONTROL.sub("", text)

@@ -12,6 +12,7 @@ from typer.models import OptionInfo
 
 from emberkeep import config as settings
 from emberkeep.config import Config, default_of, help_for, type_of
+from emberkeep.errors import EmberkeepError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,10 +60,13 @@ RamBudgetFlag = Annotated[str | None, _flag("ram_budget")]
 DiskBudgetFlag = Annotated[str | None, _flag("disk_budget")]
 PlanningFlag = Annotated[bool | None, _switch("planning")]
 AutoTruncateFlag = Annotated[bool | None, _switch("auto_truncate")]
+EvictFlag = Annotated[bool | None, _switch("evict")]
+RecallFlag = Annotated[str | None, _flag("recall")]
 ConfigFlag = Annotated[
     Path | None, typer.Option("--config", help="Configuration file to read instead of the usual places.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+YesFlag = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def load_config(**flags: object) -> Config:
@@ -85,6 +89,21 @@ def open_model(config: Config) -> Emberkeep:
 
     with console(stderr=True).status(f"Loading {config.model} ..."):
         return Emberkeep.open(config)
+
+
+def ask_first(question: str) -> None:
+    """Go on only if the answer is yes. Raises EmberkeepError where nobody can be asked."""
+    if not _is_terminal():
+        raise EmberkeepError(f"{question} Nobody can be asked here: say --yes.")
+    typer.confirm(question, abort=True, err=True)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def whose(user: str) -> str:
+    return f"the user {user}" if user else "those who gave no name"
 
 
 def console(*, stderr: bool = False) -> Console:

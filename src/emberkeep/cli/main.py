@@ -11,7 +11,8 @@ import typer
 from emberkeep import __version__
 from emberkeep.cli.bench import app as bench_app
 from emberkeep.cli.cache import app as cache_app
-from emberkeep.cli.chat import chat
+from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
+from emberkeep.cli.chat import ChatCommand, chat
 from emberkeep.cli.common import (
     ApiKeyFlag,
     ApproximateFlag,
@@ -24,6 +25,7 @@ from emberkeep.cli.common import (
     DiskBudgetFlag,
     DtypeFlag,
     EngineFlag,
+    EvictFlag,
     ExactFlag,
     GpuLayersFlag,
     HostFlag,
@@ -34,6 +36,7 @@ from emberkeep.cli.common import (
     PlanningFlag,
     PortFlag,
     RamBudgetFlag,
+    RecallFlag,
     ThreadsFlag,
     WarmFlag,
     complain,
@@ -42,6 +45,7 @@ from emberkeep.cli.common import (
 )
 from emberkeep.cli.config import app as config_app
 from emberkeep.cli.doctor import doctor
+from emberkeep.cli.memory import app as memory_app
 from emberkeep.cli.models import app as models_app
 from emberkeep.errors import EmberkeepError
 
@@ -49,10 +53,12 @@ EXAMPLES = """\b
 Examples:
   emberkeep serve                              OpenAI-compatible server on http://127.0.0.1:8080
   emberkeep chat                               talk to the default model in this terminal
+  emberkeep chat --continue                    go on with the latest conversation
   emberkeep models pull hf:owner/repo/file.gguf --name mine
   emberkeep serve --model mine --ctx 32768     a model that was pulled before
   emberkeep serve --engine hf -m owner/repo    a repository of the Hugging Face hub, in PyTorch
   emberkeep cache ls                           which prompts are kept, where and for how long
+  emberkeep memory search "my boat"            what was said about it, long ago
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
 
@@ -111,6 +117,8 @@ def serve(
     max_concurrent_per_user: MaxConcurrentPerUserFlag = None,
     planning: PlanningFlag = None,
     auto_truncate: AutoTruncateFlag = None,
+    evict: EvictFlag = None,
+    recall: RecallFlag = None,
     config: ConfigFlag = None,
 ) -> None:
     """Answer OpenAI-compatible requests over HTTP until stopped.
@@ -140,6 +148,8 @@ def serve(
         max_concurrent_per_user=max_concurrent_per_user,
         planning=planning,
         auto_truncate=auto_truncate,
+        evict=evict,
+        recall=recall,
         config=config,
     )
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
@@ -148,9 +158,10 @@ def serve(
     run(settled, install=install_model)
 
 
-app.command()(chat)
+app.command(cls=ChatCommand, epilog=CHAT_EXAMPLES)(chat)
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
+app.add_typer(memory_app, name="memory")
 app.command()(doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from emberkeep.cli.common import DataDirFlag, JsonFlag, load_config
+from emberkeep.cli.common import DataDirFlag, JsonFlag, YesFlag, load_config
 from emberkeep.cli.reporters import pull_reporter
 from emberkeep.cli.tables import printable, show, show_facts, texts
 from emberkeep.config import readable_size
@@ -91,7 +91,7 @@ def show_model(
 @app.command("remove")
 def remove_model(
     model: Annotated[str, typer.Argument(help="A model's name.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: YesFlag = False,
     data_dir: DataDirFlag = None,
 ) -> None:
     """Delete a model."""

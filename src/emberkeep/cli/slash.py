@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from emberkeep.cli.conversation import Conversation
-from emberkeep.types import Json
+from emberkeep.cli.memory_table import NOTHING_FOUND, told
+from emberkeep.types import Json, Recollection
 
 
 class Chat(Protocol):
@@ -16,6 +17,8 @@ class Chat(Protocol):
     def conversation(self) -> Conversation: ...
 
     def stats(self) -> Mapping[str, Json]: ...
+
+    def search(self, query: str) -> Sequence[Recollection]: ...
 
 
 class Quit(Exception):
@@ -72,9 +75,16 @@ def _save(chat: Chat, argument: str) -> str:
     return f"Saved {len(chat.conversation.messages)} messages to {path}."
 
 
+def _memory(chat: Chat, argument: str) -> str:
+    if not argument:
+        return "Say what to look for: /memory the name of my boat."
+    found = chat.search(argument)
+    return "\n".join(map(told, found)) or NOTHING_FOUND
+
+
 def _clear(chat: Chat, argument: str) -> str:
     chat.conversation.clear()
-    return "The conversation starts anew."
+    return "A new conversation begins."
 
 
 def _quit(chat: Chat, argument: str) -> str:
@@ -86,6 +96,7 @@ COMMANDS: Mapping[str, Command] = {
     "stats": Command("/stats", "what was evaluated, reused and stored", _stats),
     "system": Command("/system [TEXT]", "show or set the system message", _system),
     "save": Command("/save PATH", "write the conversation as .md or .json", _save),
-    "clear": Command("/clear", "forget the conversation so far", _clear),
+    "memory": Command("/memory QUERY", "search what has left the context, now or before", _memory),
+    "clear": Command("/clear", "begin a new conversation", _clear),
     "quit": Command("/quit", "leave", _quit),
 }

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 1000
 
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+
 
 def texts(*cells: str) -> list[Text]:
     """Cells as they are: what models and users wrote must neither be styled nor reach the terminal's controls."""
@@ -23,6 +25,22 @@ def texts(*cells: str) -> list[Text]:
 
 def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def counted(number: int, one: str = "entry", many: str = "entries") -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def ago(seconds: float) -> str:
+    return "now" if seconds < 1 else f"{span(seconds)} ago"
+
+
+def span(seconds: float) -> str:
+    if seconds < _MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < _HOUR:
+        return f"{seconds / _MINUTE:.0f} min"
+    return f"{seconds / _HOUR:.0f} h" if seconds < 2 * _DAY else f"{seconds / _DAY:.0f} days"
 
 
 def show_facts(lines: Iterable[tuple[str, str]]) -> None:

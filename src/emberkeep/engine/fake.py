@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
+from emberkeep.engine.splicing import check_splice
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
 
@@ -273,12 +275,25 @@ class FakeEngine:
             del state.cells[start:]
             state.end = min(state.end, start)
 
-    def shift(self, sequence: int, start: int, end: int) -> None:
+    def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
+        """What follows keeps the values that it had, so answers differ from those of a fresh evaluation."""
         state = self._state(sequence)
-        if self._unit.has_snapshots:
-            raise EngineError("Nothing can be cut out of this model's state.")
-        del state.cells[start:end]
+        check_splice(self.capabilities, state.end, start, end, insert)
+        if self.on_evaluate:
+            self.on_evaluate([Rows(sequence, start, insert, want_logits=False)])
+        before = state.cells
+        # A cell has one place: what moves is no longer shared.
+        state.cells, moved = before[:start], [_Cell(cell.value) for cell in before[end:]]
+        if self._lacks_room(len(insert) + len(moved)):
+            state.cells = before
+            return Outcome.NO_ROOM
+        for token in insert.tolist():
+            self._append(state, token)
+        state.cells += moved
         state.end = len(state.cells)
+        self.evaluated_tokens += len(insert)
+        self._latest = []
+        return Outcome.DONE
 
     def peak_bytes(self) -> int | None:
         return None

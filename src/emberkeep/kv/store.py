@@ -343,7 +343,7 @@ class KvStore:
         once it is safe. When the parent has been evicted meanwhile, or there is no room, nothing is added, and the
         result is the tree's beginning.
         """
-        tokens = np.ascontiguousarray(tokens, np.int32)
+        tokens = np.array(tokens, np.int32)  # a copy: the caller's may be a view of what it goes on writing
         chunk = self._new_chunk(cursor, tokens, payload, tuple(sampled), given)
         with self._lock:
             if cursor.chunk not in self._books:

@@ -27,6 +27,7 @@ _SPELLINGS = {
 _PHRASES = {
     "missing": "is required",
     "string_type": "give a text",
+    "string_unicode": "give whole characters, and no half of a surrogate pair such as \\ud800",
     "bool_type": "give true or false",
     "int_type": "give a whole number",
     "int_parsing_size": "give a smaller number",

@@ -13,6 +13,7 @@ from emberkeep.config import Config, load_config
 from emberkeep.errors import InvalidField
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.install import ensure_model
+from emberkeep.library.memory import UserMemory, switched_on
 from emberkeep.library.requests import (
     Approximate,
     Messages,
@@ -110,6 +111,11 @@ class Emberkeep:
     def cache(self) -> Cache:
         """What is stored: list, show, pin, remove, explain."""
         return self._backend.cache
+
+    @property
+    def memory(self) -> UserMemory:
+        """What is remembered: search it, tell it facts, forget it. Raises MemoryOff where it is switched off."""
+        return UserMemory(switched_on(self._backend.memory))
 
     def verify_entry(self, entry_id: str, tokens: int = 16) -> Verified:
         """Continue an entry of the cache from its stored state and from a fresh evaluation, and compare.

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from emberkeep.config import OFF
 from emberkeep.library.checking import TOKEN_ID, Body
-from emberkeep.types import Approximation, Json, Repair, Sampling
+from emberkeep.types import Approximation, Json, Recall, Repair, Sampling
 
 MAX_SCHEMA_BYTES = 256 << 10
 NO_LIMIT = -1
@@ -48,6 +48,12 @@ def _no_less_than_no_limit(limit: int) -> int:
 
 Schema = Annotated[dict[str, Any], AfterValidator(_small_enough)]
 Label = Annotated[str, Field(max_length=512)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+FactName = Annotated[str, Field(min_length=1, max_length=256)]
+Remembered = Annotated[str, Field(min_length=1, max_length=65_536)]
+Question = Annotated[str, Field(min_length=1, max_length=4096)]
+MaxResults = Annotated[int, Field(ge=1, le=100)]
+MaxConversations = Annotated[int, Field(ge=1, le=1000)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Limit = Annotated[
     int, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
@@ -97,6 +103,16 @@ Approximate = Annotated[
         json_schema_input_type=Literal[False, "off", "none", "selective", "cacheblend"] | ApproximationFields,
     ),
 ]
+
+
+class RoomFields(Body):
+    """What may be done when a conversation is longer than the context."""
+
+    evict: bool | None = None
+    recall: Literal["off", "tool", "auto"] | None = None
+
+    def to_recall(self) -> Recall | None:
+        return Recall(self.recall) if self.recall is not None else None
 
 
 NO_OTHERS: dict[str, Json] = {"additionalProperties": False}

@@ -1,4 +1,4 @@
-"""Messages and tools of a chat, from OpenAI's shape to ours. HTTP and the library share it."""
+"""Messages and tools of a chat, from OpenAI's shape to ours, and messages back. HTTP and the library share it."""
 
 from __future__ import annotations
 
@@ -93,6 +93,24 @@ def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
             reason = "is required: only an assistant message with tool calls may leave it out."
             raise InvalidField(f"messages[{index}].content", reason)
     return tuple(body.to_message() for body in bodies)
+
+
+def message_json(message: Message) -> dict[str, Json]:
+    """In OpenAI's shape; what is not set is left out."""
+    told: dict[str, Json] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        told["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        told["tool_calls"] = [call_json(call) for call in message.tool_calls]
+    return told | {
+        key: value
+        for key, value in (("tool_call_id", message.tool_call_id), ("name", message.name))
+        if value is not None
+    }
+
+
+def call_json(call: ToolCall) -> dict[str, Json]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class FunctionBody(Body):

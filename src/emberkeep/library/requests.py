@@ -13,8 +13,16 @@ from typing import Literal, TypedDict
 
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.checking import HALF_A_CHARACTER, checked
-from emberkeep.library.fields import GenerationFields, Label, Schema, to_limit
-from emberkeep.library.messages import BeginningList, MessageList, ToolList, prefix_of_chats, to_messages
+from emberkeep.library.fields import GenerationFields, Label, RoomFields, Schema, to_limit
+from emberkeep.library.messages import (
+    BeginningList,
+    MessageList,
+    ToolList,
+    call_json,
+    message_json,
+    prefix_of_chats,
+    to_messages,
+)
 from emberkeep.types import (
     Approximation,
     Json,
@@ -59,12 +67,16 @@ class Options(TypedDict, total=False):
     it may not. None: as configured."""
     kv_bits: int | None
     """16, 8 or 4: in how many bits the state is stored. Fewer than 16 are not exact. None: as configured."""
+    evict: bool | None
+    """Whether old messages may leave a conversation that is too long. None: as configured."""
+    recall: str | None
+    """How they come back: `off`, `tool` or `auto`. None: as configured."""
     conversation_id: str | None
     ttl: str | None
     """`short`, `long` or `extended`."""
 
 
-class _Call(GenerationFields):
+class _Call(GenerationFields, RoomFields):
     json_schema: Schema | None = None
     user: Label | None = None
     namespace: Label | None = None
@@ -84,6 +96,8 @@ class _Call(GenerationFields):
             use_cache=self.use_cache is not False,
             kv_bits=self.kv_bits,
             approximate=self.to_approximation(),
+            evict=self.evict,
+            recall=self.to_recall(),
             conversation_id=self.conversation_id or None,
             ttl=Ttl(self.ttl) if self.ttl else None,
         )
@@ -153,9 +167,9 @@ def _plain(value: object) -> Json:
         case str():
             return _whole(value)
         case Message():
-            return _plain(_message_json(value))
+            return _plain(message_json(value))
         case ToolCall():
-            return _plain({"id": value.id, "function": {"name": value.name, "arguments": value.arguments}})
+            return _plain(call_json(value))
         case Approximation():
             return _plain(asdict(value))
         case Tool():
@@ -173,14 +187,3 @@ def _whole(text: str) -> str:
     except UnicodeEncodeError:
         raise RequestError(f"The request cannot be used: {HALF_A_CHARACTER}") from None
     return text
-
-
-def _message_json(message: Message) -> dict[str, object]:
-    return {
-        "role": message.role,
-        "content": message.content,
-        "reasoning_content": message.reasoning,
-        "tool_calls": message.tool_calls,
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-    }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from emberkeep.types import (
     Completed,
     Event,
+    Eviction,
     Finished,
     FinishReason,
     Fit,
@@ -49,6 +50,16 @@ class Result:
     def kv_reuse_ratio(self) -> float:
         """The part of the prompt that was not evaluated again, from 0 to 1."""
         return self.usage.cached_tokens / self.usage.prompt_tokens if self.usage.prompt_tokens else 0.0
+
+    @property
+    def evictions(self) -> tuple[Eviction, ...]:
+        """What left the context, before the answer or while it was written."""
+        return self.fit.evictions
+
+    @property
+    def recalled(self) -> int:
+        """Archived turns that were put before the user's message."""
+        return self.fit.recalled
 
 
 @dataclass(frozen=True, slots=True)

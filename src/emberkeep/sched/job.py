@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic
@@ -54,6 +54,39 @@ class Consumer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How a longer prompt, of which there may be state, becomes a shorter one: see `cutter`."""
+
+    source: TokenArray
+    """The longer one."""
+    start: int
+    end: int
+    """What leaves it."""
+    insert: TokenArray
+    """What stands there instead: one token or more."""
+    namespace: str | None
+    """Where state lives that was cut. None: nothing is moved, what follows is evaluated again."""
+
+    def length(self, reached: int) -> int:
+        """How much of the shorter prompt there is when so many tokens of the longer one have been computed."""
+        return self.start + len(self.insert) + reached - self.end
+
+    @property
+    def saved(self) -> int:
+        return self.end - self.start - len(self.insert)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a job whose context is full may go on with."""
+
+    tokens: TokenArray
+    """Its prompt from now on."""
+    cut: Cut
+    max_new: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stable:
     """The beginning of a prompt that stays while conversations come and go: system message and tools."""
 
@@ -88,8 +121,12 @@ class Job:
     namespace: str = ""
     approximate: Approximation | None = None
     """State from other places may be moved into it."""
-    approximate_namespace: str = ""
-    """Then: where its state lives from the first of it on. It sees what `namespace` sees, and more."""
+    approximate_namespace: str | None = None
+    """Where its state lives from the first on that was moved or cut. It sees what `namespace` sees, and more."""
+    cut: Cut | None = None
+    """Its prompt is a part of one that may be known."""
+    on_full: Callable[[], bool] = lambda: False
+    """The context is full. True: somebody has been told, and `make_room` will be called. Must be quick."""
     use_cache: bool = True
     is_kept: bool = True
     from_store: bool = False
@@ -118,7 +155,7 @@ class Job:
     @property
     def sees(self) -> str:
         """The namespace whose state it may reuse."""
-        return self.namespace if self.approximate is None else self.approximate_namespace
+        return self.namespace if self.approximate_namespace is None else self.approximate_namespace
 
     @property
     def memory(self) -> int:

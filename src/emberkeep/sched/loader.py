@@ -17,6 +17,7 @@ from emberkeep.kv.lookup import Match
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Cursor, place_at
 from emberkeep.sched.affinity import Affinity
+from emberkeep.sched.cutter import Cutter
 from emberkeep.sched.job import Job
 from emberkeep.sched.mover import Mover
 from emberkeep.sched.sequence import Load, Phase, Sequence
@@ -40,9 +41,11 @@ class Loader:
         slots: Slots,
         affinity: Affinity,
         mover: Mover,
+        cutter: Cutter,
         wake: Callable[[], None],
     ) -> None:
         self._mover = mover
+        self._cutter = cutter
         self._engine = engine
         self._store = store
         self._slots = slots
@@ -54,7 +57,7 @@ class Loader:
         """A sequence that is about to compute more of this prompt than exists anywhere now."""
         if not job.use_cache:
             return None
-        wanted = job.tokens[: job.reusable]
+        wanted = job.cut.source[:-1] if job.cut else job.tokens[: job.reusable]
         coming = self._slots.coming_match(job.sees, wanted)
         if coming.sequence is None:
             return None
@@ -66,7 +69,8 @@ class Loader:
 
     def start(self, job: Job) -> Sequence | None:
         """Give the job a slot and begin loading. None when no slot is free."""
-        wanted = job.tokens[: job.reusable if job.use_cache else 0]
+        cut = self._cutter.useful(job)
+        wanted = cut.source[:-1] if cut else job.tokens[: job.reusable if job.use_cache else 0]
         hot = self._slots.computed_match(job.sees, wanted)
         match = self._store.match(job.sees, wanted, snapshots=self._unit.has_snapshots)
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
@@ -82,9 +86,12 @@ class Loader:
         if hot.sequence is not None:
             _go_on_from(sequence, hot.sequence)
         sequence.borders = job.borders if self._unit.has_snapshots else frozenset()
+        sequence.cut = cut
         self._slots.occupy(sequence)
         sequence.match = match
-        if job.use_cache:
+        if cut is not None:
+            self._plan_loads(sequence, match)
+        elif job.use_cache:
             sequence.reason = self._miss_reason(sequence, match, left_behind)
             self._plan_loads(sequence, match)
         else:
@@ -106,6 +113,7 @@ class Loader:
 
     def abandon(self, sequence: Sequence) -> None:
         """Stop waiting for anything."""
+        self._cutter.give_up(sequence)
         if sequence.loads:
             self._give_up_loading(sequence)
         self._mover.let_go(sequence)
@@ -139,7 +147,8 @@ class Loader:
         sequence.from_disk = {chunk.key for chunk, _ in chunks if chunk.payload is None}
         for chunk, end in chunks:
             sequence.loads.append(Load(chunk, end, self._store.fetch(chunk, self._wake)))
-        self._mover.find(sequence, max([sequence.computed, *(end for _, end in chunks)]))
+        if sequence.cut is None:
+            self._mover.find(sequence, max([sequence.computed, *(end for _, end in chunks)]))
         sequence.phase = Phase.LOADING
         self.pump(sequence)
 
@@ -217,6 +226,8 @@ class Loader:
             self._store.release(sequence.match)
             sequence.match = None
         if sequence.phase is Phase.LOADING:
+            if sequence.cut is not None:
+                self._cutter.finish(sequence)
             sequence.phase = Phase.EVALUATING
             sequence.load_seconds = monotonic() - sequence.started
 

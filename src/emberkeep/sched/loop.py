@@ -6,6 +6,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import TypeVar
@@ -17,8 +18,9 @@ from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.calibration import Calibration, PeakWatch
+from emberkeep.sched.cutter import Cutter
 from emberkeep.sched.inbox import SHUTTING_DOWN, BetweenJobs, Call, Cancel, Command, Inbox, Stop, Wake
-from emberkeep.sched.job import EndReason, Job
+from emberkeep.sched.job import EndReason, Job, Room
 from emberkeep.sched.keeper import Keeper
 from emberkeep.sched.loader import Loader
 from emberkeep.sched.mover import Mover
@@ -66,6 +68,8 @@ class LoopCounters:
     blended_tokens: int = 0
     """In steps into which state was moved, of which the next one is what they cost."""
     blended_token_layers: int = 0
+    cuts: int = 0
+    """How often something was cut out of a sequence's state."""
     sampled_tokens: int = 0
 
 
@@ -99,7 +103,10 @@ class EngineLoop:
         self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
         self._keeper = Keeper(engine, store)
         self._mover = Mover(engine, store, self._slots, self._keeper, self._wake)
-        self._loader = Loader(engine, store, self._slots, self._affinity, self._mover, self._wake)
+        self._cutter = Cutter(engine, store, self._slots)
+        self._loader = Loader(
+            engine, store, self._slots, self._affinity, self._mover, self._cutter, self._wake
+        )
         self._watch = PeakWatch(engine, calibration or Calibration(), self._bytes_of_others)
         self._place_freed = False
         """Something ended since waiting jobs were last looked at."""
@@ -123,6 +130,11 @@ class EngineLoop:
         future, run = promised(action)
         self._inbox.enter(Call(run))
         return future
+
+    def make_room(self, job: Job, room: Room | None) -> None:
+        """Let a job go on that said it was full, or (None) end where it is."""
+        with suppress(Overloaded):  # then it has been ended already
+            self.call(lambda: self._go_on_with(job, room))
 
     def between_jobs(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread while the engine holds nothing.
@@ -251,12 +263,14 @@ class EngineLoop:
     def _evaluate(self, batch: list[tuple[Sequence, Rows]]) -> bool:
         begin = monotonic()
         try:
-            while self._engine.evaluate([rows for _, rows in batch]) is Outcome.NO_ROOM:
-                if not self._slots.free_cells():
+            while batch and self._engine.evaluate([rows for _, rows in batch]) is Outcome.NO_ROOM:
+                if not self._slots.free_cells() and not self._set_aside(batch):
                     raise EngineError("The context memory is full: try again with fewer requests.")
         except EngineError as error:
             for sequence, _ in batch:
                 self._fail(sequence, error)
+            return False
+        if not batch:
             return False
         count = sum(len(rows.tokens) for _, rows in batch)
         self.counters.steps += 1
@@ -311,7 +325,40 @@ class EngineLoop:
             self._forget_past(sequence, sequence.prompt_length + job.consumer.kept_tokens())
             self._end(sequence, EndReason.STOPPED)
         elif sequence.sampled_count >= job.max_new:
+            self._full(sequence)
+
+    # ── a full context ──
+
+    def _full(self, sequence: Sequence) -> None:
+        """The answer goes on when messages have left the context; it ends if none may."""
+        assert sequence.job is not None
+        if sequence.job.on_full():
+            sequence.phase = Phase.FULL
+        else:
             self._end(sequence, EndReason.LENGTH)
+
+    def _set_aside(self, batch: list[tuple[Sequence, Rows]]) -> bool:
+        """Take the longest answer whose context can be shortened out of a step for which there is no room."""
+        for sequence, rows in sorted(batch, key=lambda row: -row[0].computed):
+            job = sequence.job
+            if job is not None and rows.want_logits and sequence.sampled_count and job.on_full():
+                sequence.phase = Phase.FULL
+                batch[:] = [row for row in batch if row[0] is not sequence]
+                return True
+        return False
+
+    def _go_on_with(self, job: Job, room: Room | None) -> None:
+        for sequence in self._slots.active:
+            if sequence.job is job and sequence.phase is Phase.FULL:
+                sequence.phase = Phase.EVALUATING
+                if room is None:
+                    self._end(sequence, EndReason.LENGTH)
+                    return
+                job.tokens, job.max_new = room.tokens, room.max_new
+                try:
+                    self._cutter.shorten(sequence, room.cut)
+                except EngineError as error:
+                    self._fail(sequence, error)
 
     def _forget_past(self, sequence: Sequence, length: int) -> None:
         """Drop sampled tokens that are not part of the answer (a stop string), here and in the engine."""
@@ -470,6 +517,8 @@ class EngineLoop:
         self.counters.reused_warm_tokens += sequence.warm_tokens
         self.counters.reused_cold_tokens += sequence.cold_tokens
         self.counters.moved_tokens += sequence.moved_tokens
+        self.counters.cuts += sequence.cuts
+        self.counters.evaluated_tokens += sequence.inserted_tokens
         self.counters.repaired_tokens += sequence.repaired_tokens
         self.counters.approximate_jobs += sequence.approximate_from is not None
 

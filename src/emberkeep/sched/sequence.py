@@ -16,8 +16,8 @@ from emberkeep.kv.entries import EntryId
 from emberkeep.kv.fetch import Fetch
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.lookup import Match
-from emberkeep.kv.tree import Chunk, Cursor, Span
-from emberkeep.sched.job import Ending, EndReason, Job
+from emberkeep.kv.tree import Chunk, Cursor, Span, place_at
+from emberkeep.sched.job import Cut, Ending, EndReason, Job
 from emberkeep.types import Divergence, LookupRecord, MissReason, visible_to
 
 FAIR_SLICE = 128
@@ -26,6 +26,7 @@ FAIR_SLICE = 128
 
 class Phase(Enum):
     LOADING = "loading"  # stored state is on its way
+    FULL = "full"  # the answer can go on when messages have left the context
     EVALUATING = "evaluating"  # prompt or answer
     CLOSING = "closing"  # answered; the end of the turn is still to be evaluated
     IDLE = "idle"  # resting in the engine, ready to be continued or copied
@@ -116,6 +117,14 @@ class Sequence:
         self.reason = MissReason.NEW
         self.divergence: Divergence | None = None
         self.match: Match | None = None
+        self.cut: Cut | None = None
+        """What is loaded is the state of the cut's source: it becomes that of `tokens` when all has arrived."""
+        self._found: LookupRecord | None = None
+        """What was reused, where the prompt is not the same any more."""
+        self.cut_seconds = 0.0
+        self.cuts = 0
+        self.inserted_tokens = 0
+        """Evaluated in the place of what was cut out."""
         self.loads: deque[Load] = deque()
         self.pieces: deque[Moving] = deque()
         """What is still to be moved here, in order."""
@@ -163,7 +172,7 @@ class Sequence:
     def shown_to(self, namespace: str) -> int:
         """How many of its first tokens a job that sees `namespace` may reuse."""
         seen = visible_to(namespace)
-        if self.namespace not in seen:
+        if self.namespace not in seen or self.cut is not None:
             return 0
         return len(self.tokens) if self._approximate_namespace in seen else self._exact_length
 
@@ -236,9 +245,44 @@ class Sequence:
 
     def rests_on_moved(self, start: int) -> None:
         """From `start` on it is approximate, and what is stored of it from now on is stored as such."""
-        if self.approximate_from is None:
+        if self.approximate_from is None or start < self.approximate_from:
             self.approximate_from = start
         self.cursor = replace(self.cursor, namespace=self.lineage)
+
+    # ── cutting ──
+
+    def was_cut(self, cut: Cut, reached: int) -> None:
+        """Its state was that of the cut's source up to `reached`, and is now that of its own tokens."""
+        assert cut.namespace is not None
+        self._approximate_namespace = cut.namespace
+        self.holds_only(cut.start)
+        self.computed = cut.length(reached)
+        self.rests_on_moved(cut.start)
+        self.cuts += 1
+        self.inserted_tokens += len(cut.insert)
+
+    def holds_only(self, length: int) -> None:
+        """What was computed and stored beyond that is not its own."""
+        self.computed = min(self.computed, length)
+        if self.cursor.position > length:
+            self.cursor = place_at(self.cursor, length)
+
+    def reused_only(self, length: int, moved: int = 0) -> None:
+        """Of what was loaded, only the first tokens were of use, and `moved` that were moved up."""
+        self.hot_tokens = min(self.hot_tokens, length)
+        self.warm_tokens = min(self.warm_tokens, length - self.hot_tokens)
+        self.cold_tokens = min(self.cold_tokens, length - self.hot_tokens - self.warm_tokens)
+        self.moved_tokens = moved
+
+    def becomes(self, cut: Cut) -> None:
+        """Its prompt becomes the shorter one; what was sampled stays, and what is told of its beginning."""
+        self._found = self.lookup_record()
+        before, followed = self.tokens[: cut.start], self.tokens[cut.end :]
+        self.tokens = TokenBuffer(np.concatenate([before, cut.insert, followed]), room=512)
+        self.prompt_length -= cut.saved
+        self.answer_end -= cut.saved
+        # Whatever has to be evaluated again comes before the next sample.
+        self._reusable = len(self.tokens) - 1
 
     def add_sampled(self, token: int) -> None:
         self.tokens.extend((token,))
@@ -250,6 +294,9 @@ class Sequence:
         return ((begin - start, finish - start),) if begin < finish else ()
 
     def lookup_record(self) -> LookupRecord:
+        if self._found is not None:
+            is_approximate = self.approximate_from is not None or self.holds_packed
+            return replace(self._found, cut_ms=1e3 * self.cut_seconds, is_approximate=is_approximate)
         reused = self.hot_tokens + self.warm_tokens + self.cold_tokens
         reused_all = reused + self.moved_tokens >= self._reusable
         return LookupRecord(
@@ -261,6 +308,7 @@ class Sequence:
             repaired_tokens=self.repaired_tokens,
             is_approximate=self.approximate_from is not None or self.holds_packed,
             load_ms=1e3 * self.load_seconds,
+            cut_ms=1e3 * self.cut_seconds,
             reason=MissReason.NONE if reused_all else self.reason,
             divergence=None if reused_all else self.divergence,
         )
@@ -270,15 +318,16 @@ class Sequence:
         job, now = self.job, monotonic()
         assert job is not None
         first = self.first_token_at or now
+        lookup = self.lookup_record()
         return Ending(
             reason=reason,
-            prompt_tokens=self.prompt_length,
+            prompt_tokens=lookup.prompt_tokens,
             sampled_tokens=self.sampled_count,
             queue_ms=1e3 * (self.started - job.submitted),
             prompt_ms=1e3 * (first - self.started),
             ttft_ms=1e3 * (first - job.submitted),
             decode_ms=1e3 * (now - first),
-            lookup=self.lookup_record(),
+            lookup=lookup,
         )
 
     def rest(self) -> None:

@@ -28,6 +28,7 @@ from emberkeep.server.paths import PathMiddleware
 from emberkeep.server.respond import failure_response
 from emberkeep.server.routes.cache import cache_routes
 from emberkeep.server.routes.experts import expert_routes
+from emberkeep.server.routes.memory import memory_routes
 from emberkeep.server.routes.metrics import metrics_routes
 from emberkeep.server.routes.native import native_routes
 from emberkeep.server.routes.openai import openai_routes
@@ -54,6 +55,7 @@ def create_app(backend: Backend, config: Config) -> FastAPI:
     app.include_router(native_routes(backend, drain))
     app.include_router(cache_routes(backend))
     app.include_router(warm_routes(backend))
+    app.include_router(memory_routes(backend))
     app.include_router(expert_routes(backend))
     app.include_router(metrics_routes(registry))
     app.add_middleware(LastResort)
@@ -112,7 +114,7 @@ def _allowed(http: HttpRequest) -> str:
         asked = {**http.scope, "method": method}
         return any(route.matches(asked)[0] is Match.FULL for route in http.app.routes)
 
-    served = [method for method in ("DELETE", "GET", "POST") if is_served(method)]
+    served = [method for method in ("DELETE", "GET", "POST", "PUT") if is_served(method)]
     return ", ".join(served).replace("GET", "GET, HEAD")  # see PathMiddleware
 
 

@@ -35,7 +35,7 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif self._drain.draining and scope["method"] in ("POST", "DELETE"):
+        elif self._drain.draining and scope["method"] in ("POST", "PUT", "DELETE"):
             error = Overloaded("The server is shutting down: try again in a moment.", RETRY_AFTER_S)
             await failure_response(failure_of(error))(scope, receive, send)
         else:

@@ -12,6 +12,7 @@ from emberkeep.server.wire.cache import EntryBody, VerifyBody
 from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.server.wire.experts import TrackingBody
+from emberkeep.server.wire.memory import AnswerBody, FactBody
 from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
 from emberkeep.server.wire.warm import WarmBody
 from emberkeep.types import Json
@@ -27,6 +28,8 @@ _BODIES: tuple[type[Body], ...] = (
     EntryBody,
     VerifyBody,
     WarmBody,
+    FactBody,
+    AnswerBody,
 )
 
 HELLO = {"role": "user", "content": "Why is the sky blue?"}

@@ -15,5 +15,12 @@ class PathMiddleware:
         if scope["type"] == "http":
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             # A changed copy: a redirect would cost clients that do not follow it their answer.
-            scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
+            scope = {**scope, "method": method, "path": _without_slashes(scope)}
         await self.app(scope, receive, send)
+
+
+def _without_slashes(scope: Scope) -> str:
+    """An encoded slash (%2F) at the end belongs to the name that is asked for."""
+    path: str = scope["path"]
+    sent: bytes = scope.get("raw_path") or path.encode()
+    return path[: len(path) - (len(sent) - len(sent.rstrip(b"/")))] or "/"

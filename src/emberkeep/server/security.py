@@ -108,7 +108,7 @@ def _same_origin(origin: str, host: str) -> bool:
 
 def _preflight(headers: Headers) -> Response:
     asked: Iterable[tuple[str, str | None]] = (
-        ("Access-Control-Allow-Methods", "GET, POST, DELETE"),
+        ("Access-Control-Allow-Methods", "GET, POST, PUT, DELETE"),
         ("Access-Control-Allow-Headers", headers.get("access-control-request-headers")),
         ("Access-Control-Max-Age", "600"),
     )

@@ -143,8 +143,8 @@ class Request:
     approximate: Approximation | Literal[False] | None = None
     """False: only state that was computed for exactly these tokens at exactly this place is reused. None: as
     configured."""
-    lineage: str = ""
-    """Whose state was cut: a mark of the namespace in which it lives."""
+    cut_mark: str = ""
+    """Something was cut out of its state, which lives where this marks it."""
     evict: bool | None = None
     """Old messages may leave a conversation that is too long. None: as configured."""
     recall: Recall | None = None

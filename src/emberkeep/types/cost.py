@@ -124,12 +124,14 @@ class LookupRecord:
     warm_tokens: int = 0
     cold_tokens: int = 0
     moved_tokens: int = 0
-    """Taken from other places: approximate."""
+    """Taken from other places, or moved up where something was cut out: approximate."""
     repaired_tokens: int = 0
     """How many of them were evaluated again, through most of the layers."""
     is_approximate: bool = False
     """The answer rests on state that was moved or quantised, by this request or before it."""
     load_ms: float = 0.0
+    cut_ms: float = 0.0
+    """What the engine needed to cut out what left the context."""
     reason: MissReason = MissReason.NEW
     divergence: Divergence | None = None
 

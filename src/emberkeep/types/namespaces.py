@@ -25,7 +25,7 @@ def user_of(namespace: str) -> str:
     return str(json.loads(owner)[0]) if owner.startswith("[") else ""
 
 
-# State that was moved or quantised is approximate: it lives under a namespace of its own, `~MARKS~NAMESPACE`,
+# State that was moved, cut or quantised is approximate: it lives under a namespace of its own, `~MARKS~NAMESPACE`,
 # which an exact lookup never sees. A lookup that allows some marks sees what has no other ones.
 
 
@@ -38,6 +38,15 @@ EXACT_BITS = 16
 """As the engine has it, whatever its own type is."""
 
 
+_REPAIRS = frozenset(Repair)
+_CUT = "cut-"
+
+
+def cut_mark(root: str) -> str:
+    """The mark of state out of which something was cut; `root` names the conversation that it was cut in."""
+    return f"{_CUT}{root}"
+
+
 def bits_of(namespace: str) -> int:
     """In how many bits the state of a namespace is stored."""
     return next((int(mark) for mark in _split_marks(namespace)[0] if mark.isdigit()), EXACT_BITS)
@@ -45,7 +54,7 @@ def bits_of(namespace: str) -> int:
 
 def repair_of(namespace: str) -> Repair | None:
     """How what was moved in the state of a namespace was repaired; None where nothing was moved."""
-    return next((Repair(mark) for mark in _split_marks(namespace)[0] if not mark.isdigit()), None)
+    return next((Repair(mark) for mark in _split_marks(namespace)[0] if mark in _REPAIRS), None)
 
 
 def without_mark(namespace: str, mark: str) -> str:

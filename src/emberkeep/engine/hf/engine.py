@@ -28,6 +28,7 @@ from emberkeep.engine.hf.settings import HfSettings
 from emberkeep.engine.hf.step import DecodeRow, Span
 from emberkeep.engine.hf.tiers import Tiers
 from emberkeep.engine.hf.transfer import Transfer
+from emberkeep.engine.splicing import check_splice
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
 
@@ -239,21 +240,38 @@ class HfEngine:
             del self._tables[sequence]
 
     @torch.no_grad()
-    def shift(self, sequence: int, start: int, end: int) -> None:
-        if self._turns is None:
-            raise EngineError("Nothing can be cut out of this model's state.")
-        table = self._tables[sequence]
-        length = table.length - (end - start)
-        if end == table.length:
-            self._pool.cut(table, length)
-            return
-        rows = self._turned(self._transfer.read(table, end, table.length), start - end)
-        copies = self._pool.own(table, start)
+    def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
+        """Should the model fail in the middle of it, the sequence is emptied and StepFailed is raised."""
+        table, stop = self._tables[sequence], start + len(insert)
+        check_splice(self.capabilities, table.length, start, end, insert)
+        with translated():
+            followers = self._followers(table, end, by=stop - end)
+        copies = self._pool.regrow(table, start, table.length + stop - end)
         if copies is None:
-            raise EngineError("There is no room to cut something out of state that is shared.")
-        self._memory.copy(copies)
-        self._transfer.write(table, start, length, rows)
-        self._pool.cut(table, length)
+            return Outcome.NO_ROOM
+        try:
+            with translated():
+                self._memory.copy(copies)
+                self._insert(Rows(sequence, start, insert, want_logits=False), table)
+                if followers:
+                    self._transfer.write(table, stop, table.length, followers)
+        except EngineError:
+            self.trim(sequence, 0)
+            raise
+        return Outcome.DONE
+
+    def _followers(self, table: Table, start: int, *, by: int) -> list[torch.Tensor]:
+        """Copies of the rows from `start` on, as they would be so many positions further on; none at the end."""
+        return self._turned(self._transfer.read(table, start, table.length), by) if start < table.length else []
+
+    def _insert(self, rows: Rows, table: Table) -> None:
+        """Evaluate `rows` as if they were the last of the table, which has room for them."""
+        self._logits_of = {}
+        step = self.capabilities.batch
+        for begin in range(0, len(rows.tokens), step):
+            tokens = rows.tokens[begin : begin + step]
+            part = Rows(rows.sequence, rows.start + begin, tokens, want_logits=False)
+            self._run([0], [part], [Table(table.blocks, part.start + len(tokens))])
 
     def _turned(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
         """Rows as they would be so many positions further on. Changes `rows`."""

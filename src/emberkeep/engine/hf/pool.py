@@ -104,18 +104,14 @@ class BlockPool:
         table.length = end
         return copies
 
-    def own(self, table: Table, start: int) -> list[Copy] | None:
-        """Let no other table have the blocks from position `start` on; None, and nothing changed, without room."""
-        shared = [i for i in range(start // BLOCK, len(table.blocks)) if self._users[table.blocks[i]] > 1]
-        if len(shared) > self.free:
+    def regrow(self, table: Table, start: int, end: int) -> list[Copy] | None:
+        """Cut the table back to `start`, and grow it to `end`; None, and nothing changed, without room."""
+        kept = -(-start // BLOCK)
+        freed = sum(self._users[block] == 1 for block in table.blocks[kept:])
+        if self.needed(Table(table.blocks[:kept], start), end) > self.free + freed:
             return None
-        copies = []
-        for index, block in zip(shared, self._take(len(shared), near=0) if shared else (), strict=True):
-            copies.append(Copy(table.blocks[index], block))
-            self._users[table.blocks[index]] -= 1
-            table.blocks[index] = block
-        self.copied += len(copies)
-        return copies
+        self.cut(table, start)
+        return self.grow(table, end)
 
     def share(self, source: Table, end: int) -> Table:
         """A new table that begins with the first `end` cells of `source`. Nothing is copied."""

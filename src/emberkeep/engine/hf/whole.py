@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
@@ -132,7 +133,7 @@ class HfWholeEngine:
         elif state is None or start < state.end:
             raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
 
-    def shift(self, sequence: int, start: int, end: int) -> None:
+    def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
         raise EngineError("Nothing can be cut out of this model's state.")
 
     def peak_bytes(self) -> int | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep.config import resident_ram
 from emberkeep.engine.base import Blended, Capabilities, KvUnit, Logits, Outcome, Payload, Piece, Rows
@@ -20,24 +19,18 @@ from emberkeep.engine.llamacpp.experts import ExpertCounter
 from emberkeep.engine.llamacpp.footprint import footprint_of
 from emberkeep.engine.llamacpp.layout import PROBE, Exports, Layout, learn
 from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.moving import moves_rightly
 from emberkeep.engine.llamacpp.packed import pack_range, packs, unpack_range
+from emberkeep.engine.llamacpp.places import Places
 from emberkeep.engine.llamacpp.rows import BatchBuffer
 from emberkeep.engine.llamacpp.state import PARTIAL, read_state, shared, write_state
 from emberkeep.engine.packing import is_packed
-from emberkeep.errors import EngineError
+from emberkeep.engine.splicing import check_splice
+from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import Json
 
 _SCRATCH = 0
 """llama.cpp's sequence that exports and imports go through; the scheduler's sequence n is its n + 1."""
-
-
-@dataclass(slots=True)
-class _Place:
-    """How far a sequence has come."""
-
-    end: int = 0
-    is_whole: bool = True
-    """False between the import of ranges and that of the snapshot that belongs to them."""
 
 
 class LlamaEngine:
@@ -55,19 +48,21 @@ class LlamaEngine:
         self._layout = self._learn_layout()
         self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
         self._share_windows = self._layout is None or windows_suffice(self._context, self._layout, settings)
+        kv_bytes_per_token = self._layout.row_bytes if self._layout else 0
+        # Before another context is opened, which does not stay.
+        self.footprint = footprint_of(model, settings.cells, kv_bytes_per_token)
         self.capabilities = Capabilities(
             kv_unit=self._unit,
-            can_shift=self._unit is KvUnit.RANGE and bool(llama_cpp.llama_memory_can_shift(self._memory)),
+            can_shift=self._layout is not None and moves_rightly(model, self._layout, settings.threads),
             max_sequences=settings.sequences,
             cells=settings.cells,
             context=min(settings.context, settings.cells),
             batch=settings.batch,
-            kv_bytes_per_token=self._layout.row_bytes if self._layout else 0,
+            kv_bytes_per_token=kv_bytes_per_token,
             snapshot_bytes=self._snapshot_bytes(),
             packs=packs(self._layout),
         )
         self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
-        self.footprint = footprint_of(model, settings.cells, self.capabilities.kv_bytes_per_token)
 
     # ── evaluation ──
 
@@ -78,7 +73,7 @@ class LlamaEngine:
         code = llama_cpp.llama_decode(self._context, llama_batch)
         if code == 0:
             for rows in batch:
-                self._places[rows.sequence].end += len(rows.tokens)
+                self._places.grow(rows.sequence, rows.start + len(rows.tokens))
             if self.experts is not None:
                 self.experts.step_done()
             return Outcome.DONE
@@ -135,7 +130,8 @@ class LlamaEngine:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
         if self._unit.has_ranges and not self._import_range(sequence, start, end, payload):
             return Outcome.NO_ROOM
-        place.end, place.is_whole = end, not self._unit.has_snapshots
+        self._places.grow(sequence, end)
+        place.is_whole = not self._unit.has_snapshots
         return Outcome.DONE
 
     def _payload_end(self, payload: Payload, start: int, end: int) -> int:
@@ -157,7 +153,7 @@ class LlamaEngine:
         if place.end != position and (self._unit.has_ranges or place.end):
             raise EngineError(f"Sequence {sequence} ends at {place.end}, not where the snapshot was taken.")
         layout.check_snapshot(payload, position)
-        place.end = position
+        self._places.grow(sequence, position)
         place.is_whole = write_state(self._context, sequence + 1, np.frombuffer(payload, np.uint8), PARTIAL)
         return Outcome.DONE if place.is_whole else Outcome.NO_ROOM
 
@@ -169,21 +165,68 @@ class LlamaEngine:
         is_whole = place.is_whole
         if is_whole and not self._share_windows:
             is_whole = write_state(self._context, target + 1, self._read_rest(source), PARTIAL)
-        self._places[target] = _Place(min(end, place.end), is_whole)
+        self._places.share(source, target, end)
+        self._places[target].is_whole = is_whole
 
     def trim(self, sequence: int, start: int) -> None:
         place = self._places[sequence]
         is_possible = not self._unit.has_snapshots or start == 0 or start >= place.end
         if not is_possible or not llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
             raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
-        self._places[sequence] = _Place(min(start, place.end), place.is_whole or start == 0)
+        self._places.cut(sequence, start)
 
-    def shift(self, sequence: int, start: int, end: int) -> None:
-        if self._unit.has_snapshots:
-            raise EngineError("Nothing can be cut out of this model's state.")
-        llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, end)
-        llama_cpp.llama_memory_seq_add(self._memory, sequence + 1, end, -1, start - end)
-        self._places[sequence].end -= end - start
+    def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
+        """Should llama.cpp fail in the middle of it, the sequence is emptied and StepFailed is raised."""
+        length = self._places[sequence].end
+        check_splice(self.capabilities, length, start, end, insert)
+        shared = length - end - self._places.alone(sequence, end, length)
+        more = len(insert) + shared - self._places.alone(sequence, start, end)
+        # Asked before anything changes: llama.cpp finds out when it has already rotated, which cannot be undone.
+        if self._places.used + more > llama_cpp.llama_n_ctx(self._context):
+            return Outcome.NO_ROOM
+        try:
+            self._set_aside(sequence, start, end, is_shared=shared > 0)
+            self._insert(sequence, start, insert, by=start + len(insert) - end)
+            llama_cpp.llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, -1, -1)
+            self._places.grow(sequence, length + start + len(insert) - end)
+        except EngineError as error:
+            self.trim(sequence, 0)
+            raise StepFailed(f"State that was being moved is lost, so evaluate it again: {error}") from error
+        finally:
+            llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        return Outcome.DONE
+
+    def _set_aside(self, sequence: int, start: int, end: int, *, is_shared: bool) -> None:
+        """Forget positions from `start` on, and leave those from `end` on in the scratch sequence.
+
+        A cell has one place for all who share it, so what is shared gets cells of its own: it will move.
+        """
+        if is_shared:
+            with shared(self._memory, sequence + 1, _SCRATCH, end, -1):
+                followers = read_state(self._context, _SCRATCH)
+            self.trim(sequence, start)
+            if not write_state(self._context, _SCRATCH, followers):
+                raise EngineError("llama.cpp has fewer free cells than were counted.")
+        else:
+            llama_cpp.llama_memory_seq_cp(self._memory, sequence + 1, _SCRATCH, end, -1)
+            self.trim(sequence, start)
+
+    def _insert(self, sequence: int, start: int, insert: npt.NDArray[np.int32], *, by: int) -> None:
+        """Evaluate `insert`, and move what was set aside. Raises EngineError.
+
+        llama.cpp only notes what is to move; it rotates the keys in the next step, before anything else.
+        """
+        binding.take_errors()
+        llama_cpp.llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, by)
+        step = self._settings.batch
+        for begin in range(0, len(insert), step):
+            rows = Rows(sequence, start + begin, insert[begin : begin + step], want_logits=False)
+            if self.evaluate([rows]) is Outcome.NO_ROOM:
+                raise EngineError("llama.cpp has fewer free cells than were counted.")
+        self._last_rows = []
+        # It goes on without rotating when that fails.
+        if complaint := binding.take_errors():
+            raise EngineError(f"llama.cpp could not rotate keys: {complaint}.")
 
     def _require(self, sequence: int, *, end: int) -> None:
         """Raises EngineError unless `sequence` ends at `end` and has all of its state."""
@@ -216,7 +259,7 @@ class LlamaEngine:
         on_node = self.experts.callback if self.experts is not None else None
         self._context = open_context(self._model, self._settings, on_node)
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._places: defaultdict[int, _Place] = defaultdict(_Place)
+        self._places = Places()
 
     def _free(self) -> None:
         if self._context:
@@ -239,7 +282,7 @@ class LlamaEngine:
         # A step with logits touches what the first real one would otherwise have to wait for.
         self.evaluate([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), want_logits=True)])
         llama_cpp.llama_memory_clear(self._memory, True)
-        self._places.clear()
+        self._places = Places()
         try:
             return learn(empty, exports, llama_cpp.llama_model_n_swa(self._model.handle))
         except EngineError:

@@ -34,6 +34,7 @@ FIGURES = (
     Figure(r"scheduler\.moved_tokens", "moved_tokens_total", "Prompt tokens whose state was moved: approximate."),
     Figure(r"scheduler\.repaired_tokens", "repaired_tokens_total", "Moved tokens that were evaluated again."),
     Figure(r"scheduler\.approximate_jobs", "approximate_answers_total", "Answers that rest on moved state."),
+    Figure(r"scheduler\.cuts", "cuts_total", "Times that a part was cut out of state in the engine: approximate."),
     Figure(r"scheduler\.blended_tokens", "blended_tokens_total", "Tokens of steps into which state was moved."),
     Figure(
         r"scheduler\.blended_token_layers",
@@ -101,6 +102,20 @@ FIGURES = (
         "planning_compared_total",
         "Requests whose memory was compared with its prediction.",
     ),
+    Figure(r"sessions\.evictions", "context_evictions_total", "Times that messages left a context."),
+    Figure(r"sessions\.evicted_messages", "evicted_messages_total", "Messages that left a context."),
+    Figure(r"sessions\.evicted_tokens", "evicted_tokens_total", "Tokens of these messages."),
+    Figure(r"sessions\.archived_turns", "archived_turns_total", "Turns that were archived when they left."),
+    Figure(r"sessions\.archive_failures", "archive_failures_total", "Times that this was not possible."),
+    Figure(r"sessions\.recalls", "recalls_total", "Prompts into which archived turns were put."),
+    Figure(r"sessions\.recalled_turns", "recalled_turns_total", "Archived turns that were put into prompts."),
+    Figure(
+        r"memory\.(?P<kind>turns|facts|answers|conversations|notes)",
+        "memory_entries",
+        "What is remembered, by kind.",
+    ),
+    Figure(r"memory\.bytes", "memory_bytes", "Bytes of the memory's file."),
+    Figure(r"memory\.limit", "memory_budget_bytes", "Bytes beyond which the oldest turns go."),
     Figure(
         r"measured\.evaluate_tokens_per_s",
         "measured_evaluate_tokens_per_second",
@@ -122,6 +137,7 @@ LEFT_OUT = (
     r"engine\.(attention|pool\.block_tokens)",  # a name, and a constant
     r"machine\..*",  # as it was when the model was loaded
     r"planning\.(enabled|cohorts)",  # a setting, and a table
+    r"memory\.(oldest|newest)",  # times
     r"model",  # a label of emberkeep_info
     r"recent_lookups.*",  # single requests
     r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see requests.py

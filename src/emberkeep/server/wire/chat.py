@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator
 
 from emberkeep.errors import InvalidField
 from emberkeep.library.checking import TEMPLATE_NAME
-from emberkeep.library.fields import NO_OTHERS, Limit, to_limit
+from emberkeep.library.fields import NO_OTHERS, Limit, RoomFields, to_limit
 from emberkeep.library.messages import ChoiceField, MessageList, ToolList, check_choice, to_messages
 from emberkeep.server.wire.fields import GenerationBody
 from emberkeep.types import Request, ToolChoice
@@ -27,7 +27,7 @@ Scalar = Annotated[Any, PlainValidator(_plain, json_schema_input_type=bool | flo
 TemplateArgs = Annotated[dict[TemplateName, Scalar], Field(max_length=64, json_schema_extra=NO_OTHERS)]
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, RoomFields):
     messages: MessageList
     tools: ToolList | None = None
     tool_choice: ChoiceField = ToolChoice()
@@ -51,6 +51,8 @@ class ChatBody(GenerationBody):
             max_tokens=to_limit(limit),
             top_logprobs=self._top_logprobs(),
             template_args=self.chat_template_kwargs or {},
+            evict=self.evict,
+            recall=self.to_recall(),
         )
 
     def _top_logprobs(self) -> int | None:

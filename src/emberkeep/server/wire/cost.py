@@ -64,6 +64,8 @@ def _total_fit(parts: Sequence[Fit]) -> Fit:
         max(parts, key=lambda part: part.predicted_bytes),
         truncated_tokens=sum(part.truncated_tokens for part in parts),
         truncated_messages=sum(part.truncated_messages for part in parts),
+        evictions=tuple(eviction for part in parts for eviction in part.evictions),
+        recalled=sum(part.recalled for part in parts),
     )
 
 
@@ -106,11 +108,16 @@ def _divergence_json(divergence: Divergence) -> dict[str, Json]:
 
 def _fit_json(fit: Fit) -> dict[str, Json]:
     plan = {**asdict(fit.plan), "predicted_bytes": fit.predicted_bytes} if fit.plan else None
-    return {
+    told: dict[str, Json] = {
         "plan": plan,
         "truncated_tokens": fit.truncated_tokens,
         "truncated_messages": fit.truncated_messages,
     }
+    if fit.evictions:
+        told["evictions"] = [asdict(eviction) for eviction in fit.evictions]
+    if fit.recalled:
+        told["recalled"] = fit.recalled
+    return told
 
 
 def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, Json]:

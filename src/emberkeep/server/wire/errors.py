@@ -11,6 +11,8 @@ from emberkeep.errors import (
     ContextExceeded,
     DeadlineExceeded,
     EmberkeepError,
+    MemoryFailed,
+    MemoryOff,
     ModelNotFound,
     NoSuchEntry,
     Overloaded,
@@ -75,6 +77,10 @@ def failure_of(error: BaseException) -> Failure:
             )
         case DeadlineExceeded():
             return Failure(504, "deadline", message, "deadline_exceeded")
+        case MemoryOff():
+            return Failure(404, "invalid_request_error", message, "memory_off")
+        case MemoryFailed():
+            return Failure(500, "server_error", message, "memory_failed")
         case EmberkeepError():
             return Failure(500, "server_error", message)
         case _:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from emberkeep.errors import InvalidField
 from emberkeep.library.checking import USER_ID, Body
-from emberkeep.library.fields import INT32_MAX, GenerationFields, Label, Schema, to_limit
+from emberkeep.library.fields import INT32_MAX, GenerationFields, Label, Name, Schema, to_limit
 from emberkeep.types import JsonFormat, Request, Ttl, private_namespace
 
 UserId = Annotated[str, Field(pattern=USER_ID)]
@@ -40,31 +40,42 @@ class ResponseFormat(Body):
         return JsonFormat(self.json_schema.schema_)
 
 
-class OwnerFields(Body):
-    """Whose state it is, and what the owner calls it."""
+class UserFields(Body):
+    """Who asks, and as whom."""
 
     user_id: UserId | None = None
     llama_user_id: UserId | None = None
     user: Label | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    cache_salt: Name | None = None
+
+    def to_user(self) -> str:
+        """OpenAI's `user` counts too: somebody who is named must not share state with those who are not.
+
+        Raises InvalidField where fields contradict each other.
+        """
+        if self.user_id and self.llama_user_id and self.user_id != self.llama_user_id:
+            raise InvalidField("llama_user_id", "must equal user_id when both are given.")
+        return self.user_id or self.llama_user_id or self.user or ""
+
+    def to_namespace(self) -> str:
+        """Raises InvalidField where fields contradict each other."""
+        return private_namespace(self.to_user(), self.cache_salt or "")
+
+
+class OwnerFields(UserFields):
+    """Whose state it is, and what the owner calls it."""
+
     conversation_id: Label | None = None
     prompt_cache_key: Label | None = None
 
     def to_owned(self) -> Request:
         """A request that says this and nothing else. Raises InvalidField where fields contradict each other."""
-        user = self._user()
         return Request(
-            user=user,
-            namespace=private_namespace(user, self.cache_salt or ""),
+            user=self.to_user(),
+            namespace=self.to_namespace(),
             conversation_id=self.conversation_id or None,
             cache_key=self.prompt_cache_key or None,
         )
-
-    def _user(self) -> str:
-        """OpenAI's `user` counts too: somebody who is named must not share state with those who are not."""
-        if self.user_id and self.llama_user_id and self.user_id != self.llama_user_id:
-            raise InvalidField("llama_user_id", "must equal user_id when both are given.")
-        return self.user_id or self.llama_user_id or self.user or ""
 
 
 class GenerationBody(GenerationFields, OwnerFields):

@@ -1,0 +1,201 @@
+"""Conversations that do not fit: which messages leave, and how the state of what stays is kept.
+
+One message's way from the context to the archive: `fit` sees that the prompt is too long, takes the oldest turns
+out of the view (`session/view.py`), has them archived (`session/sessions.py`), and describes as a `Cut` how the
+state of the longer prompt becomes that of the shorter one (`sched/cutter.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from emberkeep.backend.marks import Lineages
+from emberkeep.backend.prompts import Draft, PromptMaker
+from emberkeep.kv.tree import common_prefix
+from emberkeep.sched.job import Cut
+from emberkeep.session.sessions import Sessions
+from emberkeep.session.view import View
+from emberkeep.types import Eviction, Recall, Request
+
+_CLOSE_ENOUGH = 1.15
+"""Times the target: what leaves is chosen by the length of its text, which tells its tokens only roughly."""
+_CHARS_PER_TOKEN = 8
+"""More than any text has on the average: a conversation that is too long even so need not be tokenised to know."""
+_WORTH_LEAVING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A request as its model sees it."""
+
+    request: Request
+    """As it was asked, and settled."""
+    shown: Request
+    view: View
+    draft: Draft
+    may_cut: bool
+    cut: Cut | None = None
+    """How to come by its state from that of the turn before."""
+    evictions: tuple[Eviction, ...] = ()
+
+    @property
+    def recalled(self) -> int:
+        put = self.view.inserted.get(len(self.view.history.spoken) - 1)
+        return len(put.turns) if put else 0
+
+
+class Evictor:
+    """Safe to use from several threads; every method blocks for milliseconds."""
+
+    def __init__(self, prompts: PromptMaker, sessions: Sessions, lineages: Lineages) -> None:
+        self._prompts = prompts
+        self._sessions = sessions
+        self._lineages = lineages
+        self._policy = sessions.policy
+
+    def applies(self, request: Request) -> bool:
+        return self._sessions.applies(request)
+
+    def fit(self, request: Request, *, may_cut: bool, is_rehearsal: bool = False) -> Conversation:
+        """`request` without what left it before, and without more if it is too long.
+
+        May still be too long: then nothing else may leave. In a rehearsal nothing is written or recalled. Raises
+        RequestError.
+        """
+        begin = perf_counter()
+        view = self._sessions.view(request)
+        whole = replace(view, gone=type(view.gone)())
+        rough = self._far_too_long(view)
+        now = Conversation(request, *self._drafted(request, self._without(view, request, rough), may_cut), may_cut)
+        if now.view.gone.spoken and not rough and len(now.draft) + view.gone.tokens <= self._policy.limit(request):
+            # Another branch of this conversation was longer than this one.
+            return Conversation(request, *self._drafted(request, whole, may_cut), may_cut)
+        groups = rough + self._too_long(now)
+        if groups:
+            return self._evicted(now, view, groups, begin, has_source=not rough, is_rehearsal=is_rehearsal)
+        return now if is_rehearsal else self._recalled(now)
+
+    def shorter(self, now: Conversation) -> Conversation | None:
+        """Let more leave while the answer is being written. None: nothing may."""
+        begin = perf_counter()
+        groups = self._enough(now, self._policy.context // 4)
+        if not groups:
+            return None
+        view = self._sessions.without(now.view, now.request, groups)
+        shown, draft = self._redrafted(now, view)
+        freed = len(now.draft) - len(draft)
+        if freed < _WORTH_LEAVING:
+            return None
+        plan_ms = 1e3 * (perf_counter() - begin)
+        view, eviction = self._sessions.left(now.request, view, groups, freed, plan_ms)
+        cut = _cut(now.draft, draft, shown.namespace if now.may_cut else None)
+        return replace(
+            now, shown=shown, view=view, draft=draft, cut=cut, evictions=(*now.evictions, eviction)
+        )
+
+    # ── what leaves ──
+
+    def _far_too_long(self, view: View) -> list[frozenset[int]]:
+        """What leaves a conversation that was never here before and is many contexts long."""
+        left = view.chars(view.kept)
+        groups: list[frozenset[int]] = []
+        for group in view.leaving():
+            if left <= _CHARS_PER_TOKEN * self._policy.context:
+                break
+            groups.append(group)
+            left -= view.chars(group)
+        return groups
+
+    def _too_long(self, now: Conversation) -> list[frozenset[int]]:
+        limit = self._policy.limit(now.request)
+        if now.view.gone.spoken and self._sessions.recall_of(now.request) is Recall.AUTO:
+            limit = max(limit - self._policy.recall_tokens, self._policy.target)
+        if len(now.draft) <= limit:
+            return []
+        return self._enough(now, len(now.draft) - self._policy.target)
+
+    def _enough(self, now: Conversation, tokens: int) -> list[frozenset[int]]:
+        """The oldest that may leave, until about so many tokens have left."""
+        view, text = now.view, len(now.draft.text)
+        system = sum(len(m.content) for m in view.history.messages if m.role in ("system", "developer"))
+        around = max(text - system - view.chars(view.kept), 0) / max(len(view.kept), 1)
+        left = tokens * text / max(len(now.draft), 1)
+        groups: list[frozenset[int]] = []
+        for group in view.leaving():
+            if left <= 0:
+                break
+            groups.append(group)
+            left -= view.chars(group) + len(group) * around
+        return groups
+
+    def _evicted(
+        self,
+        now: Conversation,
+        before: View,
+        groups: list[frozenset[int]],
+        begin: float,
+        *,
+        has_source: bool,
+        is_rehearsal: bool,
+    ) -> Conversation:
+        request = now.request
+        view = self._sessions.without(before, request, groups)
+        shown, draft = self._redrafted(now, view)
+        while len(draft) > _CLOSE_ENOUGH * self._policy.target and (more := view.leaving()):
+            groups = [*groups, more[0]]
+            view = self._sessions.without(before, request, groups)
+            shown, draft = self._redrafted(now, view)
+        if is_rehearsal:
+            return replace(now, shown=shown, view=view, draft=draft)
+        freed = max(len(now.draft) - len(draft), 0)
+        plan_ms = 1e3 * (perf_counter() - begin)
+        view, eviction = self._sessions.left(request, view, groups, freed, plan_ms)
+        source, recalled = now, self._sessions.recalled(request, view, self._count)
+        if recalled is not view:
+            # What is recalled stands in the longer prompt too, so that both end alike.
+            longer = replace(before, inserted=recalled.inserted)
+            source = replace(now, draft=self._drafted(request, longer, now.may_cut)[2])
+            view = recalled
+            shown, draft = self._redrafted(source, view)
+        cut = _cut(source.draft, draft, shown.namespace) if has_source and now.may_cut else None
+        return replace(now, shown=shown, view=view, draft=draft, cut=cut, evictions=(eviction,))
+
+    def _recalled(self, now: Conversation) -> Conversation:
+        view = self._sessions.recalled(now.request, now.view, self._count)
+        if view is now.view:
+            return now
+        return Conversation(now.request, *self._drafted(now.request, view, now.may_cut), now.may_cut)
+
+    # ── as text and tokens ──
+
+    def _without(self, view: View, request: Request, groups: list[frozenset[int]]) -> View:
+        return self._sessions.without(view, request, groups) if groups else view
+
+    def _drafted(self, request: Request, view: View, may_cut: bool) -> tuple[Request, View, Draft]:
+        shown = self._shown(request, view, may_cut)
+        return shown, view, self._prompts.draft(shown)
+
+    def _redrafted(self, longer: Conversation, view: View) -> tuple[Request, Draft]:
+        shown = self._shown(longer.request, view, longer.may_cut)
+        return shown, self._prompts.redraft(shown, longer.draft)
+
+    def _shown(self, request: Request, view: View, may_cut: bool) -> Request:
+        shown = replace(request, messages=view.messages)
+        return self._lineages.cut(shown, self._sessions.mark(view)) if may_cut and view.gone.spoken else shown
+
+    def _count(self, text: str) -> int:
+        return len(self._prompts.encode(text))
+
+
+def _cut(longer: Draft, shorter: Draft, namespace: str | None) -> Cut:
+    """What has to be cut out of the longer one, and put there instead."""
+    source, tokens = (np.array(draft.spelled.ids, np.int32) for draft in (longer, shorter))
+    start = common_prefix(source, tokens)
+    most = min(len(source), len(tokens)) - start
+    # Something is always put there: evaluating it is what moves the rest.
+    same = min(common_prefix(source[::-1], tokens[::-1]), most, len(tokens) - start - 1)
+    end, at = len(source) - same, len(tokens) - same
+    return Cut(source, start, end, tokens[start:at], namespace)

@@ -1,0 +1,154 @@
+"""memory: a million archived turns, as years of conversations leave them: searching them, and archiving one more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from time import perf_counter
+
+import numpy as np
+
+from emberkeep.bench.figures import percentile, series
+from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.stage import Folder
+from emberkeep.bench.texts import COMMON
+from emberkeep.memory.memory import Memory
+from emberkeep.types import Turn
+
+_VOCABULARY = 200_000
+_USER_WORDS, _ASSISTANT_WORDS = 12, 28
+_PER_CONVERSATION = 200
+_BATCH = 2_000
+_EVERY_S = 90.0
+"""Between two turns: a million of them are three years."""
+_PLENTY = 1 << 50
+_OWNER = ""
+_FIRST = 5
+"""How many results are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    turns: int = 1_000_000
+    searches: int = 500
+    writes: int = 500
+
+    def quick(self) -> MemoryPlan:
+        return MemoryPlan(turns=4_000, searches=50, writes=50)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    key: bytes
+    """Of the turn it is about."""
+
+
+async def run(folder: Folder, plan: MemoryPlan) -> Result:
+    path = folder.new_data_dir() / "memory.sqlite"
+    memory = Memory(path, limit_bytes=_PLENTY)
+    try:
+        seconds = fill(memory, plan.turns, folder)
+        folder.say("searching")
+        rows = [*measure_searches(memory, plan), measure_writes(memory, plan)]
+        size = int(memory.stats()["bytes"])
+    finally:
+        memory.close()
+    filled = {"turns": plan.turns, "turns per second": round(plan.turns / seconds)}
+    facts = {**filled, "file": f"{size / 1e6:,.0f} MB", "bytes per turn": size // plan.turns}
+    return Result(
+        "memory",
+        (Table(f"{plan.turns:,} archived turns", tuple(rows)), Table("the file", (Row("", facts),))),
+        ("The file is in the page cache as far as it fits there. A write is on disk (fsync) when it counts.",),
+    )
+
+
+def fill(memory: Memory, turns: int, folder: Folder) -> float:
+    """In how many seconds."""
+    begin = perf_counter()
+    tenth = max(turns // 10, 1)
+    batch: list[Turn] = []
+    for i, turn in enumerate(made_up_turns(turns, begin=0), 1):
+        batch.append(turn)
+        if i % tenth == 0:
+            folder.say(f"archived {i:,} of {turns:,} turns")
+        if len(batch) == _BATCH or i == turns:
+            memory.archive(_OWNER, batch)
+            batch = []
+    return perf_counter() - begin
+
+
+def made_up_turns(count: int, begin: int) -> Iterator[Turn]:
+    """Words as often as people use them (Zipf): the common ones are English, the others are made up."""
+    words = _vocabulary()
+    shares = 1 / np.arange(1, len(words) + 1)
+    cumulated = np.cumsum(shares / shares.sum())
+    length = _USER_WORDS + _ASSISTANT_WORDS
+    for start in range(begin, begin + count, _BATCH):
+        random = np.random.default_rng(start)
+        ranks = np.searchsorted(cumulated, random.random((min(_BATCH, begin + count - start), length)))
+        for i, row in enumerate(np.minimum(ranks, len(words) - 1).tolist(), start):
+            said = [words[rank] for rank in row]
+            user, assistant = " ".join(said[:_USER_WORDS]), " ".join(said[_USER_WORDS:])
+            yield Turn(i.to_bytes(16), f"talk {i // _PER_CONVERSATION}", 1e9 + i * _EVERY_S, user, assistant)
+
+
+def measure_searches(memory: Memory, plan: MemoryPlan) -> Iterator[Row]:
+    kinds = {
+        kind: _questions(kind, plan) for kind in ("rare words", "any words", "a whole message", "common words")
+    }
+    everything: list[float] = []
+    for kind, questions in kinds.items():
+        times, found = [], 0
+        for question in questions:
+            begin = perf_counter()
+            results = memory.search(_OWNER, question.text, max_results=_FIRST)
+            times.append(1e3 * (perf_counter() - begin))
+            found += any(int.from_bytes(question.key) == result.id - 1 for result in results)
+        everything += times
+        yield _row(f"search, {kind}", times, f"{100 * found / len(questions):.0f}%")
+    yield _row("search, all of them", everything)
+
+
+def measure_writes(memory: Memory, plan: MemoryPlan) -> Row:
+    times = []
+    for turn in made_up_turns(plan.writes, begin=plan.turns):
+        begin = perf_counter()
+        memory.archive(_OWNER, [turn])
+        times.append(1e3 * (perf_counter() - begin))
+    return _row("archive one turn", times)
+
+
+def _row(label: str, times: list[float], found: str = "") -> Row:
+    p95 = f"{percentile(times, 95):.2f} ms"
+    return Row(label, {"time": series(times, "ms"), "p95": p95, "its turn among the first five": found})
+
+
+def _questions(kind: str, plan: MemoryPlan) -> list[Question]:
+    """About turns from all of the time."""
+    random = Random(kind)
+    rank_of = {word: rank for rank, word in enumerate(_vocabulary())}
+    asked = []
+    for _ in range(max(plan.searches // 4, 1)):
+        turn = next(made_up_turns(1, begin=random.randrange(plan.turns // _BATCH) * _BATCH))
+        words = sorted(set(f"{turn.user_text} {turn.assistant_text}".split()), key=rank_of.__getitem__)
+        chosen = {
+            "rare words": f"what did I say about {words[-1]} and {words[-2]}?",
+            "any words": "what was that about " + " ".join(random.sample(words, 4)),
+            "a whole message": turn.user_text,
+            "common words": "tell me about " + " ".join(random.sample(COMMON[100:], 3)),
+        }[kind]
+        asked.append(Question(chosen, turn.key))
+    return asked
+
+
+@cache
+def _vocabulary() -> list[str]:
+    """The most frequent first."""
+    random = Random(0)
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "il", "on", "ar")]
+    made_up = {"".join(random.choices(syllables, k=random.choice((2, 3, 3, 4)))) for _ in range(2 * _VOCABULARY)}
+    return [*COMMON, *sorted(made_up - set(COMMON), key=lambda word: (len(word), word))][:_VOCABULARY]

@@ -1,0 +1,223 @@
+"""Memory for ordinary Python: search it, tell it facts, look at saved conversations, take it along, forget it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberkeep.config import Config
+from emberkeep.errors import InvalidField, MemoryOff
+from emberkeep.library.checking import B, Body, checked
+from emberkeep.library.fields import (
+    FactName,
+    Label,
+    MaxConversations,
+    MaxResults,
+    Name,
+    Question,
+    Remembered,
+)
+from emberkeep.library.lines import read_lines, write_lines
+from emberkeep.memory.secrets import redacted
+from emberkeep.types import Fact, Forgotten, Json, Message, Recollection, SavedConversation, private_namespace
+
+if TYPE_CHECKING:
+    from emberkeep.memory.memory import Memory
+
+
+class UserMemory:
+    """Memory by user. Every method blocks and may be called from any thread.
+
+    `user` and `namespace` are those of `chat`: what is remembered for one pair is never seen, changed or forgotten
+    for another one. Raises MemoryFailed, and InvalidField with the argument's name.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def search(
+        self,
+        query: str,
+        *,
+        max_results: int = 5,
+        user: str = "",
+        namespace: str = "",
+        conversation_id: str | None = None,
+    ) -> list[Recollection]:
+        """Archived turns and stored answers that fit `query`, the best first, of one conversation or of all."""
+        asked = _checked(
+            _Search,
+            query=query,
+            max_results=max_results,
+            user=user,
+            namespace=namespace,
+            conversation_id=conversation_id,
+        )
+        return self._memory.search(
+            asked.owner, asked.query, max_results=asked.max_results, conversation=asked.conversation_id or None
+        )
+
+    def set_fact(self, name: str, value: str, *, user: str = "", namespace: str = "") -> None:
+        """It replaces one of the same name."""
+        told = _checked(_Told, name=name, value=value, user=user, namespace=namespace)
+        check_fact(told.name, told.value)
+        self._memory.set_fact(told.owner, told.name, told.value)
+
+    def fact(self, name: str, *, user: str = "", namespace: str = "") -> Fact | None:
+        named = _checked(_Named, name=name, user=user, namespace=namespace)
+        return self._memory.fact(named.owner, named.name)
+
+    def facts(self, *, user: str = "", namespace: str = "") -> list[Fact]:
+        return self._memory.facts(_owner(user, namespace))
+
+    def delete_fact(self, name: str, *, user: str = "", namespace: str = "") -> bool:
+        """Whether there was one."""
+        named = _checked(_Named, name=name, user=user, namespace=namespace)
+        return self._memory.delete_fact(named.owner, named.name)
+
+    def store_answer(self, question: str, answer: str, *, user: str = "", namespace: str = "") -> int:
+        """Something for `search` to find, with the id that is returned. The same question replaces its answer."""
+        told = _checked(_Answer, question=question, answer=answer, user=user, namespace=namespace)
+        return self._memory.store_answer(told.owner, told.question, told.answer)
+
+    def conversations(self, *, user: str = "", namespace: str = "", limit: int = 50) -> list[SavedConversation]:
+        """Those that were saved, the latest first, without their messages."""
+        listed = _checked(_Listed, limit=limit, user=user, namespace=namespace)
+        return self._memory.conversations(listed.owner, listed.limit)
+
+    def conversation(
+        self, conversation_id: str, *, user: str = "", namespace: str = ""
+    ) -> SavedConversation | None:
+        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        return self._memory.conversation(named.owner, named.conversation_id)
+
+    def save_messages(
+        self,
+        conversation_id: str,
+        messages: Sequence[Message],
+        *,
+        model: str,
+        user: str = "",
+        namespace: str = "",
+    ) -> None:
+        """Add to a saved conversation, which begins with its first messages."""
+        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        self._memory.save_messages(named.owner, named.conversation_id, messages, model=model)
+
+    def replace_messages(
+        self,
+        conversation_id: str,
+        messages: Sequence[Message],
+        *,
+        model: str,
+        user: str = "",
+        namespace: str = "",
+    ) -> None:
+        """Save a conversation anew."""
+        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        self._memory.replace_messages(named.owner, named.conversation_id, messages, model=model)
+
+    def forget(self, *, user: str, namespace: str = "", conversation_id: str | None = None) -> Forgotten:
+        """Everything of a user, facts too, or one conversation. It is nowhere in the file afterwards."""
+        if conversation_id is None:
+            return self._memory.forget(_owner(user, namespace))
+        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        return self._memory.forget(named.owner, named.conversation_id)
+
+    def export(self, *, user: str | None = None, namespace: str = "") -> Iterator[dict[str, Json]]:
+        """One object for everything that is remembered, for `import_`. Without a user: of everybody."""
+        return self._memory.export(_owner_or_all(user, namespace))
+
+    def export_to(self, path: str | Path, *, user: str | None = None, namespace: str = "") -> None:
+        """The same as lines of JSON in a new file. Raises EmberkeepError; an existing file is left alone."""
+        write_lines(Path(path), self.export(user=user, namespace=namespace))
+
+    def import_(self, rows: Iterable[Mapping[str, Json]]) -> int:
+        """What was exported, for those whom it belongs to; how much of it is new."""
+        return self._memory.import_(rows)
+
+    def import_from(self, path: str | Path) -> int:
+        """The same from a file. Raises EmberkeepError."""
+        return self.import_(read_lines(Path(path)))
+
+    def stats(self, *, user: str | None = None, namespace: str = "") -> dict[str, Json]:
+        """Without a user: of everybody."""
+        return self._memory.stats(_owner_or_all(user, namespace))
+
+
+@contextmanager
+def open_memory(config: Config) -> Iterator[UserMemory]:
+    """Memory without a model; others may have it open too. Raises MemoryFailed."""
+    from emberkeep import runtime
+
+    memory = switched_on(runtime.open_memory(config))
+    try:
+        yield UserMemory(memory)
+    finally:
+        memory.close()
+
+
+def switched_on(memory: Memory | None) -> Memory:
+    """Raises MemoryOff for None."""
+    if memory is None:
+        raise MemoryOff
+    return memory
+
+
+def check_fact(name: str, value: str) -> None:
+    """Raises InvalidField for one that memory would refuse."""
+    fact = f"{name}: {value}"
+    if redacted(fact) != fact:
+        raise InvalidField("value", "memory does not keep secrets such as keys and passwords: leave it out.")
+
+
+class _Owned(Body):
+    user: Label
+    namespace: Label
+
+    @property
+    def owner(self) -> str:
+        return private_namespace(self.user, self.namespace)
+
+
+class _Search(_Owned):
+    query: Question
+    max_results: MaxResults
+    conversation_id: Label | None
+
+
+class _Named(_Owned):
+    name: FactName
+
+
+class _Told(_Named):
+    value: Remembered
+
+
+class _Answer(_Owned):
+    question: Remembered
+    answer: Remembered
+
+
+class _Listed(_Owned):
+    limit: MaxConversations
+
+
+class _Conversation(_Owned):
+    conversation_id: Name
+
+
+def _checked(model: type[B], **given: object) -> B:
+    return checked(model, given)
+
+
+def _owner(user: str, namespace: str) -> str:
+    return _checked(_Owned, user=user, namespace=namespace).owner
+
+
+def _owner_or_all(user: str | None, namespace: str) -> str | None:
+    if user is None and namespace:
+        raise InvalidField("namespace", 'goes with a user: give one ("" is everybody without a name).')
+    return None if user is None else _owner(user, namespace)

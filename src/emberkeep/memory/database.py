@@ -1,0 +1,143 @@
+"""The file: two connections, short transactions, and one border at which SQLite's errors become ours."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+from emberkeep.errors import MemoryFailed
+from emberkeep.files import private_folder
+from emberkeep.memory.migrations import migrate
+
+_BUSY_MS = 5000
+"""How long another process may hold the file before that is an error."""
+_RETRY_S = 0.01
+_CHECKPOINT_PAGES = 2000
+_CACHE_KIB = 32 << 10
+
+
+class Database:
+    """Safe for several threads and processes: one writes, one reads, at a time. Raises MemoryFailed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+        with self._translated():
+            _create(path)
+            self._writer = _connect(path)
+            try:
+                migrate(self._writer)
+                self._reader = _connect(path)
+            except BaseException:
+                self._writer.close()
+                raise
+
+    @contextmanager
+    def reading(self) -> Iterator[apsw.Connection]:
+        """One view of the file, whatever others write meanwhile."""
+        with self._reading, self._translated(), self._reader as db:
+            yield db
+
+    @contextmanager
+    def writing(self) -> Iterator[apsw.Connection]:
+        """A transaction that is on disk when the block has ended; after an error nothing of it has happened."""
+        with self._writing, self._translated():
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def alone(self) -> Iterator[apsw.Connection]:
+        """Between transactions, with no other thread here: for what cannot be in one."""
+        with self._writing, self._reading, self._translated():
+            yield self._writer
+
+    def close(self) -> None:
+        """Waits for what is under way. Idempotent."""
+        with self._writing, self._reading:
+            self._reader.close()
+            self._writer.close()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (apsw.Error, OSError, UnicodeError) as error:
+            raise MemoryFailed(_sentence(self.path, error)) from error
+
+
+def _create(path: Path) -> None:
+    """Before SQLite would, which does not ask who may read it."""
+    private_folder(path.parent)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+
+
+def _connect(path: Path) -> apsw.Connection:
+    db = apsw.Connection(str(path))
+    try:
+        db.set_busy_timeout(_BUSY_MS)
+        db.pragma("auto_vacuum", "incremental")  # has to come before anything is in the file
+        _use_wal(db)
+        db.pragma("synchronous", "full")  # a power cut must not lose what was acknowledged
+        db.pragma("secure_delete", "fast")  # what was forgotten is overwritten
+        db.pragma("cache_size", -_CACHE_KIB)
+        db.wal_autocheckpoint(_CHECKPOINT_PAGES)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _use_wal(db: apsw.Connection) -> None:
+    """SQLite does not wait when two processes do this to a new file at once."""
+    give_up = time.monotonic() + _BUSY_MS / 1e3
+    while True:
+        try:
+            db.pragma("journal_mode", "wal")
+            return
+        except apsw.BusyError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(_RETRY_S)
+
+
+_SENTENCES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
+    ((apsw.FullError,), "The memory in {path} cannot be written, its disk is full: make room and try again."),
+    (
+        (apsw.ReadOnlyError, apsw.PermissionsError, PermissionError),
+        "The memory in {path} cannot be written: allow writing there, or choose another data_dir.",
+    ),
+    (
+        (apsw.BusyError, apsw.LockedError),
+        "The memory in {path} is held by another program: try again when that is done.",
+    ),
+    (
+        (apsw.CorruptError, apsw.NotADBError, apsw.FormatError, UnicodeError),
+        "The memory in {path} is damaged: move the file away, and import your last export.",
+    ),
+    ((apsw.ConnectionClosedError,), "The memory in {path} is closed: open it again."),
+)
+
+
+def _sentence(path: Path, error: Exception) -> str:
+    for kinds, sentence in _SENTENCES:
+        if isinstance(error, kinds):
+            return sentence.format(path=path)
+    return f"The memory in {path} cannot be used ({_reason(error)}): check its disk, or choose another data_dir."
+
+
+def _reason(error: Any) -> str:
+    return str(error.strerror or error) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,146 @@
+"""The one way into memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import apsw
+
+from emberkeep.memory import conversations, exporting, facts, forgetting, importing, searching
+from emberkeep.memory.database import Database
+from emberkeep.memory.embedding import Embed
+from emberkeep.memory.notes import put_note, read_notes
+from emberkeep.memory.retention import retain
+from emberkeep.memory.rows import add_turn, make_conversation, make_owner, owner_id
+from emberkeep.memory.sql import rows
+from emberkeep.memory.stats import stats
+from emberkeep.types import Fact, Forgotten, Json, Message, Note, Recollection, SavedConversation, Turn
+
+
+class Memory:
+    """Safe to use from several threads and processes; every method blocks. Nothing of one owner is ever seen by
+    another. Raises MemoryFailed: one sentence that says what is wrong and the way out."""
+
+    def __init__(self, path: Path, *, limit_bytes: int, embed: Embed | None = None) -> None:
+        """Opens the file at `path`, or creates it. With `embed` search finds what means the same too."""
+        self._limit = limit_bytes
+        self._database = Database(path)
+
+    def close(self) -> None:
+        """Waits for what is under way. Idempotent."""
+        self._database.close()
+
+    # ── what left a context ──
+
+    def archive(
+        self, owner: str, turns: Sequence[Turn], notes: Sequence[Note] = (), *, conversation: str | None = None
+    ) -> int:
+        """All of it in one transaction, on disk when this returns. A turn whose key the owner has is left as it
+        is; a note replaces one of the same key and kind. Returns how many turns are new.
+
+        `conversation` is what the notes belong to, and are forgotten with; by default that of the first turn.
+        """
+        with self._database.writing() as db:
+            id_ = make_owner(db, owner)
+            added = [self._add(db, id_, turn) for turn in turns]
+            name = turns[0].conversation if turns and conversation is None else conversation
+            place = make_conversation(db, id_, name) if name is not None and notes else None
+            for note in notes:
+                put_note(db, id_, place, note)
+            retain(db, self._limit)
+        return len(added) - added.count(None)
+
+    def _add(self, db: apsw.Connection, owner: int, turn: Turn) -> int | None:
+        return add_turn(db, owner, make_conversation(db, owner, turn.conversation), turn)
+
+    def notes(self, owner: str, keys: Sequence[bytes]) -> list[Note]:
+        """Every note at one of these places, in no order."""
+        with self._database.reading() as db:
+            return read_notes(db, owner, keys)
+
+    def search(
+        self,
+        owner: str,
+        query: str,
+        *,
+        max_results: int = 5,
+        conversation: str | None = None,
+        exclude: Collection[int] = (),
+    ) -> list[Recollection]:
+        """Archived turns and stored answers, the best first. `query` is what a person would ask, `exclude` are ids
+        of recollections that are not wanted. Stored answers belong to no conversation."""
+        with self._database.reading() as db:
+            return searching.search(db, owner, query, max_results, conversation, exclude)
+
+    # ── facts and answers ──
+
+    def set_fact(self, owner: str, name: str, value: str) -> None:
+        """Raises MemoryFailed for a secret."""
+        with self._database.writing() as db:
+            facts.set_fact(db, make_owner(db, owner), Fact(name, value, time.time()))
+
+    def fact(self, owner: str, name: str) -> Fact | None:
+        with self._database.reading() as db:
+            return facts.read_fact(db, owner, name)
+
+    def facts(self, owner: str) -> list[Fact]:
+        """By name."""
+        with self._database.reading() as db:
+            return facts.read_facts(db, owner)
+
+    def delete_fact(self, owner: str, name: str) -> bool:
+        """Whether there was one."""
+        with self._database.writing() as db:
+            return facts.delete_fact(db, owner_id(db, owner), name)
+
+    def store_answer(self, owner: str, question: str, answer: str) -> int:
+        """Its id. The same question again replaces the answer."""
+        with self._database.writing() as db:
+            return facts.store_answer(db, make_owner(db, owner), facts.answer(question, answer, time.time()))
+
+    # ── saved conversations ──
+
+    def save_messages(self, owner: str, conversation: str, messages: Sequence[Message], *, model: str) -> None:
+        """Appends, verbatim; a new conversation gets its title from the first thing the user said."""
+        with self._database.writing() as db:
+            conversations.append(db, owner, conversation, messages, model)
+
+    def replace_messages(self, owner: str, conversation: str, messages: Sequence[Message], *, model: str) -> None:
+        with self._database.writing() as db:
+            conversations.replace(db, owner, conversation, messages, model)
+
+    def conversations(self, owner: str, limit: int = 50) -> list[SavedConversation]:
+        """The latest first, without their messages."""
+        with self._database.reading() as db:
+            return conversations.latest(db, owner, limit)
+
+    def conversation(self, owner: str, conversation: str) -> SavedConversation | None:
+        with self._database.reading() as db:
+            return conversations.read(db, owner, conversation)
+
+    # ── housekeeping ──
+
+    def forget(self, owner: str, conversation: str | None = None) -> Forgotten:
+        """Removes one conversation, or everything of the owner, so that no byte of it is left in the file."""
+        return forgetting.forget(self._database, owner, conversation)
+
+    def owners(self) -> list[str]:
+        """Everybody of whom something is remembered."""
+        with self._database.reading() as db:
+            return [name for (name,) in rows(db, "SELECT name FROM owners ORDER BY name")]
+
+    def stats(self, owner: str | None = None) -> dict[str, Json]:
+        """Counts, sizes and times; of everybody without an owner."""
+        with self._database.reading() as db:
+            return stats(db, owner, self._limit)
+
+    def export(self, owner: str | None = None) -> Iterator[dict[str, Json]]:
+        """JSON objects, `kind` first: a header, then one for each row. Others may write meanwhile."""
+        return exporting.export(self._database, owner)
+
+    def import_(self, rows: Iterable[Mapping[str, Json]]) -> int:
+        """What `export` gave; returns how much of it is new here. A bad row raises MemoryFailed that names its
+        line; of the two thousand rows around it nothing is kept."""
+        return importing.import_rows(self._database, rows)

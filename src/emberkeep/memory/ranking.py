@@ -1,0 +1,73 @@
+"""How well a turn answers a question, from 0 to 1, and the passage that shows it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from emberkeep.memory.finding import Word
+from emberkeep.memory.terms import Term, clean, stems_of, terms_of
+
+_SATURATION = 1.2
+_LENGTH = 0.6
+"""BM25's k1 and b; the usual b of 0.75 is for pages, and turns are short."""
+_WEIGHTS = (1.3, 1.0, 0.5)
+"""What a word counts for where it stands: what people said themselves is what they ask for."""
+_RECENT = 0.15
+"""Share of the score that age takes away in the end: an old exact answer stays before a vague new one."""
+_HALF_LIFE_S = 30 * 86400.0
+_SNIPPET = 24
+_LEAD = 4
+"""Words of a highlight, and how many of them stand before the first that matched."""
+
+Texts = tuple[str, str, str]
+"""What the user said, what the assistant said, and what went to and came from tools."""
+
+
+def relevance(texts: Texts, words: Sequence[Word], length: int, usual_length: float) -> float:
+    """BM25 with a weight for each part of a turn, as a share of what a turn could have at most."""
+    best: float = sum(word.weight for word in words)
+    parts = [(weight, stems_of(text)) for weight, text in zip(_WEIGHTS, texts, strict=True) if text]
+    slack = _SATURATION * (1 - _LENGTH + _LENGTH * length / max(usual_length, 1.0))
+    gained = 0.0
+    for word in words:
+        often = sum(weight * stems.count(word.stem) for weight, stems in parts)
+        gained += word.weight * often / (often + slack)
+    return gained / best if best > 0 else 0.0
+
+
+def freshness(age_s: float) -> float:
+    return 1 - _RECENT * (1 - 0.5 ** (max(age_s, 0.0) / _HALF_LIFE_S))
+
+
+def highlight(texts: Texts, words: Sequence[Word]) -> str:
+    """The passage with the most of the words, each with **marks** around it; the beginning where there is none."""
+    weights = {word.stem: word.weight for word in words}
+    said = [(text, terms_of(text)) for text in texts[:2]]
+    passages = [_best_passage(terms, weights) for _, terms in said]
+    chosen = max((0, 1), key=lambda i: passages[i][0])
+    text, terms = said[chosen]
+    return _marked(clean(text).encode(), terms, passages[chosen][1], weights)
+
+
+def _best_passage(terms: list[Term], weights: dict[str, float]) -> tuple[float, int]:
+    """(weight of the different words in it, index of its first word)."""
+    hits = [i for i, (_, _, stem) in enumerate(terms) if stem in weights]
+    best = (0.0, 0)
+    for first, hit in enumerate(hits):
+        within = {terms[i][2] for i in hits[first : bisect_left(hits, hit + _SNIPPET - _LEAD)]}
+        best = max(best, (sum(weights[stem] for stem in within), max(0, hit - _LEAD)), key=lambda one: one[0])
+    return best
+
+
+def _marked(said: bytes, terms: list[Term], first: int, weights: dict[str, float]) -> str:
+    shown = terms[first : first + _SNIPPET]
+    begin = shown[0][0] if first else 0
+    end = shown[-1][1] if first + _SNIPPET < len(terms) else len(said)
+    pieces, at = [], begin
+    for start, stop, stem in shown:
+        if stem in weights and start >= at:
+            pieces += [said[at:start], b"**", said[start:stop], b"**"]
+            at = stop
+    marked = b"".join([*pieces, said[at:end]]).decode().strip()
+    return f"{'…' if begin else ''}{marked}{'…' if end < len(said) else ''}"

@@ -1,0 +1,200 @@
+"""Memory: search it, facts and answers to tell it, saved conversations, taking it along, forgetting it.
+
+Every route concerns one user and nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Depends
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from emberkeep.backend.base import Backend
+from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
+from emberkeep.library.fields import FactName, Label, MaxConversations, MaxResults, Name, Question
+from emberkeep.library.lines import line
+from emberkeep.library.memory import check_fact, switched_on
+from emberkeep.server.openapi import takes
+from emberkeep.server.reading import read
+from emberkeep.server.respond import json_response
+from emberkeep.server.wire.errors import failure_of
+from emberkeep.server.wire.fields import UserFields, UserId
+from emberkeep.server.wire.memory import (
+    AnswerBody,
+    FactBody,
+    answer_json,
+    conversation_json,
+    conversations_json,
+    fact_json,
+    facts_json,
+    forgotten_json,
+    found_json,
+    one_owner,
+    stats_json,
+)
+from emberkeep.types import Fact, Forgotten, Json
+
+if TYPE_CHECKING:
+    from emberkeep.memory.memory import Memory
+
+LINES: dict[int | str, dict[str, Json]] = {200: {"content": {"application/x-ndjson": {}}}}
+
+_ROWS = 256
+"""Of an export, at a time."""
+
+
+class _AnyText(StringConvertor):
+    """Names have slashes and line breaks if their owners want them to."""
+
+    regex = r"[\s\S]+"
+
+
+register_url_convertor("any_text", _AnyText())
+
+
+def _whose(
+    user_id: UserId | None = None,
+    llama_user_id: UserId | None = None,
+    user: Label | None = None,
+    cache_salt: Name | None = None,
+) -> UserFields:
+    return UserFields(user_id=user_id, llama_user_id=llama_user_id, user=user, cache_salt=cache_salt)
+
+
+Whose = Annotated[UserFields, Depends(_whose)]
+
+
+def memory_routes(backend: Backend) -> APIRouter:
+    router = APIRouter()
+    _searching(router, backend)
+    _facts(router, backend)
+    _conversations(router, backend)
+    _keeping(router, backend)
+    return router
+
+
+def _searching(router: APIRouter, backend: Backend) -> None:
+    @router.get("/v1/memory/search")
+    async def search(
+        query: Question, whose: Whose, max_results: MaxResults = 5, conversation_id: Label | None = None
+    ) -> Response:
+        memory, owner = switched_on(backend.memory), whose.to_namespace()
+        found = await asyncio.to_thread(
+            memory.search, owner, query, max_results=max_results, conversation=conversation_id or None
+        )
+        return json_response(found_json(found))
+
+    example = {"question": "Where is the spare key?", "answer": "Under the blue pot."}
+
+    @router.post("/v1/memory/answers", openapi_extra=takes(AnswerBody, **example))
+    async def store_answer(http: HttpRequest, whose: Whose) -> Response:
+        memory, body = switched_on(backend.memory), await read(http, AnswerBody)
+        owner = one_owner(body, whose)
+        return json_response(
+            answer_json(await asyncio.to_thread(memory.store_answer, owner, body.question, body.answer))
+        )
+
+
+def _facts(router: APIRouter, backend: Backend) -> None:
+    @router.get("/v1/memory/facts")
+    async def facts(whose: Whose) -> Response:
+        memory = switched_on(backend.memory)
+        return json_response(facts_json(await asyncio.to_thread(memory.facts, whose.to_namespace())))
+
+    @router.get("/v1/memory/facts/{name:any_text}")
+    async def fact(name: FactName, whose: Whose) -> Response:
+        memory = switched_on(backend.memory)
+        return json_response(fact_json(await asyncio.to_thread(_fact, memory, whose.to_namespace(), name)))
+
+    @router.put("/v1/memory/facts/{name:any_text}", openapi_extra=takes(FactBody, value="Ada"))
+    async def set_fact(http: HttpRequest, name: FactName, whose: Whose) -> Response:
+        memory, body = switched_on(backend.memory), await read(http, FactBody)
+        check_fact(name, body.value)
+        told = await asyncio.to_thread(_set_fact, memory, one_owner(body, whose), name, body.value)
+        return json_response(fact_json(told))
+
+    @router.delete("/v1/memory/facts/{name:any_text}")
+    async def delete_fact(name: FactName, whose: Whose) -> Response:
+        memory = switched_on(backend.memory)
+        if not await asyncio.to_thread(memory.delete_fact, whose.to_namespace(), name):
+            raise _no_fact(name)
+        return json_response(forgotten_json(Forgotten(facts=1)))
+
+
+def _conversations(router: APIRouter, backend: Backend) -> None:
+    @router.get("/v1/memory/conversations")
+    async def conversations(whose: Whose, limit: MaxConversations = 50) -> Response:
+        memory = switched_on(backend.memory)
+        saved = await asyncio.to_thread(memory.conversations, whose.to_namespace(), limit)
+        return json_response(conversations_json(saved))
+
+    @router.get("/v1/memory/conversations/{conversation_id:any_text}")
+    async def conversation(conversation_id: Name, whose: Whose) -> Response:
+        memory = switched_on(backend.memory)
+        saved = await asyncio.to_thread(memory.conversation, whose.to_namespace(), conversation_id)
+        if saved is None:
+            raise NoSuchEntry("No such conversation is saved: GET /v1/memory/conversations lists those that are.")
+        return json_response(conversation_json(saved))
+
+
+def _keeping(router: APIRouter, backend: Backend) -> None:
+    @router.get("/v1/memory/stats")
+    async def stats(whose: Whose) -> Response:
+        memory = switched_on(backend.memory)
+        return json_response(stats_json(await asyncio.to_thread(memory.stats, whose.to_namespace())))
+
+    @router.get("/v1/memory/export", responses=LINES)
+    async def export(whose: Whose) -> Response:
+        rows = switched_on(backend.memory).export(whose.to_namespace())
+        # The status goes out with the first lines: what is wrong from the beginning still gets its own.
+        first = await asyncio.to_thread(_lines, rows)
+        return StreamingResponse(_from(first, rows), media_type="application/x-ndjson")
+
+    @router.delete("/v1/memory")
+    async def forget(whose: Whose, conversation_id: Name | None = None) -> Response:
+        memory, owner = switched_on(backend.memory), _named(whose)
+        return json_response(forgotten_json(await asyncio.to_thread(memory.forget, owner, conversation_id)))
+
+
+def _fact(memory: Memory, owner: str, name: str) -> Fact:
+    found = memory.fact(owner, name)
+    if found is None:
+        raise _no_fact(name)
+    return found
+
+
+def _set_fact(memory: Memory, owner: str, name: str, value: str) -> Fact:
+    memory.set_fact(owner, name, value)
+    return _fact(memory, owner, name)
+
+
+def _no_fact(name: str) -> NoSuchEntry:
+    return NoSuchEntry(f"No fact is called {name!r}: GET /v1/memory/facts lists those that there are.")
+
+
+def _named(whose: UserFields) -> str:
+    """Nobody forgets everything by leaving something out."""
+    if whose.user_id is None and whose.llama_user_id is None and whose.user is None:
+        raise InvalidField("user_id", "is required: leave it empty to mean everybody who gave no name.")
+    return whose.to_namespace()
+
+
+def _lines(rows: Iterator[Mapping[str, Json]]) -> bytes:
+    """The next few, empty at the end."""
+    return "".join(map(line, islice(rows, _ROWS))).encode()
+
+
+async def _from(lines: bytes, rows: Iterator[Mapping[str, Json]]) -> AsyncIterator[bytes]:
+    """An error after the first lines is the last line."""
+    try:
+        while lines:
+            yield lines
+            lines = await asyncio.to_thread(_lines, rows)
+    except EmberkeepError as error:
+        yield line(failure_of(error).json()).encode()

@@ -1,0 +1,243 @@
+"""What has left each conversation, and what of it comes back.
+
+The state of a conversation is a handful of notes at places of its history, in the archive and (until they are
+there) in RAM. A client that sends the whole history again finds them by what the history says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+
+from emberkeep.errors import MemoryFailed
+from emberkeep.memory.memory import Memory
+from emberkeep.session.archiving import archived
+from emberkeep.session.history import read_history
+from emberkeep.session.texts import notice, quoted
+from emberkeep.session.view import Gone, Inserted, View, read_view
+from emberkeep.types import (
+    Eviction,
+    Json,
+    Note,
+    Recall,
+    Recollection,
+    Request,
+    Turn,
+    cut_mark,
+    exact_namespace,
+)
+
+log = logging.getLogger("emberkeep.session")
+
+_REMEMBERED = 4096
+"""Places whose notes are kept in RAM because they are not in the archive."""
+_QUERY_CHARS = 2000
+_RECALLED = 3
+_SCORE = 0.15
+"""What matches less has hardly a word in common with the question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    context: int
+    evict: bool = True
+    low_water: float = 0.5
+    """The share of the context that is filled after messages have left."""
+    recall: Recall = Recall.AUTO
+    recall_tokens: int = 512
+
+    @property
+    def target(self) -> int:
+        """How long a prompt may be after messages have left it."""
+        return int(self.low_water * self.context)
+
+    def limit(self, request: Request) -> int:
+        """The longest prompt that leaves enough room for an answer: longer ones are cut while they are written."""
+        usual = self.context // 8
+        answer = usual if request.max_tokens is None else min(request.max_tokens, usual)
+        return self.context - max(answer, 1)
+
+
+@dataclass(slots=True)
+class _Counters:
+    evictions: int = 0
+    evicted_messages: int = 0
+    evicted_tokens: int = 0
+    archived_turns: int = 0
+    archive_failures: int = 0
+    recalls: int = 0
+    recalled_turns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwritten:
+    turns: tuple[Turn, ...]
+    note: Note
+
+
+class Sessions:
+    """Safe to use from several threads; methods that read or write the archive block for milliseconds."""
+
+    def __init__(self, memory: Memory | None, policy: Policy) -> None:
+        """Without a memory what leaves is gone, and is out again on the next turn as long as this lives."""
+        self._memory = memory
+        self.policy = policy
+        self._lock = threading.Lock()
+        self._unwritten: OrderedDict[tuple[str, bytes], _Unwritten] = OrderedDict()
+        self._counters = _Counters()
+
+    def applies(self, request: Request) -> bool:
+        """Messages may leave it."""
+        evict = self.policy.evict if request.evict is None else request.evict
+        return evict and request.prompt is None and not request.is_prefix
+
+    def recall_of(self, request: Request) -> Recall:
+        if self._memory is None:
+            return Recall.OFF
+        return self.policy.recall if request.recall is None else request.recall
+
+    def view(self, request: Request) -> View:
+        """The conversation as its last turn left it."""
+        history = read_history(request.messages, request.conversation_id)
+        owner = _owner(request)
+        with self._lock:
+            waiting = [self._unwritten[owner, key] for key in history.keys if (owner, key) in self._unwritten]
+        notes = [unwritten.note for unwritten in waiting]
+        if self._memory is not None:
+            self._write_again(owner, waiting)
+            try:
+                notes += self._memory.notes(owner, history.keys)
+            except MemoryFailed as error:
+                log.warning("what left a conversation earlier is not known: %s", error)
+        return read_view(history, notes)
+
+    # ── leaving ──
+
+    def without(self, view: View, request: Request, groups: Sequence[frozenset[int]]) -> View:
+        """The conversation without these, oldest first, of `view.leaving()`. Nothing is written."""
+        out = view.gone.spoken.union(*groups)
+        root = view.gone.root or view.history.keys[max(out)].hex()[:16]
+        text = notice(len(out), self.recall_of(request), is_archived=self._memory is not None)
+        return replace(view, gone=Gone(out, view.gone.tokens, root, text))
+
+    def left(
+        self, request: Request, view: View, groups: Sequence[frozenset[int]], tokens: int, plan_ms: float
+    ) -> tuple[View, Eviction]:
+        """Archive what has just left `view`, which were `groups` and about `tokens`. Never raises.
+
+        Without an archive they are out all the same: the conversation goes on.
+        """
+        view = replace(view, gone=replace(view.gone, tokens=view.gone.tokens + tokens))
+        begin = perf_counter()
+        error = self._written(_owner(request), archived(view.history, groups), view.gone.note(view.history))
+        eviction = Eviction(
+            messages=sum(len(group) for group in groups),
+            tokens=tokens,
+            out=len(view.gone.spoken),
+            archived=self._memory is not None and not error,
+            error=error,
+            plan_ms=plan_ms,
+            archive_ms=1e3 * (perf_counter() - begin),
+        )
+        with self._lock:
+            self._counters.evictions += 1
+            self._counters.evicted_messages += eviction.messages
+            self._counters.evicted_tokens += tokens
+        return view, eviction
+
+    def mark(self, view: View) -> str:
+        """Of the namespace in which state lives that was cut in this conversation."""
+        return cut_mark(view.gone.root)
+
+    # ── coming back ──
+
+    def recalled(self, request: Request, view: View, count: Callable[[str], int]) -> View:
+        """With the best of what has left before the user's message, where the conversation ends with one.
+
+        It stays there on later turns, so that their prompts begin as this one does. `count`: of the tokens of a
+        text. Never raises.
+        """
+        place = len(view.history.spoken) - 1
+        is_asked = place >= 0 and view.history.last_user == place
+        if not is_asked or not view.gone.spoken or place in view.inserted or self._memory is None:
+            return view
+        if self.recall_of(request) is not Recall.AUTO:
+            return view
+        found = self._found(request, view, count)
+        if not found:
+            return view
+        put = Inserted(quoted(found), tuple(one.id for one in found))
+        self._written(_owner(request), [], put.note(view.history.keys[place]))
+        with self._lock:
+            self._counters.recalls += 1
+            self._counters.recalled_turns += len(found)
+        return replace(view, inserted={**view.inserted, place: put})
+
+    def _found(self, request: Request, view: View, count: Callable[[str], int]) -> list[Recollection]:
+        assert self._memory is not None
+        query = view.history.messages[view.history.spoken[-1]].content[-_QUERY_CHARS:]
+        try:
+            found = self._memory.search(
+                _owner(request),
+                query,
+                max_results=_RECALLED,
+                conversation=view.history.conversation,
+                exclude=view.quoted,
+            )
+        except MemoryFailed as error:
+            log.warning("nothing was recalled: %s", error)
+            return []
+        return _fitting([one for one in found if one.score >= _SCORE], self.policy.recall_tokens, count)
+
+    # ── about itself ──
+
+    def stats(self) -> dict[str, Json]:
+        return asdict(self._counters)
+
+    # ── writing ──
+
+    def _written(self, owner: str, turns: Sequence[Turn], note: Note) -> str:
+        """Why it was not, or nothing. What was not is kept in RAM, and tried again on the next turn."""
+        error = ""
+        if self._memory is not None:
+            try:
+                new = self._memory.archive(owner, turns, [note])
+                with self._lock:
+                    self._counters.archived_turns += new
+                return ""
+            except MemoryFailed as failure:
+                log.warning("%d turns that left a conversation are not archived: %s", len(turns), failure)
+                error = str(failure)
+        with self._lock:
+            self._counters.archive_failures += bool(error)
+            self._unwritten[owner, note.key] = _Unwritten(tuple(turns), note)
+            while len(self._unwritten) > _REMEMBERED:
+                self._unwritten.popitem(last=False)
+        return error
+
+    def _write_again(self, owner: str, waiting: Sequence[_Unwritten]) -> None:
+        for unwritten in waiting:
+            if self._written(owner, unwritten.turns, unwritten.note):
+                return
+            with self._lock:
+                self._unwritten.pop((owner, unwritten.note.key), None)
+
+
+def _owner(request: Request) -> str:
+    return exact_namespace(request.namespace)
+
+
+def _fitting(found: Sequence[Recollection], room: int, count: Callable[[str], int]) -> list[Recollection]:
+    """As many as fit, the best first; of one that is too long the passage that matched."""
+    taken: list[Recollection] = []
+    for one in found:
+        passage = replace(one, user_text=one.highlight.replace("**", ""), assistant_text="", tool_uses=())
+        for candidate in (one, passage):
+            if count(quoted([*taken, candidate])) <= room:
+                taken.append(candidate)
+                break
+    return taken

@@ -1,0 +1,138 @@
+"""A conversation as the model sees it: without what has left, with what was put in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from emberkeep.chat.turns import leaving_turns
+from emberkeep.session.history import History
+from emberkeep.types import Json, Message, Note, NoteKind, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What has left a conversation."""
+
+    spoken: frozenset[int] = frozenset()
+    """Which of the spoken messages."""
+    tokens: int = 0
+    """About how many more the prompt would have with them."""
+    root: str = ""
+    """Names the first eviction: state that was cut is for the conversation it was cut in."""
+    notice: str = ""
+
+    def note(self, history: History) -> Note:
+        data = {"out": _ranges(self.spoken), "tokens": self.tokens, "root": self.root, "notice": self.notice}
+        return Note(history.keys[max(self.spoken)], NoteKind.EVICTED, data)
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """What stands in a conversation that its client does not know of."""
+
+    before: str = ""
+    """Before the text of a message."""
+    turns: tuple[int, ...] = ()
+    """The archived turns that are quoted in it."""
+    after: tuple[Message, ...] = ()
+    """After a message: what the model asked its memory, and what it was told."""
+
+    def note(self, key: bytes) -> Note:
+        after = [_message_json(message) for message in self.after]
+        return Note(key, NoteKind.INSERTED, {"before": self.before, "turns": list(self.turns), "after": after})
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    history: History
+    gone: Gone = Gone()
+    inserted: Mapping[int, Inserted] = field(default_factory=dict)
+    """By the spoken message at which it stands."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        spoken = {index: i for i, index in enumerate(self.history.spoken)}
+        told = False
+        shown: list[Message] = []
+        for index, message in enumerate(self.history.messages):
+            place = spoken.get(index)
+            if place in self.gone.spoken:
+                continue
+            put = self.inserted.get(place, Inserted()) if place is not None else Inserted()
+            before = put.before
+            if message.role == "user" and not told:
+                told, before = True, self.gone.notice + before
+            shown.append(replace(message, content=before + message.content) if before else message)
+            shown += put.after
+        return tuple(shown)
+
+    def leaving(self) -> list[frozenset[int]]:
+        """Which of the spoken messages may leave next, in groups that leave together."""
+        kept = self.kept
+        groups = leaving_turns([self.history.messages[self.history.spoken[i]] for i in kept])
+        return [frozenset(kept[i] for i in group) for group in groups]
+
+    @property
+    def kept(self) -> list[int]:
+        """Which of the spoken messages are still there."""
+        return [i for i in range(len(self.history.spoken)) if i not in self.gone.spoken]
+
+    def chars(self, spoken: Iterable[int]) -> int:
+        """How much text these have, without what a template writes around it."""
+        return sum(self._chars_at(i) for i in spoken)
+
+    def _chars_at(self, place: int) -> int:
+        put = self.inserted.get(place, Inserted())
+        shown = [self.history.messages[self.history.spoken[place]], *put.after]
+        calls = sum(len(call.name) + len(call.arguments) for message in shown for call in message.tool_calls)
+        return len(put.before) + sum(len(message.content) for message in shown) + calls
+
+    @property
+    def quoted(self) -> frozenset[int]:
+        """Archived turns that stand in it already."""
+        return frozenset(
+            turn for place, put in self.inserted.items() if place not in self.gone.spoken for turn in put.turns
+        )
+
+
+def read_view(history: History, notes: Iterable[Note]) -> View:
+    """`notes`: those of the history's keys."""
+    place_of = {key: i for i, key in enumerate(history.keys)}
+    gone, latest = Gone(), -1
+    inserted: dict[int, Inserted] = {}
+    for note in notes:
+        place = place_of[note.key]
+        if note.kind is NoteKind.INSERTED:
+            inserted[place] = _inserted(note.data)
+        elif place > latest:
+            gone, latest = _gone(note.data), place
+    return View(history, gone, inserted)
+
+
+def _gone(data: Mapping[str, Json]) -> Gone:
+    out = frozenset(i for begin, end in data["out"] for i in range(begin, end))
+    return Gone(out, data["tokens"], data["root"], data["notice"])
+
+
+def _inserted(data: Mapping[str, Json]) -> Inserted:
+    after = tuple(_message(message) for message in data["after"])
+    return Inserted(data["before"], tuple(data["turns"]), after)
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """[1, 2, 3, 7] as [[1, 4], [7, 8]]."""
+    ordered = sorted(numbers)
+    breaks = [i for i, (a, b) in enumerate(pairwise(ordered), 1) if b != a + 1]
+    return [[ordered[a], ordered[b - 1] + 1] for a, b in pairwise([0, *breaks, len(ordered)]) if b]
+
+
+def _message_json(message: Message) -> Json:
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    return [message.role, message.content, message.reasoning, calls, message.tool_call_id, message.name]
+
+
+def _message(data: Sequence[Json]) -> Message:
+    role, content, reasoning, calls, call_id, name = data
+    return Message(role, content, reasoning, tuple(ToolCall(*call) for call in calls), call_id, name)
