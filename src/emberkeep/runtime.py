@@ -181,7 +181,7 @@ def _memory(config: Config) -> Memory | None:
     try:
         return open_memory(config)
     except MemoryFailed as error:
-        log.warning("what leaves a conversation is not archived: %s", error)
+        log.warning("nothing is remembered: %s", error)
         return None
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -7,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
+REUSED = re.compile(r"reused (\d+)/(\d+) tokens")
+
+
+def emberkeep(data_dir: Path, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "emberkeep", *arguments, "--data-dir", str(data_dir)]
+    return subprocess.run(command, input=said, capture_output=True, text=True, check=True)
+
 
 def chat(data_dir: Path, message: str) -> tuple[str, int, int]:
     """Answer, reused tokens and prompt tokens of one `emberkeep chat` process."""
-    command = [sys.executable, "-m", "emberkeep.cli.main", "chat", "--data-dir", str(data_dir)]
-    done = subprocess.run(
-        [*command, "--max-tokens", "8", "-t", "0"], input=message, capture_output=True, text=True, check=True
-    )
-    reused = re.search(r"reused (\d+)/(\d+) tokens", done.stderr)
+    done = emberkeep(data_dir, "chat", "--max-tokens", "8", "-t", "0", said=message)
+    reused = REUSED.search(done.stderr)
     assert reused is not None
     return done.stdout, int(reused[1]), int(reused[2])
 
@@ -27,3 +32,21 @@ def test_the_first_chat_pulls_the_model_and_the_next_process_reuses_the_prompt(t
     assert nothing == 0
     assert reused == prompt - 1
     assert first == again != "\n"
+
+
+@pytest.mark.slow
+def test_a_conversation_outgrows_its_context_and_goes_on_in_another_process(tmp_path: Path, smollm2: Path) -> None:
+    small = ("--ctx", "512", "--max-tokens", "80", "-t", "0")
+    about = ["lighthouses", "tides", "anchors", "knots", "whales"]
+    lines = ["My boat is called Marigold.", *(f"Tell me something about {thing}." for thing in about)]
+    full = emberkeep(tmp_path, "chat", str(smollm2), *small, said="\n".join(lines))
+    assert "messages left the context (archived)" in full.stderr
+    found = json.loads(emberkeep(tmp_path, "memory", "search", "my boat", "--json").stdout)
+    assert found[0]["user_text"] == lines[0]
+
+    later = emberkeep(tmp_path, "chat", "--continue", *small, said="What is the name of my boat?")
+    reused = REUSED.search(later.stderr)
+    assert reused is not None
+    assert int(reused[1]) > int(reused[2]) / 2
+    assert "recalled" in later.stderr
+    assert f" {2 * len(lines) + 2} " in emberkeep(tmp_path, "chat", "--list").stdout

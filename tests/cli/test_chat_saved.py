@@ -21,6 +21,7 @@ from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryFailed, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.library.memory import UserMemory, open_memory
+from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Message, SavedConversation, ToolCall
 from helpers.kept_chats import open_keeper
 from support.scripted_backend import ScriptedBackend, answer
@@ -55,12 +56,19 @@ def loaded(monkeypatch: pytest.MonkeyPatch, gone: set[str]) -> list[Config]:
     return []
 
 
+class RememberingBackend(ScriptedBackend):
+    async def close(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
+
+
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch, loaded: list[Config]) -> ScriptedBackend:
-    backend = ScriptedBackend(lambda request: answer(f"re: {request.messages[-1].content}"))
+    backend = RememberingBackend(lambda request: answer(f"re: {request.messages[-1].content}"))
 
     def open_scripted(config: Config) -> Emberkeep:
         loaded.append(config)
+        backend.memory = open_file(config)
         return Emberkeep(backend)
 
     monkeypatch.setattr(Emberkeep, "open", open_scripted)
@@ -144,12 +152,16 @@ def test_without_memory_a_chat_is_not_saved_and_says_nothing_about_it(
     assert isinstance(run("--list").exception, MemoryOff)
 
 
-def test_a_memory_that_cannot_be_opened_is_one_warning(backend: ScriptedBackend, data_dir: Path) -> None:
+def test_a_memory_that_cannot_be_opened_is_one_warning(
+    loaded: list[Config], data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Emberkeep, "open", open_keeper)
     data_dir.mkdir()
     (data_dir / "memory.sqlite3").write_bytes(b"no database" * 1000)
-    result = ok(input="one\ntwo\n")
-    assert result.stdout == "re: one\nre: two\n"
-    assert result.stderr.count("This conversation is not saved: ") == 1
+    result = ok("--max-tokens", "4", input="one\ntwo\n")
+    assert len(result.stdout.splitlines()) == 2
+    assert [line.startswith("reused ") for line in result.stderr.splitlines()] == [True, True]
+    assert [str(data_dir / "memory.sqlite3") in record.getMessage() for record in caplog.records] == [True]
 
 
 class FlakyMemory(UserMemory):

@@ -221,7 +221,7 @@ def test_memory_without_a_memory_is_explained(bench: Bench, capsys: pytest.Captu
     bench.say("/memory", "/memory ships")
     asked, told = capsys.readouterr().err.splitlines()
     assert asked.startswith("Say what to look for")
-    assert told.startswith("There is no memory to search")
+    assert told.startswith("Nothing is remembered here")
 
 
 def test_quit_ends_the_chat(bench: Bench) -> None:

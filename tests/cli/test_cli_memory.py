@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from emberkeep.cli.chat_session import ChatSession
 from emberkeep.cli.conversation import Conversation
-from emberkeep.cli.main import app
+from emberkeep.cli.memory import app
 from emberkeep.cli.saved import Journal
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
@@ -42,7 +42,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, ["memory", *arguments], input=input)
+    return CliRunner().invoke(app, list(arguments), input=input)
 
 
 def ok(*arguments: str, input: str | None = None) -> str:

@@ -55,6 +55,19 @@ def test_each_kind_of_model_says_how_its_state_can_be_kept(open_engine):
     }
 
 
+def test_what_llama_cpp_would_rotate_wrongly_is_not_moved(open_engine):
+    """It knows only of tokens with several positions that it cannot."""
+    engines = {kind: open_engine(kind) for kind in RANGE_KINDS}
+    can = {kind for kind, engine in engines.items() if engine.capabilities.can_shift}
+    assert can == {"dense", "latent"}
+    for kind in RANGE_KINDS.keys() - can:
+        evaluate(engines[kind], 0, 0, 60)
+        before = exported(engines[kind], 0, 0, 60)
+        with pytest.raises(EngineError, match="cut out"):
+            engines[kind].splice(0, 20, 40, TOKENS[:5])
+        assert exported(engines[kind], 0, 0, 60) == before
+
+
 @pytest.mark.parametrize("kind", ["dense", *SNAPSHOT_KINDS])
 def test_conversations_are_answered_as_without_a_cache(open_engine, tmp_path, kind):
     """Turns, a branch and a repeat, against evaluation of everything afresh."""

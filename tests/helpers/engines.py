@@ -16,6 +16,7 @@ RANGE_KINDS = {
     "latent": tiny_gguf.latent,
     "indexed": tiny_gguf.indexed,
     "several positions": tiny_gguf.several_positions,
+    "scaled keys": tiny_gguf.scaled_keys,
 }
 SNAPSHOT_KINDS = {
     "recurrent": tiny_gguf.recurrent,

@@ -47,6 +47,12 @@ def dense(path: Path, *, seed: int = 0, template: str | None = None) -> Path:
     return _write(path, "llama", _attention_metadata(), _attention_shapes(), seed, template)
 
 
+def scaled_keys(path: Path, *, seed: int = 0) -> Path:
+    """Phi 3's way to long contexts: what is rotated becomes larger too."""
+    metadata = {**_attention_metadata(), "rope.scaling.attn_factor": 1.19}
+    return _write(path, "llama", metadata, _attention_shapes(), seed)
+
+
 def sliding_window(path: Path, *, seed: int = 0) -> Path:
     """Gemma 2's shape: every second layer sees only the last `WINDOW` tokens."""
     metadata = {

@@ -12,6 +12,7 @@ import pytest
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff
 from emberkeep.library import Emberkeep
+from emberkeep.library.lines import write_lines
 from emberkeep.library.memory import UserMemory, open_memory
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Recall, ToolUse, Turn, private_namespace
@@ -124,6 +125,16 @@ def test_an_export_leaves_an_existing_file_alone(memory: UserMemory, tmp_path: P
     assert taken.read_text() == "mine"
     with pytest.raises(EmberkeepError, match="Cannot write"):
         memory.export_to(tmp_path / "no" / "folder")
+
+
+def test_an_export_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"kind": "header"}
+        raise MemoryFailed("The disk is gone: look for it.")
+
+    with pytest.raises(MemoryFailed, match="The disk is gone"):
+        write_lines(tmp_path / "out.jsonl", rows())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("written", [b"no json\n", b"[1]\n", b"\xff\n", b"[" * 100_000])

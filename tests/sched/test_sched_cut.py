@@ -176,7 +176,9 @@ class Growing:
 
     def __init__(self, rig: Rig, prompt: list[int], namespace: str | None = MARKED, more: int = 20) -> None:
         self._rig, self._prompt, self._namespace, self._more = rig, prompt, namespace, more
-        self.job = rig.job(prompt, sampling=ENDLESS, max_new=10, closing=(), on_full=self._full, approximate_namespace=MARKED)
+        self.job = rig.job(
+            prompt, sampling=ENDLESS, max_new=10, closing=(), on_full=self._full, approximate_namespace=MARKED
+        )
         self.asked = 0
 
     def _full(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +15,16 @@ from urllib.parse import quote
 import httpx
 import pytest
 from caching import served
+from fastapi import FastAPI
 from scripted import BILL, Running, ScriptedBackend, running
+from starlette.types import ASGIApp
 
 from emberkeep.config import Config
 from emberkeep.errors import MemoryFailed
 from emberkeep.library.memory import open_memory
 from emberkeep.memory.memory import Memory
+from emberkeep.server.app import create_app
+from emberkeep.server.request_log import RequestLog
 from emberkeep.types import (
     Eviction,
     Finished,
@@ -61,14 +67,22 @@ class Site:
     def facts(self, **whose: Json) -> dict[str, str]:
         return {fact["name"]: fact["value"] for fact in self.get("/facts", **whose)["data"]}
 
-    def archive(self, owner: str, text: str, conversation: str = "c1") -> None:
+    def archive(self, user: str, *texts: str, conversation: str = "c1") -> None:
         uses = (ToolUse("look", "{}", "seen"),)
-        self.memory.archive(owner, [Turn(text.encode(), conversation, 1000.0, text, "I see.", uses)])
+        turns = [Turn(text.encode(), conversation, 1000.0, text, "I see.", uses) for text in texts]
+        self.memory.archive(private_namespace(user), turns)
 
     def exported(self, **whose: Json) -> list[Json]:
         response = self.client.get("/v1/memory/export", params=whose)
         assert response.headers["content-type"] == "application/x-ndjson"
         return [json.loads(line) for line in response.text.splitlines()]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Memory]:
+    memory = Memory(tmp_path / "memory.sqlite3", limit_bytes=1 << 30)
+    yield memory
+    memory.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +105,7 @@ def somebody() -> str:
 
 
 def test_an_archived_turn_is_found(site: Site, somebody: str) -> None:
-    site.archive(private_namespace(somebody), "The spare key is under the blue pot.")
+    site.archive(somebody, "The spare key is under the blue pot.")
     (found,) = site.get("/search", query="Where is the spare key?", user_id=somebody)["data"]
     assert 0 < found.pop("score") <= 1
     assert "**spare**" in found.pop("highlight")
@@ -107,7 +121,7 @@ def test_an_archived_turn_is_found(site: Site, somebody: str) -> None:
 
 
 def test_a_stored_answer_is_found_beside_turns(site: Site, somebody: str) -> None:
-    site.archive(private_namespace(somebody), "The tide turns at noon.")
+    site.archive(somebody, "The tide turns at noon.")
     body = {"question": "When does the tide turn?", "answer": "At noon.", "user_id": somebody}
     stored = site.ask("POST", "/answers", json=body)
     assert stored["object"] == "memory.answer"
@@ -169,24 +183,21 @@ def test_a_saved_conversation_is_shown_in_openais_shape(site: Site, somebody: st
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "entry_not_found")
 
 
-def test_everything_of_a_user_can_be_taken_along(site: Site, somebody: str, tmp_path: Path) -> None:
-    for number in range(600):  # more than are sent at a time
-        site.archive(private_namespace(somebody), f"word number {number}")
+def test_everything_of_a_user_can_be_taken_along(site: Site, somebody: str, stored: Memory) -> None:
+    site.archive(somebody, *(f"word number {number}" for number in range(600)))  # more than are sent at a time
     site.set_fact("cat", "Kater Murr 🐈", user_id=somebody)
     exported = site.exported(user_id=somebody)
-    elsewhere = Memory(tmp_path / "memory.sqlite3", limit_bytes=1 << 30)
-    elsewhere.import_(exported)
-    assert elsewhere.stats(private_namespace(somebody))["turns"] == 600
-    assert [fact.value for fact in elsewhere.facts(private_namespace(somebody))] == ["Kater Murr 🐈"]
-    elsewhere.close()
+    stored.import_(exported)
+    assert stored.stats(private_namespace(somebody))["turns"] == 600
+    assert [fact.value for fact in stored.facts(private_namespace(somebody))] == ["Kater Murr 🐈"]
     counted = site.get("/stats", user_id=somebody)
     assert (counted["turns"], counted["facts"]) == (600, 1)
     assert "bytes" not in counted
 
 
 def test_a_conversation_or_a_user_is_forgotten(site: Site, somebody: str) -> None:
-    site.archive(private_namespace(somebody), "tides of spring", "c1")
-    site.archive(private_namespace(somebody), "tides of autumn", "c2")
+    site.archive(somebody, "tides of spring", conversation="c1")
+    site.archive(somebody, "tides of autumn", conversation="c2")
     site.set_fact("moon", "full", user_id=somebody)
     one = site.ask("DELETE", "", params={"user_id": somebody, "conversation_id": "c1"})
     assert (one["object"], one["removed"]["turns"], one["removed"]["facts"]) == ("memory.removed", 1, 0)
@@ -304,6 +315,35 @@ def test_memory_that_fails_says_why_and_the_rest_goes_on() -> None:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
+def test_a_server_that_stops_takes_nothing_in_any_more(stored: Memory) -> None:
+    app = app_over(stored)
+    app.state.drain.begin()
+    assert asked(app, "PUT", "/v1/memory/facts/x", json={"value": "x"}).status_code == 503
+    assert stored.facts("") == []
+
+
+def test_a_client_that_got_everything_has_not_left(stored: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="emberkeep.server.request_log")
+    asked(RequestLog(app_over(stored)), "GET", "/v1/memory/export")
+    assert caplog.messages == ["GET /v1/memory/export 200"]
+
+
+def app_over(memory: Memory) -> FastAPI:
+    backend = ScriptedBackend()
+    backend.memory = memory
+    return create_app(backend, Config())
+
+
+def asked(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response:
+    """Without the network."""
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(send())
+
+
 def test_memory_wants_the_key_like_the_rest() -> None:
     with running(ScriptedBackend(), Config(api_key="canary")) as server:
         for method, path in (("GET", "facts"), ("PUT", "facts/x"), ("GET", "export")):
@@ -336,7 +376,7 @@ OTHERS: list[Json] = [
 
 
 def test_what_one_user_has_told_no_other_user_sees(site: Site) -> None:
-    site.archive(private_namespace("ann"), "the treasure is buried")
+    site.archive("ann", "the treasure is buried")
     site.memory.save_messages(private_namespace("ann"), "c1", [Message("user", "treasure")], model="tiny")
     site.set_fact("treasure", "gold", user_id="ann")
     for whose in OTHERS:

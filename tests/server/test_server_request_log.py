@@ -70,6 +70,17 @@ def test_other_requests_tell_their_status(lines: Callable[[], list[str]]) -> Non
     ]
 
 
+def test_names_that_users_gave_are_not_told(lines: Callable[[], list[str]]) -> None:
+    call("PUT", "/v1/memory/facts/diagnosis", json={"value": "x"})
+    call("GET", "/v1/memory/conversations/diagnosis%20of%20ann")
+    call("GET", "/v1/memory/facts")
+    assert lines() == [
+        "PUT /v1/memory/facts/... 404",
+        "GET /v1/memory/conversations/... 404",
+        "GET /v1/memory/facts 404",
+    ]
+
+
 def test_a_stream_that_fails_is_told_from_one_that_ends(lines: Callable[[], list[str]]) -> None:
     call("POST", CHAT, [TextDelta(0, "Hel"), DeadlineExceeded("Too late.")], json={**BODY, "stream": True})
     assert lines() == [f"POST {CHAT} 200: broken off"]

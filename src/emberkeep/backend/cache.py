@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from emberkeep.backend.fitting import Fitter
 from emberkeep.backend.marks import Lineages
 from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.errors import NoSuchEntry
@@ -40,6 +41,7 @@ class StoreCache:
         loop: EngineLoop,
         prompts: PromptMaker,
         lineages: Lineages,
+        fitter: Fitter,
         *,
         on_forget: Callable[[set[str]], None] = lambda namespaces: None,
     ) -> None:
@@ -48,6 +50,7 @@ class StoreCache:
         self._loop = loop
         self._prompts = prompts
         self._lineages = lineages
+        self._fitter = fitter
         self._on_forget = on_forget
 
     # ── what is kept ──
@@ -99,8 +102,8 @@ class StoreCache:
 
     def explain(self, request: Request) -> Explanation:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
-        request = self._lineages.settle(request)
-        prompt = self._prompts.make(request)
+        may_cut = self._lineages.may_cut(request)
+        request, prompt = self._fitter.rehearsed(self._lineages.settle(request), may_cut=may_cut)
         if not request.use_cache:
             fresh = LookupRecord(prompt_tokens=len(prompt.tokens), reason=MissReason.DISABLED)
             return Explanation(fresh, "Nothing is reused: the request asks for everything to be evaluated afresh.")

@@ -17,7 +17,7 @@ from emberkeep.backend.prompts import Draft, PromptMaker
 from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.job import Cut
 from emberkeep.session.sessions import Sessions
-from emberkeep.session.view import View
+from emberkeep.session.view import Gone, View
 from emberkeep.types import Eviction, Recall, Request
 
 _CLOSE_ENOUGH = 1.15
@@ -37,9 +37,16 @@ class Conversation:
     view: View
     draft: Draft
     may_cut: bool
+    """Where messages leave it, what follows is moved up and not evaluated again."""
+    may_grow: bool
+    """Messages may leave while it is answered."""
     cut: Cut | None = None
     """How to come by its state from that of the turn before."""
     evictions: tuple[Eviction, ...] = ()
+
+    @property
+    def is_shortened(self) -> bool:
+        return bool(self.view.gone.spoken)
 
     @property
     def recalled(self) -> int:
@@ -65,17 +72,17 @@ class Evictor:
         May still be too long: then nothing else may leave. In a rehearsal nothing is written or recalled. Raises
         RequestError.
         """
-        begin = perf_counter()
         view = self._sessions.view(request)
-        whole = replace(view, gone=type(view.gone)())
+        if not self._sessions.may_evict(request):
+            return self._seen(request, view, may_cut)
         rough = self._far_too_long(view)
-        now = Conversation(request, *self._drafted(request, self._without(view, request, rough), may_cut), may_cut)
-        if now.view.gone.spoken and not rough and len(now.draft) + view.gone.tokens <= self._policy.limit(request):
+        now = self._seen(request, self._without(view, request, rough), may_cut)
+        if now.is_shortened and not rough and len(now.draft) + view.gone.tokens <= self._policy.limit(request):
             # Another branch of this conversation was longer than this one.
-            return Conversation(request, *self._drafted(request, whole, may_cut), may_cut)
+            return self._seen(request, replace(view, gone=Gone()), may_cut)
         groups = rough + self._too_long(now)
         if groups:
-            return self._evicted(now, view, groups, begin, has_source=not rough, is_rehearsal=is_rehearsal)
+            return self._evicted(now, view, groups, has_source=not rough, is_rehearsal=is_rehearsal)
         return now if is_rehearsal else self._recalled(now)
 
     def shorter(self, now: Conversation) -> Conversation | None:
@@ -92,9 +99,7 @@ class Evictor:
         plan_ms = 1e3 * (perf_counter() - begin)
         view, eviction = self._sessions.left(now.request, view, groups, freed, plan_ms)
         cut = _cut(now.draft, draft, shown.namespace if now.may_cut else None)
-        return replace(
-            now, shown=shown, view=view, draft=draft, cut=cut, evictions=(*now.evictions, eviction)
-        )
+        return replace(now, shown=shown, view=view, draft=draft, cut=cut, evictions=(*now.evictions, eviction))
 
     # ── what leaves ──
 
@@ -111,7 +116,7 @@ class Evictor:
 
     def _too_long(self, now: Conversation) -> list[frozenset[int]]:
         limit = self._policy.limit(now.request)
-        if now.view.gone.spoken and self._sessions.recall_of(now.request) is Recall.AUTO:
+        if now.is_shortened and self._sessions.recall_of(now.request) is Recall.AUTO:
             limit = max(limit - self._policy.recall_tokens, self._policy.target)
         if len(now.draft) <= limit:
             return []
@@ -136,11 +141,11 @@ class Evictor:
         now: Conversation,
         before: View,
         groups: list[frozenset[int]],
-        begin: float,
         *,
         has_source: bool,
         is_rehearsal: bool,
     ) -> Conversation:
+        begin = perf_counter()
         request = now.request
         view = self._sessions.without(before, request, groups)
         shown, draft = self._redrafted(now, view)
@@ -157,7 +162,7 @@ class Evictor:
         if recalled is not view:
             # What is recalled stands in the longer prompt too, so that both end alike.
             longer = replace(before, inserted=recalled.inserted)
-            source = replace(now, draft=self._drafted(request, longer, now.may_cut)[2])
+            source = self._seen(request, longer, now.may_cut)
             view = recalled
             shown, draft = self._redrafted(source, view)
         cut = _cut(source.draft, draft, shown.namespace) if has_source and now.may_cut else None
@@ -165,18 +170,17 @@ class Evictor:
 
     def _recalled(self, now: Conversation) -> Conversation:
         view = self._sessions.recalled(now.request, now.view, self._count)
-        if view is now.view:
-            return now
-        return Conversation(now.request, *self._drafted(now.request, view, now.may_cut), now.may_cut)
+        return now if view is now.view else self._seen(now.request, view, now.may_cut)
 
     # ── as text and tokens ──
 
     def _without(self, view: View, request: Request, groups: list[frozenset[int]]) -> View:
         return self._sessions.without(view, request, groups) if groups else view
 
-    def _drafted(self, request: Request, view: View, may_cut: bool) -> tuple[Request, View, Draft]:
+    def _seen(self, request: Request, view: View, may_cut: bool) -> Conversation:
         shown = self._shown(request, view, may_cut)
-        return shown, view, self._prompts.draft(shown)
+        may_grow = request.n == 1 and self._sessions.may_evict(request)
+        return Conversation(request, shown, view, self._prompts.draft(shown), may_cut, may_grow)
 
     def _redrafted(self, longer: Conversation, view: View) -> tuple[Request, Draft]:
         shown = self._shown(longer.request, view, longer.may_cut)

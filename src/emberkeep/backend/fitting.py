@@ -33,7 +33,6 @@ class Fitted:
     conversation: Conversation | None = None
     """What messages may leave, while it is answered."""
 
-
     @property
     def cut(self) -> Cut | None:
         """How to come by its state from that of the turn before."""
@@ -43,7 +42,7 @@ class Fitted:
     @property
     def can_grow(self) -> bool:
         """Its answer may go on when the context is full."""
-        return self.conversation is not None and self.request.n == 1
+        return self.conversation is not None and self.conversation.may_grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +107,14 @@ class Fitter:
             "truncated": self._truncated,
             **self._planning.calibration.stats(),
         }
+
+    def rehearsed(self, request: Request, *, may_cut: bool) -> tuple[Request, Prompt]:
+        """What `fit` would make of it, with nothing written. Raises RequestError."""
+        if not self._evictor.applies(request):
+            return request, self._prompts.make(request)
+        conversation = self._evictor.fit(request, may_cut=may_cut, is_rehearsal=True)
+        prompt = self._prompts.make(conversation.shown, conversation.draft)
+        return conversation.shown, self._prompts.named(prompt, request)
 
     def more_room(self, fitted: Fitted) -> tuple[Fitted, Room] | None:
         """Let more messages leave a conversation whose answer has filled the context. None: none may."""

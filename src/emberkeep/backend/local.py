@@ -11,6 +11,7 @@ from time import monotonic
 
 import numpy as np
 
+from emberkeep.backend.asking import Asking
 from emberkeep.backend.base import Cache, ModelCard
 from emberkeep.backend.cache import StoreCache
 from emberkeep.backend.channel import Channel, Outbox
@@ -101,21 +102,30 @@ class LocalBackend:
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
         self._sessions = sessions
+        self._asking = Asking(sessions)
         self._memory = memory
+        evictor = Evictor(self._prompts, sessions, lineages)
         self._fitter = Fitter(
             self._prompts,
             planning,
             context=context,
             lineages=lineages,
-            evictor=Evictor(self._prompts, sessions, lineages),
+            evictor=evictor,
             in_ram=self._tokens_in_ram,
         )
         self._machine = machine
         self._rehearse()
         self._precache = Precache(self.warm, self._prompts, store, loop, keep_alive)
-        self._cache = StoreCache(store, loop, self._prompts, lineages, on_forget=self._precache.forget)
+        self._cache = StoreCache(
+            store, loop, self._prompts, lineages, self._fitter, on_forget=self._precache.forget
+        )
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> AsyncIterator[Event]:
+        if self._asking.applies(request):
+            return self._asking.run(request, self._answer)
+        return self._answer(request)
+
+    async def _answer(self, request: Request) -> AsyncIterator[Event]:
         arrived = monotonic()
         may_cut = self._lineages.may_cut(request)
         request = self._lineages.settle(request)

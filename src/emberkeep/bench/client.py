@@ -11,7 +11,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from emberkeep.errors import EmberkeepError
@@ -63,6 +63,8 @@ class Reply:
     """Template, tokens, queue: until loading began, by the server's own clock."""
     load_ms: float
     decode_step_ms: float
+    detail: Mapping[str, Json] = field(default_factory=dict)
+    """What the server tells about it: the `emberkeep` object."""
 
 
 class Client:
@@ -75,7 +77,7 @@ class Client:
         return parse_stream(await self.post("/v1/chat/completions", chat_body(messages, max_tokens)))
 
     async def stats(self) -> dict[str, Json]:
-        return dict(json.loads((await self._exchange("GET", "/v1/stats", b"")).body()))
+        return dict(await self.get("/v1/stats"))
 
     async def prompt_tokens(self, messages: Messages) -> list[int]:
         """The token ids that a fresh conversation with these messages is evaluated as."""
@@ -90,6 +92,9 @@ class Client:
         while not is_settled(stats := await self.stats()):
             await asyncio.sleep(_POLL_S)
         return stats
+
+    async def get(self, path: str) -> Json:
+        return json.loads((await self._exchange("GET", path, b"")).body())
 
     async def post(self, path: str, body: Json) -> Exchange:
         return await self._exchange("POST", path, json.dumps(body).encode())
@@ -139,6 +144,7 @@ def parse_stream(exchange: Exchange) -> Reply:
         prepare_ms=detail["queue_ms"],
         load_ms=detail["load_ms"],
         decode_step_ms=timings["predicted_ms"] / max(usage["completion_tokens"] - 1, 1),
+        detail=detail,
     )
 
 

@@ -1,18 +1,17 @@
-"""memory: a million archived turns, as years of conversations leave them: searching them, and archiving one more."""
+"""memory: a million archived turns, as years of conversations leave them: searching them, and archiving one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
 from time import perf_counter
 
 import numpy as np
 
 from emberkeep.bench.figures import percentile, series
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import Result, Row, Table, Value
 from emberkeep.bench.stage import Folder
 from emberkeep.bench.texts import COMMON
 from emberkeep.memory.memory import Memory
@@ -57,7 +56,7 @@ async def run(folder: Folder, plan: MemoryPlan) -> Result:
         size = int(memory.stats()["bytes"])
     finally:
         memory.close()
-    filled = {"turns": plan.turns, "turns per second": round(plan.turns / seconds)}
+    filled: dict[str, Value] = {"turns": plan.turns, "turns per second": round(plan.turns / seconds)}
     facts = {**filled, "file": f"{size / 1e6:,.0f} MB", "bytes per turn": size // plan.turns}
     return Result(
         "memory",

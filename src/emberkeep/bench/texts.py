@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
-COMMON = tuple(
-    """
+_COMMON = """
 the of and to in a is that for it was on are as with they at be this from have or by one had not but what
 all were when we there can an your which their said if do will each about how up out them then she many some
 so these would other into has more her two like him see time could no make than first been its who now
@@ -23,8 +22,8 @@ country father let night following picture being study second eyes soon times st
 ever paper hard near sentence better best across during today others however sure means knew try told young
 miles sun ways thing whole hear example heard several change answer room sea against top turned learn point
 city play toward five using himself usually
-""".split()
-)
+"""
+COMMON = tuple(_COMMON.split())
 """English words, about from the most frequent on."""
 
 

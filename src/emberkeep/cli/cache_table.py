@@ -53,7 +53,8 @@ def agreement(results: Sequence[Verified]) -> str:
 
 def what(entry: CacheEntry) -> str:
     """What a person would call it."""
-    return entry.name or entry.head or f"a {entry.kind} without a name"
+    called = [part for part in (entry.name, entry.head) if part]
+    return ": ".join(called) or f"a {entry.kind} without a name"
 
 
 def removed_line(removed: Removed) -> str:

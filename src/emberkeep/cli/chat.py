@@ -156,7 +156,10 @@ def talk(
     """Until the user leaves. Raises EmberkeepError."""
     install_model(config)
     conversation = Conversation.continued(saved, system) if saved else Conversation(system)
-    with open_journal(config, is_saving=is_saving) as journal, open_model(config) as keeper:
+    # What could not be archived is said below the answer, and once.
+    logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
+    with open_model(config) as keeper:
+        journal = open_journal(keeper, config, is_saving=is_saving)
         session = ChatSession(
             keeper,
             conversation,

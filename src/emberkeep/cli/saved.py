@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +12,11 @@ from emberkeep.cli.common import complain, install_model
 from emberkeep.cli.conversation import Conversation, write_messages
 from emberkeep.cli.tables import ago, counted, show, texts
 from emberkeep.config import Config
-from emberkeep.errors import EmberkeepError, MemoryFailed, ModelNotFound, NoSuchEntry
+from emberkeep.errors import EmberkeepError, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.types import Message, Recollection, SavedConversation
 
 if TYPE_CHECKING:
+    from emberkeep.library import Emberkeep
     from emberkeep.library.memory import UserMemory
 
 LATEST = "latest"
@@ -57,7 +57,7 @@ class Journal:
     def search(self, query: str) -> list[Recollection]:
         """Raises MemoryFailed."""
         if self._memory is None:
-            raise MemoryFailed("There is no memory to search: it is switched off, or could not be opened.")
+            raise MemoryOff
         return self._memory.search(query)
 
     def _save(self, memory: UserMemory, conversation: Conversation) -> None:
@@ -70,19 +70,13 @@ class Journal:
         self._saved_id, self._saved = conversation.id, messages
 
 
-@contextmanager
-def open_journal(config: Config, *, is_saving: bool) -> Iterator[Journal]:
-    """A chat goes on without one: what is wrong with the memory is a warning."""
-    from emberkeep.library.memory import open_memory
-
-    with ExitStack() as opened:
+def open_journal(keeper: Emberkeep, config: Config, *, is_saving: bool) -> Journal:
+    """In the memory of a loaded model. Without one a chat goes on; whoever could not open it has said so."""
+    try:
+        memory = keeper.memory
+    except MemoryOff:
         memory = None
-        try:
-            if config.memory:
-                memory = opened.enter_context(open_memory(config))
-        except EmberkeepError as error:
-            complain(f"This conversation is not saved: {error}")
-        yield Journal(memory, _loadable_name(config.model), is_saving=is_saving)
+    return Journal(memory, _loadable_name(config.model), is_saving=is_saving)
 
 
 def find_saved(config: Config, wanted: str) -> SavedConversation:

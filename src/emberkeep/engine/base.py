@@ -176,7 +176,7 @@ class Engine(Protocol):
     def logits(self, index: int) -> Logits:
         """Logits after the last token of `batch[index]` of the latest `evaluate`, which wanted them.
 
-        A view into the engine's memory: valid and unmodified until the next `evaluate`.
+        A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`.
         """
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:

@@ -74,6 +74,8 @@ def _run(chunk: Chunk, index: int, specials: Set[int]) -> tuple[int, bool]:
             return index + 1, True
     marks = (len(chunk.tokens), *chunk.branches, *(begin for begin, _ in chunk.sampled))
     stop = min((mark for mark in marks if mark > index), default=index)
+    if not specials:
+        return stop, False
     rest = chunk.tokens[index + 1 : stop].tolist()
     return next((index + 1 + i for i, token in enumerate(rest) if token in specials), stop), False
 

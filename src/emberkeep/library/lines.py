@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from emberkeep.errors import EmberkeepError
@@ -12,10 +13,12 @@ from emberkeep.types import Json
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Json]]) -> None:
-    """A new file that only its owner can read. Raises EmberkeepError; an existing file is left alone."""
+    """A new file that only its owner can read, whole or not at all. Raises EmberkeepError, and what `rows` raises;
+    an existing file is left alone."""
     try:
-        with open(path, "x", encoding="utf-8", opener=_private) as file:
+        with open(path, "x", encoding="utf-8", opener=_private) as file, _whole(path):
             file.writelines(line(row) for row in rows)
+            file.flush()
     except FileExistsError as error:
         raise EmberkeepError(f"{path} exists already: give another name.") from error
     except OSError as error:
@@ -46,6 +49,15 @@ def _parsed(text: str, where: str) -> dict[str, Json]:
     if not isinstance(row, dict):
         raise EmberkeepError(f"{where} is not a JSON object: give a file that was exported.")
     return row
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _private(path: str, flags: int) -> int:

@@ -80,7 +80,7 @@ class MessageBody(Body):
         )
 
 
-MAX_MESSAGES = 10_000
+MAX_MESSAGES = 100_000
 
 MessageList = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
 BeginningList = Annotated[list[MessageBody], Field(max_length=MAX_MESSAGES)]

@@ -88,5 +88,5 @@ def message_of(data: dict[str, Any]) -> Message:
 
 
 def _saved(values: tuple[Any, ...], messages: tuple[Message, ...]) -> SavedConversation:
-    *fields, count = values
-    return SavedConversation(*fields, messages, count)
+    id_, title, model, created, updated, count = values
+    return SavedConversation(id_, title, model, created, updated, messages, count)

@@ -15,6 +15,7 @@ import apsw
 from emberkeep.errors import MemoryFailed
 from emberkeep.files import private_folder
 from emberkeep.memory.migrations import migrate
+from emberkeep.memory.sql import rows
 
 _BUSY_MS = 5000
 """How long another process may hold the file before that is an error."""
@@ -59,11 +60,17 @@ class Database:
                     self._writer.execute("ROLLBACK")
                 raise
 
-    @contextmanager
-    def alone(self) -> Iterator[apsw.Connection]:
-        """Between transactions, with no other thread here: for what cannot be in one."""
-        with self._writing, self._reading, self._translated():
-            yield self._writer
+    def rewrite(self) -> None:
+        """The file with what is in it and nothing else: no free pages, no rests in pages, no log.
+
+        Others can read meanwhile, and wait to write: a million turns take about three seconds.
+        """
+        with self._writing, self._translated():
+            self._writer.execute("VACUUM")
+            with self._reading:
+                busy, *_ = rows(self._writer, "PRAGMA wal_checkpoint(TRUNCATE)")[0]
+            if busy:
+                raise apsw.BusyError
 
     def close(self) -> None:
         """Waits for what is under way. Idempotent."""
@@ -92,7 +99,7 @@ def _connect(path: Path) -> apsw.Connection:
         db.pragma("auto_vacuum", "incremental")  # has to come before anything is in the file
         _use_wal(db)
         db.pragma("synchronous", "full")  # a power cut must not lose what was acknowledged
-        db.pragma("secure_delete", "fast")  # what was forgotten is overwritten
+        db.pragma("secure_delete", "fast")  # a deleted fact is overwritten, and no page is written for it
         db.pragma("cache_size", -_CACHE_KIB)
         db.wal_autocheckpoint(_CHECKPOINT_PAGES)
     except BaseException:

@@ -6,16 +6,16 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import apsw
-
 from emberkeep.memory import conversations, exporting, facts, forgetting, importing, searching
 from emberkeep.memory.database import Database
-from emberkeep.memory.embedding import Embed
+from emberkeep.memory.embedding import Embed, Floats
 from emberkeep.memory.notes import put_note, read_notes
 from emberkeep.memory.retention import retain
 from emberkeep.memory.rows import add_turn, make_conversation, make_owner, owner_id
-from emberkeep.memory.sql import rows
+from emberkeep.memory.secrets import redacted
+from emberkeep.memory.sql import rows as read_rows
 from emberkeep.memory.stats import stats
+from emberkeep.memory.vectors import Vectors, add_vectors, text_of, without_vectors
 from emberkeep.types import Fact, Forgotten, Json, Message, Note, Recollection, SavedConversation, Turn
 
 
@@ -27,6 +27,8 @@ class Memory:
         """Opens the file at `path`, or creates it. With `embed` search finds what means the same too."""
         self._limit = limit_bytes
         self._database = Database(path)
+        self._vectors = Vectors(embed) if embed is not None else None
+        self._catch_up()
 
     def close(self) -> None:
         """Waits for what is under way. Idempotent."""
@@ -42,18 +44,18 @@ class Memory:
 
         `conversation` is what the notes belong to, and are forgotten with; by default that of the first turn.
         """
+        meanings = self._meanings([(turn.user_text, turn.assistant_text) for turn in turns])
         with self._database.writing() as db:
             id_ = make_owner(db, owner)
-            added = [self._add(db, id_, turn) for turn in turns]
+            added = [add_turn(db, id_, make_conversation(db, id_, turn.conversation), turn) for turn in turns]
+            if meanings is not None:
+                add_vectors(db, added, meanings)
             name = turns[0].conversation if turns and conversation is None else conversation
             place = make_conversation(db, id_, name) if name is not None and notes else None
             for note in notes:
                 put_note(db, id_, place, note)
             retain(db, self._limit)
         return len(added) - added.count(None)
-
-    def _add(self, db: apsw.Connection, owner: int, turn: Turn) -> int | None:
-        return add_turn(db, owner, make_conversation(db, owner, turn.conversation), turn)
 
     def notes(self, owner: str, keys: Sequence[bytes]) -> list[Note]:
         """Every note at one of these places, in no order."""
@@ -71,8 +73,10 @@ class Memory:
     ) -> list[Recollection]:
         """Archived turns and stored answers, the best first. `query` is what a person would ask, `exclude` are ids
         of recollections that are not wanted. Stored answers belong to no conversation."""
+        meaning = self._vectors.of([query])[0] if self._vectors is not None else None
+        asked = searching.Asked(query, max_results, conversation, exclude)
         with self._database.reading() as db:
-            return searching.search(db, owner, query, max_results, conversation, exclude)
+            return searching.search(db, owner, asked, self._vectors, meaning)
 
     # ── facts and answers ──
 
@@ -97,8 +101,12 @@ class Memory:
 
     def store_answer(self, owner: str, question: str, answer: str) -> int:
         """Its id. The same question again replaces the answer."""
+        meanings = self._meanings([(question, answer)])
         with self._database.writing() as db:
-            return facts.store_answer(db, make_owner(db, owner), facts.answer(question, answer, time.time()))
+            id_ = facts.store_answer(db, make_owner(db, owner), facts.answer(question, answer, time.time()))
+            if meanings is not None:
+                add_vectors(db, [id_], meanings)
+        return id_
 
     # ── saved conversations ──
 
@@ -124,12 +132,16 @@ class Memory:
 
     def forget(self, owner: str, conversation: str | None = None) -> Forgotten:
         """Removes one conversation, or everything of the owner, so that no byte of it is left in the file."""
-        return forgetting.forget(self._database, owner, conversation)
+        forgotten = forgetting.forget(self._database, owner, conversation)
+        if self._vectors is not None:
+            with self._database.reading():
+                self._vectors.forget()
+        return forgotten
 
     def owners(self) -> list[str]:
         """Everybody of whom something is remembered."""
         with self._database.reading() as db:
-            return [name for (name,) in rows(db, "SELECT name FROM owners ORDER BY name")]
+            return [name for (name,) in read_rows(db, "SELECT name FROM owners ORDER BY name")]
 
     def stats(self, owner: str | None = None) -> dict[str, Json]:
         """Counts, sizes and times; of everybody without an owner."""
@@ -143,4 +155,25 @@ class Memory:
     def import_(self, rows: Iterable[Mapping[str, Json]]) -> int:
         """What `export` gave; returns how much of it is new here. A bad row raises MemoryFailed that names its
         line; of the two thousand rows around it nothing is kept."""
-        return importing.import_rows(self._database, rows)
+        added = importing.import_rows(self._database, rows)
+        self._catch_up()
+        return added
+
+    # ── meanings ──
+
+    def _meanings(self, texts: Sequence[tuple[str, str]]) -> Floats | None:
+        """Outside of any transaction: this takes longer than writing."""
+        if self._vectors is None or not texts:
+            return None
+        return self._vectors.of([text_of(redacted(user), redacted(assistant)) for user, assistant in texts])
+
+    def _catch_up(self) -> None:
+        """Vectors for new turns that were archived without."""
+        if self._vectors is None:
+            return
+        with self._database.reading() as db:
+            found = without_vectors(db)
+        meanings = self._meanings([(user, assistant) for _, user, assistant in found])
+        if meanings is not None:
+            with self._database.writing() as db:
+                add_vectors(db, [id_ for id_, _, _ in found], meanings)

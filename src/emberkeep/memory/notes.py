@@ -11,7 +11,7 @@ from emberkeep.memory.rows import owner_id
 from emberkeep.memory.sql import rows, value
 from emberkeep.types import Note, NoteKind
 
-_AT_ONCE = 512
+_AT_ONCE = 128
 """Keys in one statement: always as many, so that SQLite has it prepared."""
 _SQL = f"SELECT key, kind, data FROM notes WHERE owner = ? AND key IN ({','.join('?' * _AT_ONCE)})"
 

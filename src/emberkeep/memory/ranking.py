@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from emberkeep.memory.finding import Word
 from emberkeep.memory.terms import Term, clean, stems_of, terms_of
@@ -16,6 +17,10 @@ _WEIGHTS = (1.3, 1.0, 0.5)
 _RECENT = 0.15
 """Share of the score that age takes away in the end: an old exact answer stays before a vague new one."""
 _HALF_LIFE_S = 30 * 86400.0
+_UNRELATED, _SAME = 0.12, 0.6
+"""Cosines of texts that have nothing to do with each other, and of the same thing in other words."""
+_MEANT = 0.8
+"""What the same meaning counts for without a single common word."""
 _SNIPPET = 24
 _LEAD = 4
 """Words of a highlight, and how many of them stand before the first that matched."""
@@ -24,20 +29,44 @@ Texts = tuple[str, str, str]
 """What the user said, what the assistant said, and what went to and came from tools."""
 
 
-def relevance(texts: Texts, words: Sequence[Word], length: int, usual_length: float) -> float:
-    """BM25 with a weight for each part of a turn, as a share of what a turn could have at most."""
-    best: float = sum(word.weight for word in words)
+@dataclass(frozen=True, slots=True)
+class Question:
+    words: Sequence[Word]
+    usual_length: float
+    """Of a turn, in words."""
+    known: Mapping[int, float]
+    """Turns with the weight of those words that they are known to have, somewhere."""
+
+
+def relevance(texts: Texts, length: int, question: Question, known: float) -> float:
+    """BM25 with a weight for each part of a turn, as a share of what a turn could have at most.
+
+    `texts` may be only the beginning of a turn of `length` words: what is `known` of it counts in any case.
+    """
+    best: float = sum(word.weight for word in question.words)
     parts = [(weight, stems_of(text)) for weight, text in zip(_WEIGHTS, texts, strict=True) if text]
-    slack = _SATURATION * (1 - _LENGTH + _LENGTH * length / max(usual_length, 1.0))
-    gained = 0.0
-    for word in words:
+    slack = _SATURATION * (1 - _LENGTH + _LENGTH * length / max(question.usual_length, 1.0))
+    gained: float = 0.0
+    for word in question.words:
         often = sum(weight * stems.count(word.stem) for weight, stems in parts)
         gained += word.weight * often / (often + slack)
-    return gained / best if best > 0 else 0.0
+    least = known * _WEIGHTS[-1] / (_WEIGHTS[-1] + slack)
+    return max(gained, least) / best if best > 0 else 0.0
 
 
 def freshness(age_s: float) -> float:
-    return 1 - _RECENT * (1 - 0.5 ** (max(age_s, 0.0) / _HALF_LIFE_S))
+    fresh: float = 0.5 ** (max(age_s, 0.0) / _HALF_LIFE_S)
+    return 1 - _RECENT * (1 - fresh)
+
+
+def fused(said: float, meant: float) -> float:
+    """The score for the same words and for the same meaning (a cosine): either is enough, both are better.
+
+    Ranks are not fused, as is usual: the nearest vector of a question about nothing that is remembered would be
+    worth as much as a perfect match.
+    """
+    near = min(max((meant - _UNRELATED) / (_SAME - _UNRELATED), 0.0), 1.0)
+    return 1 - (1 - said) * (1 - _MEANT * near)
 
 
 def highlight(texts: Texts, words: Sequence[Word]) -> str:

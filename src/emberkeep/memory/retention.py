@@ -16,7 +16,7 @@ _RETURNED_PAGES = 128
 
 
 def used_bytes(db: apsw.Connection) -> int:
-    return (db.pragma("page_count") - db.pragma("freelist_count")) * db.pragma("page_size")
+    return int((db.pragma("page_count") - db.pragma("freelist_count")) * db.pragma("page_size"))
 
 
 def retain(db: apsw.Connection, limit_bytes: int) -> int:

@@ -67,8 +67,8 @@ def remove_turns(db: apsw.Connection, ids: Sequence[int]) -> None:
     """With their vectors and everything the index knows of them, but for its free space."""
     bound = [(id_,) for id_ in ids]
     db.executemany(
-        """UPDATE owners SET turns = turns - (t.conversation IS NOT NULL), answers = answers - (t.conversation IS NULL),
-                             words = owners.words - t.words
+        """UPDATE owners SET turns = turns - (t.conversation IS NOT NULL),
+                             answers = answers - (t.conversation IS NULL), words = owners.words - t.words
            FROM turns AS t WHERE t.id = ? AND owners.id = t.owner""",
         bound,
     )

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import apsw
 
+from emberkeep.memory.embedding import Floats
 from emberkeep.memory.finding import Scope, Word, candidates, look_up
-from emberkeep.memory.ranking import Texts, freshness, highlight, relevance
+from emberkeep.memory.ranking import Question, Texts, freshness, fused, highlight, relevance
 from emberkeep.memory.rows import conversation_id, unpack_uses
 from emberkeep.memory.sql import rows, value
 from emberkeep.memory.terms import asked_stems
+from emberkeep.memory.vectors import Vectors, similarities
 from emberkeep.types import MemoryKind, Recollection
 
-_CANDIDATES = 64
+_CANDIDATES = 48
 _READ_CHARS = 160_000
 """Of all candidates together: their words are counted one by one."""
 _LEAST_CHARS = 1000
 """Of each."""
+
+
+class Asked(NamedTuple):
+    query: str
+    max_results: int
+    conversation: str | None
+    exclude: Collection[int]
 
 
 class _Row(NamedTuple):
@@ -33,35 +42,34 @@ class _Row(NamedTuple):
 
 
 def search(
-    db: apsw.Connection,
-    owner: str,
-    query: str,
-    max_results: int,
-    conversation: str | None,
-    exclude: Collection[int],
+    db: apsw.Connection, owner: str, asked: Asked, vectors: Vectors | None, meaning: Floats | None
 ) -> list[Recollection]:
-    """The best first."""
-    found = _scope(db, owner, conversation)
-    stems = asked_stems(query)
-    if found is None or not stems or max_results < 1:
+    """The best first. `meaning` is the vector of the query, where there are vectors."""
+    found = _scope(db, owner, asked.conversation)
+    if found is None or asked.max_results < 1:
         return []
     scope, usual_length = found
+    stems = asked_stems(asked.query)
     words = look_up(db, scope, stems)
-    ids = candidates(db, scope, words, max(_CANDIDATES, max_results), exclude)
-    found_rows = _read(db, ids.tolist())
-    most_chars = max(_LEAST_CHARS, _READ_CHARS // max(len(found_rows), 1))
+    known = candidates(db, scope, words, max(_CANDIDATES, asked.max_results), asked.exclude)
+    ids = set(known)
+    meant: dict[int, float] = {}
+    if vectors is not None and meaning is not None and meaning.any():
+        ids.update(vectors.nearest(db, scope.owner, scope.conversation, meaning, asked.exclude))
+        meant = similarities(db, list(ids), meaning)
+    scored = _scored(_read(db, list(ids)), Question(words, usual_length, known), meant)
+    return [_recollection(score, row, words) for score, row in scored[: asked.max_results]]
+
+
+def _scored(found: Sequence[_Row], question: Question, meant: dict[int, float]) -> list[tuple[float, _Row]]:
+    """Those that answer anything at all, the best first."""
+    most_chars = max(_LEAST_CHARS, _READ_CHARS // max(len(found), 1))
     now = time.time()
-    scored = [
-        (relevance(_texts(row, most_chars), words, row.words, usual_length) * freshness(now - row.at), row)
-        for row in found_rows
-    ]
-    scored.sort(key=lambda one: (-one[0], -one[1].id))
-    return [_recollection(score, row, words) for score, row in scored[:max_results]]
-
-
-def _texts(row: _Row, most_chars: int | None = None) -> Texts:
-    tools = "\n".join(" ".join((u.name, u.arguments, u.result)) for u in unpack_uses(row.tool_uses))
-    return row.user_text[:most_chars], row.assistant_text[:most_chars], tools[:most_chars]
+    scored = []
+    for row in found:
+        said = relevance(_texts(row, most_chars), row.words, question, question.known.get(row.id, 0.0))
+        scored.append((fused(said, meant.get(row.id, 0.0)) * freshness(now - row.at), row))
+    return sorted((one for one in scored if one[0] > 0), key=lambda one: (-one[0], -one[1].id))
 
 
 def _scope(db: apsw.Connection, owner: str, conversation: str | None) -> tuple[Scope, float] | None:
@@ -84,9 +92,13 @@ def _read(db: apsw.Connection, ids: list[int]) -> list[_Row]:
     return [_Row(*values) for values in rows(db, sql, *ids)]
 
 
+def _texts(row: _Row, most_chars: int | None = None) -> Texts:
+    tools = "\n".join(" ".join((u.name, u.arguments, u.result)) for u in unpack_uses(row.tool_uses))
+    return row.user_text[:most_chars], row.assistant_text[:most_chars], tools[:most_chars]
+
+
 def _recollection(score: float, row: _Row, words: list[Word]) -> Recollection:
     kind = MemoryKind.ANSWER if row.conversation is None else MemoryKind.TURN
     texts, uses = (row.user_text, row.assistant_text), unpack_uses(row.tool_uses)
-    return Recollection(
-        row.id, kind, score, *texts, uses, row.at, row.conversation or "", highlight(_texts(row), words)
-    )
+    shown = highlight(_texts(row), words)
+    return Recollection(row.id, kind, score, *texts, uses, row.at, row.conversation or "", shown)

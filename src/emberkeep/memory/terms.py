@@ -9,9 +9,10 @@ from typing import Any
 import apsw
 
 _TOKENIZER = apsw.Connection(":memory:").fts5_tokenizer("porter", ["unicode61", "remove_diacritics", "2"])
-_UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-_UNSPACED_BYTES = 3
-"""Each of these in UTF-8."""
+_SCRIPTS = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_UNSPACED = re.compile(f"[{_SCRIPTS}]")
+_RUN = re.compile(f"(?P<unspaced>[{_SCRIPTS}]+)|[^{_SCRIPTS}]+")
+_WORD = re.compile(r"\w+")
 LONGEST = 64
 """Characters of a word that people could ask for; what is longer is data."""
 
@@ -24,7 +25,7 @@ def terms_of(text: str) -> list[Term]:
     found: Any = _TOKENIZER(encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_colocated=False)
     if not _UNSPACED.search(text):
         return list(found)
-    return [term for begin, end, stem in found for term in _pairs(begin, end, stem)]
+    return [term for begin, end, stem in found for term in _split(begin, end, stem)]
 
 
 def stems_of(text: str) -> list[str]:
@@ -44,25 +45,34 @@ def asked_stems(query: str) -> list[str]:
     return [stem for stem in stems if stem not in _STOP_STEMS] or stems
 
 
+def telling_words(text: str) -> str:
+    """The text without what every sentence has; all of it where it has nothing else."""
+    return " ".join(word for word in _WORD.findall(text) if word.lower() not in _STOP_WORDS) or text
+
+
 def clean(text: str) -> str:
     """Without halves of characters, which no file can hold."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _pairs(begin: int, end: int, stem: str) -> Iterator[Term]:
-    """Each two neighbours of a word whose characters are all of a script without spaces."""
-    if len(stem) == 1 or end - begin != _UNSPACED_BYTES * len(stem):
+def _split(begin: int, end: int, stem: str) -> Iterator[Term]:
+    """A word as it is, but each two neighbours in a part of it that would have no spaces."""
+    if len(stem.encode()) != end - begin:  # it was folded: nobody knows where its parts are
         yield begin, end, stem
         return
-    for i in range(len(stem) - 1):
-        start = begin + _UNSPACED_BYTES * i
-        yield start, start + 2 * _UNSPACED_BYTES, stem[i : i + 2]
+    for run in _RUN.finditer(stem):
+        length = 2 if run["unspaced"] else len(run[0])
+        for i in range(run.start(), max(run.end() - length, run.start()) + 1):
+            part = stem[i : min(i + length, run.end())]
+            start = begin + len(stem[:i].encode())
+            yield start, start + len(part.encode()), part
 
 
-_STOP_WORDS = """
+_LISTED = """
 a about all also am an and any are as at be been but by can could did do does for from get give had has have he her
 him his how i if in into is it its just know let like may me might my no not of on or our out please remember say
 said she should so some tell than that the their them then there these they this those to told up us was we were
 what when where which who whom whose why will with would you your s t d m re ve ll don
 """
-_STOP_STEMS = frozenset(stems_of(_STOP_WORDS))
+_STOP_WORDS = frozenset(_LISTED.split())
+_STOP_STEMS = frozenset(stems_of(_LISTED))

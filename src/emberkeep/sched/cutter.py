@@ -36,13 +36,16 @@ class Cutter:
     def useful(self, job: Job) -> Cut | None:
         """The job's cut, if more of its prompt can be had that way than as it is."""
         cut = job.cut
-        if cut is None or not job.use_cache or not self._engine.capabilities.can_shift:
+        if cut is None or not job.use_cache or not self._can(cut):
             return None
         reached = self._known(job.sees, cut.source[:-1])
         if reached < cut.end + _WORTH_CUTTING:
             return None
         direct = self._known(job.sees, job.tokens[: job.reusable])
         return cut if cut.length(reached) > direct else None
+
+    def _can(self, cut: Cut) -> bool:
+        return self._engine.capabilities.can_shift and cut.saved > 0
 
     def _known(self, namespace: str, tokens: TokenArray) -> int:
         stored = self._store.advance(self._store.origin(namespace), tokens)
@@ -76,7 +79,7 @@ class Cutter:
     def shorten(self, sequence: Sequence, cut: Cut) -> None:
         """Cut a sequence that is being answered. What cannot be moved is evaluated again. Blocks for one step."""
         reached = sequence.computed
-        if cut.namespace is not None and self._engine.capabilities.can_shift and self._splice(sequence, cut):
+        if cut.namespace is not None and self._can(cut) and self._splice(sequence, cut):
             sequence.becomes(cut)
             sequence.was_cut(cut, reached)
             return

@@ -104,9 +104,7 @@ class EngineLoop:
         self._keeper = Keeper(engine, store)
         self._mover = Mover(engine, store, self._slots, self._keeper, self._wake)
         self._cutter = Cutter(engine, store, self._slots)
-        self._loader = Loader(
-            engine, store, self._slots, self._affinity, self._mover, self._cutter, self._wake
-        )
+        self._loader = Loader(engine, store, self._slots, self._affinity, self._mover, self._cutter, self._wake)
         self._watch = PeakWatch(engine, calibration or Calibration(), self._bytes_of_others)
         self._place_freed = False
         """Something ended since waiting jobs were last looked at."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+import numpy as np
+
 from emberkeep.kv.keys import ROOT, TokenArray
 from emberkeep.kv.replay import Replayed, stored_spelling
-from emberkeep.kv.tree import Chunk, Cursor, Span, common_prefix
+from emberkeep.kv.tree import Chunk, Cursor, Span
 from emberkeep.types import exact_namespace, visible_to
 
 
@@ -43,9 +45,21 @@ class RecentAnswers:
         pieces: Sequence[bytes],
     ) -> Replayed:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
+        # What comes before an answer is spelled with at most a token a byte.
+        furthest = len(ids) + min((border for border in borders if border > start), default=start) - start
         for spelled in self._latest_first:
-            if spelled.namespace in visible_to(namespace) and common_prefix(spelled.tokens, ids) == len(ids):
+            if not len(ids) <= spelled.sampled[0][0] <= furthest:
+                continue
+            if spelled.namespace in visible_to(namespace) and _begins_with(spelled.tokens, ids):
                 found = stored_spelling(Cursor(spelled, len(ids), namespace), text, start, borders, pieces)
                 if found[0]:
                     return found
         return (), start
+
+
+def _begins_with(tokens: TokenArray, ids: TokenArray) -> bool:
+    """Asked at every stretch of a prompt: most are told apart by their last token."""
+    count = len(ids)
+    if count > len(tokens) or (count and tokens[count - 1] != ids[-1]):
+        return False
+    return np.array_equal(tokens[:count], ids)

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
 """Asked by machines every few seconds: told at the level debug."""
+_BEFORE_NAMES = ("/v1/memory/facts/", "/v1/memory/conversations/")
+"""What follows is a text of a user."""
 
 
 class RequestLog:
@@ -50,27 +52,33 @@ class _Exchange:
         self._send = send
         self.status: int | None = None
         self.client_left = False
+        self._is_sent = False
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self.client_left = True
+            self.client_left = not self._is_sent  # after the last byte everybody leaves
         return message
 
     async def send(self, message: Message) -> None:
         if self.status is None:
             self.status = message["status"]
+        self._is_sent = message["type"] == "http.response.body" and not message.get("more_body")
         await self._send(message)
 
 
 def _line(scope: Scope, exchange: _Exchange, account: Account) -> str:
     # Quoted again, so that no path can look like a line of its own; without the query, which may hold secrets.
-    line = f"{scope['method']} {quote(scope['path'])[:200]} {exchange.status}"
+    line = f"{scope['method']} {quote(_without_name(scope['path']))[:200]} {exchange.status}"
     if account.bills and len(account.bills) == account.prompts:
         return f"{line}: {_figures(total(account.bills))}"
     if exchange.client_left:
         return f"{line}: the client left"
     return f"{line}: broken off" if account.prompts and exchange.status == 200 else line
+
+
+def _without_name(path: str) -> str:
+    return next((f"{before}..." for before in _BEFORE_NAMES if path.startswith(before)), path)
 
 
 def _figures(bill: Completed) -> str:

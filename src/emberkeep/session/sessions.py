@@ -16,6 +16,7 @@ from time import perf_counter
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.archiving import archived
+from emberkeep.session.asking import exchange, search
 from emberkeep.session.history import read_history
 from emberkeep.session.texts import notice, quoted
 from emberkeep.session.view import Gone, Inserted, View, read_view
@@ -23,9 +24,11 @@ from emberkeep.types import (
     Eviction,
     Json,
     Note,
+    NoteKind,
     Recall,
     Recollection,
     Request,
+    ToolCall,
     Turn,
     cut_mark,
     exact_namespace,
@@ -35,6 +38,8 @@ log = logging.getLogger("emberkeep.session")
 
 _REMEMBERED = 4096
 """Places whose notes are kept in RAM because they are not in the archive."""
+_WINDOW = 512
+"""Places of a conversation that are looked at together."""
 _QUERY_CHARS = 2000
 _RECALLED = 3
 _SCORE = 0.15
@@ -71,6 +76,7 @@ class _Counters:
     archive_failures: int = 0
     recalls: int = 0
     recalled_turns: int = 0
+    searches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,12 @@ class Sessions:
         self._counters = _Counters()
 
     def applies(self, request: Request) -> bool:
-        """Messages may leave it."""
-        evict = self.policy.evict if request.evict is None else request.evict
-        return evict and request.prompt is None and not request.is_prefix
+        """It is a conversation, of which something may be known here."""
+        is_chat = request.prompt is None and not request.is_prefix
+        return is_chat and (self.may_evict(request) or self._memory is not None)
+
+    def may_evict(self, request: Request) -> bool:
+        return self.policy.evict if request.evict is None else request.evict
 
     def recall_of(self, request: Request) -> Recall:
         if self._memory is None:
@@ -110,10 +119,11 @@ class Sessions:
         if self._memory is not None:
             self._write_again(owner, waiting)
             try:
-                notes += self._memory.notes(owner, history.keys)
+                notes += _latest_notes(self._memory, owner, history.keys)
             except MemoryFailed as error:
                 log.warning("what left a conversation earlier is not known: %s", error)
-        return read_view(history, notes)
+        view = read_view(history, notes)
+        return view if self.may_evict(request) else replace(view, gone=Gone())
 
     # ── leaving ──
 
@@ -193,6 +203,21 @@ class Sessions:
             return []
         return _fitting([one for one in found if one.score >= _SCORE], self.policy.recall_tokens, count)
 
+    def searched(self, request: Request, said: str, calls: Sequence[ToolCall]) -> None:
+        """Carry out what the model asked of its memory: from now on the conversation has the results.
+
+        `said`: what it said in the same breath. Never raises.
+        """
+        view = self.view(request)
+        place = len(view.history.spoken) - 1
+        results = [search(self._memory, _owner(request), call.arguments) for call in calls] if self._memory else []
+        known = view.inserted.get(place, Inserted())
+        more = exchange(said, calls, results)
+        put = replace(known, after=(*known.after, *more), said=known.said + said)
+        self._written(_owner(request), [], put.note(view.history.keys[place]))
+        with self._lock:
+            self._counters.searches += len(calls)
+
     # ── about itself ──
 
     def stats(self) -> dict[str, Json]:
@@ -225,6 +250,16 @@ class Sessions:
                 return
             with self._lock:
                 self._unwritten.pop((owner, unwritten.note.key), None)
+
+
+def _latest_notes(memory: Memory, owner: str, keys: Sequence[bytes]) -> list[Note]:
+    """Back to where something left, which is never far: what comes before is out, and so are its notes."""
+    notes: list[Note] = []
+    for end in range(len(keys), 0, -_WINDOW):
+        notes += memory.notes(owner, keys[max(end - _WINDOW, 0) : end])
+        if any(note.kind is NoteKind.EVICTED for note in notes):
+            break
+    return notes
 
 
 def _owner(request: Request) -> str:

@@ -22,7 +22,11 @@ def notice(count: int, recall: Recall, *, is_archived: bool) -> str:
 
 def quoted(found: Sequence[Recollection]) -> str:
     """What stands before the user's message for what was recalled."""
-    return "".join(["[Earlier in this conversation:\n", *(_entry(one) for one in found), "]\n\n"])
+    return f"[Earlier in this conversation:\n{listed(found)}]\n\n"
+
+
+def listed(found: Sequence[Recollection]) -> str:
+    return "".join(_entry(one) for one in found)
 
 
 def _entry(found: Recollection) -> str:

@@ -38,10 +38,13 @@ class Inserted:
     """The archived turns that are quoted in it."""
     after: tuple[Message, ...] = ()
     """After a message: what the model asked its memory, and what it was told."""
+    said: str = ""
+    """What the client has of it: the next message begins with that."""
 
     def note(self, key: bytes) -> Note:
         after = [_message_json(message) for message in self.after]
-        return Note(key, NoteKind.INSERTED, {"before": self.before, "turns": list(self.turns), "after": after})
+        data = {"before": self.before, "turns": list(self.turns), "after": after, "said": self.said}
+        return Note(key, NoteKind.INSERTED, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class View:
     @property
     def messages(self) -> tuple[Message, ...]:
         spoken = {index: i for i, index in enumerate(self.history.spoken)}
-        told = False
+        told, said = False, ""
         shown: list[Message] = []
         for index, message in enumerate(self.history.messages):
             place = spoken.get(index)
@@ -64,8 +67,10 @@ class View:
             before = put.before
             if message.role == "user" and not told:
                 told, before = True, self.gone.notice + before
-            shown.append(replace(message, content=before + message.content) if before else message)
+            text = before + message.content.removeprefix(said)
+            shown.append(replace(message, content=text) if text != message.content else message)
             shown += put.after
+            said = put.said
         return tuple(shown)
 
     def leaving(self) -> list[frozenset[int]]:
@@ -118,7 +123,7 @@ def _gone(data: Mapping[str, Json]) -> Gone:
 
 def _inserted(data: Mapping[str, Json]) -> Inserted:
     after = tuple(_message(message) for message in data["after"])
-    return Inserted(data["before"], tuple(data["turns"]), after)
+    return Inserted(data["before"], tuple(data["turns"]), after, data["said"])
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:

@@ -181,7 +181,7 @@ def _no_fact(name: str) -> NoSuchEntry:
 def _named(whose: UserFields) -> str:
     """Nobody forgets everything by leaving something out."""
     if whose.user_id is None and whose.llama_user_id is None and whose.user is None:
-        raise InvalidField("user_id", "is required: leave it empty to mean everybody who gave no name.")
+        raise InvalidField("user_id", "is required; an empty one means everybody who gave no name.")
     return whose.to_namespace()
 
 

@@ -1,0 +1,131 @@
+"""The same conversation over HTTP and through the library: what was answered, and what the model has read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlencode
+
+from emberkeep.bench.client import Client, Messages, chat_body, is_settled, parse_stream
+from emberkeep.bench.server import ServerProcess
+from emberkeep.bench.stage import Stage
+from emberkeep.config import Config
+from emberkeep.library import Emberkeep
+from emberkeep.types import EntryKind, Eviction
+
+_POLL_S = 0.01
+_EVERYTHING = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer, and what it cost."""
+
+    text: str
+    ttft_ms: float
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    evictions: tuple[Eviction, ...]
+    is_approximate: bool
+
+    @property
+    def reuse(self) -> float:
+        return self.cached_tokens / self.prompt_tokens
+
+
+class Talker(Protocol):
+    """Raises EmberkeepError for whatever fails."""
+
+    async def ask(self, messages: Messages, max_tokens: int, *, exact: bool) -> Said:
+        """A greedy answer to the whole history."""
+        ...
+
+    async def read(self) -> str:
+        """The state of the latest turn as text, once everything is stored: the prompt as it was evaluated, then
+        the answer."""
+        ...
+
+    async def search(self, query: str, most: int) -> list[str]:
+        """What users said in archived turns, the best first."""
+        ...
+
+
+class OverHttp:
+    def __init__(self, port: int) -> None:
+        self._client = Client(port)
+
+    async def ask(self, messages: Messages, max_tokens: int, *, exact: bool) -> Said:
+        body = chat_body(messages, max_tokens) | ({"approximate": False} if exact else {})
+        reply = parse_stream(await self._client.post("/v1/chat/completions", body))
+        return Said(
+            reply.text,
+            reply.ttft_ms,
+            reply.prompt_tokens,
+            reply.completion_tokens,
+            reply.cached_tokens,
+            tuple(Eviction(**eviction) for eviction in reply.detail.get("evictions", ())),
+            reply.detail["approximate"],
+        )
+
+    async def read(self) -> str:
+        await self._client.settled()
+        latest = (await self._client.get("/v1/cache?kind=conversation&limit=1"))["data"][0]
+        return str((await self._client.get(f"/v1/cache/{latest['id']}?chars={_EVERYTHING}"))["text"])
+
+    async def search(self, query: str, most: int) -> list[str]:
+        asked = urlencode({"query": query, "max_results": most})
+        return [found["user_text"] for found in (await self._client.get(f"/v1/memory/search?{asked}"))["data"]]
+
+
+class ThroughLibrary:
+    def __init__(self, keeper: Emberkeep) -> None:
+        self._keeper = keeper
+
+    async def ask(self, messages: Messages, max_tokens: int, *, exact: bool) -> Said:
+        approximate = False if exact else None
+        with self._keeper.stream(
+            [dict(message) for message in messages],
+            temperature=0,
+            max_tokens=max_tokens,
+            approximate=approximate,
+        ) as stream:
+            for _ in stream:
+                pass
+            result = stream.result
+        return Said(
+            result.text,
+            result.ttft_ms,
+            result.usage.prompt_tokens,
+            result.usage.completion_tokens,
+            result.usage.cached_tokens,
+            result.evictions,
+            result.lookup.is_approximate,
+        )
+
+    async def read(self) -> str:
+        while not is_settled(self._keeper.stats()):
+            await asyncio.sleep(_POLL_S)
+        cache = self._keeper.cache
+        latest = next(entry for entry in cache.entries() if entry.kind is EntryKind.CONVERSATION)
+        return cache.show(latest.id).text
+
+    async def search(self, query: str, most: int) -> list[str]:
+        return [found.user_text for found in self._keeper.memory.search(query, max_results=most)]
+
+
+@asynccontextmanager
+async def over_http(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
+    with ServerProcess(stage.model, stage.new_data_dir(), parallel=1, ctx=ctx) as server:
+        yield OverHttp(server.port)
+
+
+@asynccontextmanager
+async def through_library(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
+    """As `emberkeep chat` does it."""
+    config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1, ctx=ctx)
+    with Emberkeep.open(config) as keeper:
+        yield ThroughLibrary(keeper)

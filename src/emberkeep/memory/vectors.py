@@ -1,0 +1,133 @@
+"""Turns by their meaning: vectors in the file, and one bit of each dimension in RAM to find the nearest by.
+
+Only an owner's newest turns are looked at, so that a search takes about as long whether there are thousands or
+millions; older ones are found by their words.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import apsw
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.memory.embedding import Embed, Floats
+from emberkeep.memory.sql import rows, value
+
+_NEWEST = 200_000
+"""Vectors of an owner that are compared: 6 MB of RAM, and about 3 ms."""
+_OWNERS = 8
+"""Whose bits are kept in RAM."""
+_NEAREST = 256
+"""By their bits; among those the nearest are picked by the vectors themselves."""
+_SCALE = 127
+_CATCH_UP = 1000
+"""Of the newest turns those without a vector get one when a memory is opened."""
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """One owner's vectors, the oldest first."""
+
+    ids: Ids
+    conversations: Ids
+    """0 for a stored answer."""
+    bits: npt.NDArray[np.uint8]
+
+
+class Vectors:
+    """Used by one thread at a time."""
+
+    def __init__(self, embed: Embed) -> None:
+        self._embed = embed
+        self._known: OrderedDict[int, _Known] = OrderedDict()
+
+    def of(self, texts: Sequence[str]) -> Floats:
+        return self._embed(texts)
+
+    def forget(self) -> None:
+        """What is in RAM."""
+        self._known.clear()
+
+    def nearest(
+        self, db: apsw.Connection, owner: int, conversation: int | None, query: Floats, exclude: Collection[int]
+    ) -> list[int]:
+        """Ids of the turns that could mean the same, in no order."""
+        known = self._refreshed(db, owner)
+        allowed = ~np.isin(known.ids, list(exclude))
+        if conversation is not None:
+            allowed &= known.conversations == conversation
+        ids, bits = known.ids[allowed], known.bits[allowed]
+        if len(ids) > _NEAREST:
+            differing = np.bitwise_count(bits ^ _bits(query)).sum(axis=1, dtype=np.int32)
+            ids = ids[np.argpartition(differing, _NEAREST)[:_NEAREST]]
+        return [int(id_) for id_ in ids]
+
+    def _refreshed(self, db: apsw.Connection, owner: int) -> _Known:
+        """With what was written since the last search, here or by another process."""
+        known = self._known.pop(owner, None)
+        sql = """SELECT id, coalesce(conversation, 0), vector FROM vectors
+                 WHERE owner = ? AND id > ? ORDER BY id DESC LIMIT ?"""
+        found = rows(db, sql, owner, int(known.ids[-1]) if known is not None else 0, _NEWEST)[::-1]
+        if found:
+            ids, conversations = (np.array([row[i] for row in found], np.int64) for i in (0, 1))
+            vectors = np.frombuffer(b"".join(row[2] for row in found), np.int8).reshape(len(found), -1)
+            known = _joined(known, _Known(ids, conversations, _bits(vectors)))
+        elif known is None:
+            known = _Known(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), np.uint8))
+        if len(known.ids):
+            self._known[owner] = known
+        while len(self._known) > _OWNERS:
+            self._known.popitem(last=False)
+        return known
+
+
+def similarities(db: apsw.Connection, ids: Sequence[int], query: Floats) -> dict[int, float]:
+    """Cosines with the turns among `ids` that have a vector."""
+    sql = f"SELECT id, vector FROM vectors WHERE id IN ({','.join('?' * len(ids))})"
+    found = rows(db, sql, *ids)
+    if not found:
+        return {}
+    vectors = np.frombuffer(b"".join(vector for _, vector in found), np.int8).reshape(len(found), -1)
+    cosines = vectors.astype(np.float32) @ query / _SCALE
+    return {id_: float(cosine) for (id_, _), cosine in zip(found, cosines, strict=True)}
+
+
+def add_vectors(db: apsw.Connection, ids: Sequence[int | None], vectors: Floats) -> None:
+    """One for each turn; None is a turn that is there already."""
+    sql = """INSERT OR REPLACE INTO vectors (id, owner, conversation, vector)
+             SELECT id, owner, conversation, ?2 FROM turns WHERE id = ?1"""
+    packed = np.rint(vectors * _SCALE).astype(np.int8)
+    pairs = zip(ids, packed, strict=True)
+    db.executemany(sql, [(id_, row.tobytes()) for id_, row in pairs if id_ is not None])
+
+
+def without_vectors(db: apsw.Connection) -> list[tuple[int, str, str]]:
+    """(id, user text, assistant text) of new turns that were archived by somebody who had no embedder."""
+    newest = value(db, "SELECT max(id) FROM turns") or 0
+    sql = """SELECT t.id, user_text, assistant_text FROM turns AS t LEFT JOIN vectors AS v ON v.id = t.id
+             WHERE t.id > ? AND v.id IS NULL"""
+    return rows(db, sql, newest - _CATCH_UP)
+
+
+def text_of(user_text: str, assistant_text: str) -> str:
+    return f"{user_text}\n{assistant_text}"
+
+
+def _bits(vectors: npt.NDArray[np.int8] | Floats) -> npt.NDArray[np.uint8]:
+    return np.packbits(vectors > 0, axis=-1)
+
+
+def _joined(old: _Known | None, new: _Known) -> _Known:
+    if old is None:
+        return new
+    return _Known(
+        np.concatenate([old.ids, new.ids])[-_NEWEST:],
+        np.concatenate([old.conversations, new.conversations])[-_NEWEST:],
+        np.concatenate([old.bits, new.bits])[-_NEWEST:],
+    )
