@@ -18,6 +18,8 @@ from emberkeep.types import EntryKind, Eviction
 
 _POLL_S = 0.01
 _EVERYTHING = 1 << 30
+_NAME = "endless"
+"""`emberkeep chat` names its conversations; most clients do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class ThroughLibrary:
             temperature=0,
             max_tokens=max_tokens,
             approximate=approximate,
+            conversation_id=_NAME,
         ) as stream:
             for _ in stream:
                 pass
