@@ -37,7 +37,9 @@ def test_what_tools_said_is_found(memory: Memory) -> None:
 
 
 def test_scores_fall_from_the_best_to_the_last_and_stay_between_0_and_1(memory: Memory) -> None:
-    memory.archive("", [turn("red apple pie"), turn("red apple"), turn("a red car and a long story"), turn("blue")])
+    memory.archive(
+        "", [turn("red apple pie"), turn("red apple"), turn("a red car and a long story"), turn("blue")]
+    )
     scores = [one.score for one in memory.search("", "red apple pie")]
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
@@ -115,7 +117,9 @@ def test_no_results_are_wanted_and_none_come(memory: Memory, count: int) -> None
     assert memory.search("", "apple", max_results=count) == []
 
 
-@pytest.mark.parametrize("query", ["", " ", '"', '" OR *', "NEAR(a b)", "terms:x", "a AND", "-x", "^x", "(", "{a}:b", "*"])
+@pytest.mark.parametrize(
+    "query", ["", " ", '"', '" OR *', "NEAR(a b)", "terms:x", "a AND", "-x", "^x", "(", "{a}:b", "*"]
+)
 def test_the_syntax_of_the_index_is_nothing_special(memory: Memory, query: str) -> None:
     memory.archive("", [turn("one near two and three or four")])
     memory.search("", query)
@@ -134,6 +138,7 @@ def test_any_text_is_a_question(memory: Memory, query: str) -> None:
 def test_a_turn_is_found_by_its_own_text_unless_that_has_no_words(memory: Memory, text: str) -> None:
     said = turn(f"{text} quokka")
     memory.archive("", [said])
-    assert said.key and any(text.encode("utf-8", "replace").decode() in one.user_text for one in memory.search(
-        "", f"{text} quokka", max_results=100
-    ))
+    assert said.key and any(
+        text.encode("utf-8", "replace").decode() in one.user_text
+        for one in memory.search("", f"{text} quokka", max_results=100)
+    )

@@ -18,6 +18,8 @@ from emberkeep.memory.memory import Memory
 from emberkeep.types import Turn
 
 _VOCABULARY = 200_000
+_SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "il", "on", "ar")]
+_STRIDE = 999_983
 _USER_WORDS, _ASSISTANT_WORDS = 12, 28
 _PER_CONVERSATION = 200
 _BATCH = 2_000
@@ -147,7 +149,12 @@ def _questions(kind: str, plan: MemoryPlan) -> list[Question]:
 @cache
 def _vocabulary() -> list[str]:
     """The most frequent first."""
-    random = Random(0)
-    syllables = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "il", "on", "ar")]
-    made_up = {"".join(random.choices(syllables, k=random.choice((2, 3, 3, 4)))) for _ in range(2 * _VOCABULARY)}
-    return [*COMMON, *sorted(made_up - set(COMMON), key=lambda word: (len(word), word))][:_VOCABULARY]
+    known = set(COMMON)
+    made_up = [_made_up_word(i) for i in range(_VOCABULARY)]
+    return [*COMMON, *(word for word in made_up if word not in known)][:_VOCABULARY]
+
+
+def _made_up_word(rank: int) -> str:
+    """Two syllables for the more frequent ones, three for the others; neighbours have nothing in common."""
+    place, syllables = rank * _STRIDE, 2 if rank < len(_SYLLABLES) ** 2 else 3
+    return "".join(_SYLLABLES[place // len(_SYLLABLES) ** i % len(_SYLLABLES)] for i in range(syllables))

@@ -35,6 +35,10 @@ class Said:
     is_approximate: bool
 
     @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
     def reuse(self) -> float:
         return self.cached_tokens / self.prompt_tokens
 
@@ -121,14 +125,17 @@ class ThroughLibrary:
 
 
 @asynccontextmanager
-async def over_http(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
+async def _over_http(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
     with ServerProcess(stage.model, stage.new_data_dir(), parallel=1, ctx=ctx) as server:
         yield OverHttp(server.port)
 
 
 @asynccontextmanager
-async def through_library(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
+async def _through_library(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
     """As `emberkeep chat` does it."""
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1, ctx=ctx)
     with Emberkeep.open(config) as keeper:
         yield ThroughLibrary(keeper)
+
+
+WAYS = {"http": _over_http, "library": _through_library}

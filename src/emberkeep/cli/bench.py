@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import BadParameter, Option, Typer
 
@@ -55,6 +55,12 @@ class Flags:
     device: DeviceFlag = None
     layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
     hidden: Annotated[int | None, Option("--hidden", min=8, help="Width of its layers.")] = None
+    ctx: Annotated[int | None, Option("--ctx", min=128, help="Tokens of the context.")] = None
+    times: Annotated[int | None, Option("--times", min=1, help="How many contexts the conversation fills.")] = None
+    facts: Annotated[int | None, Option("--facts", min=1, max=100, help="Facts told and asked for.")] = None
+    through: Annotated[
+        Literal["http", "library"] | None, Option("--through", help="How to talk (default: http).")
+    ] = None
     data_dir: Annotated[
         Path | None,
         Option(
@@ -169,6 +175,13 @@ def gpu(flags: Flags) -> Workload:
     return replace(_planned(run, GpuPlan(), flags.quick, repeat=flags.repeat, **given), needs_model=False)
 
 
+def endless(flags: Flags) -> Workload:
+    from emberkeep.bench.endless import EndlessPlan, run
+
+    given = {"ctx": flags.ctx, "times": flags.times, "facts": flags.facts, "through": flags.through}
+    return _planned(run, EndlessPlan(), flags.quick, **given)
+
+
 def _planned(run: Callable[..., Any], plan: Any, quick: bool, **given: object) -> Workload:
     """The workload with what was asked for; explicit flags win over --quick."""
     chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value}
@@ -237,6 +250,12 @@ _command(
     ("traces",),
     trace,
     common=COMMON,
+)
+_command(
+    "endless",
+    "A conversation twenty times as long as the context: what eviction costs, and what is found again.",
+    ("ctx", "times", "facts", "through"),
+    endless,
 )
 _command(
     "hf-turns",

@@ -96,7 +96,8 @@ def _connect(path: Path) -> apsw.Connection:
     db = apsw.Connection(str(path))
     try:
         db.set_busy_timeout(_BUSY_MS)
-        db.pragma("auto_vacuum", "incremental")  # has to come before anything is in the file
+        if not db.pragma("page_count"):
+            db.pragma("auto_vacuum", "incremental")  # has to come before anything is in the file
         _use_wal(db)
         db.pragma("synchronous", "full")  # a power cut must not lose what was acknowledged
         db.pragma("secure_delete", "fast")  # a deleted fact is overwritten, and no page is written for it

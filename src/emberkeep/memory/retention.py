@@ -10,9 +10,9 @@ from emberkeep.memory.sql import rows
 _AT_ONCE = 16
 _MOST = 64
 """Turns that one write removes: nobody waits for the removal of a year."""
-_SPARE_PAGES = 512
+_SPARE_PAGES = 256
 """Free pages that stay in the file: the next turns are written there."""
-_RETURNED_PAGES = 128
+_RETURNED_PAGES = 64
 
 
 def used_bytes(db: apsw.Connection) -> int:
