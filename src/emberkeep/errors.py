@@ -65,10 +65,12 @@ class InvalidField(RequestError):
 
 
 class ContextExceeded(RequestError):
-    def __init__(self, prompt_tokens: int, context: int) -> None:
+    def __init__(self, prompt_tokens: int, context: int, *, may_evict: bool = True) -> None:
+        """`may_evict`: old messages would have left if there were any."""
+        also = "" if may_evict else "let old messages leave (evict), "
         super().__init__(
             f"The prompt has {prompt_tokens} tokens and the context holds {context}: "
-            "send less, or load the model with a larger ctx.",
+            f"send less, {also}or load the model with a larger ctx.",
             "messages",
         )
         self.prompt_tokens = prompt_tokens

@@ -66,6 +66,10 @@ class Evictor:
     def applies(self, request: Request) -> bool:
         return self._sessions.applies(request)
 
+    def keeps_whole(self, request: Request) -> bool:
+        """It is a conversation that nothing may leave."""
+        return request.prompt is None and not request.is_prefix and not self._sessions.may_evict(request)
+
     def fit(self, request: Request, *, may_cut: bool, is_rehearsal: bool = False) -> Conversation:
         """`request` without what left it before, and without more if it is too long.
 
@@ -153,7 +157,8 @@ class Evictor:
             groups = [*groups, more[0]]
             view = self._sessions.without(before, request, groups)
             shown, draft = self._redrafted(now, view)
-        if is_rehearsal:
+        if is_rehearsal or len(draft) >= self._policy.context:
+            # Too long even so: nothing leaves for a request that cannot be answered.
             return replace(now, shown=shown, view=view, draft=draft)
         freed = max(len(now.draft) - len(draft), 0)
         plan_ms = 1e3 * (perf_counter() - begin)

@@ -90,9 +90,11 @@ class Fitter:
                     return self._conversation(request, may_cut)
                 return self._whole(request)
             except (ContextExceeded, TooLarge) as error:
-                if not self._planning.auto_truncate or request.is_prefix:
-                    raise
-                return self._cut(request, error)
+                if self._planning.auto_truncate and not request.is_prefix:
+                    return self._cut(request, error)
+                if isinstance(error, ContextExceeded) and self._evictor.keeps_whole(request):
+                    raise ContextExceeded(error.prompt_tokens, error.context, may_evict=False) from error
+                raise
         except TooLarge:
             with self._counting:
                 self._refused += 1

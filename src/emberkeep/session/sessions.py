@@ -117,12 +117,12 @@ class Sessions:
             waiting = [self._unwritten[owner, key] for key in history.keys if (owner, key) in self._unwritten]
         notes = [unwritten.note for unwritten in waiting]
         if self._memory is not None:
-            self._write_again(owner, waiting)
             try:
                 notes += _latest_notes(self._memory, owner, history.keys)
             except MemoryFailed as error:
                 log.warning("what left a conversation earlier is not known: %s", error)
         view = read_view(history, notes)
+        self._write_again(owner, view, waiting)
         return view if self.may_evict(request) else replace(view, gone=Gone())
 
     # ── leaving ──
@@ -143,7 +143,7 @@ class Sessions:
         """
         view = replace(view, gone=replace(view.gone, tokens=view.gone.tokens + tokens))
         begin = perf_counter()
-        error = self._written(_owner(request), archived(view.history, groups), view.gone.note(view.history))
+        error = self._written(_owner(request), view, archived(view.history, groups), view.gone.note(view.history))
         eviction = Eviction(
             messages=sum(len(group) for group in groups),
             tokens=tokens,
@@ -181,7 +181,7 @@ class Sessions:
         if not found:
             return view
         put = Inserted(quoted(found), tuple(one.id for one in found))
-        self._written(_owner(request), [], put.note(view.history.keys[place]))
+        self._written(_owner(request), view, [], put.note(view.history.keys[place]))
         with self._lock:
             self._counters.recalls += 1
             self._counters.recalled_turns += len(found)
@@ -214,7 +214,7 @@ class Sessions:
         known = view.inserted.get(place, Inserted())
         more = exchange(said, calls, results)
         put = replace(known, after=(*known.after, *more), said=known.said + said)
-        self._written(_owner(request), [], put.note(view.history.keys[place]))
+        self._written(_owner(request), view, [], put.note(view.history.keys[place]))
         with self._lock:
             self._counters.searches += len(calls)
 
@@ -225,12 +225,12 @@ class Sessions:
 
     # ── writing ──
 
-    def _written(self, owner: str, turns: Sequence[Turn], note: Note) -> str:
+    def _written(self, owner: str, view: View, turns: Sequence[Turn], note: Note) -> str:
         """Why it was not, or nothing. What was not is kept in RAM, and tried again on the next turn."""
         error = ""
         if self._memory is not None:
             try:
-                new = self._memory.archive(owner, turns, [note])
+                new = self._memory.archive(owner, turns, [note], conversation=view.history.conversation)
                 with self._lock:
                     self._counters.archived_turns += new
                 return ""
@@ -244,9 +244,9 @@ class Sessions:
                 self._unwritten.popitem(last=False)
         return error
 
-    def _write_again(self, owner: str, waiting: Sequence[_Unwritten]) -> None:
+    def _write_again(self, owner: str, view: View, waiting: Sequence[_Unwritten]) -> None:
         for unwritten in waiting:
-            if self._written(owner, unwritten.turns, unwritten.note):
+            if self._memory is None or self._written(owner, view, unwritten.turns, unwritten.note):
                 return
             with self._lock:
                 self._unwritten.pop((owner, unwritten.note.key), None)
