@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +20,9 @@ from emberkeep.files import private_folder
 from emberkeep.memory.migrations import migrate
 from emberkeep.memory.sql import rows
 
-_BUSY_MS = 5000
+_BUSY_S = 5.0
 """How long another process may hold the file before that is an error."""
-_RETRY_S = 0.01
+_RETRY_S = 0.003
 _CHECKPOINT_PAGES = 2000
 _CACHE_KIB = 32 << 10
 
@@ -82,7 +85,7 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (apsw.Error, OSError, UnicodeError) as error:
+        except (apsw.Error, OSError, UnicodeError, json.JSONDecodeError) as error:
             raise MemoryFailed(_sentence(self.path, error)) from error
 
 
@@ -95,7 +98,7 @@ def _create(path: Path) -> None:
 def _connect(path: Path) -> apsw.Connection:
     db = apsw.Connection(str(path))
     try:
-        db.set_busy_timeout(_BUSY_MS)
+        db.set_busy_handler(_Patience())
         if not db.pragma("page_count"):
             db.pragma("auto_vacuum", "incremental")  # has to come before anything is in the file
         _use_wal(db)
@@ -109,17 +112,31 @@ def _connect(path: Path) -> apsw.Connection:
     return db
 
 
+class _Patience:
+    """Waits for whoever holds the file. SQLite itself would ask ten times a second, and never come to its turn
+    where several write one turn after the other."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def __call__(self, tries: int) -> bool:
+        """Whether to try again."""
+        if tries == 0:
+            self._since = time.monotonic()
+        time.sleep(random.uniform(0, _RETRY_S))
+        return time.monotonic() - self._since < _BUSY_S
+
+
 def _use_wal(db: apsw.Connection) -> None:
     """SQLite does not wait when two processes do this to a new file at once."""
-    give_up = time.monotonic() + _BUSY_MS / 1e3
-    while True:
+    patience = _Patience()
+    for tries in itertools.count():
         try:
             db.pragma("journal_mode", "wal")
             return
         except apsw.BusyError:
-            if time.monotonic() > give_up:
+            if not patience(tries):
                 raise
-            time.sleep(_RETRY_S)
 
 
 _SENTENCES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
@@ -133,7 +150,7 @@ _SENTENCES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
         "The memory in {path} is held by another program: try again when that is done.",
     ),
     (
-        (apsw.CorruptError, apsw.NotADBError, apsw.FormatError, UnicodeError),
+        (apsw.CorruptError, apsw.NotADBError, apsw.FormatError, UnicodeError, json.JSONDecodeError),
         "The memory in {path} is damaged: move the file away, and import your last export.",
     ),
     ((apsw.ConnectionClosedError,), "The memory in {path} is closed: open it again."),

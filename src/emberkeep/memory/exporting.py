@@ -53,11 +53,12 @@ def _paged(
     after = 0
     while True:
         with database.reading() as db:
-            page = rows(db, sql, after, owner)
-        yield from (row(*values) for values in page)
+            found = rows(db, sql, after, owner)
+            page = [row(*values) for values in found]
+        yield from page
         if len(page) < _PAGE:
             return
-        after = page[-1][0]
+        after = found[-1][0]
 
 
 def _turn(_id: int, owner: str, conversation: str | None, key: bytes, at: float, *texts: str) -> dict[str, Json]:

@@ -121,7 +121,7 @@ def _estimate(scope: Scope, newest: Ids, oldest: Ids) -> float:
     a word that was used much for a while is close together at one end only."""
     recently = len(newest) / (scope.last - int(newest[-1]) + 1)
     formerly = len(oldest) / (int(oldest[-1]) - scope.first + 1)
-    return min(sqrt(recently * formerly), 1.0) * scope.turns
+    return min(sqrt(recently * formerly) * scope.length, float(scope.turns))
 
 
 def _some(db: apsw.Connection, match: str, limit: int, *, first: int = 0, order: str = "DESC") -> Ids:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any
+from math import isfinite
+from typing import Any, get_args
 
 import apsw
 
@@ -17,7 +18,7 @@ from emberkeep.memory.notes import put_note
 from emberkeep.memory.rows import add_turn, make_conversation, make_owner
 from emberkeep.memory.sql import value
 from emberkeep.memory.terms import clean
-from emberkeep.types import Fact, Json, Note, NoteKind, ToolUse, Turn
+from emberkeep.types import Fact, Json, Message, Note, NoteKind, Role, ToolUse, Turn
 
 _BATCH = 2000
 """Rows of one transaction."""
@@ -63,12 +64,12 @@ def _put_turn(db: apsw.Connection, owner: int, row: Row) -> bool:
     )
     name = _text(row["conversation"])
     texts = _text(row["user_text"]), _text(row["assistant_text"])
-    turn = Turn(bytes.fromhex(row["key"]), name, float(row["at"]), *texts, uses)
+    turn = Turn(bytes.fromhex(row["key"]), name, _time(row["at"]), *texts, uses)
     return add_turn(db, owner, make_conversation(db, owner, name), turn) is not None
 
 
 def _put_answer(db: apsw.Connection, owner: int, row: Row) -> bool:
-    turn = facts.answer(_text(row["question"]), _text(row["answer"]), float(row["at"]))
+    turn = facts.answer(_text(row["question"]), _text(row["answer"]), _time(row["at"]))
     known = "SELECT 1 FROM turns WHERE owner = ? AND key = ? AND at >= ?"
     if value(db, known, owner, turn.key, turn.at):
         return False
@@ -77,7 +78,7 @@ def _put_answer(db: apsw.Connection, owner: int, row: Row) -> bool:
 
 
 def _put_fact(db: apsw.Connection, owner: int, row: Row) -> bool:
-    fact = Fact(_text(row["name"]), _text(row["value"]), float(row["at"]))
+    fact = Fact(_text(row["name"]), _text(row["value"]), _time(row["at"]))
     known = "SELECT 1 FROM facts WHERE owner = ? AND name = ? AND at >= ?"
     if value(db, known, owner, clean(fact.name), fact.at):
         return False
@@ -96,8 +97,8 @@ def _put_conversation(db: apsw.Connection, owner: int, row: Row) -> bool:
     """Replaces an older state of the same conversation."""
     id_ = make_conversation(db, owner, _text(row["id"]))
     texts = clean(_text(row["title"])), clean(_text(row["model"]))
-    times = float(row["created"]), float(row["updated"])
-    messages = [message_of(message) for message in row["messages"]]
+    times = _time(row["created"]), _time(row["updated"])
+    messages = [_message(message) for message in row["messages"]]
     sql = """UPDATE conversations SET title = ?, model = ?, created = ?, updated = ?
              WHERE id = ? AND (title IS NULL OR updated < ?)"""
     db.execute(sql, (*texts, *times, id_, times[1]))
@@ -115,6 +116,22 @@ _PUTS: dict[str, Callable[[apsw.Connection, int, Row], bool]] = {
     "note": _put_note,
     "conversation": _put_conversation,
 }
+
+
+def _message(data: dict[str, Any]) -> Message:
+    message = message_of(data)
+    parts = [part for call in message.tool_calls for part in (call.id, call.name, call.arguments)]
+    for text in (message.content, message.reasoning, message.tool_call_id or "", message.name or "", *parts):
+        _text(text)
+    if message.role not in get_args(Role):
+        raise ValueError
+    return message
+
+
+def _time(value: object) -> float:
+    if not isinstance(value, int | float) or not isfinite(value):
+        raise TypeError
+    return float(value)
 
 
 def _text(value: object) -> str:

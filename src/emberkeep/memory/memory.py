@@ -139,7 +139,7 @@ class Memory:
         return forgotten
 
     def owners(self) -> list[str]:
-        """Everybody of whom something is remembered."""
+        """Everybody who stored something and is not forgotten, by name."""
         with self._database.reading() as db:
             return [name for (name,) in read_rows(db, "SELECT name FROM owners ORDER BY name")]
 

@@ -22,8 +22,9 @@ _UNRELATED, _SAME = 0.12, 0.6
 _MEANT = 0.8
 """What the same meaning counts for without a single common word."""
 _SNIPPET = 24
+_HITS = 500
 _LEAD = 4
-"""Words of a highlight, and how many of them stand before the first that matched."""
+"""Words of a highlight, those of a text that it may begin with, how many stand before one of them."""
 
 Texts = tuple[str, str, str]
 """What the user said, what the assistant said, and what went to and came from tools."""
@@ -69,10 +70,10 @@ def fused(said: float, meant: float) -> float:
     return 1 - (1 - said) * (1 - _MEANT * near)
 
 
-def highlight(texts: Texts, words: Sequence[Word]) -> str:
+def highlight(texts: tuple[str, str], words: Sequence[Word]) -> str:
     """The passage with the most of the words, each with **marks** around it; the beginning where there is none."""
     weights = {word.stem: word.weight for word in words}
-    said = [(text, terms_of(text)) for text in texts[:2]]
+    said = [(text, terms_of(text)) for text in texts]
     passages = [_best_passage(terms, weights) for _, terms in said]
     chosen = max((0, 1), key=lambda i: passages[i][0])
     text, terms = said[chosen]
@@ -81,7 +82,7 @@ def highlight(texts: Texts, words: Sequence[Word]) -> str:
 
 def _best_passage(terms: list[Term], weights: dict[str, float]) -> tuple[float, int]:
     """(weight of the different words in it, index of its first word)."""
-    hits = [i for i, (_, _, stem) in enumerate(terms) if stem in weights]
+    hits = [i for i, (_, _, stem) in enumerate(terms) if stem in weights][:_HITS]
     best = (0.0, 0)
     for first, hit in enumerate(hits):
         within = {terms[i][2] for i in hits[first : bisect_left(hits, hit + _SNIPPET - _LEAD)]}

@@ -85,7 +85,7 @@ def indexed_words(user_text: str, assistant_text: str, uses: Iterable[ToolUse]) 
 
 def index_text(owner: int, conversation: int | None, words: Iterable[str]) -> str:
     """Every word carries its owner: nobody's search touches, or is slowed down by, what belongs to others."""
-    marked = " ".join([f"{owner}·{word}" for word in set(words) if len(word) <= LONGEST])
+    marked = " ".join([word_token(owner, word) for word in set(words) if len(word) <= LONGEST])
     return marked if conversation is None else f"{conversation_token(conversation)} {marked}"
 
 

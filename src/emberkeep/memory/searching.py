@@ -18,7 +18,7 @@ from emberkeep.memory.vectors import Vectors, similarities
 from emberkeep.types import MemoryKind, Recollection
 
 _CANDIDATES = 48
-_READ_CHARS = 160_000
+_READ_CHARS = 60_000
 """Of all candidates together: their words are counted one by one."""
 _LEAST_CHARS = 1000
 """Of each."""
@@ -49,14 +49,15 @@ def search(
     if found is None or asked.max_results < 1:
         return []
     scope, usual_length = found
-    stems = asked_stems(asked.query)
-    words = look_up(db, scope, stems)
+    words = look_up(db, scope, asked_stems(asked.query))
     known = candidates(db, scope, words, max(_CANDIDATES, asked.max_results), asked.exclude)
-    ids = set(known)
+    near: list[int] = []
     meant: dict[int, float] = {}
     if vectors is not None and meaning is not None and meaning.any():
-        ids.update(vectors.nearest(db, scope.owner, scope.conversation, meaning, asked.exclude))
-        meant = similarities(db, list(ids), meaning)
+        near = vectors.nearest(db, scope.owner, scope.conversation, meaning, asked.exclude)
+        meant = similarities(db, [*known, *near], meaning)
+    near.sort(key=lambda id_: -meant.get(id_, 0.0))
+    ids = {*known, *near[: max(_CANDIDATES, asked.max_results)]}
     scored = _scored(_read(db, list(ids)), Question(words, usual_length, known), meant)
     return [_recollection(score, row, words) for score, row in scored[: asked.max_results]]
 
@@ -67,7 +68,7 @@ def _scored(found: Sequence[_Row], question: Question, meant: dict[int, float]) 
     now = time.time()
     scored = []
     for row in found:
-        said = relevance(_texts(row, most_chars), row.words, question, question.known.get(row.id, 0.0))
+        said = relevance(_beginning(row, most_chars), row.words, question, question.known.get(row.id, 0.0))
         scored.append((fused(said, meant.get(row.id, 0.0)) * freshness(now - row.at), row))
     return sorted((one for one in scored if one[0] > 0), key=lambda one: (-one[0], -one[1].id))
 
@@ -92,13 +93,15 @@ def _read(db: apsw.Connection, ids: list[int]) -> list[_Row]:
     return [_Row(*values) for values in rows(db, sql, *ids)]
 
 
-def _texts(row: _Row, most_chars: int | None = None) -> Texts:
-    tools = "\n".join(" ".join((u.name, u.arguments, u.result)) for u in unpack_uses(row.tool_uses))
-    return row.user_text[:most_chars], row.assistant_text[:most_chars], tools[:most_chars]
+def _beginning(row: _Row, most_chars: int) -> Texts:
+    tools = row.tool_uses[:most_chars].replace(
+        "\\n", " "
+    )  # as JSON: unpacking all of it takes longer than counting
+    return row.user_text[:most_chars], row.assistant_text[:most_chars], tools
 
 
 def _recollection(score: float, row: _Row, words: list[Word]) -> Recollection:
     kind = MemoryKind.ANSWER if row.conversation is None else MemoryKind.TURN
     texts, uses = (row.user_text, row.assistant_text), unpack_uses(row.tool_uses)
-    shown = highlight(_texts(row), words)
+    shown = highlight(texts, words)
     return Recollection(row.id, kind, score, *texts, uses, row.at, row.conversation or "", shown)

@@ -12,6 +12,8 @@ _TOKENIZER = apsw.Connection(":memory:").fts5_tokenizer("porter", ["unicode61", 
 _SCRIPTS = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _UNSPACED = re.compile(f"[{_SCRIPTS}]")
 _RUN = re.compile(f"(?P<unspaced>[{_SCRIPTS}]+)|[^{_SCRIPTS}]+")
+_UNSPACED_BYTES = 3
+"""Each of these characters in UTF-8."""
 _WORD = re.compile(r"\w+")
 LONGEST = 64
 """Characters of a word that people could ask for; what is longer is data."""
@@ -61,11 +63,13 @@ def _split(begin: int, end: int, stem: str) -> Iterator[Term]:
         yield begin, end, stem
         return
     for run in _RUN.finditer(stem):
-        length = 2 if run["unspaced"] else len(run[0])
-        for i in range(run.start(), max(run.end() - length, run.start()) + 1):
-            part = stem[i : min(i + length, run.end())]
-            start = begin + len(stem[:i].encode())
-            yield start, start + len(part.encode()), part
+        if not run["unspaced"] or len(run[0]) == 1:
+            yield begin, begin + len(run[0].encode()), run[0]
+        else:
+            for i in range(len(run[0]) - 1):
+                start = begin + _UNSPACED_BYTES * i
+                yield start, start + 2 * _UNSPACED_BYTES, run[0][i : i + 2]
+        begin += len(run[0].encode())
 
 
 _LISTED = """

@@ -1,7 +1,7 @@
 """Turns by their meaning: vectors in the file, and one bit of each dimension in RAM to find the nearest by.
 
 Only an owner's newest turns are looked at, so that a search takes about as long whether there are thousands or
-millions; older ones are found by their words.
+millions; older ones are found by their words. Vectors of another size are another embedder's, and are left alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _OWNERS = 8
 """Whose bits are kept in RAM."""
 _NEAREST = 256
 """By their bits; among those the nearest are picked by the vectors themselves."""
+_NEVER = 1 << 30
+"""More bits than a vector has."""
 _SCALE = 127
 _CATCH_UP = 1000
 """Of the newest turns those without a vector get one when a memory is opened."""
@@ -37,7 +39,8 @@ class _Known:
     ids: Ids
     conversations: Ids
     """0 for a stored answer."""
-    bits: npt.NDArray[np.uint8]
+    bits: npt.NDArray[np.uint64]
+    """Rows of 64 dimensions, and a column for each vector: that is how they are counted fastest."""
 
 
 class Vectors:
@@ -58,29 +61,30 @@ class Vectors:
         self, db: apsw.Connection, owner: int, conversation: int | None, query: Floats, exclude: Collection[int]
     ) -> list[int]:
         """Ids of the turns that could mean the same, in no order."""
-        known = self._refreshed(db, owner)
-        allowed = ~np.isin(known.ids, list(exclude))
+        known = self._refreshed(db, owner, len(query))
+        if known is None:
+            return []
+        differing = np.zeros(len(known.ids), np.int32)
+        for column, bits in zip(known.bits, _bits(query), strict=True):
+            differing += np.bitwise_count(column ^ bits)
         if conversation is not None:
-            allowed &= known.conversations == conversation
-        ids, bits = known.ids[allowed], known.bits[allowed]
-        if len(ids) > _NEAREST:
-            differing = np.bitwise_count(bits ^ _bits(query)).sum(axis=1, dtype=np.int32)
-            ids = ids[np.argpartition(differing, _NEAREST)[:_NEAREST]]
-        return [int(id_) for id_ in ids]
+            differing[known.conversations != conversation] = _NEVER
+        differing[np.isin(known.ids, list(exclude))] = _NEVER
+        count = min(_NEAREST, len(known.ids))
+        best = np.argpartition(differing, count - 1)[:count]
+        return [int(id_) for id_ in known.ids[best][differing[best] < _NEVER]]
 
-    def _refreshed(self, db: apsw.Connection, owner: int) -> _Known:
-        """With what was written since the last search, here or by another process."""
+    def _refreshed(self, db: apsw.Connection, owner: int, size: int) -> _Known | None:
+        """With what was written since the last search, here or by another process; None where there is nothing."""
         known = self._known.pop(owner, None)
         sql = """SELECT id, coalesce(conversation, 0), vector FROM vectors
-                 WHERE owner = ? AND id > ? ORDER BY id DESC LIMIT ?"""
-        found = rows(db, sql, owner, int(known.ids[-1]) if known is not None else 0, _NEWEST)[::-1]
+                 WHERE owner = ? AND id > ? AND length(vector) = ? ORDER BY id DESC LIMIT ?"""
+        found = rows(db, sql, owner, int(known.ids[-1]) if known is not None else 0, size, _NEWEST)[::-1]
         if found:
             ids, conversations = (np.array([row[i] for row in found], np.int64) for i in (0, 1))
             vectors = np.frombuffer(b"".join(row[2] for row in found), np.int8).reshape(len(found), -1)
-            known = _joined(known, _Known(ids, conversations, _bits(vectors)))
-        elif known is None:
-            known = _Known(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), np.uint8))
-        if len(known.ids):
+            known = _joined(known, _Known(ids, conversations, np.ascontiguousarray(_bits(vectors).T)))
+        if known is not None:
             self._known[owner] = known
         while len(self._known) > _OWNERS:
             self._known.popitem(last=False)
@@ -89,8 +93,8 @@ class Vectors:
 
 def similarities(db: apsw.Connection, ids: Sequence[int], query: Floats) -> dict[int, float]:
     """Cosines with the turns among `ids` that have a vector."""
-    sql = f"SELECT id, vector FROM vectors WHERE id IN ({','.join('?' * len(ids))})"
-    found = rows(db, sql, *ids)
+    sql = f"SELECT id, vector FROM vectors WHERE length(vector) = ? AND id IN ({','.join('?' * len(ids))})"
+    found = rows(db, sql, len(query), *ids)
     if not found:
         return {}
     vectors = np.frombuffer(b"".join(vector for _, vector in found), np.int8).reshape(len(found), -1)
@@ -119,8 +123,11 @@ def text_of(user_text: str, assistant_text: str) -> str:
     return f"{user_text}\n{assistant_text}"
 
 
-def _bits(vectors: npt.NDArray[np.int8] | Floats) -> npt.NDArray[np.uint8]:
-    return np.packbits(vectors > 0, axis=-1)
+def _bits(vectors: npt.NDArray[np.int8] | Floats) -> npt.NDArray[np.uint64]:
+    """On which side of zero each dimension is; as many as are needed to fill up 64 more."""
+    packed = np.packbits(vectors > 0, axis=-1)
+    missing = -packed.shape[-1] % np.dtype(np.uint64).itemsize
+    return np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)]).view(np.uint64)
 
 
 def _joined(old: _Known | None, new: _Known) -> _Known:
@@ -129,5 +136,5 @@ def _joined(old: _Known | None, new: _Known) -> _Known:
     return _Known(
         np.concatenate([old.ids, new.ids])[-_NEWEST:],
         np.concatenate([old.conversations, new.conversations])[-_NEWEST:],
-        np.concatenate([old.bits, new.bits])[-_NEWEST:],
+        np.concatenate([old.bits, new.bits], axis=1)[:, -_NEWEST:],
     )
