@@ -20,9 +20,15 @@ _COUNTS = {
     "newest": f"""SELECT at FROM turns WHERE id = (SELECT max((SELECT max(t.id) FROM turns AS t
                   WHERE t.conversation = c.id)) FROM conversations AS c WHERE c.owner IN {_WHOSE})""",
 }
+# The same without asking every conversation.
+_OF_ALL = {
+    "oldest": "SELECT at FROM turns WHERE ?1 IS NULL AND conversation IS NOT NULL ORDER BY id LIMIT 1",
+    "newest": "SELECT at FROM turns WHERE ?1 IS NULL AND conversation IS NOT NULL ORDER BY id DESC LIMIT 1",
+}
 
 
 def stats(db: apsw.Connection, owner: str | None, limit_bytes: int) -> dict[str, Json]:
     """`oldest` and `newest` are when turns were archived, in Unix seconds; `bytes` and `limit` are of the file."""
-    counted = {name: value(db, sql, owner) for name, sql in _COUNTS.items()}
+    counts = _COUNTS if owner is not None else _COUNTS | _OF_ALL
+    counted = {name: value(db, sql, owner) for name, sql in counts.items()}
     return {**counted, "bytes": used_bytes(db), "limit": limit_bytes}
