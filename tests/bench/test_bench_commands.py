@@ -81,7 +81,7 @@ def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     names = [result["name"] for result in report["results"]]
-    assert names == ["restart", "turns", "shared", "miss", "load", "bits", "store", "crowd"]
+    assert names == ["restart", "turns", "shared", "miss", "load", "bits", "store", "memory", "crowd", "endless"]
     assert report["machine"]["cores"] == os.cpu_count()
     cold, disk, ram, hot = report["results"][0]["tables"][0]["rows"]
     assert cold["reused tokens"] == 0

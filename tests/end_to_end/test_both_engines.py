@@ -17,6 +17,7 @@ import openai
 import pytest
 from serving import assistant, serve, system, user
 
+from emberkeep.bench.client import is_settled
 from emberkeep.config import Config
 from emberkeep.library import Emberkeep
 from emberkeep.library.results import Result
@@ -142,6 +143,14 @@ def own_tokens(result: Result) -> int:
     return result.usage.prompt_tokens - result.usage.cached_tokens
 
 
+def latest_state(keeper: Emberkeep) -> str:
+    """What the engine has read and written after the latest turn, as text."""
+    while not is_settled(keeper.stats()):
+        pass
+    latest = next(entry for entry in keeper.cache.entries() if entry.kind is EntryKind.CONVERSATION)
+    return keeper.cache.show(latest.id).text
+
+
 def talk(keeper: Emberkeep, kind: Kind) -> tuple[Chat, Result]:
     chat = Chat(keeper, kind)
     for question in QUESTIONS:
@@ -247,6 +256,27 @@ def test_a_cancelled_prompt_keeps_what_was_evaluated(open_keeper: Open, kind: Ki
         with keeper._start(chat.request(want_progress=True)) as stream:
             reached = next(e.processed for e in stream.events() if isinstance(e, Progress) and e.processed)
         assert chat.checked().usage.cached_tokens >= reached > 100
+
+
+# ── outgrow ──
+
+
+def test_a_conversation_outgrows_its_context_and_reuses_what_is_left(open_keeper: Open, kind: Kind) -> None:
+    with open_keeper(ctx=1024, recall="off") as keeper:
+        chat, turns = Chat(keeper, kind), list[Result]()
+        while len(turns) < 2 or not turns[-2].evictions:
+            chat.messages.append(Message("user", f"ship {len(turns)}, what do you carry?"))
+            turns.append(chat.ask())
+            chat.messages.append(Message("assistant", turns[-1].text))
+            state = latest_state(keeper)
+            assert SYSTEM in state
+            assert chat.messages[-2].content in state
+        evicting, after = turns[-2:]
+        assert evicting.evictions[0].archived
+        assert evicting.lookup.moved_tokens > 0
+        assert after.usage.cached_tokens >= length(evicting) - 1
+        assert not after.evictions
+        assert "ship 0" in keeper.memory.search("ship 0")[0].user_text
 
 
 # ── answers ──

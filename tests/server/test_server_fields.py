@@ -59,7 +59,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("kv_bits", [16, 8, 4, None], [0, 32, "8", 8.5, True]),
     ("stream", [True, False, None], ["true", 1]),
     ("parallel_tool_calls", [True, False, None], ["true"]),
-    ("messages", [HELLO, HELLO * 10_000], [[], HELLO * 10_001, "hi", None]),
+    ("messages", [HELLO, HELLO * 100_000], [[], HELLO * 100_001, "hi", None]),
     ("tools", [[], None, [TOOL] * 256], [[TOOL] * 257, [{"type": "retrieval"}], "t"]),
     ("tool_choice", ["none", "auto", None], ["all", "required", {"type": "function"}, 5]),
     ("response_format", [{"type": "text"}, {"type": "json_object"}], ["json", {"type": "xml"}, {}]),

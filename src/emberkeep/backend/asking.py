@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from emberkeep.session.asking import SEARCH
@@ -24,7 +25,10 @@ from emberkeep.types import (
 _ROUNDS = 4
 """Searches before one answer; then it has to be given."""
 
-Answer = Callable[[Request], AsyncIterator[Event]]
+_GAP = "\n\n"
+"""Between what was said before a search and what is said after it."""
+
+Answer = Callable[[Request], AsyncGenerator[Event, None]]
 
 
 @dataclass(slots=True)
@@ -50,31 +54,55 @@ class Asking:
         self._sessions = sessions
 
     def applies(self, request: Request) -> bool:
-        """It is a chat with one answer that may call tools, and has no tool of that name already."""
-        is_free = request.n == 1 and request.format is None and request.tool_choice.mode != "none"
-        is_chat = request.prompt is None and not request.is_prefix
-        is_new = all(tool.name != SEARCH.name for tool in request.tools)
-        return is_free and is_chat and is_new and self._sessions.recall_of(request) is Recall.TOOL
+        return not request.is_prefix and self.equipped(request) is not request
+
+    def equipped(self, request: Request) -> Request:
+        """With the tool, where it is a chat with one answer that may call tools, and has none of that name.
+
+        What is warmed for such chats has it too.
+        """
+        choice = request.tool_choice.mode
+        may_call = choice == "auto" or (choice != "none" and bool(request.tools))
+        is_free = request.n == 1 and request.format is None and may_call
+        is_chat = request.is_prefix or any(message.role == "user" for message in request.messages)
+        is_new = request.prompt is None and all(tool.name != SEARCH.name for tool in request.tools)
+        is_wanted = is_free and is_chat and is_new and self._sessions.recall_of(request) is Recall.TOOL
+        return replace(request, tools=(*request.tools, SEARCH)) if is_wanted else request
 
     async def run(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
         """`answer` with the tool, again and again until it is not called."""
-        asked = replace(request, tools=(*request.tools, SEARCH))
+        asked = self.equipped(request)
         bills: list[Completed] = []
         for left in reversed(range(_ROUNDS)):
             current = _Round()
-            async for event in answer(asked):
-                if isinstance(event, Completed):
-                    bills.append(event)
-                elif (passed := _seen(current, event)) is not None:
-                    yield passed
-            if not current.is_search or not left:
+            async with aclosing(answer(asked)) as events:
+                async for event in events:
+                    if isinstance(event, Completed):
+                        bills.append(event)
+                    elif (passed := _seen(current, event)) is not None:
+                        yield passed
+            further = _further(asked, bills[-1], may_search=left > 1)
+            if not current.is_search or not left or further is None:
                 break
+            if current.text:
+                current.text += _GAP
+                yield TextDelta(0, _GAP)
             calls = tuple(current.searches.values())
             await asyncio.to_thread(self._sessions.searched, asked, current.text, calls)
-            asked = replace(asked, tool_choice=ToolChoice() if left > 1 else ToolChoice("none"))
+            asked = further
         for event in current.ended:
             yield _as_told(event, current)
         yield _together(bills)
+
+
+def _further(asked: Request, bill: Completed, *, may_search: bool) -> Request | None:
+    """The next round, with the tokens that are left; None where none are. A client that insists on a call still
+    gets one."""
+    choice = asked.tool_choice if may_search or asked.tool_choice.mode != "auto" else ToolChoice("none")
+    if asked.max_tokens is None:
+        return replace(asked, tool_choice=choice)
+    left = asked.max_tokens - bill.usage.completion_tokens
+    return replace(asked, tool_choice=choice, max_tokens=left) if left > 0 else None
 
 
 def _seen(current: _Round, event: Event) -> Event | None:
@@ -99,9 +127,9 @@ def _seen(current: _Round, event: Event) -> Event | None:
 
 
 def _as_told(event: Event, current: _Round) -> Event:
-    """A last search that is not carried out is no reason for the client to expect calls."""
+    """A last search that is not carried out is no call for the client: its answer had to end there."""
     if isinstance(event, Finished) and current.is_search and event.reason is FinishReason.TOOL_CALLS:
-        return replace(event, reason=FinishReason.STOP)
+        return replace(event, reason=FinishReason.LENGTH)
     return event
 
 

@@ -43,14 +43,17 @@ class StoreCache:
         lineages: Lineages,
         fitter: Fitter,
         *,
+        equipped: Callable[[Request], Request] = lambda request: request,
         on_forget: Callable[[set[str]], None] = lambda namespaces: None,
     ) -> None:
-        """`on_forget` is called with the namespaces of a user of whom nothing may stay."""
+        """`equipped`: a request with the tools that its model gets besides. `on_forget` is called with the
+        namespaces of a user of whom nothing may stay."""
         self._store = store
         self._loop = loop
         self._prompts = prompts
         self._lineages = lineages
         self._fitter = fitter
+        self._equipped = equipped
         self._on_forget = on_forget
 
     # ── what is kept ──
@@ -102,7 +105,7 @@ class StoreCache:
 
     def explain(self, request: Request) -> Explanation:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
-        may_cut = self._lineages.may_cut(request)
+        may_cut, request = self._lineages.may_cut(request), self._equipped(request)
         request, prompt = self._fitter.rehearsed(self._lineages.settle(request), may_cut=may_cut)
         if not request.use_cache:
             fresh = LookupRecord(prompt_tokens=len(prompt.tokens), reason=MissReason.DISABLED)

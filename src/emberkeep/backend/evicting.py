@@ -18,7 +18,7 @@ from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.job import Cut
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Gone, View
-from emberkeep.types import Eviction, Recall, Request
+from emberkeep.types import Eviction, Request
 
 _CLOSE_ENOUGH = 1.15
 """Times the target: what leaves is chosen by the length of its text, which tells its tokens only roughly."""
@@ -76,17 +76,19 @@ class Evictor:
         May still be too long: then nothing else may leave. In a rehearsal nothing is written or recalled. Raises
         RequestError.
         """
-        view = self._sessions.view(request)
+        view = self._sessions.view(request, is_rehearsal=is_rehearsal)
         if not self._sessions.may_evict(request):
             return self._seen(request, view, may_cut)
         rough = self._far_too_long(view)
         now = self._seen(request, self._without(view, request, rough), may_cut)
-        if now.is_shortened and not rough and len(now.draft) + view.gone.tokens <= self._policy.limit(request):
+        if now.is_shortened and not rough and len(now.draft) + view.gone.tokens <= self._policy.comfortable:
             # Another branch of this conversation was longer than this one.
-            return self._seen(request, replace(view, gone=Gone()), may_cut)
+            whole = self._seen(request, replace(view, gone=Gone()), may_cut)
+            if len(whole.draft) <= self._policy.comfortable:
+                return whole
         groups = rough + self._too_long(now)
         if groups:
-            return self._evicted(now, view, groups, has_source=not rough, is_rehearsal=is_rehearsal)
+            return self._evicted(now, view, rough, groups, is_rehearsal=is_rehearsal)
         return now if is_rehearsal else self._recalled(now)
 
     def shorter(self, now: Conversation) -> Conversation | None:
@@ -119,19 +121,29 @@ class Evictor:
         return groups
 
     def _too_long(self, now: Conversation) -> list[frozenset[int]]:
-        limit = self._policy.limit(now.request)
-        if now.is_shortened and self._sessions.recall_of(now.request) is Recall.AUTO:
-            limit = max(limit - self._policy.recall_tokens, self._policy.target)
-        if len(now.draft) <= limit:
+        length, limit = len(now.draft), self._policy.limit(now.request)
+        wanted = self._policy.recall_tokens if self._sessions.may_recall(now.request, now.view) else 0
+        if length <= limit - wanted:
             return []
-        return self._enough(now, len(now.draft) - self._policy.target)
+        target = self._target(now)
+        if length <= min(limit, _CLOSE_ENOUGH * target):
+            return []  # little would leave, and less may come back
+        return self._enough(now, length - target)
+
+    def _target(self, now: Conversation) -> int:
+        return self._policy.target(self._fixed(now))
+
+    def _fixed(self, now: Conversation) -> int:
+        """Tokens of the system's messages and of tools."""
+        stable = self._prompts.stable(now.shown, np.array(now.draft.spelled.ids, np.int32))
+        return stable.length if stable else 0
 
     def _enough(self, now: Conversation, tokens: int) -> list[frozenset[int]]:
         """The oldest that may leave, until about so many tokens have left."""
-        view, text = now.view, len(now.draft.text)
-        system = sum(len(m.content) for m in view.history.messages if m.role in ("system", "developer"))
-        around = max(text - system - view.chars(view.kept), 0) / max(len(view.kept), 1)
-        left = tokens * text / max(len(now.draft), 1)
+        view, fixed = now.view, self._fixed(now)
+        chars = len(now.draft.text) - len(self._prompts.detokenize(now.draft.spelled.ids[:fixed]))
+        around = max(chars - view.chars(view.kept), 0) / max(len(view.kept), 1)
+        left = tokens * chars / max(len(now.draft) - fixed, 1)
         groups: list[frozenset[int]] = []
         for group in view.leaving():
             if left <= 0:
@@ -144,37 +156,39 @@ class Evictor:
         self,
         now: Conversation,
         before: View,
+        rough: list[frozenset[int]],
         groups: list[frozenset[int]],
         *,
-        has_source: bool,
         is_rehearsal: bool,
     ) -> Conversation:
+        """`now` is `before` without `rough`, of which nobody knows the tokens."""
         begin = perf_counter()
         request = now.request
+        most = min(_CLOSE_ENOUGH * self._target(now), self._policy.limit(request))
         view = self._sessions.without(before, request, groups)
         shown, draft = self._redrafted(now, view)
-        while len(draft) > _CLOSE_ENOUGH * self._policy.target and (more := view.leaving()):
+        while len(draft) > most and (more := view.leaving()):
             groups = [*groups, more[0]]
             view = self._sessions.without(before, request, groups)
             shown, draft = self._redrafted(now, view)
         if is_rehearsal or len(draft) >= self._policy.context:
             # Too long even so: nothing leaves for a request that cannot be answered.
             return replace(now, shown=shown, view=view, draft=draft)
-        freed = max(len(now.draft) - len(draft), 0)
+        freed = max(len(now.draft) - len(draft), 0) + sum(map(before.chars, rough)) // _CHARS_PER_TOKEN
         plan_ms = 1e3 * (perf_counter() - begin)
         view, eviction = self._sessions.left(request, view, groups, freed, plan_ms)
-        source, recalled = now, self._sessions.recalled(request, view, self._count)
+        source, recalled = now, self._sessions.recalled(request, view, self._count, self._room(draft))
         if recalled is not view:
             # What is recalled stands in the longer prompt too, so that both end alike.
             longer = replace(before, inserted=recalled.inserted)
             source = self._seen(request, longer, now.may_cut)
             view = recalled
             shown, draft = self._redrafted(source, view)
-        cut = _cut(source.draft, draft, shown.namespace) if has_source and now.may_cut else None
+        cut = _cut(source.draft, draft, shown.namespace) if not rough and now.may_cut else None
         return replace(now, shown=shown, view=view, draft=draft, cut=cut, evictions=(eviction,))
 
     def _recalled(self, now: Conversation) -> Conversation:
-        view = self._sessions.recalled(now.request, now.view, self._count)
+        view = self._sessions.recalled(now.request, now.view, self._count, self._room(now.draft))
         return now if view is now.view else self._seen(now.request, view, now.may_cut)
 
     # ── as text and tokens ──
@@ -194,6 +208,10 @@ class Evictor:
     def _shown(self, request: Request, view: View, may_cut: bool) -> Request:
         shown = replace(request, messages=view.messages)
         return self._lineages.cut(shown, self._sessions.mark(view)) if may_cut and view.gone.spoken else shown
+
+    def _room(self, draft: Draft) -> int:
+        """For what comes back."""
+        return self._policy.comfortable - len(draft)
 
     def _count(self, text: str) -> int:
         return len(self._prompts.encode(text))

@@ -127,10 +127,13 @@ class Fitter:
         request = shorter.shown
         prompt = self._prompts.named(self._prompts.make(request, shorter.draft), shorter.request)
         _, max_new = self._room(request, prompt)
+        # No more tokens in all than it was admitted for.
+        max_new = min(max_new, len(fitted.prompt.tokens) + fitted.max_new - len(prompt.tokens))
         fit = replace(fitted.fit, evictions=shorter.evictions)
         assert shorter.cut is not None
         room = Room(prompt.tokens, shorter.cut, max_new)
-        return replace(fitted, request=request, prompt=prompt, fit=fit, conversation=shorter), room
+        fitted = replace(fitted, request=request, prompt=prompt, max_new=max_new, fit=fit, conversation=shorter)
+        return fitted, room
 
     def _conversation(self, request: Request, may_cut: bool) -> Fitted:
         conversation = self._evictor.fit(request, may_cut=may_cut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
@@ -117,7 +117,13 @@ class LocalBackend:
         self._rehearse()
         self._precache = Precache(self.warm, self._prompts, store, loop, keep_alive)
         self._cache = StoreCache(
-            store, loop, self._prompts, lineages, self._fitter, on_forget=self._precache.forget
+            store,
+            loop,
+            self._prompts,
+            lineages,
+            self._fitter,
+            equipped=self._asking.equipped,
+            on_forget=self._precache.forget,
         )
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
@@ -125,7 +131,7 @@ class LocalBackend:
             return self._asking.run(request, self._answer)
         return self._answer(request)
 
-    async def _answer(self, request: Request) -> AsyncIterator[Event]:
+    async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         arrived = monotonic()
         may_cut = self._lineages.may_cut(request)
         request = self._lineages.settle(request)
@@ -168,9 +174,8 @@ class LocalBackend:
         return more[0] if more else fitted
 
     async def warm(self, request: Request) -> Warmed:
-        prefix = self._lineages.settle(
-            replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
-        )
+        prefix = replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
+        prefix = self._lineages.settle(self._asking.equipped(prefix))
         begin = monotonic()
         usage, error = None, None
         try:
@@ -195,7 +200,7 @@ class LocalBackend:
         )
 
     def keep_warm(self, prefixes: Sequence[Request]) -> None:
-        self._precache.declare([self._lineages.settle(prefix) for prefix in prefixes])
+        self._precache.declare([self._lineages.settle(self._asking.equipped(prefix)) for prefix in prefixes])
 
     async def verify(self, entry_id: str, tokens: int) -> Verified:
         entry, ids, namespace = await asyncio.to_thread(self._cache.stored, entry_id)

@@ -29,7 +29,7 @@ class EndlessPlan:
     ctx: int = 1024
     times: int = 20
     """How many contexts the conversation fills, without the questions at its end."""
-    exact_times: int = 4
+    exact_times: int = 3
     """The same for a second one, of which nothing may be approximate."""
     facts: int = 50
     user_tokens: int = 32
@@ -49,14 +49,15 @@ class EndlessPlan:
 class Turn:
     said: Said
     state_before: int
-    """Tokens of the turn before, with its answer."""
+    """Tokens that the turn before has left."""
+    state: int
     has_system: bool
     has_message: bool
     """Whether they were in the prompt."""
-    is_found: bool | None = None
-    """Of a question: whether memory finds the fact."""
-    has_fact: bool | None = None
-    """Of a question: whether the fact was in the prompt."""
+    asks: Fact | None = None
+    is_found: bool = False
+    has_fact: bool = False
+    """Whether memory finds what it asks for, and whether that was in the prompt."""
 
     @property
     def kept(self) -> float:
@@ -72,8 +73,7 @@ class Talk:
 
     @property
     def state(self) -> int:
-        """Tokens of the latest turn, with its answer."""
-        return self.turns[-1].said.total_tokens if self.turns else 1
+        return self.turns[-1].state if self.turns else 1
 
     @property
     def evicting(self) -> list[Turn]:
@@ -91,11 +91,11 @@ class Talk:
 
     @property
     def questions(self) -> list[Turn]:
-        return [turn for turn in self.turns if turn.is_found is not None]
+        return [turn for turn in self.turns if turn.asks]
 
 
 async def run(stage: Stage, plan: EndlessPlan) -> Result:
-    shorter = replace(plan, is_exact=True, times=plan.exact_times, facts=min(plan.facts, plan.exact_times))
+    shorter = replace(plan, is_exact=True, times=plan.exact_times, facts=min(plan.facts, _FACTS_PER_MESSAGE))
     talks = {"": await _talk(stage, plan), "exact, ": await _talk(stage, shorter)}
     evicting = {label: talk for label, talk in talks.items() if talk.evicting}
     title = f"{plan.times} times a context of {plan.ctx:,} tokens, {plan.through}"
@@ -107,11 +107,18 @@ async def run(stage: Stage, plan: EndlessPlan) -> Result:
             Table("what the prompts held", tuple(_held_row(label, talk) for label, talk in talks.items())),
         ),
         (
-            "kept: tokens that were reused or moved up / tokens of the turn before, with its answer.",
+            "kept: tokens that were reused or moved up / tokens of the state that the turn before left.",
             "pause: what eviction costs besides the engine's own work.",
-            *(f"A turn failed: {error}" for talk in talks.values() for error in talk.errors[:1]),
+            *(doubt for talk in talks.values() for doubt in _doubts(talk)),
         ),
     )
+
+
+def _doubts(talk: Talk) -> Iterator[str]:
+    yield from (f"A turn failed: {error}" for error in talk.errors[:1])
+    for turn in talk.questions:
+        if turn.asks and not (turn.is_found and turn.has_fact):
+            yield f"Not found: {turn.asks.question}"
 
 
 # ── the conversation ──
@@ -153,15 +160,15 @@ async def _say(talk: Talk, talker: Talker, plan: EndlessPlan, text: str, asks: F
     try:
         found = await talker.search(text, _FIRST) if asks else []
         said = await talker.ask(messages, plan.answer_tokens, exact=plan.is_exact)
-        read = await talker.read()
+        left = await talker.left()
     except EmberkeepError as error:
         talk.errors.append(str(error))
         return 1
-    before, has_message, _ = read.rpartition(text)
-    turn = Turn(said, talk.state, has_system=_SYSTEM in before, has_message=bool(has_message))
+    before, has_message, _ = left.text.rpartition(text)
+    turn = Turn(said, talk.state, left.tokens, has_system=_SYSTEM in before, has_message=bool(has_message))
     if asks:
         is_found = any(asks.sentence in one for one in found)
-        turn = replace(turn, is_found=is_found, has_fact=asks.value in before)
+        turn = replace(turn, asks=asks, is_found=is_found, has_fact=asks.value in before)
     talk.turns.append(turn)
     talk.messages = [*messages, {"role": "assistant", "content": said.text}]
     return plan.user_tokens + said.completion_tokens
@@ -220,8 +227,8 @@ def _held_row(label: str, talk: Talk) -> Row:
             "system message": _share(turn.has_system for turn in turns),
             "current message": _share(turn.has_message for turn in turns),
             "marked approximate": _share(turn.said.is_approximate for turn in turns),
-            f"fact among the first {_FIRST} found": _share(bool(turn.is_found) for turn in questions),
-            "fact in the prompt": _share(bool(turn.has_fact) for turn in questions),
+            f"fact among the first {_FIRST} found": _share(turn.is_found for turn in questions),
+            "fact in the prompt": _share(turn.has_fact for turn in questions),
         },
     )
 

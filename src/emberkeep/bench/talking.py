@@ -35,12 +35,16 @@ class Said:
     is_approximate: bool
 
     @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-    @property
     def reuse(self) -> float:
         return self.cached_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The state that a turn has left behind: the prompt as it was evaluated, and the answer."""
+
+    text: str
+    tokens: int
 
 
 class Talker(Protocol):
@@ -50,9 +54,8 @@ class Talker(Protocol):
         """A greedy answer to the whole history."""
         ...
 
-    async def read(self) -> str:
-        """The state of the latest turn as text, once everything is stored: the prompt as it was evaluated, then
-        the answer."""
+    async def left(self) -> Left:
+        """Waits until everything is stored."""
         ...
 
     async def search(self, query: str, most: int) -> list[str]:
@@ -77,10 +80,11 @@ class OverHttp:
             reply.detail["approximate"],
         )
 
-    async def read(self) -> str:
+    async def left(self) -> Left:
         await self._client.settled()
         latest = (await self._client.get("/v1/cache?kind=conversation&limit=1"))["data"][0]
-        return str((await self._client.get(f"/v1/cache/{latest['id']}?chars={_EVERYTHING}"))["text"])
+        shown = await self._client.get(f"/v1/cache/{latest['id']}?chars={_EVERYTHING}")
+        return Left(shown["text"], shown["tokens"])
 
     async def search(self, query: str, most: int) -> list[str]:
         asked = urlencode({"query": query, "max_results": most})
@@ -113,12 +117,13 @@ class ThroughLibrary:
             result.lookup.is_approximate,
         )
 
-    async def read(self) -> str:
+    async def left(self) -> Left:
         while not is_settled(self._keeper.stats()):
             await asyncio.sleep(_POLL_S)
         cache = self._keeper.cache
         latest = next(entry for entry in cache.entries() if entry.kind is EntryKind.CONVERSATION)
-        return cache.show(latest.id).text
+        shown = cache.show(latest.id)
+        return Left(shown.text, shown.entry.tokens)
 
     async def search(self, query: str, most: int) -> list[str]:
         return [found.user_text for found in self._keeper.memory.search(query, max_results=most)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from emberkeep.bench.stage import Folder
 
 app = Typer(
-    help="Measure this machine: restarts, turns, sharing, overhead, load, bits, stores. Leave it alone meanwhile.",
+    help="Measure this machine: restarts, turns, sharing, load, bits, stores, memory. Leave it alone meanwhile.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -51,6 +51,9 @@ class Flags:
     ] = None
     prompts: Annotated[int | None, Option("--prompts", min=1, help="Number of prompts.")] = None
     chunks: Annotated[int | None, Option("--chunks", min=100, help="Chunks in the store.")] = None
+    turns: Annotated[int | None, Option("--turns", min=100, help="Archived turns.")] = None
+    searches: Annotated[int | None, Option("--searches", min=4, help="Searches that are timed.")] = None
+    writes: Annotated[int | None, Option("--writes", min=1, help="Archived turns that are timed.")] = None
     prefix: Annotated[int | None, Option("--prefix", min=1, help="Tokens of the shared prefix.")] = None
     device: DeviceFlag = None
     layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
@@ -129,6 +132,13 @@ def store(flags: Flags) -> Workload:
 
     planned = _planned(run, StorePlan(), flags.quick, repeat=flags.repeat, chunks=flags.chunks)
     return replace(planned, needs_model=False)
+
+
+def memory(flags: Flags) -> Workload:
+    from emberkeep.bench.memory import MemoryPlan, run
+
+    given = {"turns": flags.turns, "searches": flags.searches, "writes": flags.writes}
+    return replace(_planned(run, MemoryPlan(), flags.quick, **given), needs_model=False)
 
 
 def bits(flags: Flags) -> Workload:
@@ -238,6 +248,13 @@ _command(
     common=COMMON,
 )
 _command(
+    "memory",
+    "A million archived turns: searching them, and archiving one more.",
+    ("turns", "searches", "writes"),
+    memory,
+    common=COMMON,
+)
+_command(
     "crowd",
     "A hundred conversations over a budget that holds twenty: does it hold, and who is still there?",
     (),
@@ -287,7 +304,9 @@ _command(
     load,
     bits,
     store,
+    memory,
     crowd,
+    endless,
 )
 
 

@@ -36,6 +36,7 @@ class _Row(NamedTuple):
     conversation: str | None
     at: float
     words: int
+    key: bytes
     user_text: str
     assistant_text: str
     tool_uses: str
@@ -87,7 +88,7 @@ def _scope(db: apsw.Connection, owner: str, conversation: str | None) -> tuple[S
 
 
 def _read(db: apsw.Connection, ids: list[int]) -> list[_Row]:
-    sql = f"""SELECT t.id, c.name, t.at, t.words, t.user_text, t.assistant_text, t.tool_uses
+    sql = f"""SELECT t.id, c.name, t.at, t.words, t.key, t.user_text, t.assistant_text, t.tool_uses
               FROM turns AS t LEFT JOIN conversations AS c ON c.id = t.conversation
               WHERE t.id IN ({",".join("?" * len(ids))})"""
     return [_Row(*values) for values in rows(db, sql, *ids)]
@@ -104,4 +105,4 @@ def _recollection(score: float, row: _Row, words: list[Word]) -> Recollection:
     kind = MemoryKind.ANSWER if row.conversation is None else MemoryKind.TURN
     texts, uses = (row.user_text, row.assistant_text), unpack_uses(row.tool_uses)
     shown = highlight(texts, words)
-    return Recollection(row.id, kind, score, *texts, uses, row.at, row.conversation or "", shown)
+    return Recollection(row.id, kind, score, *texts, uses, row.at, row.conversation or "", shown, row.key)

@@ -38,11 +38,15 @@ class Cutter:
         cut = job.cut
         if cut is None or not job.use_cache or not self._can(cut):
             return None
-        reached = self._known(job.sees, cut.source[:-1])
+        reached = self._known(job.sees, self.source(cut))
         if reached < cut.end + _WORTH_CUTTING:
             return None
         direct = self._known(job.sees, job.tokens[: job.reusable])
         return cut if cut.length(reached) > direct else None
+
+    def source(self, cut: Cut) -> TokenArray:
+        """What of the longer prompt's state is of use: the engine cannot hold more."""
+        return cut.source[: min(len(cut.source) - 1, self._engine.capabilities.context)]
 
     def _can(self, cut: Cut) -> bool:
         return self._engine.capabilities.can_shift and cut.saved > 0

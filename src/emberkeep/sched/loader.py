@@ -57,7 +57,7 @@ class Loader:
         """A sequence that is about to compute more of this prompt than exists anywhere now."""
         if not job.use_cache:
             return None
-        wanted = job.cut.source[:-1] if job.cut else job.tokens[: job.reusable]
+        wanted = self._cutter.source(job.cut) if job.cut else job.tokens[: job.reusable]
         coming = self._slots.coming_match(job.sees, wanted)
         if coming.sequence is None:
             return None
@@ -70,7 +70,7 @@ class Loader:
     def start(self, job: Job) -> Sequence | None:
         """Give the job a slot and begin loading. None when no slot is free."""
         cut = self._cutter.useful(job)
-        wanted = cut.source[:-1] if cut else job.tokens[: job.reusable if job.use_cache else 0]
+        wanted = self._cutter.source(cut) if cut else job.tokens[: job.reusable if job.use_cache else 0]
         hot = self._slots.computed_match(job.sees, wanted)
         match = self._store.match(job.sees, wanted, snapshots=self._unit.has_snapshots)
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
-from emberkeep.session.texts import listed
+from emberkeep.session.texts import fitting, listed
 from emberkeep.types import Message, Tool, ToolCall
 
 MOST_RESULTS = 10
@@ -42,12 +42,7 @@ def search(memory: Memory, owner: str, arguments: str) -> str:
         return f"Memory could not be searched: {error}"
     if not found:
         return "Nothing was found: try other words."
-    told = listed(found[:1])
-    for count in range(2, len(found) + 1):
-        if len(longer := listed(found[:count])) > _CHARS:
-            break
-        told = longer
-    return told[:_CHARS].strip()
+    return listed(fitting(found, _CHARS, len)).strip()
 
 
 def _read(arguments: str) -> tuple[str, int]:

@@ -33,10 +33,11 @@ class History:
 
 
 def read_history(messages: Sequence[Message], conversation_id: str | None) -> History:
-    """`conversation_id`: as the client calls it; otherwise its first message names it."""
+    """`conversation_id`: as the client calls it; otherwise its first message and what follows that name it, since
+    many conversations begin with the same greeting."""
     spoken = tuple(i for i, message in enumerate(messages) if message.role not in _SYSTEM)
     keys = tuple(_chain((messages[i] for i in spoken), conversation_id or ""))
-    name = conversation_id or (keys[0].hex()[:_NAME_CHARS] if keys else "")
+    name = conversation_id or (keys[:2][-1].hex()[:_NAME_CHARS] if keys else "")
     return History(tuple(messages), spoken, keys, name)
 
 

@@ -18,8 +18,8 @@ from emberkeep.memory.memory import Memory
 from emberkeep.session.archiving import archived
 from emberkeep.session.asking import exchange, search
 from emberkeep.session.history import read_history
-from emberkeep.session.texts import notice, quoted
-from emberkeep.session.view import Gone, Inserted, View, read_view
+from emberkeep.session.texts import fitting, notice, quoted
+from emberkeep.session.view import Gone, Inserted, View, read_gone, read_view
 from emberkeep.types import (
     Eviction,
     Json,
@@ -55,16 +55,20 @@ class Policy:
     recall: Recall = Recall.AUTO
     recall_tokens: int = 512
 
+    def target(self, fixed: int) -> int:
+        """How long a prompt may be after messages have left it, of which so many tokens can never leave."""
+        return int(max(self.low_water * self.context, fixed + self.low_water * (self.comfortable - fixed)))
+
     @property
-    def target(self) -> int:
-        """How long a prompt may be after messages have left it."""
-        return int(self.low_water * self.context)
+    def comfortable(self) -> int:
+        """The longest prompt that leaves enough room for an answer: longer ones are cut while they are written."""
+        return self.context - max(self.context // 8, 1)
 
     def limit(self, request: Request) -> int:
-        """The longest prompt that leaves enough room for an answer: longer ones are cut while they are written."""
-        usual = self.context // 8
-        answer = usual if request.max_tokens is None else min(request.max_tokens, usual)
-        return self.context - max(answer, 1)
+        """The same where it is known how long the answer may become."""
+        if request.max_tokens is None:
+            return self.comfortable
+        return max(self.comfortable, self.context - max(request.max_tokens, 1))
 
 
 @dataclass(slots=True)
@@ -93,7 +97,7 @@ class Sessions:
         self._memory = memory
         self.policy = policy
         self._lock = threading.Lock()
-        self._unwritten: OrderedDict[tuple[str, bytes], _Unwritten] = OrderedDict()
+        self._unwritten: OrderedDict[tuple[str, bytes, NoteKind], _Unwritten] = OrderedDict()
         self._counters = _Counters()
 
     def applies(self, request: Request) -> bool:
@@ -109,12 +113,14 @@ class Sessions:
             return Recall.OFF
         return self.policy.recall if request.recall is None else request.recall
 
-    def view(self, request: Request) -> View:
-        """The conversation as its last turn left it."""
+    def view(self, request: Request, *, is_rehearsal: bool = False) -> View:
+        """The conversation as its last turn left it. What could not be written then is tried again, but not in a
+        rehearsal."""
         history = read_history(request.messages, request.conversation_id)
         owner = _owner(request)
         with self._lock:
-            waiting = [self._unwritten[owner, key] for key in history.keys if (owner, key) in self._unwritten]
+            places = [(owner, key, kind) for key in history.keys for kind in NoteKind] if self._unwritten else []
+            waiting = [self._unwritten[place] for place in places if place in self._unwritten]
         notes = [unwritten.note for unwritten in waiting]
         if self._memory is not None:
             try:
@@ -122,7 +128,8 @@ class Sessions:
             except MemoryFailed as error:
                 log.warning("what left a conversation earlier is not known: %s", error)
         view = read_view(history, notes)
-        self._write_again(owner, view, waiting)
+        if not is_rehearsal:
+            self._write_again(owner, view, waiting)
         return view if self.may_evict(request) else replace(view, gone=Gone())
 
     # ── leaving ──
@@ -165,19 +172,22 @@ class Sessions:
 
     # ── coming back ──
 
-    def recalled(self, request: Request, view: View, count: Callable[[str], int]) -> View:
+    def may_recall(self, request: Request, view: View) -> bool:
+        """Something may still be put before the user's message."""
+        place = len(view.history.spoken) - 1
+        is_asked = place >= 0 and view.history.last_user == place and place not in view.inserted
+        return is_asked and bool(view.gone.spoken) and self.recall_of(request) is Recall.AUTO
+
+    def recalled(self, request: Request, view: View, count: Callable[[str], int], room: int) -> View:
         """With the best of what has left before the user's message, where the conversation ends with one.
 
         It stays there on later turns, so that their prompts begin as this one does. `count`: of the tokens of a
-        text. Never raises.
+        text; `room`: for how many there is. Never raises.
         """
+        if not self.may_recall(request, view):
+            return view
         place = len(view.history.spoken) - 1
-        is_asked = place >= 0 and view.history.last_user == place
-        if not is_asked or not view.gone.spoken or place in view.inserted or self._memory is None:
-            return view
-        if self.recall_of(request) is not Recall.AUTO:
-            return view
-        found = self._found(request, view, count)
+        found = self._found(request, view, count, room)
         if not found:
             return view
         put = Inserted(quoted(found), tuple(one.id for one in found))
@@ -187,32 +197,36 @@ class Sessions:
             self._counters.recalled_turns += len(found)
         return replace(view, inserted={**view.inserted, place: put})
 
-    def _found(self, request: Request, view: View, count: Callable[[str], int]) -> list[Recollection]:
+    def _found(self, request: Request, view: View, count: Callable[[str], int], room: int) -> list[Recollection]:
         assert self._memory is not None
         query = view.history.messages[view.history.spoken[-1]].content[-_QUERY_CHARS:]
         try:
             found = self._memory.search(
                 _owner(request),
                 query,
-                max_results=_RECALLED,
+                max_results=2 * _RECALLED,
                 conversation=view.history.conversation,
                 exclude=view.quoted,
             )
         except MemoryFailed as error:
             log.warning("nothing was recalled: %s", error)
             return []
-        return _fitting([one for one in found if one.score >= _SCORE], self.policy.recall_tokens, count)
+        room = min(room, self.policy.recall_tokens)
+        said = set(view.history.keys)
+        # What was said in a branch that the user has left is not quoted.
+        good = [one for one in found if one.score >= _SCORE and one.key in said]
+        return fitting(good[:_RECALLED], room, count)
 
     def searched(self, request: Request, said: str, calls: Sequence[ToolCall]) -> None:
         """Carry out what the model asked of its memory: from now on the conversation has the results.
 
-        `said`: what it said in the same breath. Never raises.
+        `said`: what its client has of what it said in the same breath. Never raises.
         """
         view = self.view(request)
         place = len(view.history.spoken) - 1
         results = [search(self._memory, _owner(request), call.arguments) for call in calls] if self._memory else []
         known = view.inserted.get(place, Inserted())
-        more = exchange(said, calls, results)
+        more = exchange(said.rstrip(), calls, results)
         put = replace(known, after=(*known.after, *more), said=known.said + said)
         self._written(_owner(request), view, [], put.note(view.history.keys[place]))
         with self._lock:
@@ -239,7 +253,8 @@ class Sessions:
                 error = str(failure)
         with self._lock:
             self._counters.archive_failures += bool(error)
-            self._unwritten[owner, note.key] = _Unwritten(tuple(turns), note)
+            kept = () if self._memory is None else tuple(turns)
+            self._unwritten[owner, note.key, note.kind] = _Unwritten(kept, note)
             while len(self._unwritten) > _REMEMBERED:
                 self._unwritten.popitem(last=False)
         return error
@@ -249,30 +264,20 @@ class Sessions:
             if self._memory is None or self._written(owner, view, unwritten.turns, unwritten.note):
                 return
             with self._lock:
-                self._unwritten.pop((owner, unwritten.note.key), None)
+                self._unwritten.pop((owner, unwritten.note.key, unwritten.note.kind), None)
 
 
 def _latest_notes(memory: Memory, owner: str, keys: Sequence[bytes]) -> list[Note]:
-    """Back to where something left, which is never far: what comes before is out, and so are its notes."""
+    """Back to where something left, which is never far, and of what is kept from before."""
     notes: list[Note] = []
     for end in range(len(keys), 0, -_WINDOW):
-        notes += memory.notes(owner, keys[max(end - _WINDOW, 0) : end])
-        if any(note.kind is NoteKind.EVICTED for note in notes):
-            break
+        begin = max(end - _WINDOW, 0)
+        notes += memory.notes(owner, keys[begin:end])
+        if left := [note for note in notes if note.kind is NoteKind.EVICTED]:
+            out = frozenset[int]().union(*(read_gone(note.data).spoken for note in left))
+            return notes + memory.notes(owner, [key for i, key in enumerate(keys[:begin]) if i not in out])
     return notes
 
 
 def _owner(request: Request) -> str:
     return exact_namespace(request.namespace)
-
-
-def _fitting(found: Sequence[Recollection], room: int, count: Callable[[str], int]) -> list[Recollection]:
-    """As many as fit, the best first; of one that is too long the passage that matched."""
-    taken: list[Recollection] = []
-    for one in found:
-        passage = replace(one, user_text=one.highlight.replace("**", ""), assistant_text="", tool_uses=())
-        for candidate in (one, passage):
-            if count(quoted([*taken, candidate])) <= room:
-                taken.append(candidate)
-                break
-    return taken

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import localtime, strftime
 
 from emberkeep.types import Recall, Recollection
@@ -34,3 +35,15 @@ def _entry(found: Recollection) -> str:
     said = [("user", found.user_text), ("assistant", found.assistant_text)]
     said += [(f"tool {use.name}({use.arguments})", use.result) for use in found.tool_uses]
     return "".join(f"{when} {who}: {text.strip()}\n" for who, text in said if text.strip())
+
+
+def fitting(found: Sequence[Recollection], room: int, count: Callable[[str], int]) -> list[Recollection]:
+    """As many as fit, the best first; of one that is too long the passage that matched."""
+    taken: list[Recollection] = []
+    for one in found:
+        passage = replace(one, user_text=one.highlight.replace("**", ""), assistant_text="", tool_uses=())
+        for candidate in (one, passage):
+            if count(quoted([*taken, candidate])) <= room:
+                taken.append(candidate)
+                break
+    return taken

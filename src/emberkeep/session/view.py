@@ -62,6 +62,7 @@ class View:
         for index, message in enumerate(self.history.messages):
             place = spoken.get(index)
             if place in self.gone.spoken:
+                said = ""
                 continue
             put = self.inserted.get(place, Inserted()) if place is not None else Inserted()
             before = put.before
@@ -112,11 +113,11 @@ def read_view(history: History, notes: Iterable[Note]) -> View:
         if note.kind is NoteKind.INSERTED:
             inserted[place] = _inserted(note.data)
         elif place > latest:
-            gone, latest = _gone(note.data), place
+            gone, latest = read_gone(note.data), place
     return View(history, gone, inserted)
 
 
-def _gone(data: Mapping[str, Json]) -> Gone:
+def read_gone(data: Mapping[str, Json]) -> Gone:
     out = frozenset(i for begin, end in data["out"] for i in range(begin, end))
     return Gone(out, data["tokens"], data["root"], data["notice"])
 

@@ -66,6 +66,8 @@ class Recollection:
     conversation: str
     highlight: str
     """The passage that matched, with **marks** around the words that did."""
+    key: bytes = b""
+    """The turn's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,250 @@
+"""A client that sends the whole history with every request, and a backend over the fake engine that answers it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.config import Config
+from emberkeep.engine.base import Logits
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.memory.memory import Memory
+from emberkeep.runtime import assemble
+from emberkeep.sched.job import Job
+from emberkeep.types import (
+    Completed,
+    Event,
+    Eviction,
+    Finished,
+    FinishReason,
+    Json,
+    LookupRecord,
+    Message,
+    Request,
+    Sampling,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    private_namespace,
+)
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n"
+    "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTEXT = 768
+SYSTEM = "You keep the books of a harbour."
+EOG = FakeEngine().vocab.eog
+GREEDY = Sampling(temperature=0)
+ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(EOG, -1e9))
+
+
+class ScriptedEngine(FakeEngine):
+    """Says what it is told to say, one text after the other; then what the fake engine says. For one at a time."""
+
+    def __init__(self, *, context: int = CONTEXT) -> None:
+        super().__init__(context=context, cells=8 * context, batch=256)
+        self._script: deque[int] = deque()
+
+    def will_say(self, *texts: str) -> None:
+        for text in texts:
+            self._script += [*self.vocab.tokenize(text), self.vocab.specials["<|im_end|>"]]
+
+    def logits(self, index: int) -> Logits:
+        logits = super().logits(index)
+        if self._script:
+            logits[self._script.popleft()] = 100.0
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    events: list[Event]
+    prompts: list[str]
+    """What the model saw, as it saw it at the beginning of each round."""
+    prompt_ids: tuple[int, ...]
+    """Of the last one."""
+
+    @property
+    def prompt(self) -> str:
+        return self.prompts[-1]
+
+    @property
+    def bill(self) -> Completed:
+        bill = self.events[-1]
+        assert isinstance(bill, Completed)
+        return bill
+
+    @property
+    def lookup(self) -> LookupRecord:
+        return self.bill.lookup
+
+    @property
+    def evictions(self) -> tuple[Eviction, ...]:
+        return self.bill.fit.evictions
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, TextDelta))
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for event in self.events if isinstance(event, TextDelta) for token in event.tokens]
+
+    @property
+    def reason(self) -> FinishReason:
+        (reason,) = [event.reason for event in self.events if isinstance(event, Finished)]
+        return reason
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        found: dict[int, ToolCall] = {}
+        for event in self.events:
+            if isinstance(event, ToolCallDelta):
+                known = found.get(event.call_index) or ToolCall(event.id or "", event.name or "", "")
+                found[event.call_index] = replace(known, arguments=known.arguments + event.arguments)
+        assert list(found) == list(range(len(found)))
+        return list(found.values())
+
+
+class Harbour:
+    """A backend of its own. Answers are short unless a request says otherwise, and greedy."""
+
+    def __init__(self, folder: Path, engine: FakeEngine | None = None, **config: Json) -> None:
+        self.engine = engine or ScriptedEngine()
+        config.setdefault("disk_budget", 0)
+        context = self.engine.capabilities.context
+        self.backend = assemble(
+            Config(data_dir=folder, **config), self.engine, TEMPLATE, ModelCard("fake", 0, context)
+        )
+        self._runner = asyncio.Runner()
+        self._prompts: list[tuple[int, ...]] = []
+        submit = self.backend.loop.submit
+
+        def seen(job: Job) -> None:
+            self._prompts.append(tuple(job.tokens.tolist()))
+            submit(job)
+
+        self.backend.loop.submit = seen  # type: ignore[method-assign]
+
+    def __enter__(self) -> Harbour:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.run(self.backend.close())
+        self._runner.close()
+
+    @property
+    def memory(self) -> Memory:
+        assert self.backend.memory is not None
+        return self.backend.memory
+
+    def ask(self, request: Request) -> Answer:
+        """Waits until the turn is closed, so that the next one finds it."""
+        (answer,) = self.ask_together([request])
+        return answer
+
+    def ask_together(self, requests: Sequence[Request]) -> list[Answer]:
+        """All at once; what the model saw is told of them together."""
+        self._prompts.clear()
+
+        async def events(request: Request) -> list[Event]:
+            return [event async for event in self.backend.generate(request)]
+
+        async def all_of_them() -> list[list[Event]]:
+            return await asyncio.gather(*(events(request) for request in requests))
+
+        answers = self._runner.run(all_of_them())
+        self.settle()
+        texts = [self.backend.detokenize(prompt) for prompt in self._prompts]
+        return [Answer(events, texts, self._prompts[-1]) for events in answers]
+
+    def leave_in_the_middle(self, request: Request, after: int) -> None:
+        """The client goes away after so many events."""
+
+        async def some() -> None:
+            events = self.backend.generate(request)
+            for _ in range(after):
+                await anext(events)
+            await events.aclose()  # type: ignore[attr-defined]
+
+        self._runner.run(some())
+        self.settle()
+
+    def settle(self) -> None:
+        while self.backend.loop.stats()["active"]:
+            self.backend.loop.call(lambda: None).result()
+
+    def fresh(self, answer: Answer, **more: Json) -> list[int]:
+        """What a model says to the same prompt that knows nothing of what was cut, moved or stored."""
+        more = {"max_tokens": 2, "sampling": GREEDY, **more}
+        alone = Request(prompt=answer.prompt_ids, namespace="nobody", use_cache=False, is_kept=False, **more)
+        return self.ask(alone).ids
+
+    def archived(self, owner: str = "") -> list[dict[str, Json]]:
+        """The turns in the archive, in the order of archiving."""
+        return [row for row in self.memory.export(owner) if row["kind"] == "turn"]
+
+    def archived_texts(self, owner: str = "") -> list[str]:
+        """Everything that was said in them."""
+        turns = self.archived(owner)
+        texts = [turn[part] for turn in turns for part in ("user_text", "assistant_text")]
+        texts += [use["result"] for turn in turns for use in turn["tool_uses"]]
+        return [one for text in texts for one in text.split("\n\n") if one]
+
+
+class Client:
+    """One conversation."""
+
+    def __init__(self, harbour: Harbour, *, user: str = "", system: str = SYSTEM, **fields: Json) -> None:
+        """`fields`: of every request."""
+        self._harbour = harbour
+        self.system = system
+        self.messages: list[Message] = []
+        fields.setdefault("sampling", GREEDY)
+        fields.setdefault("max_tokens", 2)
+        self._fields = {"user": user, "namespace": private_namespace(user), **fields}
+
+    def request(self, **fields: Json) -> Request:
+        head = [Message("system", self.system)] if self.system else []
+        return Request(messages=(*head, *self.messages), **{**self._fields, **fields})
+
+    def say(self, text: str, **fields: Json) -> Answer:
+        self.messages.append(Message("user", text))
+        return self.go_on(**fields)
+
+    def go_on(self, **fields: Json) -> Answer:
+        """Have what was said so far answered."""
+        answer = self._harbour.ask(self.request(**fields))
+        self.messages.append(Message("assistant", answer.text, tool_calls=tuple(answer.calls)))
+        return answer
+
+    def talk_until_full(self, more: int = 40) -> Answer:
+        """Until something has left; the answer of that turn."""
+        return next(answer for i in range(more) if (answer := self.say(line(i))).evictions)
+
+
+def line(number: int, words: int = 10) -> str:
+    """Something to say that nobody has said before."""
+    rng = np.random.default_rng(number)
+    names = ["anchor", "barge", "cargo", "dock", "eddy", "ferry", "gull", "hull", "inlet", "jetty", "keel", "lamp"]
+    return f"Remark {number}: " + " ".join(rng.choice(names, words)) + "."
+
+
+SEARCH_CALL = '<tool_call>\n{{"name": "search_memory", "arguments": {{"query": "{}"}}}}\n</tool_call>'
+FERRY = Tool("ferry", "When the ferry leaves.", {"type": "object"})
