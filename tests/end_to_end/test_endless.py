@@ -173,10 +173,13 @@ def test_an_answer_that_fills_the_context_goes_on(talk: Talk, server: ServerProc
 
 
 def test_what_left_is_found_by_its_user(talk: Talk, server: ServerProcess) -> None:
-    found = server.http.get(f"{server.url}/v1/memory/search?query=day 1 of the Marigold&max_results=3").json()
-    assert story(1) in [one["user_text"] for one in found["data"]]
-    other = server.http.get(f"{server.url}/v1/memory/search?query=Marigold&user_id=bob").json()
-    assert other["data"] == []
+    def found(query: str, **fields: Json) -> list[str]:
+        asked = server.http.get(f"{server.url}/v1/memory/search", params={"query": query, **fields})
+        assert asked.status_code == 200, f"{asked.text}\n{server.log}"
+        return [one["user_text"] for one in asked.json()["data"]]
+
+    assert story(1) in found("day 1 of the Marigold", max_results=3)
+    assert found("Marigold", user_id="bob") == []
 
 
 def test_without_eviction_a_long_conversation_is_refused(talk: Talk, server: ServerProcess) -> None:

@@ -223,7 +223,7 @@ def test_many_threads_of_one_conversation_archive_everything_once(memory):
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "limit"), [(None, 875), (0, 999), (1, 999), (100, 900), (125, 875), (500, 875)]
+    ("max_tokens", "limit"), [(None, 875), (0, 991), (1, 991), (100, 892), (125, 875), (500, 875)]
 )
 def test_a_prompt_leaves_room_for_its_answer(max_tokens, limit):
     assert POLICY.limit(request(max_tokens=max_tokens)) == limit

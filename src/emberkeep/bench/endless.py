@@ -32,7 +32,7 @@ class EndlessPlan:
     exact_times: int = 3
     """The same for a second one, of which nothing may be approximate."""
     facts: int = 50
-    user_tokens: int = 32
+    user_tokens: int = 16
     answer_tokens: int = 48
     through: str = "http"
     is_exact: bool = False

@@ -38,12 +38,15 @@ log = logging.getLogger("emberkeep.session")
 
 _REMEMBERED = 4096
 """Places whose notes are kept in RAM because they are not in the archive."""
+_CLOSING = 8
+"""Tokens, at most, that templates write after an answer."""
 _WINDOW = 512
 """Places of a conversation that are looked at together."""
 _QUERY_CHARS = 2000
 _RECALLED = 3
-_SCORE = 0.15
-"""What matches less has hardly a word in common with the question."""
+_SCORE = 0.3
+"""What scores less shares only common words with the question: small talk scores 0.2 to 0.3 against other small
+talk, a question more than 0.5 against what answers it, and everything that is quoted stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Policy:
         """The same where it is known how long the answer may become."""
         if request.max_tokens is None:
             return self.comfortable
-        return max(self.comfortable, self.context - max(request.max_tokens, 1))
+        return max(self.comfortable, self.context - max(request.max_tokens, 1) - _CLOSING)
 
 
 @dataclass(slots=True)

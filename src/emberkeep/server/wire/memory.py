@@ -37,7 +37,9 @@ def found_json(found: Sequence[Recollection]) -> dict[str, Json]:
 
 
 def _recollection_json(found: Recollection) -> dict[str, Json]:
-    return {**asdict(found), "conversation": found.conversation or None}
+    """Without the key, which names a place to us and to nobody else."""
+    told = {name: value for name, value in asdict(found).items() if name != "key"}
+    return {**told, "conversation": found.conversation or None}
 
 
 def facts_json(facts: Sequence[Fact]) -> dict[str, Json]:
