@@ -13,14 +13,35 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 
 _SLOW_FILES = (
+    # slow to import already: torch, schemathesis
     "test_hf_",
     "test_from_pretrained",
     "test_real_model",
     "test_both_engines",
-    "test_bench_hf",
     "test_server_schemathesis",
+    # seconds each, of what is seldom worked on: the inner loop is to take a minute
+    "test_archive_faults",
+    "test_backend_evicting_answers",
+    "test_backend_evicting_branches",
+    "test_bench_",
+    "test_cache_commands",
+    "test_chat_saved",
+    "test_cli_main",
+    "test_configuration_docs",
+    "test_doctor",
+    "test_hostile_state",
+    "test_memory_disk",
+    "test_memory_retention",
+    "test_opening",
+    "test_packed_exports",
+    "test_packing",
+    "test_pull_",
+    "test_server_cache",
+    "test_server_lifecycle",
+    "test_server_metrics",
+    "test_snapshot_contract",
 )
-"""Files of tests that begin like this are slow to import already: torch, schemathesis."""
+"""Files of tests that begin like this are not in the inner loop."""
 
 # A busy machine is no failure.
 settings.register_profile("emberkeep", deadline=None)
