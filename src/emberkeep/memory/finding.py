@@ -27,6 +27,8 @@ _NEWEST, _OLDEST = 200, 64
 """Turns of one word; the oldest only of one that has more."""
 _LEAST_WEIGHT = 0.2
 """How common a word is, is only estimated."""
+_UNKNOWN = 0.3
+"""What a word counts for that no turn has: people say more than they ask, and names in it are nothing to find."""
 _PAIRED = 4
 """The rarest words, each two of which are looked up together."""
 _SCANNED = 30_000
@@ -113,6 +115,8 @@ def _look_up(db: apsw.Connection, scope: Scope, stem: str) -> Word:
         ids = np.concatenate([ids, oldest])
     others = max(scope.turns - turns, 0.0)
     weight = max(log(1 + (others + 0.5) / (turns + 0.5)), _LEAST_WEIGHT)
+    if not turns:
+        weight *= _UNKNOWN
     return Word(stem, ids, turns, is_complete, weight)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,16 @@ from dataclasses import dataclass
 from emberkeep.memory.finding import Word
 from emberkeep.memory.terms import Term, clean, stems_of, terms_of
 
-_SATURATION = 1.2
-_LENGTH = 0.6
-"""BM25's k1 and b; the usual b of 0.75 is for pages, and turns are short."""
-_WEIGHTS = (1.3, 1.0, 0.5)
+_SATURATION = 0.8
+_LENGTH = 0.3
+"""BM25's k1 and b; the usual 1.2 and 0.75 are for pages. Turns are short, and small models repeat themselves."""
+_WEIGHTS = (1.3, 0.6, 0.4)
 """What a word counts for where it stands: what people said themselves is what they ask for."""
+_APART = 0.7
+"""What it costs when the words stand in different sentences, or not at all: the answer to a question has them in
+one, and the same question about something else has them all over its own answer."""
+_SENTENCES = 40
+_SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|\n+")
 _RECENT = 0.15
 """Share of the score that age takes away in the end: an old exact answer stays before a vague new one."""
 _HALF_LIFE_S = 30 * 86400.0
@@ -45,14 +51,28 @@ def relevance(texts: Texts, length: int, question: Question, known: float) -> fl
     `texts` may be only the beginning of a turn of `length` words: what is `known` of it counts in any case.
     """
     best: float = sum(word.weight for word in question.words)
-    parts = [(weight, stems_of(text)) for weight, text in zip(_WEIGHTS, texts, strict=True) if text]
+    if best <= 0:
+        return 0.0
+    parts = [(weight, _sentences(text)) for weight, text in zip(_WEIGHTS, texts, strict=True) if text]
     slack = _SATURATION * (1 - _LENGTH + _LENGTH * length / max(question.usual_length, 1.0))
     gained: float = 0.0
     for word in question.words:
-        often = sum(weight * stems.count(word.stem) for weight, stems in parts)
+        often = sum(weight * stems.count(word.stem) for weight, sentences in parts for stems in sentences)
         gained += word.weight * often / (often + slack)
     least = known * _WEIGHTS[-1] / (_WEIGHTS[-1] + slack)
-    return max(gained, least) / best if best > 0 else 0.0
+    together = max((_had(question, stems) for _, sentences in parts for stems in sentences), default=0.0)
+    return max(gained, least) / best * (1 - _APART * (1 - together / best))
+
+
+def _sentences(text: str) -> list[list[str]]:
+    """The stems of each."""
+    pieces = _SENTENCE_END.split(text, maxsplit=_SENTENCES)
+    return [stems_of(piece) for piece in pieces]
+
+
+def _had(question: Question, stems: list[str]) -> float:
+    """The weight of the words that a sentence has."""
+    return sum(word.weight for word in question.words if word.stem in stems)
 
 
 def freshness(age_s: float) -> float:
