@@ -61,7 +61,7 @@ def relevance(texts: Texts, length: int, question: Question, known: float) -> fl
         gained += word.weight * often / (often + slack)
     least = known * _WEIGHTS[-1] / (_WEIGHTS[-1] + slack)
     together = max((_had(question, stems) for _, sentences in parts for stems in sentences), default=0.0)
-    return max(gained, least) / best * (1 - _APART * (1 - together / best))
+    return max(gained, least) / best * (1 - _APART * (1 - together))
 
 
 def _sentences(text: str) -> list[list[str]]:
@@ -71,8 +71,10 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _had(question: Question, stems: list[str]) -> float:
-    """The weight of the words that a sentence has."""
-    return sum(word.weight for word in question.words if word.stem in stems)
+    """The share of the words that a sentence has, of those that any turn has. Whatever they weigh: a name that a
+    small model repeats in all of its answers weighs nothing, and is still what was asked for."""
+    known = [word.stem for word in question.words if word.turns]
+    return sum(stem in stems for stem in known) / max(len(known), 1)
 
 
 def freshness(age_s: float) -> float:
