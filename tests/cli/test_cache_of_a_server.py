@@ -67,7 +67,7 @@ def test_the_server_tells_what_is_in_its_engine_and_in_ram(url: str) -> None:
     assert (entry["conversation_id"], entry["user"], entry["model"]) == ("harbour-1", "alice", "fake")
     assert entry["tiers"]["hot"] == entry["tiers"]["warm"] == entry["tokens"]
     row = ok("ls").splitlines()[1]
-    assert row.startswith("harbour-1 ")
+    assert row.startswith("harbour-1: Which ships are here? ")
     assert "engine, RAM" in row
 
 

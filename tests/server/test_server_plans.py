@@ -117,7 +117,7 @@ def test_a_prefix_that_cannot_fit_is_not_warmed(tmp_path: Path) -> None:
 
 
 def test_the_oldest_turns_leave_a_chat_that_is_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with served(tmp_path, FakeEngine(context=1024), auto_truncate=True) as site:
+    with served(tmp_path, FakeEngine(context=1024), auto_truncate=True, evict=False) as site:
         with caplog.at_level(logging.INFO, "emberkeep.backend"):
             answer = site.chat(SYSTEM, *turns(40), user("And now?"))
         detail = answer["emberkeep"]
@@ -136,7 +136,7 @@ def test_the_oldest_turns_leave_a_chat_that_is_too_long(tmp_path: Path, caplog: 
 
 
 def test_turns_of_a_chat_that_is_cut_are_one_conversation(tmp_path: Path) -> None:
-    with served(tmp_path, FakeEngine(context=1024), auto_truncate=True) as site:
+    with served(tmp_path, FakeEngine(context=1024), auto_truncate=True, evict=False) as site:
         for count in (40, 44):
             assert site.chat(SYSTEM, *turns(count), user("And now?"))["emberkeep"]["truncated_messages"]
         conversations = [entry for entry in site.entries() if entry["kind"] == "conversation"]
