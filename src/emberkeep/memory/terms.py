@@ -73,11 +73,11 @@ def _split(begin: int, end: int, stem: str) -> Iterator[Term]:
 
 
 _LISTED = """
-a about again all also am an and any are as at be been but by call called can could did do does earlier for from get
-give had has have he her him his how i if in into is it its just know let like may me mention mentioned might my name
-named no not of on or our out please remember say said she should so some still talk talked tell than that the their
-them then there these they thing things this those to told up us was we were what when where which who whom whose why
-will with would you your s t d m re ve ll don
+a about again all also am an and any are as at be been but by call called can could did do does earlier for from
+get give had has have he her him his how i if in into is it its just know let like may me mention mentioned might
+my name named no not of on or our out please remember say said she should so some still talk talked tell than
+that the their them then there these they thing things this those to told up us was we were what when where which
+who whom whose why will with would you your s t d m re ve ll don
 """
 _STOP_WORDS = frozenset(_LISTED.split())
 _STOP_STEMS = frozenset(stems_of(_LISTED))
