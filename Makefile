@@ -45,7 +45,7 @@ clean: ## remove what was installed and cached here (models and stored state sta
 
 # Running needs no torch; who wants the Hugging Face engine adds it: .venv/bin/pip install -e '.[hf]'
 $(RUNNING): WHAT := .
-$(DEVELOPING): WHAT := .[dev,hf,embeddings]
+$(DEVELOPING): WHAT := .[dev,hf,embeddings,remote]
 $(DEVELOPING): ALSO := $(RUNNING)
 $(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
 	@command -v c++ >/dev/null || { echo "A C++ compiler is needed to build llama.cpp: install g++ or clang."; exit 1; }

@@ -14,6 +14,11 @@
     │   └── TemplateFailed     the chat template refused these messages
     ├── MemoryFailed           what should be remembered cannot be written or read
     │   └── MemoryOff          nothing is remembered here
+    ├── ToolFailed             a tool could not do what it was called for
+    ├── RemoteError            a model that runs somewhere else did not answer
+    │   ├── RemoteDown         it cannot be reached or has too much to do: later, or another one
+    │   ├── RemoteRefused      its key is missing or wrong
+    │   └── RemoteFull         the conversation is longer than its context
     ├── Overloaded             the queue is full, or the server is shutting down
     ├── RateLimited            one user has as many requests here as a user may have
     ├── DeadlineExceeded       the request ran out of its time
@@ -107,6 +112,30 @@ class MemoryOff(MemoryFailed):
         super().__init__(
             "Nothing is remembered here: set memory = true, or look in the log why its file could not be opened."
         )
+
+
+class ToolFailed(EmberkeepError):
+    """For the model to read, and to try something else."""
+
+
+class RemoteError(EmberkeepError):
+    pass
+
+
+class RemoteDown(RemoteError):
+    """`retry_after` is in seconds, where the service has said."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RemoteRefused(RemoteError):
+    pass
+
+
+class RemoteFull(RemoteError):
+    pass
 
 
 class Overloaded(EmberkeepError):

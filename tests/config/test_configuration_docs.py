@@ -8,7 +8,7 @@ from emberkeep.cli.main import app
 from emberkeep.config import Config, accepts, default_of, help_for, public_values
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-DIFFERS_BETWEEN_MACHINES = {"data_dir": "your data folder"}
+DIFFERS_BETWEEN_MACHINES = {"data_dir": "your data folder", "tools_root": "the current folder"}
 
 
 def commands_with(key: str) -> str:

@@ -23,6 +23,7 @@ from emberkeep.config.settings import (
     ttls,
     type_of,
 )
+from emberkeep.config.tables import McpServer, check_name
 from emberkeep.config.warm import WarmPrefix
 
 __all__ = [
@@ -30,9 +31,11 @@ __all__ = [
     "OFF",
     "Config",
     "LoadedConfig",
+    "McpServer",
     "WarmPrefix",
     "accepts",
     "check_exposure",
+    "check_name",
     "default_of",
     "free_ram",
     "help_for",

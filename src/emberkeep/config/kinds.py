@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from emberkeep.config.tables import (
+    parse_remotes,
+    parse_servers,
+    public_remotes,
+    public_servers,
+    settle_servers,
+    show_names,
+)
 from emberkeep.config.warm import parse_prefixes, settle_prefixes, show_prefixes
+from emberkeep.types import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,10 @@ class Kind:
     """What brings the default back, where there is such a word."""
     settle: Callable[[Any, Path], Any] = lambda value, base: value
     """What `parse` returned, with relative paths starting at `base`. May raise ConfigError."""
+    public: Callable[[Any], Json] = lambda value: value
+    """What `parse` returned as JSON, secrets masked."""
+    hides: bool = False
+    """Values may hold secrets: they are not repeated in errors."""
 
 
 def _parse_text(value: object) -> str:
@@ -181,8 +194,11 @@ def spelled(pattern: str, accepts: str) -> Kind:
     return Kind(parse, accepts, "word")
 
 
+_MASK = "***"
+
+
 def _show_secret(value: str | None) -> str:
-    return "none" if value is None else "***"
+    return "none" if value is None else _MASK
 
 
 def _show_names(value: tuple[str, ...]) -> str:
@@ -190,15 +206,50 @@ def _show_names(value: tuple[str, ...]) -> str:
 
 
 TEXT = Kind(_parse_text, "a text that is not empty", "text")
-SECRET = Kind(_parse_secret, "a text", "text", _show_secret)
-PATH = Kind(_parse_path, "a path", "path", settle=lambda path, base: base / path)
-NAMES = Kind(_parse_names, "a list of names (in a variable: separated by commas)", "names", _show_names)
+SECRET = Kind(
+    _parse_secret,
+    "a text",
+    "text",
+    _show_secret,
+    public=lambda value: None if value is None else "***",
+    hides=True,
+)
+PATH = Kind(_parse_path, "a path", "path", settle=lambda path, base: base / path, public=str)
+NAMES = Kind(
+    _parse_names, "a list of names (in a variable: separated by commas)", "names", _show_names, public=list
+)
+PATHS = Kind(
+    lambda value: tuple(_parse_path(name) for name in _parse_names(value)),
+    "a list of paths (in a variable: separated by commas)",
+    "paths",
+    lambda paths: ", ".join(map(str, paths)) or "none",
+    settle=lambda paths, base: tuple(base / path for path in paths),
+    public=lambda paths: [str(path) for path in paths],
+)
+SERVERS = Kind(
+    parse_servers,
+    "tables [mcp.servers.NAME], each with command (and env, cwd) or url (and headers), timeout_s, trusted, tools",
+    "table",
+    show_names,
+    settle=settle_servers,
+    public=public_servers,
+    hides=True,
+)
+REMOTES = Kind(
+    parse_remotes,
+    "tables [backends.NAME], each with backend, model, base_url, api_key_env, max_tokens, ctx, description",
+    "table",
+    show_names,
+    public=public_remotes,
+    hides=True,
+)
 PREFIXES = Kind(
     parse_prefixes,
     "a text, a file, or a list of tables with system, prompt, messages, tools, file and ttl",
     "text|file",
     show_prefixes,
     settle=settle_prefixes,
+    public=show_prefixes,
 )
 SWITCH = Kind(_parse_switch, "true or false", "switch", lambda value: "true" if value else "false")
 BYTES = Kind(parse_size, "a size such as 512MiB, 4GiB or a number of bytes", "size", readable_size)

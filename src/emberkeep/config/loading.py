@@ -16,7 +16,7 @@ from typing import Any
 
 import platformdirs
 
-from emberkeep.config.settings import FIELDS, Config, kind_of, public_value
+from emberkeep.config.settings import FIELDS, Config, kind_of
 from emberkeep.errors import ConfigError
 
 ENV_PREFIX = "EMBERKEEP_"
@@ -138,7 +138,7 @@ def _parsed(given: _Given) -> Any:
     try:
         value = kind.parse(given.value)
     except (ValueError, OverflowError) as error:
-        shown = public_value(given.key, given.value)
+        shown = "***" if kind.hides else str(given.value) if isinstance(given.value, Path) else given.value
         where = "" if given.origin == ARGUMENT else f" ({given.origin})"
         raise ConfigError(f"{given.key} = {shown!r}{where} is not {kind.accepts}.") from error
     return kind.settle(value, given.base)

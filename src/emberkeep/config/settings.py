@@ -14,8 +14,11 @@ from emberkeep.config.kinds import (
     BYTES,
     NAMES,
     PATH,
+    PATHS,
     PREFIXES,
+    REMOTES,
     SECRET,
+    SERVERS,
     SWITCH,
     TEXT,
     Kind,
@@ -29,9 +32,10 @@ from emberkeep.config.kinds import (
     whole,
 )
 from emberkeep.config.ram import total_ram
-from emberkeep.config.warm import WarmPrefix, show_prefixes
+from emberkeep.config.tables import McpServer
+from emberkeep.config.warm import WarmPrefix
 from emberkeep.errors import ConfigError
-from emberkeep.types import AttentionTier, Json, Recall, Repair, Ttl
+from emberkeep.types import AttentionTier, Json, Recall, RemoteModel, Repair, Ttl
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
@@ -213,6 +217,85 @@ class Config:
         default=False,
         metadata=_about(SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."),
     )
+    tools: str = field(
+        default="auto",
+        metadata=_about(
+            one_of("auto", "on", "off"),
+            "Whether a chat may use tools; auto: where the model's chat template knows tools.",
+        ),
+    )
+    server_tools: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "Let the server run its own tools for clients that send none."),
+    )
+    enable_tools: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            NAMES, "Tools or groups to use (all: every one); none named: all, but in a server no dangerous ones."
+        ),
+    )
+    disable_tools: tuple[str, ...] = field(
+        default=(), metadata=_about(NAMES, "Tools or groups that are not to be used.")
+    )
+    tools_from: tuple[Path, ...] = field(
+        default=(), metadata=_about(PATHS, "Python files whose functions, marked with @tool, are tools too.")
+    )
+    tools_root: Path = field(
+        default_factory=Path.cwd,
+        metadata=_about(PATH, "Folder that file tools cannot leave, and where commands run."),
+    )
+    tool_timeout_s: float = field(
+        default=60.0, metadata=_about(seconds(0.1, 86_400), "Longest time one tool call may take.")
+    )
+    tool_output: int = field(
+        default=8000,
+        metadata=_about(whole(200, 1 << 24), "Most characters of a tool's result that the model gets at a time."),
+    )
+    tool_turns: int = field(
+        default=16, metadata=_about(whole(1, 1000), "Rounds of tool calls before a model has to answer.")
+    )
+    http_private: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
+        ),
+    )
+    notools: bool = field(
+        default=False,
+        metadata=_about(SWITCH, "Leave what a model writes as it is: nothing is taken for a tool call."),
+    )
+    reasoning: str = field(
+        default="separate",
+        metadata=_about(
+            one_of("separate", "strip", "inline"),
+            "Where reasoning goes, unless a request says: a field of its own, nowhere, or into the text.",
+        ),
+    )
+    mcp: tuple[McpServer, ...] = field(
+        default=(), metadata=_about(SERVERS, "MCP servers whose tools, resources and prompts can be used.")
+    )
+    backend: str = field(
+        default="auto",
+        metadata=_about(
+            TEXT,
+            "Who answers: auto, local, a name from `emberkeep api list`, or a kind (openai, anthropic, gemini, "
+            "grok, ollama, trtllm); several, separated by commas, stand in for each other.",
+        ),
+    )
+    backends: tuple[RemoteModel, ...] = field(
+        default=(), metadata=_about(REMOTES, "Models that run somewhere else, as `emberkeep api add` adds them.")
+    )
+    base_url: str | None = field(
+        default=None,
+        metadata=_about(or_word(TEXT, "none", lambda: None), "Address of a backend that is named by its kind."),
+    )
+    consult_depth: int = field(
+        default=1,
+        metadata=_about(whole(0, 8), "How many models may ask one another in a chain; 0: none asks another."),
+    )
+    remote_retries: int = field(
+        default=2, metadata=_about(whole(0, 20), "How often a request is sent again that a remote service failed.")
+    )
     warm: tuple[WarmPrefix, ...] = field(
         default=(),
         metadata=_about(
@@ -323,7 +406,7 @@ def shown(config: Config, key: str) -> str:
 
 def public_values(config: Config) -> dict[str, Json]:
     """Every setting as JSON, secrets masked."""
-    return {key: public_value(key, getattr(config, key)) for key in FIELDS}
+    return {key: kind_of(key).public(getattr(config, key)) for key in FIELDS}
 
 
 def check_exposure(config: Config) -> None:
@@ -345,13 +428,3 @@ def kind_of(key: str) -> Kind:
     kind = FIELDS[key].metadata["kind"]
     assert isinstance(kind, Kind)
     return kind
-
-
-def public_value(key: str, value: Any) -> Json:
-    if kind_of(key) is SECRET and value is not None:
-        return "***"
-    if isinstance(value, Path):
-        return str(value)
-    if kind_of(key) is PREFIXES:
-        return show_prefixes(value) if isinstance(value, tuple) else str(value)
-    return list(value) if isinstance(value, tuple) else value

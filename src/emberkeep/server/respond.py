@@ -18,7 +18,7 @@ from emberkeep.server.feed import ClientGone, Feed, closing
 from emberkeep.server.wire.answer import Answer
 from emberkeep.server.wire.errors import Failure, failure_of
 from emberkeep.server.wire.frames import Frames
-from emberkeep.types import Completed, Event, Json, Progress, Request
+from emberkeep.types import Event, Finished, Json, ReasoningDelta, Request, TextDelta, ToolCallDelta
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterato
 async def _renumbered(source: AsyncIterator[Event], offset: int) -> AsyncIterator[Event]:
     async with closing(source):
         async for event in source:
-            if isinstance(event, (Progress, Completed)):
-                yield event
-            else:
+            if isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
                 yield replace(event, index=event.index + offset)
+            else:
+                yield event

@@ -52,5 +52,6 @@ def _spelled(message: Message) -> bytes:
     """Every field that clients send back; each with its length, so that no two messages look alike."""
     fields = [message.role, message.content, message.tool_call_id or "", message.name or ""]
     fields += [part for call in message.tool_calls for part in (call.id, call.name, call.arguments)]
+    fields += [image.url for image in message.images]
     encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
     return b"".join(len(field).to_bytes(8, "little") + field for field in encoded)

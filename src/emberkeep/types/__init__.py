@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from emberkeep.types.asking import (
     Approximation,
+    Image,
     Json,
     JsonFormat,
     Message,
@@ -37,6 +38,7 @@ from emberkeep.types.events import (
     TextDelta,
     TokenLogprob,
     ToolCallDelta,
+    ToolEvent,
 )
 from emberkeep.types.keeping import (
     CacheEntry,
@@ -77,6 +79,15 @@ from emberkeep.types.namespaces import (
     visible_to,
     without_mark,
 )
+from emberkeep.types.remote import RemoteModel
+from emberkeep.types.tools import (
+    CallEnded,
+    Caller,
+    CallStarted,
+    Decision,
+    Outcome,
+    PermissionAsked,
+)
 
 __all__ = [
     "EXACT_BITS",
@@ -84,7 +95,11 @@ __all__ = [
     "Approximation",
     "AttentionTier",
     "CacheEntry",
+    "CallEnded",
+    "CallStarted",
+    "Caller",
     "Completed",
+    "Decision",
     "Divergence",
     "EntryKind",
     "EntryText",
@@ -97,6 +112,7 @@ __all__ = [
     "Finished",
     "Fit",
     "Forgotten",
+    "Image",
     "Json",
     "JsonFormat",
     "LayerExperts",
@@ -106,11 +122,14 @@ __all__ = [
     "MissReason",
     "Note",
     "NoteKind",
+    "Outcome",
+    "PermissionAsked",
     "Plan",
     "Progress",
     "ReasoningDelta",
     "Recall",
     "Recollection",
+    "RemoteModel",
     "Removed",
     "Repair",
     "Request",
@@ -124,6 +143,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "ToolChoice",
+    "ToolEvent",
     "ToolUse",
     "Ttl",
     "Turn",

@@ -30,6 +30,12 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    url: str
+    """`https:` or `data:`, as the client wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: Role
     content: str = ""
@@ -37,6 +43,8 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    images: tuple[Image, ...] = ()
+    """After the text; only some models can look at them."""
 
 
 @dataclass(frozen=True, slots=True)

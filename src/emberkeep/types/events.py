@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from emberkeep.types.cost import Fit, LookupRecord, Timings, Usage
+from emberkeep.types.tools import CallEnded, CallStarted, PermissionAsked
 
 
 class FinishReason(StrEnum):
@@ -76,4 +77,7 @@ class Completed:
     fit: Fit = field(default_factory=Fit)
 
 
-Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed
+ToolEvent = CallStarted | CallEnded | PermissionAsked
+"""Of tools that run here, for a model and not for its client."""
+
+Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent

@@ -1,0 +1,1 @@
+"""Models that somebody else serves."""

@@ -1,0 +1,1 @@
+"""What a model can do besides talking."""

@@ -1,0 +1,66 @@
+"""Long results, page by page: the model gets the first, and can ask for the next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from emberkeep.types import Caller, Json, Tool
+
+_KEPT = 64
+_KEPT_CHARS = 32 << 20
+
+MORE = Tool(
+    "more_output",
+    "Read on in a result that was too long to be shown in one piece.",
+    {
+        "type": "object",
+        "properties": {
+            "output": {"type": "string", "description": "The name that the result gave."},
+            "page": {"type": "integer", "minimum": 1, "description": "Which page; the first has been shown."},
+        },
+        "required": ["output", "page"],
+        "additionalProperties": False,
+    },
+)
+
+
+class Pages:
+    """The latest long results, each for the user it was made for. Belongs to the event loop."""
+
+    def __init__(self, chars: int) -> None:
+        self._chars = chars
+        self._count = 0
+        self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def first(self, text: str, caller: Caller) -> str:
+        if len(text) <= self._chars:
+            return text
+        self._count += 1
+        name = f"output-{self._count}"
+        self._kept[caller.owner, name] = text
+        while len(self._kept) > 1 and (len(self._kept) > _KEPT or self._size() > _KEPT_CHARS):
+            self._kept.popitem(last=False)
+        return self._page(name, text, 1)
+
+    def more(self, arguments: Mapping[str, Json], caller: Caller) -> str:
+        """Raises LookupError."""
+        name, page = arguments.get("output"), arguments.get("page", 2)
+        text = self._kept.get((caller.owner, str(name)))
+        if text is None:
+            raise LookupError(f"There is no output {name!r} any more: call the tool again.")
+        if not isinstance(page, int) or not 1 <= page <= self._pages(text):
+            raise LookupError(f"{name} has pages 1 to {self._pages(text)}.")
+        return self._page(str(name), text, page)
+
+    def _size(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def _pages(self, text: str) -> int:
+        return -(-len(text) // self._chars)
+
+    def _page(self, name: str, text: str, page: int) -> str:
+        part = text[(page - 1) * self._chars : page * self._chars]
+        last = self._pages(text)
+        where = f"[{name}, page {page} of {last}, {len(text)} characters in all"
+        return f"{part}\n{where}{f': more_output gives page {page + 1}' if page < last else ''}.]"
