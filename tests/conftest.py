@@ -13,12 +13,14 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 
 _SLOW_FILES = (
-    # slow to import already: torch, schemathesis
+    # slow to import already: torch, schemathesis, vendors' SDKs
     "test_hf_",
     "test_from_pretrained",
     "test_real_model",
     "test_both_engines",
     "test_server_schemathesis",
+    "test_anthropic_provider",
+    "test_gemini_provider",
     # seconds each, of what is seldom worked on: the inner loop is to take a minute
     "test_archive_faults",
     "test_backend_evicting_answers",
@@ -30,6 +32,13 @@ _SLOW_FILES = (
     "test_configuration_docs",
     "test_doctor",
     "test_hostile_state",
+    "test_mcp_commands",
+    "test_mcp_hostile",
+    "test_mcp_http",
+    "test_mcp_offers",
+    "test_mcp_pins",
+    "test_mcp_serving",
+    "test_mcp_third_party",
     "test_memory_disk",
     "test_memory_retention",
     "test_opening",
@@ -40,6 +49,7 @@ _SLOW_FILES = (
     "test_server_lifecycle",
     "test_server_metrics",
     "test_snapshot_contract",
+    "test_tools_commands",
 )
 """Files of tests that begin like this are not in the inner loop."""
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep
+    from emberkeep.tools import tool
 
 __version__ = "0.1.0"
-__all__ = ["Emberkeep", "__version__"]
+__all__ = ["Emberkeep", "__version__", "tool"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from emberkeep.library import Emberkeep
 
         return Emberkeep
+    if name == "tool":
+        from emberkeep.tools import tool
+
+        return tool
     raise AttributeError(f"module 'emberkeep' has no attribute {name!r}")

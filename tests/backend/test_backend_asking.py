@@ -32,6 +32,7 @@ from emberkeep.types import (
     ToolCall,
     ToolCallDelta,
     ToolChoice,
+    ToolEvent,
     Usage,
 )
 from helpers.conversing import FERRY, SEARCH_CALL, Client, Harbour, ScriptedEngine, line
@@ -304,7 +305,7 @@ def run(asking: Asking, model: Model, **fields: object) -> list[Event]:
     assert asking.applies(request)
 
     async def events() -> list[Event]:
-        return [event async for event in asking.run(request, model)]
+        return [event async for event in asking.run(request, model) if not isinstance(event, ToolEvent)]
 
     return asyncio.run(events())
 

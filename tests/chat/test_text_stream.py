@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from answers import Answer
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_vocab import TinyVocab
@@ -16,43 +16,17 @@ from emberkeep.types import (
     Event,
     Message,
     ReasoningDelta,
+    ReasoningFormat,
     Request,
     TextDelta,
     TokenLogprob,
     Tool,
-    ToolCallDelta,
     ToolChoice,
 )
 
 VOCAB = TinyVocab(("<|eot|>", "[THINK]", "[/THINK]", "<|im_end|>"))
-TOOLS = frozenset({"weather", "read_file"})
+TOOLS = (Tool("weather"), Tool("read_file"))
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-
-
-@dataclass
-class Answer:
-    text: str = ""
-    reasoning: str = ""
-    calls: list[tuple[str | None, Any]] = field(default_factory=list)
-    ids: list[str | None] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[int] = field(default_factory=list)
-    stopped: bool = False
-    pushed: int = 0
-
-    def add(self, events: list[Event]) -> None:
-        for event in events:
-            match event:
-                case TextDelta():
-                    self.text += event.text
-                    self.tokens += event.tokens
-                    self.logprobs += [logprob.token_id for logprob in event.logprobs]
-                case ReasoningDelta():
-                    self.reasoning += event.text
-                case ToolCallDelta():
-                    assert event.call_index == len(self.calls)
-                    self.calls.append((event.name, json.loads(event.arguments)))
-                    self.ids.append(event.id)
 
 
 def read(stream: TextStream, ids: list[int]) -> Answer:
@@ -71,7 +45,7 @@ def answered(text: str, **options: Any) -> Answer:
     """The answer when `text` is sampled byte by byte, which must not differ from word by word."""
     by_byte = read(TextStream(VOCAB, **options), list(text.encode()))
     by_word = read(TextStream(VOCAB, **options), VOCAB.tokenize(text))
-    for one in ("text", "reasoning", "calls"):
+    for one in ("text", "reasoning", "names", "arguments"):
         assert getattr(by_byte, one) == getattr(by_word, one)
     return by_byte
 
@@ -194,6 +168,38 @@ def test_reasoning_without_an_end_stays_reasoning() -> None:
     assert (answer.reasoning, answer.text) == ("Why </thi", "")
 
 
+THOUGHT = "<think>\nWhy?\n</think>\n\nSo."
+
+
+def test_reasoning_can_be_stripped() -> None:
+    answer = answered(THOUGHT, reasoning_format=ReasoningFormat.STRIP)
+    assert (answer.reasoning, answer.text, answer.logprobs) == ("", "So.", list(b"So."))
+
+
+def test_reasoning_can_stay_in_the_text_as_it_was_written() -> None:
+    answer = answered(THOUGHT, reasoning_format=ReasoningFormat.INLINE)
+    assert (answer.reasoning, answer.text, answer.tokens) == ("", THOUGHT, list(THOUGHT.encode()))
+
+
+@pytest.mark.parametrize("form", ReasoningFormat)
+def test_calls_are_read_behind_reasoning_and_never_in_it(form: ReasoningFormat) -> None:
+    text = f"<think>Maybe {CALL}?</think>\n{CALL}"
+    answer = answered(text, tools=TOOLS, reasoning_format=form)
+    assert answer.calls == [("weather", {"city": "Bern"})]
+    assert CALL in answer.text + answer.reasoning or form is ReasoningFormat.STRIP
+
+
+@pytest.mark.parametrize("form", ReasoningFormat)
+def test_thoughts_are_counted_wherever_they_go(form: ReasoningFormat) -> None:
+    stream = TextStream(VOCAB, reasoning_format=form)
+    read(stream, list(b"<think>Why?</think>So."))
+    assert stream.reasoning_tokens == 4
+
+
+def test_blanks_at_both_ends_of_reasoning_are_dropped_in_any_pieces() -> None:
+    assert answered("<think> \n \nWhy?\n \n</think>\n\nSo.").reasoning == "Why?"
+
+
 def test_a_marker_in_the_middle_of_an_answer_is_text() -> None:
     text = "Use <think>tags</think> here."
     assert answered(text).text == text
@@ -245,11 +251,7 @@ def test_end_markers_inside_arguments_do_not_end_the_call() -> None:
 
 def test_arguments_are_passed_on_as_they_were_written() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city" :"Bern",  "n":1.0}}</tool_call>'
-    stream = TextStream(VOCAB, tools=TOOLS)
-    events = [event for byte in text.encode() for event in stream.push(byte)[0]]
-    assert [event.arguments for event in events if isinstance(event, ToolCallDelta)] == [
-        '{"city" :"Bern",  "n":1.0}'
-    ]
+    assert answered(text, tools=TOOLS).arguments == ['{"city" :"Bern",  "n":1.0}']
 
 
 def test_newlines_in_strings_are_repaired() -> None:
@@ -335,7 +337,9 @@ def written(events: list[Event]) -> str:
 
 
 def called(events: list[Event]) -> list[tuple[str | None, str]]:
-    return [(event.name, event.arguments) for event in events if isinstance(event, ToolCallDelta)]
+    answer = Answer()
+    answer.add(events)
+    return list(zip(answer.names, answer.arguments, strict=True))
 
 
 @pytest.mark.parametrize("length", range(1, len(CALL) - len("}\n</tool_call>")))
@@ -406,6 +410,7 @@ def test_a_cut_answer_that_is_no_call_is_text(text: str) -> None:
         (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),)), 1),
         (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),), tool_choice=ToolChoice("none")), 0),
         (Request(messages=(Message("user", "?"),)), 0),
+        (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),), raw_tools=True), 0),
         (Request(prompt="?", tools=(Tool("weather"),)), 0),
     ],
 )
@@ -413,6 +418,19 @@ def test_a_request_says_whether_calls_are_read(request_: Request, calls: int) ->
     stream = TextStream.for_request(VOCAB, request_, index=2, prompt="")
     answer = read(stream, list(CALL.encode()))
     assert len(answer.calls) == calls
+    assert answer.text == ("" if calls else CALL)
+
+
+def test_a_request_says_where_reasoning_goes() -> None:
+    messages = (Message("user", "?"),)
+    texts = {
+        form: read(
+            TextStream.for_request(VOCAB, Request(messages=messages, reasoning=form), index=0, prompt="<think>"),
+            list(b"Why?</think>So."),
+        ).text
+        for form in (None, *ReasoningFormat)
+    }
+    assert texts == {None: "So.", "separate": "So.", "strip": "So.", "inline": "Why?</think>So."}
 
 
 def test_events_carry_the_choice_they_belong_to() -> None:

@@ -39,9 +39,15 @@ def test_the_system_message_is_made_ready_while_its_author_types(backend: Script
     assert backend.requests == []
 
 
-def test_there_is_nothing_to_make_ready_without_one(backend: ScriptedBackend) -> None:
-    chat()
+def test_there_is_nothing_to_make_ready_without_one_and_without_tools(backend: ScriptedBackend) -> None:
+    chat(tools="off")
     assert backend.kept_warm == []
+
+
+def test_tools_are_made_ready_too(backend: ScriptedBackend) -> None:
+    chat(enable_tools=["read_file"])
+    (prefix,) = backend.kept_warm
+    assert [tool.name for tool in prefix.tools] == ["read_file", "more_output"]
 
 
 def test_nothing_is_made_ready_for_a_pipe_whose_first_line_is_here(

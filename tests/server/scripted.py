@@ -100,6 +100,11 @@ class ScriptedBackend:
     def stats(self) -> dict[str, Json]:
         return {"requests": len(self.requests)}
 
+    def health(self) -> dict[str, Json]:
+        return {"backend": "scripted", "model": self.card.id}
+
+    async def start(self) -> None: ...
+
     async def close(self) -> None:
         self.closed.set()
 

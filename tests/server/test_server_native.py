@@ -41,7 +41,7 @@ def test_a_model_is_found_by_a_name_with_a_slash(
 
 
 def test_health_and_stats(backend: ScriptedBackend, http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/health").json() == {"status": "ok", "backend": "scripted", "model": "org/tiny"}
     assert http.get("/v1/stats").json() == {"requests": 0}
 
 

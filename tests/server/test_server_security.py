@@ -167,5 +167,5 @@ def test_the_root_is_guarded_like_the_rest() -> None:
 
 
 def test_health_needs_no_key() -> None:
-    assert call(Config(api_key=KEY), {}, path="/health").json() == {"status": "ok"}
+    assert call(Config(api_key=KEY), {}, path="/health").json()["status"] == "ok"
     assert call(Config(api_key=KEY), {"Host": "evil.example"}, path="/health").status_code == 403

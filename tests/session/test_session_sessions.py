@@ -12,7 +12,7 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.session.view import View
-from emberkeep.types import Eviction, Message, Recall, Request, ToolCall, private_namespace
+from emberkeep.types import Eviction, Message, Recall, Request, ToolCall, Usage, private_namespace
 from helpers.remembering import PLENTY
 
 POLICY = Policy(context=1000)
@@ -50,6 +50,10 @@ def evict(sessions: Sessions, asked: Request, count: int = 1) -> tuple[View, Evi
     view = sessions.view(asked)
     groups = view.leaving()[:count]
     return sessions.left(asked, sessions.without(view, asked, groups), groups, 100, 0.0)
+
+
+def searched(sessions: Sessions, asked: Request, said: str) -> None:
+    sessions.exchanged(asked, Usage(1000), said, [SEARCH], [sessions.search(asked, SEARCH)])
 
 
 def notes(memory: Memory, owner: str = "") -> list[str]:
@@ -133,7 +137,7 @@ def test_a_rehearsal_knows_what_is_out_and_writes_nothing(memory):
 def test_what_left_and_what_was_put_in_at_one_place_do_not_replace_each_other(memory):
     """A search at a message that is the last of its turn, which leaves later."""
     failing, sessions = Failing(memory), Sessions(memory, POLICY)
-    sessions.searched(request(2), "", [SEARCH])
+    searched(sessions, request(2), "")
     view, _ = evict(sessions, request(), 1)
     failing.is_full = False
     assert sessions.view(request()).gone == view.gone
@@ -167,7 +171,7 @@ def test_what_was_put_in_is_forgotten_with_its_conversation(memory):
     view, _ = evict(sessions, request(conversation_id="talk"), 3)
     put = sessions.recalled(request(conversation_id="talk"), view, len, room=1000)
     assert put.inserted
-    sessions.searched(request(conversation_id="talk"), "", [SEARCH])
+    searched(sessions, request(conversation_id="talk"), "")
     assert sorted(notes(memory)) == ["evicted", "inserted"]
     memory.forget("", "talk")
     assert notes(memory) == turns(memory) == []
@@ -184,8 +188,8 @@ def test_nothing_is_recalled_into_no_room(memory):
 
 def test_a_search_is_there_when_it_was_written_and_searches_add_up(memory):
     sessions = Sessions(memory, POLICY)
-    sessions.searched(request(1), "One moment. ", [SEARCH])
-    sessions.searched(request(1), "And another. ", [SEARCH])
+    searched(sessions, request(1), "One moment. ")
+    searched(sessions, request(1), "And another. ")
     (put,) = Sessions(memory, POLICY).view(request(1)).inserted.values()
     assert put.said == "One moment. And another. "
     assert [message.content for message in put.after if message.role == "assistant"] == [

@@ -55,6 +55,11 @@ def answer(
 class ScriptedBackend:
     memory: Memory | None = None
 
+    async def start(self) -> None: ...
+
+    def health(self) -> dict[str, Json]:
+        return {"backend": "scripted", "model": self.card.id}
+
     def __init__(self, script: Callable[[Request], Iterable[Step]]) -> None:
         self._script = script
         self.requests: list[Request] = []

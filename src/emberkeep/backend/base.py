@@ -34,6 +34,10 @@ class ModelCard:
     context: int
     owned_by: str = "emberkeep"
     details: Mapping[str, Json] | None = None
+    calls_tools: bool = True
+    """It was taught to."""
+    also: tuple[str, ...] = ()
+    """Other names that clients may ask for it by."""
 
 
 class Cache(Protocol):
@@ -101,6 +105,9 @@ class Backend(Protocol):
     def stats(self) -> dict[str, Json]:
         """Counters and gauges, cheap enough to be polled."""
 
+    def health(self) -> dict[str, Json]:
+        """Who answers, and what is wrong with those who do not."""
+
     def expert_stats(self) -> ExpertStats:
         """Which experts were chosen while they were counted. Raises RequestError for a model without experts."""
 
@@ -120,6 +127,9 @@ class Backend(Protocol):
 
     async def switch_attention(self, tier: AttentionTier) -> None:
         """Use another one from the next step on. Raises RequestError where there is no choice or not that one."""
+
+    async def start(self) -> None:
+        """What needs the event loop: connect to what tools need. Never raises."""
 
     async def close(self) -> None:
         """No new work; finish or fail what runs; write what is not yet on disk."""

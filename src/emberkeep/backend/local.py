@@ -11,7 +11,7 @@ from time import monotonic
 
 import numpy as np
 
-from emberkeep.backend.asking import Asking
+from emberkeep.backend.asking import Asking, HostTools
 from emberkeep.backend.base import Cache, ModelCard
 from emberkeep.backend.cache import StoreCache
 from emberkeep.backend.channel import Channel, Outbox
@@ -47,6 +47,7 @@ from emberkeep.types import (
     Json,
     Message,
     MissReason,
+    ReasoningFormat,
     Request,
     Sampling,
     TextDelta,
@@ -82,10 +83,14 @@ class LocalBackend:
         machine: Machine,
         sessions: Sessions,
         memory: Memory | None = None,
+        tools: HostTools | None = None,
+        tool_rounds: int = 1,
+        raw_tools: bool = False,
+        reasoning: ReasoningFormat = ReasoningFormat.SEPARATE,
         deadline_s: float | None = None,
         drain_s: float = 0.0,
     ) -> None:
-        self.card = card
+        self.card = replace(card, calls_tools=template.supports_tools)
         self._vocab = vocab
         self._template = template
         self.loop = loop
@@ -102,8 +107,10 @@ class LocalBackend:
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
         self._sessions = sessions
-        self._asking = Asking(sessions)
+        self._asking = Asking(sessions, tools, tool_rounds)
         self._memory = memory
+        self._raw_tools = raw_tools
+        self._reasoning = reasoning
         evictor = Evictor(self._prompts, sessions, lineages)
         self._fitter = Fitter(
             self._prompts,
@@ -127,6 +134,11 @@ class LocalBackend:
         )
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
+        if any(message.images for message in request.messages):
+            raise RequestError(f"{self.card.id} reads text only: leave the images out.", "messages")
+        request = replace(
+            request, raw_tools=request.raw_tools or self._raw_tools, reasoning=request.reasoning or self._reasoning
+        )
         if self._asking.applies(request):
             return self._asking.run(request, self._answer)
         return self._answer(request)
@@ -267,6 +279,9 @@ class LocalBackend:
             },
         }
 
+    def health(self) -> dict[str, Json]:
+        return {"backend": "local", "model": self.card.id}
+
     def expert_stats(self) -> ExpertStats:
         return self._experts().stats()
 
@@ -305,7 +320,11 @@ class LocalBackend:
             raise RequestError(f"{self.card.id} is not a mixture of experts: load a model that is one.")
         return self.loop.experts
 
+    async def start(self) -> None:
+        await self._asking.start()
+
     async def close(self) -> None:
+        await self._asking.close()
         self._precache.stop()
         await asyncio.to_thread(self.loop.close, self._drain_s)
         await asyncio.to_thread(self._precache.join)

@@ -86,7 +86,7 @@ class PromptMaker:
         self._context = context
         self._wants_borders = wants_borders
         self._tokenizer = PromptTokenizer(vocab)
-        self._grammars = Grammars(vocab)
+        self._grammars = Grammars(vocab, template.writing)
         self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
         self._stable_ids: OrderedDict[str, TokenArray] = OrderedDict()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.chat.dialects import Reasoning, hidden_tokens
-from emberkeep.chat.messages import CALL_END, CALL_START, sorted_keys
+from emberkeep.chat.messages import sorted_keys
+from emberkeep.chat.writing import TAGGED_JSON, Writing
 from emberkeep.errors import InvalidField
 from emberkeep.types import Json, Request, Tool, Vocab
 
@@ -33,8 +35,10 @@ _LENIENT = {**_STRICT, "lenient": True}
 class Grammars:
     """Compiles constraints for one vocabulary, and remembers the latest. Safe to use from several threads."""
 
-    def __init__(self, vocab: Vocab) -> None:
+    def __init__(self, vocab: Vocab, writing: Writing = TAGGED_JSON) -> None:
+        """`writing`: how the model writes calls."""
         self._vocab = vocab
+        self._writing = writing
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._compiled: OrderedDict[str, Constraint] = OrderedDict()
         self._lock = threading.Lock()
@@ -46,7 +50,7 @@ class Grammars:
         limited. Raises InvalidField when the schema or the tool choice cannot be used.
         """
         if request.tool_choice.mode in ("required", "named"):
-            return self._compile(_calls_grammar(request, self._vocab), "tools")
+            return self._compile(_calls_grammar(request, self._vocab, self._writing), "tools")
         if request.format is not None:
             return self._compile(_json_grammar(request.format.schema), "response_format")
         return None
@@ -151,23 +155,35 @@ def _json_grammar(schema: Mapping[str, Json] | None) -> str:
     return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_STRICT))
 
 
-def _calls_grammar(request: Request, vocab: Vocab) -> str:
-    """One call, or several where allowed, in the form that `dialects.TAGGED` reads."""
+def _calls_grammar(request: Request, vocab: Vocab, writing: Writing) -> str:
+    """One call, or several where allowed, as the model writes them."""
     tools = _callable_tools(request)
-    more = '("\\n" call)*' if request.parallel_tool_calls else ""
+    before, between, after = (_literal(text, vocab) for text in (writing.before, writing.between, writing.after))
+    several = request.parallel_tool_calls and writing.separator is not None
+    more = f"({_literal(writing.separator or '', vocab)} call)*" if several else ""
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
-    rules = [f"start: call {more}", f"call: {names}"]
-    start, end = _marker(CALL_START, vocab), _marker(CALL_END, vocab)
+    rules = [f"start: {before} call {more} {after}", f"call: {names}"]
     for i, tool in enumerate(tools):
-        name = json.dumps(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
-        rules.append(f'call_{i}: {start} {name} arguments_{i} "}}\\n" {end}')
+        # Written between quotes in most ways of writing, so it is escaped as a JSON string is.
+        name = json.dumps(json.dumps(tool.name)[1:-1])
+        rules.append(f"call_{i}: {name} {between} arguments_{i}")
         rules.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(tool))}")
     return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules)))
 
 
-def _marker(text: str, vocab: Vocab) -> str:
-    """As one token where the model has one: spelled out it would be something the model has never seen."""
-    return f"<[{vocab.specials[text]}]>" if text in vocab.specials else json.dumps(text)
+def _literal(text: str, vocab: Vocab) -> str:
+    """With special tokens as such: spelled out they would be something the model has never seen.
+
+    It ends before a token that ends the answer.
+    """
+    terms: list[str] = []
+    for part in re.split(r"(<[^<>\s]+>|\[[A-Z/_]+\])", text):
+        token = vocab.specials.get(part)
+        if token in vocab.eog:
+            break
+        if part:
+            terms.append(json.dumps(part) if token is None else f"<[{token}]>")
+    return " ".join(terms)
 
 
 def _callable_tools(request: Request) -> list[Tool]:

@@ -1,7 +1,7 @@
 """Cuts an answer, while it is being written, into reasoning, tool calls and text.
 
     opening ──> reasoning ──> after ──> beginning ──> answer <──> call
-       └────────────────────────────────────┘
+       └────────────────────────────────────┘          └─> quoted
 
 Each state is a method that takes what it can from the front of the buffer. It returns True when it handed
 over to another state, and False when it needs more text.
@@ -10,29 +10,32 @@ over to another state, and False when it needs more text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from emberkeep.chat.attempt import Attempt, Outcome
 from emberkeep.chat.dialects import (
     BARE,
     MARKED_DIALECTS,
     REASONING,
+    STRAY_ENDS,
     TAGGED,
+    CallPiece,
     Dialect,
-    ParsedCall,
+    Markers,
     Reasoning,
-    held_suffix,
-    may_be_call,
 )
+from emberkeep.types import Tool
 
 
 class Kind(Enum):
     TEXT = auto()
     REASONING = auto()
+    AROUND_REASONING = auto()  # its markers, and the blanks beside them
     CALLS = auto()
     CUT_CALL = auto()  # the beginning of a call; its name may be missing
-    HIDDEN = auto()  # markers, and the blanks around them
+    HIDDEN = auto()  # blanks around calls, and what stands around messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,69 +44,92 @@ class Section:
     text: str
     end: int
     """Where it ends, in characters from the beginning of the stream."""
-    calls: tuple[ParsedCall, ...] = ()
+    pieces: tuple[CallPiece, ...] = ()
+    is_end: bool = False
+    """Of calls: no more of them follow without another marker."""
 
 
-_STARTS = tuple(dialect.start for dialect in MARKED_DIALECTS)
-_START = re.compile("|".join(map(re.escape, _STARTS)))
 _BY_START = {dialect.start: dialect for dialect in MARKED_DIALECTS}
-_OPENINGS = tuple(block.start for block in REASONING)
+_IN_ANSWER = (*_BY_START, *STRAY_ENDS)
+_STARTS = Markers(_IN_ANSWER)
+_CUT_START = Markers([TAGGED.start])
+_OPENINGS = Markers(block.start for block in REASONING)
+_ENDS = {block: Markers([block.end]) for block in REASONING}
+_MAX_IN_VAIN = 1 << 18
+"""Characters that may be read in vain, and again as text, in one answer; and attempts after its end."""
+_MAX_AT_END = 32
+_BETWEEN_CALLS = re.compile(r"[\s,;]*")
 
 
 class Sections:
     """Every character fed comes out in exactly one section, in order.
 
-    `tools`: names of the tools that may be called; none, and nothing is taken for a call.
+    `tools`: those that may be called, by name; none, and nothing is taken for a call.
     `opened`: the reasoning block that the prompt has begun already.
+    `framing`: what stands around messages; the first begins another one.
     """
 
-    def __init__(self, tools: frozenset[str], opened: Reasoning | None) -> None:
+    def __init__(self, tools: Mapping[str, Tool], opened: Reasoning | None, framing: tuple[str, ...] = ()) -> None:
         self._tools = tools
+        self._framing = framing
+        self._markers = _markers(bool(tools), framing)
         self._block = opened
         self._buffer = ""
         self._taken = 0
         self._out: list[Section] = []
         self._called = False
-        self._body = _Body(BARE, 0)
+        self._has_said = False
+        self._attempt: Attempt | None = None
+        self._quote_end: Markers | None = None
+        self._in_vain = 0
+        self._at_end = 0
+        self._is_over = False
+        self._is_cut = False
         self._state: Callable[[], bool] = self._reasoning_start if opened else self._opening
 
     def feed(self, text: str) -> list[Section]:
         """Sections that are certain now."""
         self._buffer += text
-        while self._buffer and self._state():
-            pass
-        return self._emitted()
+        return self._advance()
 
     def finish(self, *, cut: bool = False) -> list[Section]:
         """The rest: nothing more will be written. `cut`: although more was to come."""
-        while self._buffer and self._state == self._call:
-            body = self._body.without_partial_end(self._buffer)
-            if not (self._take_calls(body, len(self._buffer)) or (cut and self._take_cut_call(body))):
-                self._not_a_call()
-            while self._buffer and self._state():
-                pass
-        if cut and self._tools and self._state in (self._opening, self._answer):
+        self._is_over, self._is_cut = True, cut
+        out = self._advance()
+        if cut and self._tools and self._state in (self._opening, self._answer, self._after_bare):
             self._take_cut_marker()
         if self._buffer:
             self._take(len(self._buffer), self._kind_of_rest())
+        return out + self._emitted()
+
+    def _advance(self) -> list[Section]:
+        while (self._buffer or self._attempt) and self._state():
+            pass
         return self._emitted()
 
     def _emitted(self) -> list[Section]:
         out, self._out = self._out, []
         return out
 
-    def _take(self, length: int, kind: Kind, calls: tuple[ParsedCall, ...] = ()) -> None:
-        if not length:
-            return
+    def _take(self, length: int, kind: Kind) -> None:
+        if length:
+            self._out.append(self._cut_off(length, kind))
+            self._has_said |= kind is Kind.TEXT
+
+    def _cut_off(
+        self, length: int, kind: Kind, pieces: tuple[CallPiece, ...] = (), is_end: bool = False
+    ) -> Section:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         self._taken += length
-        self._out.append(Section(kind, text, self._taken, calls))
+        return Section(kind, text, self._taken, pieces, is_end)
 
     def _kind_of_rest(self) -> Kind:
+        is_blank = not self._buffer.strip()
         if self._state in (self._reasoning_start, self._reasoning):
-            return Kind.REASONING if self._buffer.strip() else Kind.HIDDEN
-        blank_after_something = (self._block or self._called) and not self._buffer.strip()
-        return Kind.HIDDEN if blank_after_something else Kind.TEXT
+            return Kind.AROUND_REASONING if is_blank else Kind.REASONING
+        if is_blank and self._called:
+            return Kind.HIDDEN
+        return Kind.AROUND_REASONING if is_blank and self._block else Kind.TEXT
 
     # ── the states ──
 
@@ -111,27 +137,27 @@ class Sections:
         text = self._buffer.lstrip()
         self._block = next((block for block in REASONING if text.startswith(block.start)), None)
         if self._block:
-            self._take(len(self._buffer) - len(text) + len(self._block.start), Kind.HIDDEN)
+            self._take(len(self._buffer) - len(text) + len(self._block.start), Kind.AROUND_REASONING)
             return self._go(self._reasoning_start)
         if not text and not self._tools:
             # The first token counts: blanks before a reasoning block are rare, and harmless as text.
             self._take(len(self._buffer), Kind.TEXT)
-        if any(opening.startswith(text) for opening in _OPENINGS):
+        if not self._is_over and _OPENINGS.held(text) == len(text):
             return False
         return self._go(self._beginning)
 
     def _reasoning_start(self) -> bool:
         self._take_blanks()
-        return self._go(self._reasoning)
+        return self._go(self._reasoning) if self._buffer else False
 
     def _reasoning(self) -> bool:
         assert self._block
         before, end, _ = self._buffer.partition(self._block.end)
         if end:
             self._take(len(before.rstrip()), Kind.REASONING)
-            self._take(self._buffer.index(end) + len(end), Kind.HIDDEN)
+            self._take(self._buffer.index(end) + len(end), Kind.AROUND_REASONING)
             return self._go(self._after_reasoning)
-        self._take_settled((self._block.end,), Kind.REASONING)
+        self._take_settled(_ENDS[self._block], Kind.REASONING)
         return False
 
     def _after_reasoning(self) -> bool:
@@ -145,32 +171,63 @@ class Sections:
         if not text:
             return False
         if text[0] in "{[":
-            self._body = _Body(BARE, 0)
-            return self._go(self._call)
+            return self._try(BARE, 0)
         return self._go(self._answer)
 
     def _answer(self) -> bool:
-        if not self._tools:
+        if not self._markers:
             self._take(len(self._buffer), Kind.TEXT)
             return False
-        start = _START.search(self._buffer)
-        if start is None:
-            self._take_settled(_STARTS, Kind.TEXT)
+        marker = self._markers.search(self._buffer)
+        if marker is None:
+            self._take_settled(self._markers, Kind.TEXT)
             return False
-        before = len(self._buffer[: start.start()].rstrip())
+        before = len(self._buffer[: marker.start()].rstrip())
         self._take(before, Kind.TEXT)
-        self._body = _Body(_BY_START[start[0]], start.end() - before)
-        return self._go(self._call)
+        if marker[0] in self._framing:
+            self._take(marker.end() - before, Kind.HIDDEN)
+            return self._go(self._opening if marker[0] == self._framing[0] else self._answer)
+        if marker[0] in STRAY_ENDS:
+            self._take(marker.end() - before, Kind.HIDDEN if self._called else Kind.TEXT)
+            return True
+        return self._try(_BY_START[marker[0]], marker.end() - before)
 
     def _call(self) -> bool:
-        body = self._body
-        if not may_be_call(self._buffer, body.start):
-            return self._not_a_call()
-        end = body.find_end(self._buffer)
-        if end is None:
+        attempt = self._attempt
+        assert attempt
+        outcome = attempt.go_on(self._buffer, is_over=self._is_over, is_cut=self._is_cut)
+        if outcome is Outcome.NO_CALL:
+            return self._not_a_call(attempt)
+        if outcome is Outcome.CUT:
+            self._attempt = None
+            self._out.append(self._cut_off(len(self._buffer), Kind.CUT_CALL, attempt.pieces()))
+            return self._go(self._answer)
+        is_end = outcome is Outcome.ENDED
+        if attempt.has_begun:
+            self._out.append(self._cut_off(attempt.dropped(), Kind.CALLS, attempt.pieces(), is_end))
+        if not is_end:
             return False
-        whole = end + len(body.dialect.end)
-        return self._take_calls(self._buffer[body.start : end], whole) or self._not_a_call()
+        self._attempt, self._called = None, True
+        return self._go(self._answer if attempt.dialect.end else self._after_bare)
+
+    def _after_bare(self) -> bool:
+        """Another one may follow, behind a comma or a semicolon."""
+        between = _BETWEEN_CALLS.match(self._buffer)
+        assert between
+        following = self._buffer[between.end() : between.end() + 1]
+        if not following:
+            return False
+        return self._try(BARE, between.end()) if following == "{" else self._go(self._answer)
+
+    def _quoted(self) -> bool:
+        """Code in the answer, in which markers mean nothing."""
+        assert self._quote_end
+        end = self._quote_end.search(self._buffer)
+        if end is None:
+            self._take_settled(self._quote_end, Kind.TEXT)
+            return False
+        self._take(end.end(), Kind.TEXT)
+        return self._go(self._answer)
 
     # ── what they share ──
 
@@ -178,78 +235,36 @@ class Sections:
         self._state = state
         return True
 
-    def _take_blanks(self) -> None:
-        self._take(len(self._buffer) - len(self._buffer.lstrip()), Kind.HIDDEN)
+    def _try(self, dialect: Dialect, start: int) -> bool:
+        self._attempt = Attempt(dialect, start, self._tools, is_first=not self._has_said)
+        return self._go(self._call)
 
-    def _take_settled(self, markers: tuple[str, ...], kind: Kind) -> None:
+    def _not_a_call(self, attempt: Attempt) -> bool:
+        """Pass the marker on as text, and read on behind it."""
+        self._attempt = None
+        self._in_vain += attempt.read
+        self._at_end += self._is_over
+        if self._in_vain > _MAX_IN_VAIN or self._at_end > _MAX_AT_END:
+            self._markers = None
+        self._take(attempt.start, Kind.TEXT)
+        self._quote_end = Markers([attempt.quoted_until]) if attempt.quoted_until else None
+        return self._go(self._quoted if self._quote_end else self._answer)
+
+    def _take_blanks(self) -> None:
+        self._take(len(self._buffer) - len(self._buffer.lstrip()), Kind.AROUND_REASONING)
+
+    def _take_settled(self, markers: Markers, kind: Kind) -> None:
         """All but what may turn out to be a marker, or blanks before one."""
-        settled = self._buffer[: len(self._buffer) - held_suffix(self._buffer, markers)]
+        settled = self._buffer[: len(self._buffer) - markers.held(self._buffer)]
         self._take(len(settled.rstrip()), kind)
 
-    def _take_calls(self, text: str, length: int) -> bool:
-        calls = self._body.dialect.parse(text, self._tools)
-        if not calls:
-            return False
-        self._called = True
-        self._take(length, Kind.CALLS, calls)
-        return self._go(self._answer)
-
-    def _take_cut_call(self, body: str) -> bool:
-        """JSON without tags may as well be the answer, so there it takes a known name to make it a call."""
-        dialect = self._body.dialect
-        call = dialect.begun(body, self._tools)
-        if call is None and dialect is not TAGGED:
-            return False
-        self._take(len(self._buffer), Kind.CUT_CALL, (call,) if call else ())
-        return True
-
     def _take_cut_marker(self) -> None:
-        if marker := held_suffix(self._buffer, (TAGGED.start,)):
+        if marker := _CUT_START.held(self._buffer):
             self._take(len(self._buffer[:-marker].rstrip()), Kind.TEXT)
             self._take(len(self._buffer), Kind.CUT_CALL)
 
-    def _not_a_call(self) -> bool:
-        """Pass the marker on as text, and read on behind it."""
-        self._take(self._body.start, Kind.TEXT)
-        return self._go(self._answer)
 
-
-class _Body:
-    """What follows a dialect's start marker, from `start` on in a growing buffer."""
-
-    def __init__(self, dialect: Dialect, start: int) -> None:
-        self.dialect = dialect
-        self.start = start
-        self._at = start
-        self._in_string = False
-        self._border = re.compile(f'"|{re.escape(dialect.end)}') if dialect.end else None
-
-    def find_end(self, buffer: str) -> int | None:
-        """Where the end marker begins. One that stands inside a JSON string is part of the string.
-
-        Goes on where the last call stopped, so a long body is scanned once.
-        """
-        while self._border:
-            pattern = _IN_STRING if self._in_string else self._border
-            match = pattern.search(buffer, self._at)
-            if match is None:
-                self._at = self._where_to_go_on(buffer)
-                return None
-            if match[0] == self.dialect.end:
-                return match.start()
-            self._at = match.end()
-            self._in_string ^= match[0] == '"'
-        return None
-
-    def _where_to_go_on(self, buffer: str) -> int:
-        """Before a backslash or an end marker of which only the beginning has come."""
-        if self._in_string:
-            return len(buffer) - buffer.endswith("\\", self._at)
-        return max(self._at, len(buffer) - len(self.dialect.end) + 1)
-
-    def without_partial_end(self, buffer: str) -> str:
-        body = buffer[self.start :]
-        return body[: len(body) - held_suffix(body, (self.dialect.end,))]
-
-
-_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
+def _markers(with_tools: bool, framing: tuple[str, ...]) -> Markers | None:
+    if not framing:
+        return _STARTS if with_tools else None
+    return Markers([*framing, *(_IN_ANSWER if with_tools else ())])

@@ -6,12 +6,23 @@ import codecs
 import secrets
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from emberkeep.chat.dialects import ParsedCall, Reasoning, hidden_tokens, open_reasoning
+from emberkeep.chat.dialects import CallPiece, Reasoning, framing, hidden_tokens, open_reasoning
 from emberkeep.chat.sections import Kind, Section, Sections
 from emberkeep.chat.stops import StopScanner
-from emberkeep.types import Event, ReasoningDelta, Request, TextDelta, TokenLogprob, ToolCallDelta, Vocab
+from emberkeep.types import (
+    Event,
+    ReasoningDelta,
+    ReasoningFormat,
+    Request,
+    TextDelta,
+    TokenLogprob,
+    Tool,
+    ToolCallDelta,
+    Vocab,
+)
 
 
 @dataclass(slots=True)
@@ -33,19 +44,24 @@ class TextStream:
         *,
         index: int = 0,
         stop: tuple[str, ...] = (),
-        tools: frozenset[str] = frozenset(),
+        tools: Iterable[Tool] = (),
         one_call: bool = False,
         reasoning: Reasoning | None = None,
+        reasoning_format: ReasoningFormat = ReasoningFormat.SEPARATE,
         raw: bool = False,
     ) -> None:
-        """`reasoning`: the block that the prompt has opened. `raw`: the text goes through as it is."""
+        """`tools`: those that may be called. `reasoning`: the block that the prompt has opened. `raw`: the text
+        goes through as it is."""
         self._pieces = vocab.pieces
         self._hidden = hidden_tokens(vocab)
         self._index = index
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopScanner(stop)
-        self._sections = None if raw else Sections(tools, reasoning)
+        callable_tools = {tool.name: tool for tool in tools}
+        self._sections = None if raw else Sections(callable_tools, reasoning, framing(vocab))
+        self._reasoning_format = reasoning_format
         self._one_call = one_call
+        self._has_its_call = False
         self._calls = 0
         self._call_was_cut = False
         self._decoded = 0
@@ -58,14 +74,15 @@ class TextStream:
     @classmethod
     def for_request(cls, vocab: Vocab, request: Request, *, index: int, prompt: str) -> TextStream:
         """`prompt` is the rendered text, whose end may have opened a reasoning block."""
-        with_tools = request.tools and request.tool_choice.mode != "none"
+        with_tools = request.tool_choice.mode != "none" and not request.raw_tools
         return cls(
             vocab,
             index=index,
             stop=request.stop,
-            tools=frozenset(tool.name for tool in request.tools) if with_tools else frozenset(),
+            tools=request.tools if with_tools else (),
             one_call=not request.parallel_tool_calls,
             reasoning=open_reasoning(prompt),
+            reasoning_format=request.reasoning or ReasoningFormat.SEPARATE,
             raw=request.prompt is not None,
         )
 
@@ -106,10 +123,6 @@ class TextStream:
             events += self._events(self._sections.finish(cut=cut))
         return events + self._left_over()
 
-    @property
-    def _has_its_call(self) -> bool:
-        return self._one_call and self._calls > 0
-
     def _pass_on(self, text: str) -> list[Event]:
         passed, self._stopped = self._stops.feed(text)
         return self._sectioned(passed)
@@ -127,16 +140,42 @@ class TextStream:
         for section in sections:
             if self._has_its_call:
                 break
-            if section.kind is Kind.TEXT:
-                events.append(self._text_delta(section.text, section.end))
-                continue
-            tokens = self._drop_inside(section.end)
-            self._call_was_cut |= section.kind is Kind.CUT_CALL
-            if section.kind is Kind.REASONING:
-                self.reasoning_tokens += tokens
-                events.append(ReasoningDelta(self._index, section.text))
-            for call in section.calls[:1] if self._one_call else section.calls:
-                events.append(self._call_delta(call))
+            match section.kind:
+                case Kind.TEXT:
+                    events.append(self._text_delta(section.text, section.end))
+                case Kind.REASONING | Kind.AROUND_REASONING:
+                    events += self._reasoning_events(section)
+                case Kind.CALLS | Kind.CUT_CALL:
+                    events += self._call_events(section)
+                case Kind.HIDDEN:
+                    self._drop_inside(section.end)
+        return events
+
+    def _reasoning_events(self, section: Section) -> list[Event]:
+        is_thought = section.kind is Kind.REASONING
+        if self._reasoning_format is ReasoningFormat.INLINE:
+            delta = self._text_delta(section.text, section.end)
+            self.reasoning_tokens += is_thought * len(delta.tokens)
+            return [delta]
+        self.reasoning_tokens += is_thought * self._drop_inside(section.end)
+        is_shown = is_thought and self._reasoning_format is ReasoningFormat.SEPARATE
+        return [ReasoningDelta(self._index, section.text)] if is_shown else []
+
+    def _call_events(self, section: Section) -> list[Event]:
+        self._drop_inside(section.end)
+        self._call_was_cut |= section.kind is Kind.CUT_CALL
+        events: list[Event] = []
+        for pieces in _by_call(section.pieces):
+            is_new = pieces[0].name is not None
+            if is_new and self._one_call and self._calls:
+                self._has_its_call = True
+                return events
+            self._calls += is_new
+            id = f"call_{secrets.token_hex(12)}" if is_new else None
+            arguments = "".join(piece.arguments for piece in pieces)
+            if is_new or arguments:
+                events.append(ToolCallDelta(self._index, self._calls - 1, id, pieces[0].name, arguments))
+        self._has_its_call = self._one_call and section.is_end
         return events
 
     def _text_delta(self, text: str, end: int) -> TextDelta:
@@ -158,13 +197,18 @@ class TextStream:
             self._waiting.popleft()
         return count - len(self._waiting)
 
-    def _call_delta(self, call: ParsedCall) -> ToolCallDelta:
-        id = f"call_{secrets.token_hex(12)}"
-        self._calls += 1
-        return ToolCallDelta(self._index, self._calls - 1, id, call.name, call.arguments)
-
     def _left_over(self) -> list[Event]:
         """Logprobs of tokens that have no text of their own, such as an empty piece at the end."""
         if self._stopped or self._calls or all(sampled.logprob is None for sampled in self._waiting):
             return []
         return [self._text_delta("", self._decoded + 1)]
+
+
+def _by_call(pieces: Sequence[CallPiece]) -> list[list[CallPiece]]:
+    """The pieces of each call together; the first may go on with a call that has begun before."""
+    groups: list[list[CallPiece]] = []
+    for piece in pieces:
+        if piece.name is not None or not groups:
+            groups.append([])
+        groups[-1].append(piece)
+    return groups

@@ -19,6 +19,7 @@ from emberkeep.chat.messages import (
     tools_as_text,
 )
 from emberkeep.chat.sandbox import compile_template
+from emberkeep.chat.writing import TAGGED_JSON, Writing, find_writing
 from emberkeep.errors import TemplateFailed
 from emberkeep.types import Json, Message, Tool, ToolCall
 
@@ -59,6 +60,8 @@ class ChatTemplate:
     """The template writes tool definitions, calls and results; otherwise they are written as text for it."""
     supports_system: bool
     """The template writes a system message; otherwise it goes before the first user's text."""
+    writing: Writing
+    """How a call is written that the model is made to write."""
     turn_end: str
     """What always follows an assistant's content, up to the next message's header. Empty when unknown."""
 
@@ -123,6 +126,7 @@ class ChatTemplate:
         form = self._find_call_form() if "ember7f" in self._tried(_ASK, [_TOOL]) else None
         self.supports_tools = form is not None
         self._form = form or CALL_FORMS[0]
+        self.writing = (form and self._find_writing(form)) or TAGGED_JSON
 
     def _find_turn_end(self) -> str:
         turns = [Message("user", "ember7u"), Message("assistant", "ember7a")]
@@ -140,6 +144,16 @@ class ChatTemplate:
                 return form
         return None
 
+    def _find_writing(self, form: CallForm) -> Writing | None:
+        plain = self._tried([*_ASK, Message("assistant", "ember7a")], [_TOOL], form)
+        one, two = (
+            self._tried([*_ASK, Message("assistant", tool_calls=calls)], [_TOOL], form)
+            for calls in (_WRITTEN[:1], _WRITTEN)
+        )
+        header = len(_common_prefix(plain, one))
+        one, two = (text[header:].partition(self.turn_end or "\0")[0] for text in (one, two))
+        return find_writing(one, two, ("ember7f", "ember7g"), "ember7k")
+
     def _tried(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: CallForm = CALL_FORMS[0]
     ) -> str:
@@ -153,6 +167,9 @@ class ChatTemplate:
 _ASK = [Message("user", "ember7u")]
 _TOOL = Tool("ember7f", "ember7d", {"type": "object", "properties": {"ember7k": {"type": "string"}}})
 _CALL = ToolCall("call_0123456789abcdef01234567", "ember7f", '{"ember7k": "ember7x"}')
+_WRITTEN = tuple(
+    ToolCall(f"call_{i:024}", name, f'{{"ember7k": "{name}"}}') for i, name in enumerate(("ember7f", "ember7g"))
+)
 _CALLED = [
     Message("assistant", tool_calls=(_CALL,)),
     Message("tool", "ember7r", tool_call_id=_CALL.id, name="ember7f"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,17 +17,25 @@ from emberkeep.cli.chat_session import ChatSession, printable
 from emberkeep.cli.common import (
     ApproximateFlag,
     AttentionFlag,
+    BackendFlag,
+    BaseUrlFlag,
     ConfigFlag,
     CtxFlag,
     DataDirFlag,
     DeviceFlag,
+    DisableToolsFlag,
     DtypeFlag,
+    EnableToolsFlag,
     EngineFlag,
     EvictFlag,
     ExactFlag,
     GpuLayersFlag,
     KvBitsFlag,
     RecallFlag,
+    ToolsFlag,
+    ToolsFromFlag,
+    ToolsRootFlag,
+    complain,
     install_model,
     load_config,
     open_model,
@@ -51,6 +59,7 @@ from emberkeep.types import Message, Sampling, SavedConversation
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep
+    from emberkeep.library.acting import Acting
     from emberkeep.library.requests import Options
 
 _DEFAULTS = Sampling()
@@ -110,6 +119,13 @@ def chat(
     exact: ExactFlag = None,
     evict: EvictFlag = None,
     recall: RecallFlag = None,
+    tools: ToolsFlag = None,
+    enable_tools: EnableToolsFlag = None,
+    disable_tools: DisableToolsFlag = None,
+    tools_from: ToolsFromFlag = None,
+    tools_root: ToolsRootFlag = None,
+    backend: BackendFlag = None,
+    base_url: BaseUrlFlag = None,
     continued: ContinueFlag = None,
     save: SaveFlag = True,
     list_all: ListFlag = False,
@@ -135,6 +151,13 @@ def chat(
         exact=exact,
         evict=evict,
         recall=recall,
+        tools=tools,
+        enable_tools=enable_tools,
+        disable_tools=disable_tools,
+        tools_from=tools_from or None,
+        tools_root=tools_root,
+        backend=backend,
+        base_url=base_url,
         data_dir=data_dir,
         config=config,
         parallel=1,
@@ -158,7 +181,7 @@ def talk(
     conversation = Conversation.continued(saved, system) if saved else Conversation(system)
     # What could not be archived is said below the answer, and once.
     logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
-    with open_model(config) as keeper:
+    with open_model(config) as keeper, tools_of(keeper, config) as acting:
         journal = open_journal(keeper, config, is_saving=is_saving)
         session = ChatSession(
             keeper,
@@ -168,9 +191,10 @@ def talk(
             interactive=sys.stdin.isatty(),
             journal=journal,
             evicts=config.evict,
+            acting=acting,
         )
-        if session.interactive and conversation.system:
-            _prewarm(keeper, conversation.system)
+        if session.interactive and (conversation.system or acting):
+            _prewarm(keeper, conversation.system, acting)
         if saved is not None:
             journal.knows(saved)
             _remind(session, config, saved)
@@ -184,15 +208,40 @@ def _remind(session: ChatSession, config: Config, saved: SavedConversation) -> N
         session.aside(printable(recap(session.conversation.turns)))
 
 
-def _prewarm(keeper: Emberkeep, system: str) -> None:
-    """Evaluate the system message while its author reads and types. What goes wrong the first answer will tell."""
+@contextmanager
+def tools_of(keeper: Emberkeep, config: Config) -> Generator[Acting | None, None, None]:
+    """Those of a chat with this model, which is asked only if it knows what tools are. Raises ConfigError."""
+    if config.tools == "off" or (config.tools == "auto" and not keeper.card.calls_tools):
+        if config.enable_tools and config.tools == "auto":
+            complain(
+                "This model's chat template knows no tools, so it gets none: --tools on gives them all the same."
+            )
+        yield None
+        return
+    acting = keeper.acting(config, asks=sys.stdin.isatty())
+    try:
+        yield acting
+    finally:
+        acting.close()
+
+
+def _prewarm(keeper: Emberkeep, system: str, acting: Acting | None) -> None:
+    """Evaluate the system message and the tools while the user types. The first answer tells what goes wrong."""
     logging.getLogger("emberkeep.backend").setLevel(logging.ERROR)
     with suppress(EmberkeepError):
-        keeper.keep_warm([Message("system", system)])
+        tools = acting.definitions() if acting else ()
+        keeper.keep_warm([Message("system", system)] if system else [], tools=tools or None)
 
 
 def _lines(config: Config, session: ChatSession) -> Iterable[str]:
     if not session.interactive:
         return plain_lines(sys.stdin)
-    session.aside(f"{session.keeper.card.id} · {session.keeper.card.context} tokens of context · /help")
+    session.aside(_greeting(session))
     return terminal_lines(config.data_dir / "chat-history")
+
+
+def _greeting(session: ChatSession) -> str:
+    card, health = session.keeper.card, session.keeper.health()
+    who = card.id if health["backend"] == "local" else f"{card.id} ({health['backend']})"
+    tools = f" · {len(session.acting.functions())} tools" if session.acting else ""
+    return f"{who} · {card.context} tokens of context{tools} · /help"

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from emberkeep.cli.calls import CallView
 from emberkeep.cli.common import complain, console
 from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.remarks import advice, archive_warning, stats_line
 from emberkeep.cli.saved import Journal
 from emberkeep.cli.slash import Quit, run_command
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Event, Json, Message, ReasoningDelta, Recollection, TextDelta
+from emberkeep.types import (
+    CallEnded,
+    CallStarted,
+    Event,
+    Json,
+    Message,
+    PermissionAsked,
+    ReasoningDelta,
+    Recollection,
+    TextDelta,
+)
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep, Result, Stream
+    from emberkeep.library.acting import Acting
     from emberkeep.library.requests import Options
 
 
@@ -32,7 +44,10 @@ class ChatSession:
         interactive: bool,
         journal: Journal,
         evicts: bool = True,
+        acting: Acting | None = None,
+        ask: Callable[[str], str] = input,
     ) -> None:
+        """`acting`: with tools; `ask`: a person, who is there where `interactive`."""
         self.keeper = keeper
         self.conversation = conversation
         self.interactive = interactive
@@ -40,6 +55,9 @@ class ChatSession:
         self._out = out
         self._journal = journal
         self._evicts = evicts
+        self.acting = acting
+        self._calls = CallView(acting, self.aside, ask)
+        self._answered_by = ""
 
     def run(self, lines: Iterable[str]) -> None:
         """Until the lines end or the user quits. An error ends the session only when nobody is watching."""
@@ -63,25 +81,47 @@ class ChatSession:
         self._out.flush()
         console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
 
-    def _handle(self, line: str) -> None:
-        if line.startswith("/"):
-            self.aside(run_command(self, line.rstrip()))
-        elif line.strip():
-            self._answer(line.strip())
-
-    def _answer(self, text: str) -> None:
-        user = Message("user", text)
-        options: Options = {**self._options, "conversation_id": self.conversation.id}
-        stream = self.keeper.stream([*self.conversation.messages, user], **options)
+    def say(self, *messages: Message) -> None:
+        """As the user, who may have said more than one thing: get an answer. Raises EmberkeepError."""
+        stream = self._stream([*self.conversation.messages, *messages])
         finished = self._show(stream)
         result = stream.result
         # A turn without an answer is forgotten: many templates refuse two user messages in a row.
-        if result.text:
-            self.conversation.add(user, Message("assistant", result.text, result.reasoning))
+        if result.text or result.exchanges:
+            self.conversation.add(
+                *messages, *result.exchanges, Message("assistant", result.text, result.reasoning)
+            )
             self._journal.save(self.conversation)
         self.aside(self._stats_line(result) if finished else "stopped")
+        self._say_who(result)
         if warning := archive_warning(result):
             complain(warning)
+
+    def _stream(self, messages: list[Message]) -> Stream:
+        options: Options = {**self._options, "conversation_id": self.conversation.id}
+        if self.acting is None:
+            return self.keeper.stream(messages, **options)
+        from emberkeep.library.requests import chat_request
+
+        return self.acting.stream(chat_request(messages, None, options))
+
+    def _say_who(self, result: Result) -> None:
+        """Where another backend has stood in, and when the first one is back."""
+        before, self._answered_by = self._answered_by, result.answered_by or self._answered_by
+        chain = self.keeper.health().get("chain", [])
+        first = chain[0] if chain else {}
+        usual = before or first.get("name", "")
+        if result.answered_by and result.answered_by != usual:
+            failed = [link for link in chain if link.get("error") and link["name"] != result.answered_by]
+            why = f" ({failed[0]['error']})" if failed else ""
+            complain(f"{result.answered_by} has answered instead of {usual}{why}")
+
+    def _handle(self, line: str) -> None:
+        if line.startswith("/"):
+            if told := run_command(self, line.rstrip()):
+                self.aside(told)
+        elif line.strip():
+            self.say(Message("user", line.strip()))
 
     def _stats_line(self, result: Result) -> str:
         return stats_line(result, self._options.get("max_tokens"), self.keeper.card.context)
@@ -100,7 +140,7 @@ class ChatSession:
             self._write("\n")
 
     def _show_events(self, events: Iterable[Event]) -> None:
-        thinking = False
+        thinking = is_open = False
         for event in events:
             if isinstance(event, ReasoningDelta):
                 thinking = True
@@ -110,6 +150,12 @@ class ChatSession:
                     self._write_dim("\n\n")
                     thinking = False
                 self._write(event.text)
+                is_open = not event.text.endswith("\n")
+            elif isinstance(event, CallStarted | CallEnded | PermissionAsked):
+                if is_open:
+                    self._write("\n")
+                thinking = is_open = False
+                self._calls.show(event)
 
     def _write(self, text: str) -> None:
         self._out.write(printable(text) if self._out.isatty() else text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,11 +25,24 @@ def setting_help(key: str) -> str:
     return f"{help_for(key)} [default: {default_of(key)}]"
 
 
-def _flag(key: str, *short: str) -> OptionInfo:
+def _flag(key: str, *short: str, callback: Callable[..., object] | None = None) -> OptionInfo:
     option: OptionInfo = typer.Option(
-        f"--{key.replace('_', '-')}", *short, metavar=f"<{type_of(key)}>", help=setting_help(key)
+        f"--{key.replace('_', '-')}",
+        *short,
+        metavar=f"<{type_of(key)}>",
+        help=setting_help(key),
+        callback=callback,
     )
     return option
+
+
+def _names(key: str) -> OptionInfo:
+    """May be given several times, each time with one name or more."""
+
+    def split(given: list[str] | None) -> list[str] | None:
+        return [name for part in given for name in part.split(",")] if given else None
+
+    return _flag(key, callback=split)
 
 
 def _switch(key: str) -> OptionInfo:
@@ -62,6 +76,16 @@ PlanningFlag = Annotated[bool | None, _switch("planning")]
 AutoTruncateFlag = Annotated[bool | None, _switch("auto_truncate")]
 EvictFlag = Annotated[bool | None, _switch("evict")]
 RecallFlag = Annotated[str | None, _flag("recall")]
+EnableToolsFlag = Annotated[list[str] | None, _names("enable_tools")]
+DisableToolsFlag = Annotated[list[str] | None, _names("disable_tools")]
+ToolsFromFlag = Annotated[list[str] | None, _flag("tools_from")]
+ToolsRootFlag = Annotated[str | None, _flag("tools_root")]
+ToolsFlag = Annotated[str | None, _flag("tools")]
+ServerToolsFlag = Annotated[bool | None, _switch("server_tools")]
+NotoolsFlag = Annotated[bool | None, typer.Option("--notools", help=setting_help("notools"), show_default=False)]
+ReasoningFlag = Annotated[str | None, _flag("reasoning")]
+BackendFlag = Annotated[str | None, _flag("backend")]
+BaseUrlFlag = Annotated[str | None, _flag("base_url")]
 ConfigFlag = Annotated[
     Path | None, typer.Option("--config", help="Configuration file to read instead of the usual places.")
 ]

@@ -35,8 +35,8 @@ class Conversation:
     def turns(self) -> Sequence[Message]:
         return self._turns
 
-    def add(self, user: Message, assistant: Message) -> None:
-        self._turns += [user, assistant]
+    def add(self, *messages: Message) -> None:
+        self._turns += messages
 
     def clear(self) -> None:
         """From now on this is another conversation, with the same system message."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from emberkeep import __version__
+from emberkeep.cli.api import app as api_app
 from emberkeep.cli.bench import app as bench_app
 from emberkeep.cli.cache import app as cache_app
 from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
@@ -18,12 +19,16 @@ from emberkeep.cli.common import (
     ApproximateFlag,
     AttentionFlag,
     AutoTruncateFlag,
+    BackendFlag,
+    BaseUrlFlag,
     ConfigFlag,
     CtxFlag,
     DataDirFlag,
     DeviceFlag,
+    DisableToolsFlag,
     DiskBudgetFlag,
     DtypeFlag,
+    EnableToolsFlag,
     EngineFlag,
     EvictFlag,
     ExactFlag,
@@ -32,12 +37,17 @@ from emberkeep.cli.common import (
     KvBitsFlag,
     MaxConcurrentPerUserFlag,
     ModelFlag,
+    NotoolsFlag,
     ParallelFlag,
     PlanningFlag,
     PortFlag,
     RamBudgetFlag,
+    ReasoningFlag,
     RecallFlag,
+    ServerToolsFlag,
     ThreadsFlag,
+    ToolsFromFlag,
+    ToolsRootFlag,
     WarmFlag,
     complain,
     install_model,
@@ -45,8 +55,10 @@ from emberkeep.cli.common import (
 )
 from emberkeep.cli.config import app as config_app
 from emberkeep.cli.doctor import doctor
+from emberkeep.cli.mcp import app as mcp_app
 from emberkeep.cli.memory import app as memory_app
 from emberkeep.cli.models import app as models_app
+from emberkeep.cli.tools import app as tools_app
 from emberkeep.errors import EmberkeepError
 
 EXAMPLES = """\b
@@ -59,6 +71,7 @@ Examples:
   emberkeep serve --engine hf -m owner/repo    a repository of the Hugging Face hub, in PyTorch
   emberkeep cache ls                           which prompts are kept, where and for how long
   emberkeep memory search "my boat"            what was said about it, long ago
+  emberkeep tools list                         what a model can do here
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
 
@@ -119,6 +132,15 @@ def serve(
     auto_truncate: AutoTruncateFlag = None,
     evict: EvictFlag = None,
     recall: RecallFlag = None,
+    server_tools: ServerToolsFlag = None,
+    enable_tools: EnableToolsFlag = None,
+    disable_tools: DisableToolsFlag = None,
+    tools_from: ToolsFromFlag = None,
+    tools_root: ToolsRootFlag = None,
+    notools: NotoolsFlag = None,
+    reasoning: ReasoningFlag = None,
+    backend: BackendFlag = None,
+    base_url: BaseUrlFlag = None,
     config: ConfigFlag = None,
 ) -> None:
     """Answer OpenAI-compatible requests over HTTP until stopped.
@@ -150,6 +172,15 @@ def serve(
         auto_truncate=auto_truncate,
         evict=evict,
         recall=recall,
+        server_tools=server_tools,
+        enable_tools=enable_tools,
+        disable_tools=disable_tools,
+        tools_from=tools_from or None,
+        tools_root=tools_root,
+        backend=backend,
+        base_url=base_url,
+        notools=notools,
+        reasoning=reasoning,
         config=config,
     )
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
@@ -162,6 +193,9 @@ app.command(cls=ChatCommand, epilog=CHAT_EXAMPLES)(chat)
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
 app.add_typer(memory_app, name="memory")
+app.add_typer(api_app, name="api")
+app.add_typer(tools_app, name="tools")
+app.add_typer(mcp_app, name="mcp")
 app.command()(doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")

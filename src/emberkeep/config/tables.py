@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from emberkeep.errors import ConfigError
 from emberkeep.types import Json, RemoteModel
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _MASK = "***"
 
 T = TypeVar("T")
+Parsers = Mapping[str, tuple[Callable[[Any], Any], str]]
+"""Of each key: reads its value or raises ValueError, and what it accepts in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,9 @@ class McpServer:
     """The program and its arguments."""
     url: str | None = None
     """Of a server that speaks streamable HTTP."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Its environment, besides a few harmless variables of ours. `$NAME` stands for the variable of that name."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Sent with every request; `$NAME` as in `env`."""
     cwd: Path | None = None
     timeout_s: float = 60.0
@@ -50,15 +54,24 @@ def check_name(name: str) -> str:
 
 
 def parse_servers(value: object) -> tuple[McpServer, ...]:
-    """Raises ValueError."""
-    if not isinstance(value, Mapping) or set(value) - {"servers"}:
+    """Raises ConfigError, and ValueError for what is no table at all."""
+    if not isinstance(value, Mapping):
         raise ValueError
-    return _parse_table(value.get("servers", {}), McpServer, _SERVER_PARSERS, _is_usable)
+    _check_keys("mcp", value, ("servers",))
+    servers = _parse_table("mcp.servers", value.get("servers", {}), McpServer, _SERVER_PARSERS)
+    for server, entry in zip(servers, value.get("servers", {}).values(), strict=True):
+        _check_server(f"mcp.servers.{server.name}", entry)
+    return servers
 
 
 def parse_remotes(value: object) -> tuple[RemoteModel, ...]:
-    """Raises ValueError."""
-    return _parse_table(value, RemoteModel, _REMOTE_PARSERS, lambda remote: True)
+    """Raises ConfigError, and ValueError for what is no table at all."""
+    if not isinstance(value, Mapping):
+        raise ValueError
+    for name, entry in value.items():
+        if isinstance(entry, Mapping) and "backend" not in entry:
+            raise ConfigError(f"[backends.{name}] needs backend: what the model is spoken to with.")
+    return _parse_table("backends", value, RemoteModel, _REMOTE_PARSERS)
 
 
 def settle_servers(servers: tuple[McpServer, ...], base: Path) -> tuple[McpServer, ...]:
@@ -88,24 +101,50 @@ def _values(entry: Any) -> dict[str, Any]:
     return {one.name: getattr(entry, one.name) for one in fields(entry)}
 
 
-def _is_usable(server: McpServer) -> bool:
-    return bool(server.command) != bool(server.url)
+def _check_server(where: str, entry: Mapping[str, Any]) -> None:
+    if ("command" in entry) == ("url" in entry):
+        raise ConfigError(f"[{where}] needs either command, a program to start, or url, the address of a server.")
+    kind, foreign = ("command", ("headers",)) if "command" in entry else ("url", ("env", "cwd"))
+    for key in foreign:
+        if key in entry:
+            raise ConfigError(f"[{where}] has {kind}, and {key} is not for such a server: remove it.")
 
 
-def _parse_table(
-    value: object, made: Callable[..., T], parsers: Mapping[str, Callable[[Any], Any]], check: Callable[[T], bool]
-) -> tuple[T, ...]:
+def _parse_table(where: str, value: object, made: Callable[..., T], parsers: Parsers) -> tuple[T, ...]:
     if not isinstance(value, Mapping):
-        raise ValueError
-    found = []
-    for name, entry in value.items():
-        if not isinstance(entry, Mapping) or set(entry) - set(parsers):
-            raise ValueError
-        one = made(name=check_name(str(name)), **{key: parsers[key](item) for key, item in entry.items()})
-        if not check(one):
-            raise ValueError
-        found.append(one)
-    return tuple(found)
+        raise ConfigError(f"[{where}] must hold one table for each name: [{where}.NAME].")
+    return tuple(_parse_entry(where, str(name), entry, made, parsers) for name, entry in value.items())
+
+
+def _parse_entry(where: str, name: str, entry: object, made: Callable[..., T], parsers: Parsers) -> T:
+    table = f"{where}.{name}"
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise ConfigError(
+            f"[{table}] cannot have this name: take up to 32 letters, digits, - and single _."
+        ) from error
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{table} must be a table with {', '.join(parsers)}.")
+    _check_keys(table, entry, parsers)
+    return made(name=name, **{key: _parse_value(table, key, item, parsers) for key, item in entry.items()})
+
+
+def _parse_value(table: str, key: str, item: object, parsers: Parsers) -> Any:
+    parse, accepts = parsers[key]
+    try:
+        return parse(item)
+    except ValueError as error:
+        # Not repeated: it may be a secret.
+        raise ConfigError(f"[{table}] {key} must be {accepts}.") from error
+
+
+def _check_keys(table: str, entry: Mapping[str, Any], known: Iterable[str]) -> None:
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+            raise ConfigError(f"[{table}] has no key {key!r}: {hint}")
 
 
 def _text(value: object) -> str:
@@ -123,7 +162,10 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _command(value: object) -> tuple[str, ...]:
-    return tuple(shlex.split(_text(value))) if isinstance(value, str) else _texts(value)
+    words = tuple(shlex.split(_text(value))) if isinstance(value, str) else _texts(value)
+    if not words:
+        raise ValueError
+    return words
 
 
 def _pairs(value: object) -> dict[str, str]:
@@ -150,6 +192,14 @@ def _flag(value: object) -> bool:
     return value
 
 
+def _variable(value: object) -> str:
+    """Keys look different: one that was pasted here is not taken for a name, and so never shown."""
+    text = _text(value)
+    if re.fullmatch(r"[A-Z][A-Z0-9_]{0,63}", text) is None:
+        raise ValueError
+    return text
+
+
 def _url(value: object) -> str:
     text = _text(value)
     if not re.match(r"https?://\S+$", text):
@@ -157,22 +207,23 @@ def _url(value: object) -> str:
     return text.rstrip("/")
 
 
-_SERVER_PARSERS: Mapping[str, Callable[[Any], Any]] = {
-    "command": _command,
-    "url": _url,
-    "env": _pairs,
-    "headers": _pairs,
-    "cwd": lambda value: Path(_text(value)),
-    "timeout_s": _seconds,
-    "trusted": _flag,
-    "tools": _texts,
+_ADDRESS = "an address that begins with http:// or https://"
+_SERVER_PARSERS: Parsers = {
+    "command": (_command, "a program with its arguments, as a text or a list of texts"),
+    "url": (_url, _ADDRESS),
+    "env": (_pairs, "a table of variables and their values"),
+    "headers": (_pairs, "a table of headers and their values"),
+    "cwd": (lambda value: Path(_text(value)), "a path"),
+    "timeout_s": (_seconds, "seconds, more than 0 and at most 86400"),
+    "trusted": (_flag, "true or false"),
+    "tools": (_texts, "a list of tools' names"),
 }
-_REMOTE_PARSERS: Mapping[str, Callable[[Any], Any]] = {
-    "backend": _text,
-    "model": _text,
-    "base_url": _url,
-    "api_key_env": _text,
-    "max_tokens": _count,
-    "ctx": _count,
-    "description": _text,
+_REMOTE_PARSERS: Parsers = {
+    "backend": (_text, "a text"),
+    "model": (_text, "a text"),
+    "base_url": (_url, _ADDRESS),
+    "api_key_env": (_variable, "the name of the variable that holds the key, such as OPENAI_API_KEY"),
+    "max_tokens": (_count, "a whole number from 1 on"),
+    "ctx": (_count, "a whole number from 1 on"),
+    "description": (_text, "a text"),
 }

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack
 
 from emberkeep.backend.base import Backend, Cache, ModelCard
 from emberkeep.config import Config, load_config
 from emberkeep.errors import InvalidField
+from emberkeep.library.acting import Acting, is_runnable, own_toolbox
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.install import ensure_model
 from emberkeep.library.memory import UserMemory, switched_on
@@ -70,7 +71,9 @@ class Emberkeep:
         prefixes = declared_prefixes(config)
         backend = open_backend(config)
         backend.keep_warm(prefixes)
-        return cls(backend)
+        keeper = cls(backend)
+        keeper._bridge.run(backend.start())
+        return keeper
 
     @property
     def card(self) -> ModelCard:
@@ -81,12 +84,43 @@ class Emberkeep:
         return self._finish(prompt_request(prompt, options))
 
     def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Result:
-        """Answer a conversation: a text, or messages in OpenAI's shape. Raises RequestError, EngineError."""
-        return self._finish(chat_request(messages, tools, options))
+        """Answer a conversation: a text, or messages in OpenAI's shape.
+
+        `tools`: Python functions with types and a docstring run here, as often as the model calls them, and what
+        was said in between is in the result's `messages`; calls of definitions in OpenAI's shape are in its
+        `tool_calls`. Raises RequestError, EngineError, and ConfigError for a function that is no tool.
+        """
+        definitions, functions = _parted(tools)
+        request = chat_request(messages, definitions, options)
+        if not functions:
+            return self._finish(request)
+        acting = Acting(self._bridge, self._backend, own_toolbox(functions), asks=False)
+        try:
+            return _read(acting.stream(replace(request, in_pieces=False)))
+        finally:
+            acting.close()
 
     def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Stream:
-        """Answer a conversation piece by piece."""
-        return self._start(chat_request(messages, tools, options))
+        """Answer a conversation piece by piece. `tools`: as in `chat`."""
+        definitions, functions = _parted(tools)
+        request = chat_request(messages, definitions, options)
+        if not functions:
+            return self._start(request)
+        return Acting(self._bridge, self._backend, own_toolbox(functions), asks=False).stream(request)
+
+    def acting(self, config: Config, *, asks: bool) -> Acting:
+        """With the tools that `config` names; `asks`: somebody decides on dangerous ones. The caller closes it.
+
+        Raises ConfigError.
+        """
+        from emberkeep.runtime import open_toolbox
+
+        tools = open_toolbox(config, memory=self._backend.memory, asks=asks)
+        return Acting(self._bridge, self._backend, tools, asks=asks, turns=config.tool_turns)
+
+    def health(self) -> dict[str, Json]:
+        """Who answers, and what is wrong with those who do not."""
+        return self._backend.health()
 
     def warm(
         self, prompt_or_messages: Messages = (), *, tools: Tools | None = None, **options: Unpack[Options]
@@ -99,13 +133,13 @@ class Emberkeep:
         warmed = self._bridge.run(self._backend.warm(prefix_request(prompt_or_messages, tools, options)))
         return WarmResult(warmed.tokens, warmed.cached_tokens, 1e3 * warmed.seconds, warmed.error)
 
-    def keep_warm(self, messages: Messages) -> None:
+    def keep_warm(self, messages: Messages, *, tools: Tools | None = None) -> None:
         """Warm a prefix in the background, now and whenever it is about to fall out. Returns at once.
 
         What goes wrong is a line in the log. Raises RequestError for a prefix that cannot be.
         """
         # It counts against nobody's limit: whoever asks while it is being evaluated is not refused for it.
-        self._backend.keep_warm([replace(prefix_request(messages, None, {}), user=SHARED)])
+        self._backend.keep_warm([replace(prefix_request(messages, tools, {}), user=SHARED)])
 
     @property
     def cache(self) -> Cache:
@@ -204,13 +238,23 @@ class Emberkeep:
         return Stream(self._bridge.iterate(lambda: self._backend.generate(request)))
 
     def _finish(self, request: Request) -> Result:
-        with self._start(replace(request, in_pieces=False)) as stream:
-            for _ in stream.events():
-                pass
-            return stream.result
+        return _read(self._start(replace(request, in_pieces=False)))
 
     async def _stats(self) -> dict[str, Json]:
         return self._backend.stats()
+
+
+def _read(stream: Stream) -> Result:
+    with stream:
+        for _ in stream.events():
+            pass
+        return stream.result
+
+
+def _parted(tools: Tools | None) -> tuple[list[Any], list[Any]]:
+    """Definitions, and functions to run."""
+    listed = list(tools or ())
+    return [one for one in listed if not is_runnable(one)], [one for one in listed if is_runnable(one)]
 
 
 def _prompt_or_chat(prompt_or_messages: Messages, **options: Unpack[Options]) -> Request:

@@ -21,7 +21,10 @@ def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
     from emberkeep.models.library import ModelLibrary
     from emberkeep.models.pull import pull
     from emberkeep.models.reporting import Silent
+    from emberkeep.runtime import may_do_without_local, needs_local
 
+    if not needs_local(config):
+        return
     if config.engine == "hf":
         require_hf()
     library = ModelLibrary(config.data_dir / "models")
@@ -29,6 +32,8 @@ def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
         library.resolve(config.model)
     except ModelNotFound:
         spec = _pullable(config)
+        if spec is None and may_do_without_local(config):
+            return
         if spec is None:
             raise
         pull(spec, library, reporter=reporter or Silent())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -11,7 +12,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from emberkeep.errors import InvalidField
 from emberkeep.library.checking import TOOL_NAME, Body
 from emberkeep.library.fields import Label, Schema
-from emberkeep.types import Json, Message, Request, Role, Tool, ToolCall, ToolChoice
+from emberkeep.types import Image, Json, Message, Request, Role, Tool, ToolCall, ToolChoice
 
 
 class TextPart(Body):
@@ -19,19 +20,46 @@ class TextPart(Body):
     text: str
 
 
-def _joined(content: Json) -> str | None:
-    """Text of a content that is a string, null or a list of text parts; one part per line."""
-    if content is None or isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(_part_text(part) for part in content)
-    raise ValueError("give a text or a list of text parts")
+class ImageAddress(Body):
+    url: str
 
 
-def _part_text(part: Json) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise ValueError("only parts of type text, with a text, are supported: leave the other parts out")
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+    images: tuple[Image, ...] = ()
+
+
+def _joined(content: Json) -> Content | None:
+    """A string, null or a list of parts: texts, one per line, and images."""
+    if content is None:
+        return None
+    if isinstance(content, str):
+        return Content(content)
+    if not isinstance(content, list):
+        raise ValueError("give a text or a list of parts")
+    parts = [_part(part) for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return Content("\n".join(texts), tuple(part for part in parts if isinstance(part, Image)))
+
+
+def _part(part: Json) -> str | Image:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if _IMAGE_URL.match(url):
+            return Image(url)
+        case {"type": "image_url"}:
+            raise ValueError("give the url of an image as https: or data:image/")
+    raise ValueError("only parts of type text and image_url are supported: leave the other parts out")
+
+
+_IMAGE_URL = re.compile(r"https?://|data:image/", re.IGNORECASE)
 
 
 def _as_text(arguments: Json) -> Json:
@@ -54,9 +82,9 @@ class ToolCallBody(Body):
 
 class MessageBody(Body):
     role: Role
-    content: Annotated[str | None, PlainValidator(_joined, json_schema_input_type=str | list[TextPart] | None)] = (
-        None
-    )
+    content: Annotated[
+        Content | None, PlainValidator(_joined, json_schema_input_type=str | list[TextPart | ImagePart] | None)
+    ] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=256)] | None = None
     tool_call_id: Label | None = None
@@ -72,11 +100,12 @@ class MessageBody(Body):
     def to_message(self) -> Message:
         return Message(
             role=self.role,
-            content=self.content or "",
+            content=self.content.text if self.content else "",
             reasoning=self.reasoning_content or "",
             tool_calls=tuple(call.to_call() for call in self.tool_calls or ()),
             tool_call_id=self.tool_call_id,
             name=self.name,
+            images=self.content.images if self.content else (),
         )
 
 
@@ -97,7 +126,7 @@ def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
 
 def message_json(message: Message) -> dict[str, Json]:
     """In OpenAI's shape; what is not set is left out."""
-    told: dict[str, Json] = {"role": message.role, "content": message.content}
+    told: dict[str, Json] = {"role": message.role, "content": _content_json(message)}
     if message.reasoning:
         told["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -107,6 +136,13 @@ def message_json(message: Message) -> dict[str, Json]:
         for key, value in (("tool_call_id", message.tool_call_id), ("name", message.name))
         if value is not None
     }
+
+
+def _content_json(message: Message) -> Json:
+    if not message.images:
+        return message.content
+    images = [{"type": "image_url", "image_url": {"url": image.url}} for image in message.images]
+    return [{"type": "text", "text": message.content}, *images] if message.content else images
 
 
 def call_json(call: ToolCall) -> dict[str, Json]:

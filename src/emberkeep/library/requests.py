@@ -7,9 +7,9 @@ words.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.checking import HALF_A_CHARACTER, checked
@@ -38,7 +38,8 @@ from emberkeep.types import (
 Messages = str | Sequence[Message | Mapping[str, Json]]
 """A text is one message of the user."""
 
-Tools = Sequence[Tool | Mapping[str, Json]]
+Tools = Sequence[Tool | Mapping[str, Json] | Callable[..., Any]]
+"""Definitions, whose calls the caller carries out, and functions, which run here."""
 
 Approximate = str | bool | Approximation | Mapping[str, Json] | None
 

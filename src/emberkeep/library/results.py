@@ -9,10 +9,12 @@ from emberkeep.types import (
     Completed,
     Event,
     Eviction,
+    Exchanged,
     Finished,
     FinishReason,
     Fit,
     LookupRecord,
+    Message,
     ReasoningDelta,
     TextDelta,
     Timings,
@@ -41,6 +43,15 @@ class Result:
     """With which plan it was evaluated, and what was left out of the prompt."""
     logprobs: tuple[TokenLogprob, ...]
     """Of these, where they were asked for."""
+    exchanges: tuple[Message, ...] = ()
+    """What the model said and called before `text`, and the results: where tools ran here."""
+    answered_by: str = ""
+    """The backend, where there are several that stand in for each other."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What the conversation has more than it was sent with."""
+        return (*self.exchanges, Message("assistant", self.text, self.reasoning, self.tool_calls))
 
     @property
     def ttft_ms(self) -> float:
@@ -82,6 +93,7 @@ class Collector:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._calls: dict[int, ToolCall] = {}
+        self._exchanges: list[Message] = []
         self._finish_reason: FinishReason | None = None
         self._completed = Completed(Usage(), Timings(), LookupRecord())
 
@@ -99,6 +111,10 @@ class Collector:
                 self._finish_reason = reason
             case Completed():
                 self._completed = event
+            case Exchanged(messages=messages):
+                self._exchanges += messages
+                for said in (self._text, self._reasoning, self._tokens, self._logprobs):
+                    said.clear()
 
     def _add_call(self, delta: ToolCallDelta) -> None:
         call = self._calls.get(delta.call_index, ToolCall("", "", ""))
@@ -119,4 +135,6 @@ class Collector:
             tokens=tuple(self._tokens),
             logprobs=tuple(self._logprobs),
             fit=self._completed.fit,
+            exchanges=tuple(self._exchanges),
+            answered_by=self._completed.answered_by,
         )

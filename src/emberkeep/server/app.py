@@ -52,7 +52,7 @@ def create_app(backend: Backend, config: Config) -> FastAPI:
     app.state.drain = drain
     app.state.metrics = RequestMetrics(registry)
     app.include_router(openai_routes(backend))
-    app.include_router(native_routes(backend, drain))
+    app.include_router(native_routes(backend, drain, is_public=config.api_key is not None))
     app.include_router(cache_routes(backend))
     app.include_router(warm_routes(backend))
     app.include_router(memory_routes(backend))

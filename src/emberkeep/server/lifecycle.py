@@ -122,6 +122,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _run(server: Server, backend: Backend, listener: socket.socket) -> None:
     with _signals(server.stop):
         try:
+            await backend.start()
             await server.serve(sockets=[listener])
         finally:
             await _close(backend, server.hurry)

@@ -47,7 +47,9 @@ _ERRORS = {
     413: "The body or the prompt is too large.",
     429: "This user has too many requests running; Retry-After says when to try again.",
     500: "Something broke; the server's log says what.",
-    503: "The queue is full or the server is stopping; Retry-After says when to try again.",
+    502: "The model runs elsewhere, and did not answer.",
+    503: "The queue is full, the server is stopping, or a model elsewhere is down; Retry-After may say when to "
+    "try again.",
     504: "The request took longer than it may.",
 }
 _EVERYWHERE = (401, 403, 405, 500)

@@ -16,6 +16,8 @@ _QUERY_CHARS = 2000
 _CHARS = 4000
 """Of all results together: they stay in the context."""
 
+NOTHING = "Nothing was found: try other words."
+
 SEARCH = Tool(
     "search_memory",
     "Search earlier messages of your conversations with this user that are not in the context any more.",
@@ -41,7 +43,7 @@ def search(memory: Memory, owner: str, arguments: str) -> str:
     except MemoryFailed as error:
         return f"Memory could not be searched: {error}"
     if not found:
-        return "Nothing was found: try other words."
+        return NOTHING
     return listed(fitting(found, _CHARS, len)).strip()
 
 

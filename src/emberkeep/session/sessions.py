@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
+from emberkeep.chat.turns import bearable, room_for_results, shorter
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.archiving import archived
-from emberkeep.session.asking import exchange, search
+from emberkeep.session.asking import NOTHING, exchange, search
 from emberkeep.session.history import read_history
 from emberkeep.session.texts import fitting, notice, quoted
 from emberkeep.session.view import Gone, Inserted, View, read_gone, read_view
@@ -30,6 +31,7 @@ from emberkeep.types import (
     Request,
     ToolCall,
     Turn,
+    Usage,
     cut_mark,
     exact_namespace,
 )
@@ -47,6 +49,11 @@ _RECALLED = 3
 _SCORE = 0.3
 """What scores less shares only common words with the question: small talk scores 0.2 to 0.3 against other small
 talk, a question more than 0.5 against what answers it, and everything that is quoted stays."""
+
+
+def about_tokens(text: str) -> int:
+    """Where nobody knows."""
+    return len(text) // 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class _Counters:
     recalls: int = 0
     recalled_turns: int = 0
     searches: int = 0
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +103,12 @@ class _Unwritten:
 class Sessions:
     """Safe to use from several threads; methods that read or write the archive block for milliseconds."""
 
-    def __init__(self, memory: Memory | None, policy: Policy) -> None:
-        """Without a memory what leaves is gone, and is out again on the next turn as long as this lives."""
+    def __init__(self, memory: Memory | None, policy: Policy, count: Callable[[str], int] = about_tokens) -> None:
+        """Without a memory what leaves is gone, and is out again on the next turn as long as this lives.
+
+        `count`: of a text's tokens.
+        """
+        self._count = count
         self._memory = memory
         self.policy = policy
         self._lock = threading.Lock()
@@ -106,7 +118,7 @@ class Sessions:
     def applies(self, request: Request) -> bool:
         """It is a conversation, of which something may be known here."""
         is_chat = request.prompt is None and not request.is_prefix
-        return is_chat and (self.may_evict(request) or self._memory is not None)
+        return is_chat and (self.may_evict(request) or self._memory is not None or bool(self._unwritten))
 
     def may_evict(self, request: Request) -> bool:
         return self.policy.evict if request.evict is None else request.evict
@@ -220,20 +232,42 @@ class Sessions:
         good = [one for one in found if one.score >= _SCORE and one.key in said]
         return fitting(good[:_RECALLED], room, count)
 
-    def searched(self, request: Request, said: str, calls: Sequence[ToolCall]) -> None:
-        """Carry out what the model asked of its memory: from now on the conversation has the results.
+    def search(self, request: Request, call: ToolCall) -> str:
+        """What the model is told that asked its memory. Never raises."""
+        with self._lock:
+            self._counters.searches += 1
+        return search(self._memory, _owner(request), call.arguments) if self._memory else NOTHING
 
-        `said`: what its client has of what it said in the same breath. Never raises.
+    def exchanged(
+        self, request: Request, bill: Usage, said: str, calls: Sequence[ToolCall], results: Sequence[str]
+    ) -> None:
+        """From now on the conversation has these calls and their results, which its client does not know of.
+
+        `bill`: of the answer that made them; `said`: what the client has of what the model said in the same
+        breath. Never raises.
         """
         view = self.view(request)
         place = len(view.history.spoken) - 1
-        results = [search(self._memory, _owner(request), call.arguments) for call in calls] if self._memory else []
         known = view.inserted.get(place, Inserted())
         more = exchange(said.rstrip(), calls, results)
-        put = replace(known, after=(*known.after, *more), said=known.said + said)
+        given = len(view.messages) - len(known.after)
+        room = room_for_results(view.messages, given, bill, self.policy.context, self._count)
+        after = bearable((*known.after, *more), room, self._count)
+        put = replace(known, after=after, said=known.said + said)
         self._written(_owner(request), view, [], put.note(view.history.keys[place]))
         with self._lock:
-            self._counters.searches += len(calls)
+            self._counters.calls += len(calls)
+
+    def shortened(self, request: Request) -> bool:
+        """Make results of the latest calls shorter, because they do not fit. False: they cannot be."""
+        view = self.view(request)
+        place = len(view.history.spoken) - 1
+        known = view.inserted.get(place, Inserted())
+        after = shorter(known.after)
+        if after is None:
+            return False
+        self._written(_owner(request), view, [], replace(known, after=after).note(view.history.keys[place]))
+        return True
 
     # ── about itself ──
 

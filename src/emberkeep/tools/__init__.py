@@ -1,1 +1,7 @@
 """What a model can do besides talking."""
+
+from __future__ import annotations
+
+from emberkeep.tools.base import as_tool, tool
+
+__all__ = ["as_tool", "tool"]

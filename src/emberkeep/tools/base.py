@@ -9,16 +9,18 @@ What it returns is the result: a text as it is, anything else as JSON. What it r
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar, overload
 
-from emberkeep.tools.schema import Arguments, read_signature
+from emberkeep.tools.running import in_thread
+from emberkeep.tools.schema import Signature, read_signature
 from emberkeep.types import Caller, Json, Tool
 
-Run = Callable[[Mapping[str, Json], Caller], Awaitable[Json]]
+F = TypeVar("F", bound=Callable[..., Any])
+Run = Callable[[Mapping[str, Json], Caller], Coroutine[Any, Any, Any]]
 
 USER_GROUP = "user"
 """Of tools that say no other."""
@@ -28,7 +30,7 @@ USER_GROUP = "user"
 class Answered:
     """A result with something to say to the person who watches."""
 
-    value: Json
+    value: Any
     remark: str
 
 
@@ -37,8 +39,8 @@ class ToolFunction:
     definition: Tool
     group: str
     run: Run
-    """May raise anything; what it raises is what the model reads. Raises pydantic's ValidationError for arguments
-    that do not fit. Returns JSON, or `Answered`."""
+    """May raise anything: what it raises is what the model reads. Returns what `results.spelled` can write, or
+    `Answered`."""
     is_dangerous: bool = False
     """It can do harm: somebody is asked first, or it is off."""
     runs_beside: bool = True
@@ -72,8 +74,37 @@ class _Mark:
     timeout_s: float | None
 
 
+_UNMARKED = _Mark(USER_GROUP, None, False, True, None)
+_MARK = "_emberkeep_tool"
+
+
+@overload
 def tool(
-    function: Callable[..., Any] | None = None,
+    function: F,
+    /,
+    *,
+    group: str = USER_GROUP,
+    name: str | None = None,
+    dangerous: bool = False,
+    parallel: bool = True,
+    timeout_s: float | None = None,
+) -> F: ...
+
+
+@overload
+def tool(
+    *,
+    group: str = USER_GROUP,
+    name: str | None = None,
+    dangerous: bool = False,
+    parallel: bool = True,
+    timeout_s: float | None = None,
+) -> Callable[[F], F]: ...
+
+
+def tool(
+    function: Any = None,
+    /,
     *,
     group: str = USER_GROUP,
     name: str | None = None,
@@ -81,14 +112,21 @@ def tool(
     parallel: bool = True,
     timeout_s: float | None = None,
 ) -> Any:
-    """Mark a function or a method as a tool. It stays what it is: `as_tool` makes the tool of it."""
+    """Mark a function or a method as a tool. It stays what it is: `as_tool` makes the tool of it.
+
+    `dangerous`: somebody is asked before it runs. `parallel`: it may run while others do. `timeout_s`: its own.
+    """
     mark = _Mark(group, name, dangerous, parallel, timeout_s)
 
-    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-        function._emberkeep_tool = mark  # type: ignore[attr-defined]
+    def marked(function: F) -> F:
+        setattr(function, _MARK, mark)
         return function
 
     return marked if function is None else marked(function)
+
+
+def is_marked(value: object) -> bool:
+    return isinstance(getattr(value, _MARK, None), _Mark)
 
 
 def as_tool(function: Callable[..., Any]) -> ToolFunction:
@@ -97,27 +135,29 @@ def as_tool(function: Callable[..., Any]) -> ToolFunction:
     A parameter of type `Caller` is not the model's to give. Raises ConfigError where a parameter has no type, or
     the function no docstring.
     """
-    mark = getattr(function, "_emberkeep_tool", _Mark(USER_GROUP, None, False, True, None))
-    signature = read_signature(function)
-    definition = Tool(mark.name or signature.name, signature.description, signature.parameters)
-    run = _runner(function, signature.arguments, signature.caller)
+    mark: _Mark = getattr(function, _MARK, _UNMARKED)
+    signature = read_signature(function, mark.name)
+    definition = Tool(signature.name, signature.description, signature.parameters)
+    run = _runner(function, signature)
     return ToolFunction(definition, mark.group, run, mark.is_dangerous, mark.runs_beside, mark.timeout_s)
 
 
 def tools_of(owner: object) -> list[ToolFunction]:
     """Every marked method of an object, or every marked function of a module, in the order of their definition."""
-    members = owner.__dict__ if inspect.ismodule(owner) else type(owner).__dict__
-    names = [name for name, value in members.items() if hasattr(value, "_emberkeep_tool")]
+    holders = [owner] if inspect.ismodule(owner) else reversed(type(owner).__mro__)
+    names = {name: None for holder in holders for name, value in vars(holder).items() if is_marked(value)}
     return [as_tool(getattr(owner, name)) for name in names]
 
 
-def _runner(function: Callable[..., Any], arguments: Arguments, caller_name: str | None) -> Run:
-    async def run(given: Mapping[str, Json], caller: Caller) -> Json:
-        values = arguments(given)
-        if caller_name is not None:
-            values[caller_name] = caller
+def _runner(function: Callable[..., Any], signature: Signature) -> Run:
+    async def run(given: Mapping[str, Json], caller: Caller) -> Any:
+        values = signature.arguments(given)
+        if signature.caller is not None:
+            values[signature.caller] = caller
         if inspect.iscoroutinefunction(function):
             return await function(**values)
-        return await asyncio.to_thread(function, **values)
+        value = await in_thread(partial(function, **values))
+        # A decorator may have hidden that it is a coroutine.
+        return await value if inspect.isawaitable(value) else value
 
     return run

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from emberkeep.errors import ToolFailed
 from emberkeep.types import Caller, Json, Tool
 
 _KEPT = 64
 _KEPT_CHARS = 32 << 20
+_LONGEST = 8 << 20
+"""Characters of one result; nobody reads as much, and everything has to be in memory."""
 
 MORE = Tool(
     "more_output",
@@ -36,6 +39,8 @@ class Pages:
     def first(self, text: str, caller: Caller) -> str:
         if len(text) <= self._chars:
             return text
+        if len(text) > _LONGEST:
+            text = f"{text[:_LONGEST]}\n[Cut: {len(text) - _LONGEST} more characters are lost.]"
         self._count += 1
         name = f"output-{self._count}"
         self._kept[caller.owner, name] = text
@@ -44,14 +49,15 @@ class Pages:
         return self._page(name, text, 1)
 
     def more(self, arguments: Mapping[str, Json], caller: Caller) -> str:
-        """Raises LookupError."""
-        name, page = arguments.get("output"), arguments.get("page", 2)
-        text = self._kept.get((caller.owner, str(name)))
+        """Raises ToolFailed."""
+        name, page = str(arguments.get("output")), str(arguments.get("page", 2))
+        text = self._kept.get((caller.owner, name))
         if text is None:
-            raise LookupError(f"There is no output {name!r} any more: call the tool again.")
-        if not isinstance(page, int) or not 1 <= page <= self._pages(text):
-            raise LookupError(f"{name} has pages 1 to {self._pages(text)}.")
-        return self._page(str(name), text, page)
+            raise ToolFailed(f"There is no output {name[:64]!r} any more: call the tool again.")
+        # As a text: models write numbers in quotes too.
+        if not (page.isdecimal() and len(page) < 9 and 1 <= int(page) <= self._pages(text)):
+            raise ToolFailed(f"{name} has pages 1 to {self._pages(text)}.")
+        return self._page(name, text, int(page))
 
     def _size(self) -> int:
         return sum(map(len, self._kept.values()))

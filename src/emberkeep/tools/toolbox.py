@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any, NoReturn
 
-from pydantic import ValidationError
-
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import ToolFailed
 from emberkeep.tools.base import Answered, ToolFunction, ToolSource
 from emberkeep.tools.choosing import Choice
 from emberkeep.tools.pages import MORE, Pages
+from emberkeep.tools.results import explained, spelled
+from emberkeep.tools.running import TookTooLong, within
 from emberkeep.types import Caller, Json, Outcome, Tool, ToolCall
-
-log = logging.getLogger("emberkeep.tools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,19 @@ class ToolBox:
     async def close(self) -> None:
         await asyncio.gather(*(source.close() for source in self._sources), return_exceptions=True)
 
+    @property
+    def sources(self) -> Sequence[ToolSource]:
+        return self._sources
+
+    def known(self) -> list[ToolFunction]:
+        """All there are, used or not, by group and name."""
+        found = [*self._functions, *(function for source in self._sources for function in source.functions())]
+        by_name = {function.name: function for function in reversed(found)}
+        return sorted(by_name.values(), key=lambda function: (function.group, function.name))
+
     def functions(self) -> list[ToolFunction]:
         """Those that may be called, in an order that stays: definitions are the beginning of every prompt."""
-        found = [*self._functions, *(function for source in self._sources for function in source.functions())]
-        chosen = {function.name: function for function in reversed(found) if self._choice.takes(function)}
-        return sorted(chosen.values(), key=lambda function: (function.group, function.name))
+        return [function for function in self.known() if self._choice.takes(function)]
 
     @property
     def definitions(self) -> tuple[Tool, ...]:
@@ -73,65 +79,56 @@ class ToolBox:
     def is_ours(self, name: str) -> bool:
         return name == MORE.name or self.find(name) is not None
 
+    def may_run_beside(self, name: str) -> bool:
+        """While other calls run."""
+        function = self.find(name)
+        return function is None or function.runs_beside
+
     async def run(self, call: ToolCall, caller: Caller) -> Outcome:
         """Never raises: whatever goes wrong is the result. Cancelling it cancels the call."""
         begin = perf_counter()
         try:
             value = await self._called(call, caller)
-            text, remark = _spelled(value), value.remark if isinstance(value, Answered) else ""
-            failed = False
-        except (asyncio.CancelledError, KeyboardInterrupt):
+            answered = value if isinstance(value, Answered) else Answered(value, "")
+            text, remark, failed = spelled(answered.value), answered.remark, False
+        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
-            text, remark, failed = _explained(error, call), "", True
+            text, remark, failed = explained(error, call.name), "", True
         cut = text if call.name == MORE.name else self._pages.first(text, caller)
         return Outcome(call, cut, failed, 1e3 * (perf_counter() - begin), remark)
 
-    async def _called(self, call: ToolCall, caller: Caller) -> Json:
+    async def _called(self, call: ToolCall, caller: Caller) -> Any:
         if call.name == MORE.name:
             return self._pages.more(_arguments(call), caller)
         function = self.find(call.name)
         if function is None:
-            raise LookupError(self._unknown(call.name))
+            raise ToolFailed(self._unknown(call.name))
         limit = function.timeout_s or self._limits.timeout_s
         try:
-            return await asyncio.wait_for(function.run(_arguments(call), caller), limit)
-        except TimeoutError as error:
-            raise EmberkeepError(f"{call.name} took longer than {limit:g} s and was stopped.") from error
+            return await within(limit, function.run(_arguments(call), caller))
+        except TookTooLong as error:
+            # Not that it was stopped: a thread cannot be.
+            raise ToolFailed(f"{call.name} took longer than {limit:g} s: nobody waits for it any more.") from error
 
     def _unknown(self, name: str) -> str:
         names = [tool.name for tool in self.definitions]
         near = difflib.get_close_matches(name, names, n=1)
-        return f"There is no tool {name!r}: " + (
-            f"did you mean {near[0]}?" if near else f"use {', '.join(names)}."
-        )
+        if near:
+            return f"There is no tool {name!r}: did you mean {near[0]}?"
+        return f"There is no tool {name!r}: use {', '.join(names) or 'none'}."
 
 
 def _arguments(call: ToolCall) -> Mapping[str, Json]:
-    """Raises ValueError."""
+    """Raises ToolFailed."""
     try:
-        given = json.loads(call.arguments or "{}", strict=False)
-    except ValueError as error:
-        raise ValueError(f"The arguments are not JSON ({error}): write an object.") from error
+        given = json.loads(call.arguments or "{}", strict=False, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ToolFailed(f"The arguments are not JSON ({error}): write an object.") from error
     if not isinstance(given, dict):
-        raise ValueError("The arguments must be an object.")
+        raise ToolFailed("The arguments must be an object.")
     return given
 
 
-def _spelled(value: Json) -> str:
-    if isinstance(value, Answered):
-        value = value.value
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _explained(error: BaseException, call: ToolCall) -> str:
-    """One sentence for the model. What is our own fault is in the log too."""
-    if isinstance(error, ValidationError):
-        told = [f"{'.'.join(map(str, part['loc'])) or 'arguments'}: {part['msg']}" for part in error.errors()]
-        return f"Error: the arguments of {call.name} do not fit: {'; '.join(told)}."
-    if not isinstance(error, (EmberkeepError, LookupError, ValueError, OSError)):
-        log.debug("the tool %s failed", call.name, exc_info=error)
-    said = str(error).strip() or type(error).__name__
-    return f"Error: {said}"
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")

@@ -8,6 +8,7 @@ from emberkeep.types.asking import (
     Json,
     JsonFormat,
     Message,
+    ReasoningFormat,
     Recall,
     Repair,
     Request,
@@ -79,17 +80,19 @@ from emberkeep.types.namespaces import (
     visible_to,
     without_mark,
 )
-from emberkeep.types.remote import RemoteModel
+from emberkeep.types.remote import DEPTH_HEADER, RemoteModel
 from emberkeep.types.tools import (
     CallEnded,
     Caller,
     CallStarted,
     Decision,
+    Exchanged,
     Outcome,
     PermissionAsked,
 )
 
 __all__ = [
+    "DEPTH_HEADER",
     "EXACT_BITS",
     "SHARED",
     "Approximation",
@@ -105,6 +108,7 @@ __all__ = [
     "EntryText",
     "Event",
     "Eviction",
+    "Exchanged",
     "ExpertStats",
     "Explanation",
     "Fact",
@@ -127,6 +131,7 @@ __all__ = [
     "Plan",
     "Progress",
     "ReasoningDelta",
+    "ReasoningFormat",
     "Recall",
     "Recollection",
     "RemoteModel",

@@ -92,6 +92,14 @@ class Recall(StrEnum):
     AUTO = "auto"  # the best finds stand before the user's message
 
 
+class ReasoningFormat(StrEnum):
+    """Where a model's reasoning goes."""
+
+    SEPARATE = "separate"  # beside the answer
+    STRIP = "strip"  # nowhere
+    INLINE = "inline"  # it stays in the text, as the model wrote it
+
+
 class Repair(StrEnum):
     """What is evaluated again of state that was taken from another place."""
 
@@ -126,6 +134,10 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
+    raw_tools: bool = False
+    """The model is told of the tools, but nothing that it writes is taken for a call."""
+    reasoning: ReasoningFormat | None = None
+    """None: as configured."""
     format: JsonFormat | None = None
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
@@ -138,6 +150,8 @@ class Request:
     echo: bool = False
     template_args: Mapping[str, Json] = field(default_factory=dict)
     """Extra variables for the chat template (`enable_thinking`, ...)."""
+    depth: int = 0
+    """How many models stand between the user and this request."""
     user: str = ""
     """Who asks: limits and fairness are per user."""
     namespace: str = ""

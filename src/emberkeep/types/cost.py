@@ -112,6 +112,7 @@ class MissReason(StrEnum):
     CORRUPT = "corrupt"  # a stored chunk failed verification
     GONE = "gone"  # a stored chunk disappeared between lookup and load
     CHEAPER = "cheaper_to_recompute"  # loading was predicted to take longer
+    REMOTE = "remote"  # the model runs elsewhere, where what is reused is not ours to know
     DISABLED = "disabled"  # the request asked for fresh evaluation
 
 

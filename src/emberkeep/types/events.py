@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from emberkeep.types.cost import Fit, LookupRecord, Timings, Usage
-from emberkeep.types.tools import CallEnded, CallStarted, PermissionAsked
+from emberkeep.types.tools import CallEnded, CallStarted, Exchanged, PermissionAsked
 
 
 class FinishReason(StrEnum):
@@ -75,9 +75,11 @@ class Completed:
     timings: Timings
     lookup: LookupRecord
     fit: Fit = field(default_factory=Fit)
+    answered_by: str = ""
+    """The backend, where there are several that stand in for each other."""
 
 
-ToolEvent = CallStarted | CallEnded | PermissionAsked
+ToolEvent = CallStarted | CallEnded | PermissionAsked | Exchanged
 """Of tools that run here, for a model and not for its client."""
 
 Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent

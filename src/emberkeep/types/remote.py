@@ -24,3 +24,7 @@ class RemoteModel:
     """Longest conversation in tokens; None: as the service says, or the usual of such services."""
     description: str = ""
     """What it is good at, for the models that may ask it."""
+
+
+DEPTH_HEADER = "X-Emberkeep-Depth"
+"""How many models have asked each other already; one Emberkeep tells it another."""

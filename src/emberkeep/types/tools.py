@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from emberkeep.types.asking import ToolCall
+from emberkeep.types.asking import Message, ToolCall
 
 
 class Decision(StrEnum):
@@ -54,3 +54,10 @@ class PermissionAsked:
 
     call: ToolCall
     group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """From now on the conversation has these: what the model said and called, and the results."""
+
+    messages: tuple[Message, ...]

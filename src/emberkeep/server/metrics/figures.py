@@ -109,6 +109,7 @@ FIGURES = (
     Figure(r"sessions\.archive_failures", "archive_failures_total", "Times that this was not possible."),
     Figure(r"sessions\.recalls", "recalls_total", "Prompts into which archived turns were put."),
     Figure(r"sessions\.searches", "memory_searches_total", "Searches of models in what had left their context."),
+    Figure(r"sessions\.calls", "server_tool_calls_total", "Tool calls that ran here, unknown to the client."),
     Figure(r"sessions\.recalled_turns", "recalled_turns_total", "Archived turns that were put into prompts."),
     Figure(
         r"memory\.(?P<kind>turns|facts|answers|conversations|notes)",

@@ -19,7 +19,8 @@ from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeB
 from emberkeep.types import Json
 
 
-def native_routes(backend: Backend, drain: Drain) -> APIRouter:
+def native_routes(backend: Backend, drain: Drain, *, is_public: bool) -> APIRouter:
+    """`is_public`: who asks may not know the key."""
     router = APIRouter()
 
     @router.get("/")
@@ -28,9 +29,10 @@ def native_routes(backend: Backend, drain: Drain) -> APIRouter:
 
     @router.get("/health", responses={503: {"description": "The server is stopping."}})
     async def health() -> Response:
+        told = _for_anybody(backend.health()) if is_public else backend.health()
         if drain.draining:
-            return json_response({"status": "draining"}, 503)
-        return json_response({"status": "ok"})
+            return json_response({"status": "draining", **told}, 503)
+        return json_response({"status": "ok", **told})
 
     @router.get("/v1/stats")
     async def stats() -> Response:
@@ -56,6 +58,15 @@ def native_routes(backend: Backend, drain: Drain) -> APIRouter:
         return json_response({"prompt": prompt})
 
     return router
+
+
+def _for_anybody(health: Json) -> Json:
+    """Without the reasons of failures, which name addresses."""
+    if isinstance(health, list):
+        return [_for_anybody(item) for item in health]
+    if not isinstance(health, dict):
+        return health
+    return {key: _for_anybody(value) for key, value in health.items() if key != "error"}
 
 
 def _tokens(backend: Backend, body: TokenizeBody) -> list[Json]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,7 +17,9 @@ from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.server.wire.envelope import new_envelope
 from emberkeep.server.wire.frames import ChatFrames, TextFrames
-from emberkeep.types import Json
+from emberkeep.types import DEPTH_HEADER, Json
+
+_DEEPEST = 1000
 
 
 def openai_routes(backend: Backend) -> APIRouter:
@@ -25,7 +29,7 @@ def openai_routes(backend: Backend) -> APIRouter:
     async def chat_completions(http: HttpRequest) -> Response:
         body = await read(http, ChatBody)
         check_model(body.model, backend.card)
-        requests = [body.to_request()]
+        requests = [replace(body.to_request(), depth=depth_of(http))]
         envelope = new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
         if body.stream:
             frames = ChatFrames(envelope, include_usage=body.include_usage)
@@ -59,9 +63,15 @@ def openai_routes(backend: Backend) -> APIRouter:
     return router
 
 
+def depth_of(http: HttpRequest) -> int:
+    """How many models have asked each other before this one."""
+    said = http.headers.get(DEPTH_HEADER, "")
+    return min(int(said), _DEEPEST) if said.isascii() and said.isdecimal() else 0
+
+
 def check_model(name: str | None, card: ModelCard) -> None:
     """None, an empty name and `default` mean the one that is served. Raises ModelNotFound."""
-    if name and name not in ("default", card.id):
+    if name and name not in ("default", card.id, *card.also):
         raise ModelNotFound(f"The model {name[:100]!r} is not served here: use {card.id!r} or 'default'.")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from emberkeep.server.wire.cost import detail_json, timings_json, total, usage_json
+from emberkeep.server.wire.cost import detail_json, timings_json, tool_json, total, usage_json
 from emberkeep.server.wire.envelope import Envelope
 from emberkeep.server.wire.logprobs import chat_logprobs, text_logprobs
 from emberkeep.types import (
+    CallEnded,
     Completed,
     Event,
     Finished,
@@ -69,6 +70,7 @@ class Answer:
     def __init__(self, choices: int) -> None:
         self._choices = [_Choice() for _ in range(choices)]
         self._completed: list[Completed] = []
+        self._called: list[CallEnded] = []
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -83,6 +85,8 @@ class Answer:
                     self._choices[event.index].finish = event.reason
                 case Completed():
                     self._completed.append(event)
+                case CallEnded():
+                    self._called.append(event)
 
     def chat_json(self, envelope: Envelope) -> dict[str, Json]:
         choices = [
@@ -114,5 +118,9 @@ class Answer:
             "choices": choices,
             "usage": usage_json(completed.usage),
             "timings": timings_json(completed.timings),
-            "emberkeep": detail_json(completed, envelope.conversation_id),
+            "emberkeep": self._detail(completed, envelope.conversation_id),
         }
+
+    def _detail(self, completed: Completed, conversation_id: str | None) -> dict[str, Json]:
+        told = detail_json(completed, conversation_id)
+        return {**told, "tools": [tool_json(event)["tool"] for event in self._called]} if self._called else told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
@@ -12,7 +12,7 @@ from emberkeep.library.checking import TEMPLATE_NAME
 from emberkeep.library.fields import NO_OTHERS, Limit, RoomFields, to_limit
 from emberkeep.library.messages import ChoiceField, MessageList, ToolList, check_choice, to_messages
 from emberkeep.server.wire.fields import GenerationBody
-from emberkeep.types import Request, ToolChoice
+from emberkeep.types import ReasoningFormat, Request, ToolChoice
 
 TemplateName = Annotated[str, Field(pattern=TEMPLATE_NAME)]
 
@@ -27,6 +27,15 @@ Scalar = Annotated[Any, PlainValidator(_plain, json_schema_input_type=bool | flo
 TemplateArgs = Annotated[dict[TemplateName, Scalar], Field(max_length=64, json_schema_extra=NO_OTHERS)]
 
 
+_FORMATS = {
+    "none": ReasoningFormat.INLINE,  # llama.cpp's words
+    "auto": ReasoningFormat.SEPARATE,
+    "deepseek": ReasoningFormat.SEPARATE,
+    "hidden": ReasoningFormat.STRIP,  # other servers'
+    **{str(one): one for one in ReasoningFormat},
+}
+
+
 class ChatBody(GenerationBody, RoomFields):
     messages: MessageList
     tools: ToolList | None = None
@@ -36,6 +45,7 @@ class ChatBody(GenerationBody, RoomFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: TemplateArgs | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other."""
@@ -51,6 +61,7 @@ class ChatBody(GenerationBody, RoomFields):
             max_tokens=to_limit(limit),
             top_logprobs=self._top_logprobs(),
             template_args=self.chat_template_kwargs or {},
+            reasoning=_FORMATS.get(self.reasoning_format or ""),
             evict=self.evict,
             recall=self.to_recall(),
         )

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from emberkeep.types import Completed, Divergence, Fit, Json, LookupRecord, MissReason, Timings, Usage
+from emberkeep.types import (
+    CallEnded,
+    CallStarted,
+    Completed,
+    Divergence,
+    Fit,
+    Json,
+    LookupRecord,
+    MissReason,
+    Timings,
+    Usage,
+)
 
 
 def total(parts: Sequence[Completed]) -> Completed:
@@ -17,6 +28,7 @@ def total(parts: Sequence[Completed]) -> Completed:
         _total_timings([part.timings for part in parts]),
         _total_lookup([part.lookup for part in parts]),
         _total_fit([part.fit for part in parts]),
+        parts[0].answered_by,
     )
 
 
@@ -130,4 +142,25 @@ def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, 
         "queue_ms": timings.queue_ms,
         **_fit_json(completed.fit),
         "conversation_id": conversation_id,
+        **({"answered_by": completed.answered_by} if completed.answered_by else {}),
+    }
+
+
+def tool_json(event: CallStarted | CallEnded) -> dict[str, Json]:
+    """A tool that the server ran by itself."""
+    if isinstance(event, CallStarted):
+        call = event.call
+        return {"tool": {"id": call.id, "name": call.name, "arguments": call.arguments, "state": "started"}}
+    outcome = event.outcome
+    call = outcome.call
+    told = {"id": call.id, "name": call.name, "arguments": call.arguments}
+    state = "failed" if outcome.failed else "done"
+    return {
+        "tool": {
+            **told,
+            "state": state,
+            "result": outcome.text,
+            "ms": outcome.ms,
+            "remark": outcome.remark or None,
+        }
     }

@@ -17,6 +17,8 @@ from emberkeep.errors import (
     NoSuchEntry,
     Overloaded,
     RateLimited,
+    RemoteDown,
+    RemoteError,
     RequestError,
     TooLarge,
 )
@@ -75,6 +77,11 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(
                 429, "rate_limit_error", message, "rate_limit_exceeded", headers=_come_back(error.retry_after)
             )
+        case RemoteDown():
+            headers = _come_back(error.retry_after) if error.retry_after is not None else {}
+            return Failure(503, "upstream_error", message, "backend_unavailable", headers=headers)
+        case RemoteError():
+            return Failure(502, "upstream_error", message, "backend_failed")
         case DeadlineExceeded():
             return Failure(504, "deadline", message, "deadline_exceeded")
         case MemoryOff():

@@ -10,10 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from emberkeep.server.wire.cost import detail_json, timings_json, total, usage_json
+from emberkeep.server.wire.cost import detail_json, timings_json, tool_json, total, usage_json
 from emberkeep.server.wire.envelope import Envelope
 from emberkeep.server.wire.logprobs import chat_logprobs, text_logprobs
 from emberkeep.types import (
+    CallEnded,
+    CallStarted,
     Completed,
     Event,
     Finished,
@@ -61,6 +63,10 @@ class _Chunks:
         spent = {"total": event.total, "cache": event.cached, "processed": event.processed}
         return self.chunk([choice], prompt_progress=spent | {"time_ms": event.elapsed_ms})
 
+    def told(self, choice: Json, detail: Json) -> bytes:
+        """What happens here beside the answer."""
+        return b"event: emberkeep\n" + self.chunk([choice], emberkeep=detail)
+
     def keep(self, event: Completed) -> bytes:
         self._completed.append(event)
         return b""
@@ -103,6 +109,8 @@ class ChatFrames:
                 return self._chunks.progress(_chat_choice(0, {}), event)
             case Completed():
                 return self._chunks.keep(event)
+            case CallStarted() | CallEnded():
+                return self._chunks.told(_chat_choice(0, {}), tool_json(event))
         return b""
 
     def end(self) -> bytes:

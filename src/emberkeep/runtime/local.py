@@ -1,4 +1,4 @@
-"""The composition root: a Config becomes a running backend."""
+"""A model that runs here: from a Config to engine, store, scheduler and backend."""
 
 from __future__ import annotations
 
@@ -19,31 +19,29 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.extras import require_hf
-from emberkeep.errors import ConfigError, EngineError, MemoryFailed, ModelBroken, TemplateFailed
+from emberkeep.errors import ConfigError, EngineError, ModelBroken, TemplateFailed
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.store import Keeping, KvStore
 from emberkeep.models.digest import model_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
+from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import open_admission
 from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.thread import EngineThread
-from emberkeep.session.sessions import Policy, Sessions
-from emberkeep.types import Approximation, AttentionTier, Json, Recall, Repair
+from emberkeep.types import Approximation, AttentionTier, Json, ReasoningFormat, Repair
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
-    from emberkeep.memory.memory import Memory
 
 log = logging.getLogger("emberkeep")
 
 _DEFAULT_CONTEXT = 32_768
 """Cap on a context nobody asked for: models that allow a million tokens exist, machines for them less so."""
-_RECALL_TOKENS = 512
-"""Most that is quoted of what has left a conversation, unless somebody asked for more."""
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
 
@@ -56,7 +54,7 @@ class _Opened:
     """What the model's card tells."""
 
 
-def open_backend(config: Config) -> Backend:
+def open_local(config: Config) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError."""
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
@@ -111,7 +109,7 @@ def assemble(
         warm_after=config.turns_to_warm,
         memory=planning.admission.budget if planning.admission else None,
     )
-    memory = _memory(config)
+    memory = open_memory_or_none(config)
     outbox = Outbox()
     loop = EngineLoop(
         engine, store, settings, thread=thread, after_step=outbox.flush, calibration=planning.calibration
@@ -129,16 +127,17 @@ def assemble(
         keep_alive=KeepAlive(ttls(config), config.sweep_s, config.tracked_conversations),
         planning=planning,
         machine=machine or assumed(engine.footprint),
-        sessions=Sessions(memory, _policy(config, engine.capabilities.context)),
+        sessions=open_sessions(
+            config, memory, engine.capabilities.context, lambda text: len(engine.vocab.tokenize(text))
+        ),
         memory=memory,
+        tools=server_tools(config, memory),
+        tool_rounds=config.tool_turns + 1,
+        raw_tools=config.notools,
+        reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
         drain_s=config.drain_s,
     )
-
-
-def _policy(config: Config, context: int) -> Policy:
-    recall_tokens = config.recall_tokens or min(context // 8, _RECALL_TOKENS)
-    return Policy(context, config.evict, config.low_water, Recall(config.recall), recall_tokens)
 
 
 def _planning(config: Config, engine: Engine, store: KvStore, largest_slice: int) -> Planning:
@@ -174,26 +173,6 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
         except OSError as error:
             log.warning("stored state is kept in RAM only: %s", error)
     return store(None)
-
-
-def _memory(config: Config) -> Memory | None:
-    """Without a usable file nothing is remembered: serving goes on."""
-    try:
-        return open_memory(config)
-    except MemoryFailed as error:
-        log.warning("nothing is remembered: %s", error)
-        return None
-
-
-def open_memory(config: Config) -> Memory | None:
-    """None: it is switched off. Raises MemoryFailed."""
-    from emberkeep.memory.embedding import open_embedder
-    from emberkeep.memory.memory import Memory
-
-    if not config.memory:
-        return None
-    embed = open_embedder() if config.embeddings else None
-    return Memory(config.data_dir / "memory.sqlite3", limit_bytes=config.memory_budget, embed=embed)
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:

@@ -1,0 +1,140 @@
+"""A turn in which a model acts, seen by whoever asked: every call is shown, and dangerous ones wait for a yes.
+
+The loop reads aloud: ask the model, carry out its calls, tell it the results, until it calls nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from emberkeep.agent.permissions import Permissions
+from emberkeep.backend.base import Backend
+from emberkeep.backend.rounds import Repeats, Round, carried_out, exchange, further, heard, in_order, together
+from emberkeep.chat.turns import bearable, room_for_results, shorter
+from emberkeep.errors import RequestError
+from emberkeep.session.sessions import about_tokens
+from emberkeep.tools.toolbox import ToolBox
+from emberkeep.types import (
+    CallEnded,
+    Caller,
+    Completed,
+    Event,
+    Exchanged,
+    Message,
+    Outcome,
+    PermissionAsked,
+    Request,
+    ToolCall,
+    Usage,
+    exact_namespace,
+)
+
+_REFUSED = "The user did not allow this call: ask for another way, or go on without it."
+
+
+@dataclass(slots=True)
+class _Turn:
+    asked: Request
+    """With what was called so far, and the results."""
+    given: int
+    """How many of the messages are the client's."""
+
+    def ask(self, backend: Backend) -> AsyncIterator[Event]:
+        return backend.generate(self.asked)
+
+    def goes_on(self, following: Request, new: tuple[Message, ...], bill: Usage, backend: Backend) -> None:
+        """With these messages, of which the results may be shorter where there is not enough room for them."""
+
+        def count(text: str) -> int:
+            try:
+                return len(backend.tokenize(text, add_special=False, parse_special=False))
+            except RequestError:  # it runs elsewhere
+                return about_tokens(text)
+
+        room = room_for_results(following.messages, self.given, bill, backend.card.context, count)
+        kept = bearable((*following.messages[self.given :], *new), room, count)
+        self.asked = replace(following, messages=(*following.messages[: self.given], *kept))
+
+    async def shorten(self) -> bool:
+        messages = self.asked.messages
+        less = shorter(messages[self.given :])
+        if less is not None:
+            self.asked = replace(self.asked, messages=(*messages[: self.given], *less))
+        return less is not None
+
+
+class Agent:
+    """Belongs to the event loop; one for a whole session, whose permissions it keeps. Owns nothing."""
+
+    def __init__(self, backend: Backend, tools: ToolBox, permissions: Permissions, *, turns: int) -> None:
+        """`turns`: rounds of calls before the model has to answer."""
+        self._backend = backend
+        self._tools = tools
+        self._permissions = permissions
+        self._turns = turns
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        """As `Backend.generate`, with tool events in between: after `Exchanged` the conversation has its messages.
+
+        Tools of the request itself are its client's: an answer that calls one ends there.
+        """
+        turn = _Turn(self._equipped(request), len(request.messages))
+        ours = {tool.name for tool in turn.asked.tools} - {tool.name for tool in request.tools}
+        bills: list[Completed] = []
+        repeats = Repeats()
+        for left in reversed(range(self._turns + 1)):
+            current = Round(ours.__contains__)
+            answer = partial(turn.ask, self._backend)
+            async with aclosing(heard(answer, current, bills, turn.shorten)) as events:
+                async for event in events:
+                    yield event
+            following = further(turn.asked, bills[-1], may_call=left > 1)
+            if not current.calls or not left or following is None:
+                break
+            outcomes: list[Outcome] = []
+            async with aclosing(self._called(request, current.calls, repeats)) as happening:
+                async for event in happening:
+                    if isinstance(event, CallEnded):
+                        outcomes.append(event.outcome)
+                    yield event
+            new = exchange(current.text, current.reasoning, in_order(current.calls, outcomes))
+            yield Exchanged(new)
+            turn.goes_on(following, new, bills[-1].usage, self._backend)
+        if (end := current.end()) is not None:
+            yield end
+        yield together(bills)
+
+    def _equipped(self, request: Request) -> Request:
+        known = {tool.name for tool in request.tools}
+        new = tuple(tool for tool in self._tools.definitions if tool.name not in known)
+        return replace(request, tools=(*request.tools, *new))
+
+    async def _called(
+        self, request: Request, calls: tuple[ToolCall, ...], repeats: Repeats
+    ) -> AsyncGenerator[Event, None]:
+        """Who has to be asked is asked first, one call after the other; then all that may run do."""
+        caller = Caller(exact_namespace(request.namespace), request.depth)
+        refused: dict[int, str] = {}
+        for call in calls:
+            if (reason := repeats.refusal(call)) is not None:
+                refused[id(call)] = reason
+                continue
+            function = self._tools.find(call.name)
+            verdict = self._permissions.verdict(function) if function else True
+            if function and verdict is None:
+                with self._permissions.asking(call, function) as question:
+                    yield PermissionAsked(call, function.group)
+                    verdict = await question
+            if not verdict:
+                refused[id(call)] = _REFUSED
+
+        async def run(call: ToolCall) -> Outcome:
+            if id(call) in refused:
+                return Outcome(call, refused[id(call)], failed=True)
+            return await self._tools.run(call, caller)
+
+        async for event in carried_out(calls, run, self._tools.may_run_beside):
+            yield event

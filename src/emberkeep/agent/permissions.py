@@ -1,0 +1,63 @@
+"""What a person has allowed, for this session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager
+
+from emberkeep.tools.base import ToolFunction
+from emberkeep.types import Decision, ToolCall
+
+
+class Permissions:
+    """Belongs to the event loop, but for `decide`, which may be called from any thread.
+
+    Where nobody can be asked, what is in the toolbox has been enabled by name, and may run.
+    """
+
+    def __init__(self, *, asks: bool) -> None:
+        self._asks = asks
+        self._settled: dict[str, bool] = {}
+        self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Decision]]] = {}
+
+    def verdict(self, function: ToolFunction) -> bool | None:
+        """None: somebody has to be asked."""
+        if not self._asks or not function.is_dangerous:
+            return True
+        return self._settled.get(function.name)
+
+    @contextmanager
+    def asking(self, call: ToolCall, function: ToolFunction) -> Generator[Awaitable[bool], None, None]:
+        """From here on `decide` is heard; what is awaited is whether the call may run.
+
+        `always` and `never` hold for the rest of the session.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Decision] = loop.create_future()
+        self._waiting[call.id] = (loop, future)
+
+        async def allowed() -> bool:
+            decision = await future
+            if decision is not Decision.ONCE:
+                self._settled[function.name] = decision is Decision.ALWAYS
+            return decision is not Decision.NEVER
+
+        question = allowed()
+        try:
+            yield question
+        finally:
+            question.close()
+            del self._waiting[call.id]
+
+    def decide(self, call: ToolCall, decision: Decision) -> None:
+        """The answer to a `PermissionAsked`; one that nobody waits for is dropped."""
+        waiting = self._waiting.get(call.id)
+        if waiting is not None:
+            loop, future = waiting
+            loop.call_soon_threadsafe(_settle, future, decision)
+
+
+def _settle(future: asyncio.Future[Decision], decision: Decision) -> None:
+    if not future.done():
+        future.set_result(decision)

@@ -1,0 +1,294 @@
+"""A backend over somebody else's model: conversations, memory and tools as over our own, and patience.
+
+One request's way: with the tools that run here (`backend/asking.py`), what of it fits (`fitting.py`) is sent to
+the service (`Provider.answer`), and once more where that failed before its first word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
+from time import monotonic
+from typing import NoReturn, cast
+
+from emberkeep.backend.asking import Asking, HostTools
+from emberkeep.backend.base import Cache, ModelCard
+from emberkeep.backend.remote.base import Provider
+from emberkeep.backend.remote.cache import NoCache
+from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
+from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteFull, RequestError
+from emberkeep.memory.memory import Memory
+from emberkeep.session.sessions import Sessions
+from emberkeep.types import (
+    AttentionTier,
+    Completed,
+    Event,
+    ExpertStats,
+    Finished,
+    Json,
+    LookupRecord,
+    Message,
+    MissReason,
+    ReasoningDelta,
+    ReasoningFormat,
+    Request,
+    TextDelta,
+    Timings,
+    Tool,
+    ToolCallDelta,
+    Verified,
+    Warmed,
+)
+
+log = logging.getLogger("emberkeep.remote")
+
+_FIRST_WAIT_S = 0.5
+_LONGEST_WAIT_S = 20.0
+_SHORTER = 4
+"""How often a conversation that the service finds too long is shortened again."""
+
+
+@dataclass(slots=True)
+class _Counters:
+    requests: int = 0
+    retries: int = 0
+    failures: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class RemoteBackend:
+    """Owns the provider. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        card: ModelCard,
+        provider: Provider,
+        sessions: Sessions,
+        *,
+        memory: Memory | None = None,
+        tools: HostTools | None = None,
+        tool_rounds: int = 1,
+        retries: int = 2,
+        max_tokens: int | None = None,
+        reasoning: ReasoningFormat = ReasoningFormat.SEPARATE,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`max_tokens`: of an answer, unless a request says."""
+        self.name = name
+        self.card = card
+        self._provider = provider
+        self._sessions = sessions
+        self._memory = memory
+        self._asking = Asking(sessions, tools, tool_rounds)
+        self._fitter = RemoteFitter(sessions)
+        self._retries = retries
+        self._max_tokens = max_tokens
+        self._reasoning = reasoning
+        self._deadline_s = deadline_s
+        self._counters = _Counters()
+        self._last_error = ""
+
+    def generate(self, request: Request) -> AsyncIterator[Event]:
+        request = self._checked(request)
+        if self._asking.applies(request):
+            return self._asking.run(request, self._answer)
+        return self._answer(request)
+
+    def _checked(self, request: Request) -> Request:
+        """Raises RequestError for what only a model that runs here can do."""
+        if request.prompt is not None:
+            raise RequestError(f"{self.name} answers chats only: send messages instead of a prompt.", "prompt")
+        if request.top_logprobs is not None:
+            raise RequestError(f"{self.name} runs elsewhere and gives no logprobs: ask without them.", "logprobs")
+        limit = request.max_tokens if request.max_tokens is not None else self._max_tokens
+        return replace(request, max_tokens=limit, reasoning=request.reasoning or self._reasoning)
+
+    async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Choices one after the other: services bill a prompt for each of them anyway."""
+        bills: list[Completed] = []
+        limit_s = request.deadline_s or self._deadline_s
+        deadline = asyncio.get_running_loop().time() + limit_s if limit_s else None
+        for index in range(request.n):
+            async with aclosing(self._fitted_answer(replace(request, n=1))) as events:
+                while (event := await _next(events, deadline)) is not None:
+                    if isinstance(event, Completed):
+                        bills.append(event)
+                    else:
+                        yield _numbered(event, index)
+        usage = replace(bills[0].usage, completion_tokens=sum(bill.usage.completion_tokens for bill in bills))
+        yield replace(bills[0], usage=usage)
+
+    async def _fitted_answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """What the service finds too long is shortened, and sent again."""
+        for left in reversed(range(_SHORTER)):
+            fitted = await asyncio.to_thread(self._fitter.fit, request)
+            try:
+                async with aclosing(self._patiently(fitted)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except RemoteFull as error:
+                self._fitter.too_long(fitted)
+                if not left or not self._sessions.may_evict(request):
+                    raise ContextExceeded(
+                        self._fitter.tokens(fitted.chars),
+                        self._sessions.policy.context,
+                        may_evict=self._sessions.may_evict(request),
+                    ) from error
+
+    async def _patiently(self, fitted: Fitted) -> AsyncGenerator[Event, None]:
+        """Once more where the service failed before its first word; what was said cannot be taken back."""
+        for attempt in range(self._retries + 1):
+            has_begun = False
+            try:
+                async with aclosing(self._once(fitted)) as events:
+                    async for event in events:
+                        has_begun = True
+                        if (told := _told(event, fitted.shown.reasoning)) is not None:
+                            yield told
+                self._last_error = ""
+                return
+            except RemoteDown as error:
+                self._counters.failures += 1
+                self._last_error = str(error)
+                wait = error.retry_after if error.retry_after is not None else _wait(attempt)
+                if has_begun or attempt == self._retries or wait > _LONGEST_WAIT_S:
+                    raise
+                self._counters.retries += 1
+                log.info("%s: asking again in %.1f s: %s", self.name, wait, error)
+                await asyncio.sleep(wait)
+
+    async def _once(self, fitted: Fitted) -> AsyncGenerator[Event, None]:
+        begin = monotonic()
+        first = 0.0
+        self._counters.requests += 1
+        provided = cast("AsyncGenerator[Event, None]", self._provider.answer(fitted.shown))
+        async with aclosing(provided) as events:
+            async for event in events:
+                if not first and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
+                    first = monotonic() - begin
+                yield (
+                    self._billed(event, fitted, first, monotonic() - begin)
+                    if isinstance(event, Completed)
+                    else event
+                )
+
+    def _billed(self, bill: Completed, fitted: Fitted, first: float, seconds: float) -> Completed:
+        usage = bill.usage
+        self._fitter.learn(fitted, usage.prompt_tokens)
+        self._counters.prompt_tokens += usage.prompt_tokens
+        self._counters.cached_tokens += usage.cached_tokens
+        self._counters.completion_tokens += usage.completion_tokens
+        timings = Timings(
+            cache_n=usage.cached_tokens,
+            prompt_n=usage.prompt_tokens - usage.cached_tokens,
+            prompt_ms=1e3 * first,
+            predicted_n=usage.completion_tokens,
+            predicted_ms=1e3 * (seconds - first),
+            ttft_ms=1e3 * first,
+        )
+        lookup = LookupRecord(usage.prompt_tokens, reason=MissReason.REMOTE)
+        return Completed(usage, timings, lookup, fitted.fit, self.name)
+
+    async def warm(self, request: Request) -> Warmed:
+        """A service keeps what it likes for as long as it likes."""
+        error = f"{self.name} runs elsewhere: its prompts cannot be warmed from here."
+        return Warmed(0, 0, 0.0, "", None, error)
+
+    def keep_warm(self, prefixes: Sequence[Request]) -> None:
+        if prefixes:
+            log.info("%s runs elsewhere: nothing is warmed.", self.name)
+
+    async def verify(self, entry_id: str, tokens: int) -> Verified:
+        self._only_here("has no stored state to verify")
+
+    @property
+    def cache(self) -> Cache:
+        return NoCache(self.name)
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        self._only_here("does not tell its tokens")
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        self._only_here("does not tell its tokens")
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        self._only_here("does not tell its template")
+
+    def expert_stats(self) -> ExpertStats:
+        self._only_here("does not tell its experts")
+
+    async def track_experts(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
+        self._only_here("does not tell its experts")
+
+    def attention_tier(self) -> AttentionTier | None:
+        return None
+
+    async def switch_attention(self, tier: AttentionTier) -> None:
+        self._only_here("computes attention as it likes")
+
+    def _only_here(self, reason: str) -> NoReturn:
+        raise RequestError(f"{self.name} runs elsewhere and {reason}: use a model that runs here.")
+
+    def stats(self) -> dict[str, Json]:
+        return {
+            "model": self.card.id,
+            "remote": asdict(self._counters),
+            "sessions": self._sessions.stats(),
+            "memory": self._memory.stats() if self._memory else None,
+        }
+
+    def health(self) -> dict[str, Json]:
+        told = {"backend": self.name, "model": self.card.id}
+        return {**told, "error": self._last_error} if self._last_error else told
+
+    @property
+    def memory(self) -> Memory | None:
+        return self._memory
+
+    async def start(self) -> None:
+        await self._asking.start()
+
+    async def close(self) -> None:
+        await self._asking.close()
+        await self._provider.close()
+        if self._memory is not None:
+            await asyncio.to_thread(self._memory.close)
+
+
+async def _next(events: AsyncGenerator[Event, None], deadline: float | None) -> Event | None:
+    """None at the end. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await anext(events, None)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            "The request took longer than it may: ask for less, or raise deadline_s."
+        ) from error
+
+
+def _wait(attempt: int) -> float:
+    """Longer each time, and never quite the same: many clients may have failed together."""
+    return float(min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.75, 1.25))
+
+
+def _told(event: Event, format: ReasoningFormat | None) -> Event | None:
+    """What a client gets that wants no reasoning, or wants it in the text."""
+    if isinstance(event, ReasoningDelta) and format is ReasoningFormat.STRIP:
+        return None
+    if isinstance(event, ReasoningDelta) and format is ReasoningFormat.INLINE:
+        return TextDelta(event.index, event.text)
+    return event
+
+
+def _numbered(event: Event, index: int) -> Event:
+    if index and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
+        return replace(event, index=index)
+    return event

@@ -1,0 +1,89 @@
+"""What a service says instead of an answer, in our words: one place for every vendor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from time import time
+
+from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
+
+_TOO_LONG = re.compile(
+    r"too long|too many tokens|context.{0,20}(length|window|limit|size)|input token count|"
+    r"exceeds? (the )?(maximum|model)|(maximum|sum of) prompt length",
+    re.IGNORECASE,
+)
+_LONGEST = 300
+_BUSY = frozenset({408, 409, 425, 429})
+_REFUSED = frozenset({401, 402, 403})
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Who is asked. What it says is repeated without the key."""
+
+    model: str
+    at: str
+    """Its vendor, or the host of its address."""
+    key_env: str | None = None
+    key: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.at}" if self.model else self.at
+
+    def failure(self, status: int, said: str, retry_after: float | None = None) -> EmberkeepError:
+        """The error that an HTTP status and what came with it mean."""
+        why = self.quoted(said)
+        if status in _REFUSED:
+            return RemoteRefused(f"{self} refused the key ({status}){why}: check what is in {self._variable}.")
+        if status in _BUSY or status >= 500:
+            return RemoteDown(f"{self} cannot answer now ({status}){why}: try again later.", retry_after)
+        if status == 413 or (status in (400, 422) and _TOO_LONG.search(said)):
+            return RemoteFull(f"The conversation is too long for {self}{why}: send less.")
+        if status == 404:
+            return RemoteError(f"{self} is not there (404){why}: `emberkeep api test` lists what is.")
+        if 400 <= status < 500:
+            return RequestError(f"{self} does not take this request ({status}){why}.")
+        return RemoteError(f"{self} gave an answer that is none ({status}){why}.")
+
+    def unreachable(self, error: BaseException) -> RemoteDown:
+        reason = self.quoted(str(error) or type(error).__name__)
+        return RemoteDown(f"{self} cannot be reached{reason}: check its address and the network.")
+
+    def broke_off(self) -> RemoteDown:
+        return RemoteDown(f"{self} broke off in the middle of its answer: try again.")
+
+    def declined(self, reason: str) -> RequestError:
+        return RequestError(f"{self} declined to answer{self.quoted(reason)}: ask in another way.")
+
+    def quoted(self, said: str) -> str:
+        """In brackets, on one line, not too long, and never with the key. Nothing where nothing was said."""
+        line = " ".join((said.replace(self.key, "***") if self.key else said).split()).rstrip(".")
+        return f" ({line[:_LONGEST]}{'…' if len(line) > _LONGEST else ''})" if line else ""
+
+    @property
+    def _variable(self) -> str:
+        return self.key_env or "the variable that holds it"
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds, where a response's headers say them."""
+    if (milliseconds := _number(headers.get("retry-after-ms"))) is not None:
+        return milliseconds / 1e3
+    said = headers.get("retry-after")
+    if (seconds := _number(said)) is not None or said is None:
+        return seconds
+    try:
+        return max(0.0, parsedate_to_datetime(said).timestamp() - time())
+    except ValueError:
+        return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if 0 <= number < float("inf") else None

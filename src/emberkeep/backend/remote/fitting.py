@@ -1,0 +1,121 @@
+"""Conversations that are longer than a remote model's context: which messages leave, by an estimate of tokens.
+
+A remote model's tokens are not known here. What its bills say about earlier prompts tells how many characters make
+one, and what it refuses tells how much was too much.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from emberkeep.errors import ContextExceeded
+from emberkeep.session.sessions import Sessions
+from emberkeep.session.view import View
+from emberkeep.types import Eviction, Fit, Message, Request, Tool
+
+_CHARS_PER_TOKEN = 3.5
+"""Before the first bill: fewer than most texts have, so that the estimate is rather too long."""
+_AROUND = 12
+"""Characters that a template writes around a message, about."""
+_IMAGE_CHARS = 4000
+_WEIGHT = 0.3
+"""Of the latest bill in what is known about the model's tokens."""
+_LESS = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    shown: Request
+    """What the model sees."""
+    fit: Fit
+    chars: int
+
+
+class RemoteFitter:
+    """Safe to use from several threads; `fit` blocks for milliseconds."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._policy = sessions.policy
+        self._lock = threading.Lock()
+        self._chars_per_token = _CHARS_PER_TOKEN
+
+    def learn(self, fitted: Fitted, prompt_tokens: int) -> None:
+        """What the service billed for it."""
+        if prompt_tokens > 0:
+            seen = min(max(fitted.chars / prompt_tokens, 0.5), 12.0)
+            with self._lock:
+                self._chars_per_token += _WEIGHT * (seen - self._chars_per_token)
+
+    def too_long(self, fitted: Fitted) -> None:
+        """The service refused it for its length: its tokens are shorter than was thought."""
+        with self._lock:
+            most = _LESS * fitted.chars / self._policy.context
+            self._chars_per_token = max(min(_LESS * self._chars_per_token, most), 0.3)
+
+    def fit(self, request: Request) -> Fitted:
+        """`request` without what left it before, and without more if it seems too long.
+
+        Raises ContextExceeded where nothing more may leave.
+        """
+        if not self._sessions.applies(request):
+            return self._fitted(request, request.messages, Fit())
+        view = self._sessions.view(request)
+        if self._sessions.may_evict(request):
+            return self._evicted(request, view)
+        return self._fitted(request, view.messages, Fit())
+
+    def _evicted(self, request: Request, view: View) -> Fitted:
+        limit, fixed = self._policy.limit(request), self.tokens(_fixed_chars(request))
+        wanted = self._policy.recall_tokens if self._sessions.may_recall(request, view) else 0
+        evictions: tuple[Eviction, ...] = ()
+        now = self._shown(request, view)
+        if now > limit - wanted:
+            begin = perf_counter()
+            groups: list[frozenset[int]] = []
+            shorter, target = view, self._policy.target(fixed)
+            while self._shown(request, shorter) > target and (more := shorter.leaving()):
+                groups.append(more[0])
+                shorter = self._sessions.without(view, request, groups)
+            if groups:
+                freed = max(now - self._shown(request, shorter), 0)
+                plan_ms = 1e3 * (perf_counter() - begin)
+                view, eviction = self._sessions.left(request, shorter, groups, freed, plan_ms)
+                evictions = (eviction,)
+            elif now >= self._policy.context:
+                raise ContextExceeded(now, self._policy.context)
+        room = self._policy.comfortable - self._shown(request, view)
+        recalled = self._sessions.recalled(request, view, lambda text: self.tokens(len(text)), room)
+        put = recalled.inserted.get(len(recalled.history.spoken) - 1)
+        return self._fitted(
+            request, recalled.messages, Fit(evictions=evictions, recalled=len(put.turns) if put else 0)
+        )
+
+    def _shown(self, request: Request, view: View) -> int:
+        return self.tokens(_fixed_tools(request.tools) + sum(map(_chars, view.messages)))
+
+    def _fitted(self, request: Request, messages: Sequence[Message], fit: Fit) -> Fitted:
+        chars = _fixed_tools(request.tools) + sum(map(_chars, messages))
+        return Fitted(replace(request, messages=tuple(messages)), fit, chars)
+
+    def tokens(self, chars: int) -> int:
+        """About how many."""
+        return math.ceil(chars / self._chars_per_token)
+
+
+def _chars(message: Message) -> int:
+    calls = sum(len(call.name) + len(call.arguments) + _AROUND for call in message.tool_calls)
+    return len(message.content) + calls + _AROUND + _IMAGE_CHARS * len(message.images)
+
+
+def _fixed_chars(request: Request) -> int:
+    systems = [message for message in request.messages if message.role in ("system", "developer")]
+    return _fixed_tools(request.tools) + sum(map(_chars, systems))
+
+
+def _fixed_tools(tools: Sequence[Tool]) -> int:
+    return sum(len(tool.name) + len(tool.description) + len(str(tool.parameters)) for tool in tools)

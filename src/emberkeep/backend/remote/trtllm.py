@@ -1,0 +1,149 @@
+"""TensorRT-LLM: its server's OpenAI endpoint, and its feed of what happens to KV blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import cast
+
+import httpx
+
+from emberkeep.backend.remote.asking import CONNECT_S
+from emberkeep.backend.remote.base import Provider, RemoteAbout
+from emberkeep.backend.remote.openai import OpenAIProvider
+from emberkeep.backend.remote.openai_wire import TRTLLM
+from emberkeep.backend.remote.tls import trusted
+from emberkeep.backend.remote.trtllm_turns import OnRemoved, Turns
+from emberkeep.types import (
+    Completed,
+    Event,
+    Message,
+    RemoteModel,
+    Request,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+
+log = logging.getLogger("emberkeep.remote")
+
+_USUAL_URL = "http://127.0.0.1:8000"
+_EVENTS = "/kv_cache_events"
+_POLL_S = 1.0
+_LONGEST_WAIT_S = 30.0
+_ANSWER_S = 30.0
+"""A server without events may take seconds to say so."""
+
+
+def open_trtllm(remote: RemoteModel, key: str | None) -> Provider:
+    """A server of one's own needs no key."""
+    return TrtllmProvider(remote, key)
+
+
+class TrtllmProvider:
+    """From its first answer to `close` it polls the server's events, which are taken from the server by that: two
+    that poll one server each see only some of them."""
+
+    def __init__(self, remote: RemoteModel, key: str | None, on_removed: OnRemoved | None = None) -> None:
+        root = (remote.base_url or _USUAL_URL).rstrip("/").removesuffix("/v1")
+        self.on_removed = on_removed
+        """Told which messages of a conversation have lost their state; may be set later."""
+        self._model = OpenAIProvider(replace(remote, base_url=f"{root}/v1"), key, TRTLLM)
+        self._turns = Turns(self._tell)
+        self._http = httpx.AsyncClient(
+            base_url=root,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(_ANSWER_S, connect=CONNECT_S),
+            verify=trusted(),
+        )
+        self._poller: asyncio.Task[None] | None = None
+        self._polling = asyncio.Lock()  # events are worth something only in their order
+
+    async def answer(self, request: Request) -> AsyncIterator[Event]:
+        if self._poller is None:
+            self._poller = asyncio.create_task(self._poll_on(), name="trtllm-events")
+        heard = _Heard()
+        self._turns.began(request)
+        try:
+            async with aclosing(cast(AsyncGenerator[Event, None], self._model.answer(request))) as events:
+                async for event in events:
+                    heard.hear(event)
+                    yield event
+        finally:
+            self._turns.ended(request, heard.answer, heard.usage)
+
+    async def about(self) -> RemoteAbout:
+        return await self._model.about()
+
+    async def close(self) -> None:
+        if self._poller is not None:
+            self._poller.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._poller
+        await self._http.aclose()
+        await self._model.close()
+
+    async def poll(self) -> bool:
+        """Take what has happened since the last time. False: this server does not tell. Raises httpx.HTTPError
+        and ValueError."""
+        async with self._polling:
+            response = await self._http.post(_EVENTS)
+            if response.is_client_error:
+                log.info("TensorRT-LLM tells nothing of its KV cache (%s).", response.status_code)
+                return False
+            events = response.raise_for_status().json()
+            self._turns.digest(events if isinstance(events, list) else ())
+            return True
+
+    async def _poll_on(self) -> None:
+        wait_s = _POLL_S
+        while True:
+            try:
+                if not await self.poll():
+                    return
+                wait_s = _POLL_S
+            except (httpx.HTTPError, ValueError) as error:
+                log.debug("The events of TensorRT-LLM's KV cache could not be read: %s", error)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            await asyncio.sleep(wait_s)
+
+    def _tell(self, request: Request, places: Sequence[int]) -> None:
+        if self.on_removed is None:
+            return
+        try:
+            self.on_removed(request, places)
+        except Exception:
+            log.exception("What TensorRT-LLM has evicted could not be archived.")
+
+
+class _Heard:
+    """An answer put together again from its events."""
+
+    def __init__(self) -> None:
+        self.usage = Usage()
+        self._text: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._is_whole = False
+
+    @property
+    def answer(self) -> Message | None:
+        """None until it is whole."""
+        if not self._is_whole:
+            return None
+        return Message("assistant", "".join(self._text), tool_calls=tuple(self._calls))
+
+    def hear(self, event: Event) -> None:
+        match event:
+            case TextDelta():
+                self._text.append(event.text)
+            case ToolCallDelta(id=str(id), name=str(name)):
+                self._calls.append(ToolCall(id, name, event.arguments))
+            case ToolCallDelta():
+                known = self._calls[event.call_index]
+                self._calls[event.call_index] = replace(known, arguments=known.arguments + event.arguments)
+            case Completed():
+                self.usage, self._is_whole = event.usage, True

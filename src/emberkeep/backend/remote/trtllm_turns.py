@@ -1,0 +1,208 @@
+"""Whose state TensorRT-LLM's blocks are: conversations, their messages, and which of these are gone.
+
+The server names no request in its events, and its tokens are only numbers to us. But every turn leaves one chain
+of new blocks behind, as long as its prompt and answer together, which begins with the chain of the turn before it.
+Where two turns could have left the same chain, neither gets it: then nothing is said about them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from emberkeep.backend.remote.trtllm_blocks import Block, BlockTree, Key
+from emberkeep.types import Json, Message, Request, Usage
+
+OnRemoved = Callable[[Request, Sequence[int]], None]
+"""Of a conversation's last request, with the answer to it as its last message: the messages whose state is gone,
+by place. Each is told once. Called in the event loop: must not block."""
+
+_MOST = 1024
+_OVERHEAD = 16
+"""What a template writes around a message, in characters."""
+_IMAGE = 2000
+
+ConversationKey = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Conversation:
+    request: Request
+    anchors: tuple[tuple[int, int], ...] = ()
+    """So many messages are so many tokens: what the server has counted, turn by turn."""
+    tokens: int = 0
+    """All of the last turn, with its answer."""
+    blocks: dict[Key, Block] = field(default_factory=dict)
+    running: int = 0
+    waits: bool = False
+    """Its last turn's blocks are not yet known."""
+    since: int = 0
+    """How many blocks had been stored when that turn began."""
+    told: set[int] = field(default_factory=set)
+
+    def ended(self, request: Request, answer: Message, usage: Usage) -> None:
+        """Of a history that was changed, what was known about it before the change is still right."""
+        same = _shared(self.request.messages, request.messages)
+        kept = [one for one in self.anchors if one[0] <= same and one[1] < usage.prompt_tokens]
+        self.anchors = (*kept, (len(request.messages), usage.prompt_tokens))
+        self.told = {place for place in self.told if place < same}
+        self.request = replace(request, messages=(*request.messages, answer))
+        self.tokens = usage.prompt_tokens + usage.completion_tokens
+        self.waits = True
+
+    def lose(self, key: Key) -> set[int]:
+        """The messages that are not whole any more without a block. What follows it is lost with it: state is
+        found from the beginning on, and of blocks whose beginning is gone the server does not always tell."""
+        if key not in self.blocks:
+            return set()
+        start = self.blocks[key].start
+        self.blocks = {one.key: one for one in self.blocks.values() if one.start < start}
+        spans = _spans(self.request, (*self.anchors, (len(self.request.messages), self.tokens)))
+        return {place for place, (_, end) in enumerate(spans) if end > start}
+
+
+class Turns:
+    def __init__(self, on_removed: OnRemoved) -> None:
+        self._on_removed = on_removed
+        self._tree = BlockTree()
+        self._conversations: OrderedDict[ConversationKey, _Conversation] = OrderedDict()
+        self._window = 0
+
+    def began(self, request: Request) -> None:
+        key = _key(request)
+        conversation = self._conversations.setdefault(key, _Conversation(request))
+        self._conversations.move_to_end(key)
+        conversation.running += 1
+        conversation.since = self._tree.stored
+        while len(self._conversations) > _MOST:
+            self._conversations.popitem(last=False)
+
+    def ended(self, request: Request, answer: Message | None, usage: Usage) -> None:
+        """`answer` is None where there was none: everything stays as it was."""
+        conversation = self._conversations.get(_key(request))
+        if conversation is None:
+            return
+        conversation.running -= 1
+        if answer is not None:
+            conversation.ended(request, answer, usage)
+
+    def digest(self, events: Iterable[Json]) -> None:
+        """Events in the order they happened. What is not understood is passed over."""
+        gone: dict[ConversationKey, set[int]] = {}
+        for event in events:
+            with suppress(AttributeError, KeyError, TypeError):
+                if self._is_widest(event.get("window_size")):
+                    for key, places in self._happened(event["data"], event.get("attention_dp_rank") or 0).items():
+                        gone.setdefault(key, set()).update(places)
+        self._assign()
+        for key, places in gone.items():
+            self._tell(self._conversations[key], places)
+
+    def _is_widest(self, window: Json) -> bool:
+        """Layers with a shorter attention window drop their blocks although the conversation is still there."""
+        if not isinstance(window, int) or window == self._window:
+            return True
+        if window > self._window:
+            self._window = window
+            self._tree.clear()
+            return True
+        return False
+
+    def _happened(self, data: Mapping[str, Json], rank: int) -> dict[ConversationKey, set[int]]:
+        match data:
+            case {"type": "created"}:
+                return self._all_gone()
+            case {"type": "stored", "parent_hash": parent, "blocks": [*blocks]}:
+                chain = [((rank, block["block_hash"]), len(block["tokens"])) for block in blocks]
+                self._tree.store(None if parent is None else (rank, parent), chain)
+            case {"type": "removed", "block_hashes": [*hashes]}:
+                # A small cache may store and remove between two polls.
+                self._assign()
+                return self._removed([(rank, one) for one in hashes])
+        return {}
+
+    def _all_gone(self) -> dict[ConversationKey, set[int]]:
+        """The server has started anew."""
+        gone = self._removed({key for one in self._conversations.values() for key in one.blocks})
+        self._tree.clear()
+        return gone
+
+    def _removed(self, keys: Iterable[Key]) -> dict[ConversationKey, set[int]]:
+        gone: dict[ConversationKey, set[int]] = {}
+        for key in keys:
+            self._tree.remove(key)
+            for name, conversation in self._conversations.items():
+                lost = conversation.lose(key)
+                # A turn that is running brings its state back, and then has blocks of its own.
+                if lost and not conversation.running and not conversation.waits:
+                    gone.setdefault(name, set()).update(lost)
+        return gone
+
+    def _assign(self) -> None:
+        for conversation in self._conversations.values():
+            if not conversation.running and (conversation.waits or self._has_grown(conversation)):
+                end = self._end_of(conversation)
+                if end is not None:
+                    conversation.blocks = self._tree.path(end)
+                    conversation.waits = False
+
+    def _has_grown(self, conversation: _Conversation) -> bool:
+        """The blocks of an answer's end may be told of later than the others."""
+        last = next(reversed(conversation.blocks), None)
+        return last is not None and self._tree.is_followed(last)
+
+    def _end_of(self, conversation: _Conversation) -> Block | None:
+        """The last block of a conversation's last turn. The last token's state is never stored, so the chain may
+        be one block shorter than the turn."""
+        shortest = conversation.tokens - 2 * self._tree.block_tokens
+        taken = {key for one in self._conversations.values() if one is not conversation for key in one.blocks}
+        ends = [
+            (len(self._tree.path(end).keys() & conversation.blocks.keys()), end)
+            for end in self._tree.ends(conversation.since)
+            if shortest < end.end <= conversation.tokens and end.key not in taken
+        ]
+        ends.sort(key=lambda found: found[0], reverse=True)
+        is_clear = len(ends) == 1 or (len(ends) > 1 and ends[0][0] > ends[1][0])
+        return ends[0][1] if is_clear else None
+
+    def _tell(self, conversation: _Conversation, places: set[int]) -> None:
+        if new := places - conversation.told:
+            conversation.told |= new
+            self._on_removed(conversation.request, sorted(new))
+
+
+def _key(request: Request) -> ConversationKey:
+    first = next((message.content for message in request.messages if message.role == "user"), "")
+    return request.namespace, request.conversation_id or request.cache_key or first
+
+
+def _shared(before: Sequence[Message], now: Sequence[Message]) -> int:
+    """How many messages both begin with."""
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(before), len(now)))
+
+
+def _spans(request: Request, anchors: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Each message's tokens: exact from anchor to anchor, and by share of text between them."""
+    spans: list[tuple[float, float]] = []
+    at, tokens = 0, 0
+    for until, upto in anchors:
+        sizes = [_size(request, place) for place in range(at, until)]
+        reached = float(tokens)
+        for size in sizes:
+            share = (upto - tokens) * size / sum(sizes)
+            spans.append((reached, reached + share))
+            reached += share
+        at, tokens = until, upto
+    return spans
+
+
+def _size(request: Request, place: int) -> int:
+    message = request.messages[place]
+    calls = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+    # Templates write the tools into the first message.
+    tools = sum(len(f"{tool.name}{tool.description}{tool.parameters}") for tool in request.tools)
+    images = _IMAGE * len(message.images)
+    return _OVERHEAD + len(message.content) + calls + images + (tools if place == 0 else 0)

@@ -1,0 +1,213 @@
+"""Answers in several rounds: the model calls tools that run here, reads what they gave, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from emberkeep.errors import ContextExceeded
+from emberkeep.types import (
+    CallEnded,
+    CallStarted,
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    Json,
+    Message,
+    Outcome,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+)
+
+SAME_CALLS = 2
+"""How often a call with the same arguments is carried out in one turn."""
+_BESIDE = 8
+"""Calls that run at the same time."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What one round of generation brought."""
+
+    is_ours: Callable[[str], bool]
+    """Whether a tool of that name runs here; others are the client's."""
+    text: str = ""
+    reasoning: str = ""
+    finished: Finished | None = None
+    _ours: dict[int, ToolCall] = field(default_factory=dict)
+    _others: set[int] = field(default_factory=set)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Those that run here; none where the client has to answer another one first."""
+        return () if self._others else tuple(self._ours[place] for place in sorted(self._ours))
+
+    def seen(self, event: Event) -> Event | None:
+        """What the client gets of an event now: nothing of our calls, and the end only when nothing follows."""
+        match event:
+            case ToolCallDelta(call_index=place, name=name):
+                if place in self._ours:
+                    call = self._ours[place]
+                    self._ours[place] = replace(call, arguments=call.arguments + event.arguments)
+                    return None
+                if name is not None and self.is_ours(name):
+                    self._ours[place] = ToolCall(event.id or "", name, event.arguments)
+                    return None
+                self._others.add(place)
+                return replace(event, call_index=len([i for i in self._others if i < place]))
+            case Finished():
+                self.finished = event
+                return None
+            case TextDelta(text=text):
+                self.text += text
+            case ReasoningDelta(text=text):
+                self.reasoning += text
+        return event
+
+    def end(self) -> Finished | None:
+        """As the client is told: calls of ours that are not carried out end the answer where it is."""
+        if self.finished and self.calls and self.finished.reason is FinishReason.TOOL_CALLS:
+            return replace(self.finished, reason=FinishReason.LENGTH)
+        return self.finished
+
+
+async def heard(
+    answer: Callable[[], AsyncIterator[Event]],
+    current: Round,
+    bills: list[Completed],
+    shorten: Callable[[], Awaitable[bool]],
+) -> AsyncGenerator[Event, None]:
+    """The events of one round that its client gets; the rest of them goes into `current` and `bills`.
+
+    Results that do not fit into the context are made shorter as long as `shorten` can.
+    """
+    while True:
+        try:
+            async with aclosing(closable(answer())) as events:
+                async for event in events:
+                    if isinstance(event, Completed):
+                        bills.append(event)
+                    elif (passed := current.seen(event)) is not None:
+                        yield passed
+            return
+        except ContextExceeded:
+            if not bills or not await shorten():
+                raise
+
+
+def closable(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """A backend's iterator can be closed, although its type does not say so."""
+    return cast("AsyncGenerator[Event, None]", events)
+
+
+def further(asked: Request, bill: Completed, *, may_call: bool) -> Request | None:
+    """The next round, with the tokens that are left; None where none are. A client that insists on a call still
+    gets one."""
+    choice = asked.tool_choice if may_call or asked.tool_choice.mode != "auto" else ToolChoice("none")
+    if asked.max_tokens is None:
+        return replace(asked, tool_choice=choice)
+    left = asked.max_tokens - bill.usage.completion_tokens
+    return replace(asked, tool_choice=choice, max_tokens=left) if left > 0 else None
+
+
+def together(bills: Sequence[Completed]) -> Completed:
+    """The prompt of the last round, the tokens of all."""
+    first, last = bills[0], bills[-1]
+    return replace(
+        last,
+        usage=replace(
+            last.usage,
+            completion_tokens=sum(bill.usage.completion_tokens for bill in bills),
+            reasoning_tokens=sum(bill.usage.reasoning_tokens for bill in bills),
+        ),
+        timings=replace(
+            last.timings,
+            predicted_n=sum(bill.timings.predicted_n for bill in bills),
+            predicted_ms=sum(bill.timings.predicted_ms for bill in bills),
+            ttft_ms=first.timings.ttft_ms,
+            queue_ms=first.timings.queue_ms,
+        ),
+        fit=replace(last.fit, evictions=tuple(e for bill in bills for e in bill.fit.evictions)),
+    )
+
+
+def exchange(said: str, reasoning: str, outcomes: Iterable[Outcome]) -> tuple[Message, ...]:
+    """What a conversation says about calls and their results."""
+    listed = list(outcomes)
+    asked = Message("assistant", said, reasoning, tool_calls=tuple(outcome.call for outcome in listed))
+    results = (Message("tool", one.text, tool_call_id=one.call.id, name=one.call.name) for one in listed)
+    return (asked, *results)
+
+
+def in_order(calls: Sequence[ToolCall], outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """As they were called, whatever ended first; ids may occur twice."""
+    left = list(outcomes)
+    return [left.pop(next(i for i, one in enumerate(left) if one.call == call)) for call in calls]
+
+
+class Repeats:
+    """The calls of one turn: a model that makes the same one again and again is told so."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[str, str]] = Counter()
+
+    def refusal(self, call: ToolCall) -> str | None:
+        """What it is told instead of a result."""
+        key = (call.name, _canonical(call.arguments))
+        self._seen[key] += 1
+        if self._seen[key] <= SAME_CALLS:
+            return None
+        return (
+            f"This is call number {self._seen[key]} of {call.name} with the same arguments, and it was not "
+            "carried out: the results are above. Use them, call something else, or answer."
+        )
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        read: Json = json.loads(arguments or "{}", strict=False)
+    except ValueError:
+        return arguments
+    return json.dumps(read, sort_keys=True)
+
+
+async def carried_out(
+    calls: Sequence[ToolCall],
+    run: Callable[[ToolCall], Awaitable[Outcome]],
+    may_run_beside: Callable[[str], bool],
+) -> AsyncIterator[CallStarted | CallEnded]:
+    """Neighbours that may run beside others run side by side, and end in any order. Cancelling it cancels them."""
+    for group in _groups(calls, may_run_beside):
+        for call in group:
+            yield CallStarted(call)
+        tasks = [asyncio.ensure_future(run(call)) for call in group]
+        try:
+            for done in asyncio.as_completed(tasks):
+                yield CallEnded(await done)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _groups(calls: Sequence[ToolCall], may_run_beside: Callable[[str], bool]) -> list[list[ToolCall]]:
+    groups: list[list[ToolCall]] = []
+    is_open = False
+    for call in calls:
+        beside = may_run_beside(call.name)
+        if beside and is_open and len(groups[-1]) < _BESIDE:
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+        is_open = beside
+    return groups

@@ -1,0 +1,120 @@
+"""The dialects, as data: a start marker, an end marker, and the function that reads what stands between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from emberkeep.chat.dialects.gemma import gemma_call
+from emberkeep.chat.dialects.items import (
+    Read,
+    after_tool_calls,
+    fenced,
+    in_json,
+    listed,
+    marked,
+    read_element,
+    read_steps,
+)
+from emberkeep.chat.dialects.named import STEPS, harmony_call
+from emberkeep.chat.dialects.reasoning import REASONING
+from emberkeep.chat.dialects.xml import ELEMENTS
+from emberkeep.chat.messages import CALL_END, CALL_START
+from emberkeep.types import Vocab
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    start: str
+    end: str
+    read: Read
+    any_name: bool = True
+    """The markers leave no doubt; otherwise only the name of a tool makes it a call."""
+
+
+TAGGED = Dialect(CALL_START, CALL_END, marked)
+BARE = Dialect("", "", listed, any_name=False)
+"""Where the answer begins with a bracket: JSON, or a list of Python calls."""
+
+MARKED_DIALECTS = (
+    TAGGED,
+    Dialect("<tool_calls>", "</tool_calls>", marked),  # Jamba, Hunyuan, MiniMax M1, Apriel
+    Dialect("<function_calls>", "</function_calls>", marked),  # Olmo 3, and models that know Claude
+    Dialect("<minimax:tool_call>", "</minimax:tool_call>", marked),
+    Dialect("<seed:tool_call>", "</seed:tool_call>", marked),
+    Dialect("<longcat_tool_call>", "</longcat_tool_call>", marked),
+    Dialect("<TOOLCALL>", "</TOOLCALL>", marked),  # Nemotron
+    Dialect("<|python_start|>", "<|python_end|>", marked),  # Llama 4
+    Dialect("[TOOL_REQUEST]", "[END_TOOL_REQUEST]", marked),  # models that LM Studio told how
+    Dialect("<|tool_call_start|>", "<|tool_call_end|>", marked),  # LFM2
+    Dialect("<|START_ACTION|>", "<|END_ACTION|>", marked),  # Command R7B
+    Dialect("<|tools_prefix|>", "<|tools_suffix|>", marked),  # Apertus
+    Dialect("<|action_start|><|plugin|>", "<|action_end|>", marked),  # InternLM 2
+    Dialect("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", marked),  # DeepSeek R1, V3
+    Dialect("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", marked),  # DeepSeek V3.2
+    Dialect("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", marked),  # DeepSeek V4
+    Dialect("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", marked),  # Kimi K2
+    Dialect("<|tool_calls|>", "<|calls|>", marked),  # Solar Open
+    Dialect("<atem:function_calls>", "</atem:function_calls>", marked),  # Muse
+    Dialect("[TOOL_CALLS]", "", after_tool_calls),  # Mistral
+    Dialect("<|tool_call|>", "", listed),  # Granite 3, Phi-4 mini
+    Dialect("<function_call>", "", listed),  # Granite 20B
+    Dialect("<|function_call|>", "", listed),  # GigaChat 3.1
+    Dialect("function call<|role_sep|>", "", listed),  # GigaChat 3
+    Dialect("<|python_tag|>", "", listed),  # Llama 3
+    Dialect("<|tool_call>", "<tool_call|>", gemma_call),  # Gemma 4
+    Dialect(" to=functions.", "<|call|>", harmony_call),  # gpt-oss
+    Dialect("functools", "", listed, any_name=False),  # Phi-4 mini, FireFunction
+    Dialect("<tools>", "</tools>", marked, any_name=False),  # Qwen 2.5 Coder, now and then
+    *(Dialect(xml.start, xml.end, read_element(xml), any_name=False) for xml in ELEMENTS.values()),
+    *(Dialect(steps.begin, steps.end, read_steps(steps)) for steps in STEPS.values()),
+    Dialect("```", "```", fenced, any_name=False),
+    Dialect("\n{", "", in_json, any_name=False),  # Llama 3 and Qwen 2.5, after some words
+    Dialect(" {", "", in_json, any_name=False),
+)
+
+STRAY_ENDS = ("</tool_call>", "</function_call>", "<|/tool_call|>")
+"""Behind a call that was read without them they are no text."""
+
+HARMONY = (
+    "<|start|>assistant",
+    "<|channel|>analysis",
+    "<|channel|>commentary",
+    "<|channel|>final",
+    "<|constrain|>json",
+    "<|message|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+)
+"""What gpt-oss writes around its messages. The first begins another message."""
+
+
+def framing(vocab: Vocab) -> tuple[str, ...]:
+    """Strings that a model of this vocabulary writes around its messages, and that are no part of them."""
+    return HARMONY if "<|channel|>" in vocab.specials else ()
+
+
+def hidden_tokens(vocab: Vocab) -> frozenset[int]:
+    """Tokens that are not part of the text: control tokens, except those that are markers of a dialect."""
+    texts = _MARKERS | _tokens_in(framing(vocab))
+    return (vocab.controls - {vocab.specials[text] for text in texts if text in vocab.specials}) | vocab.eog
+
+
+def _tokens_in(texts: Iterable[str]) -> frozenset[str]:
+    """Everything that looks like one token of markup."""
+    return frozenset(token for text in texts for token in re.findall(r"<[^<>]+>|\[[A-Z/_]+\]", text))
+
+
+_INNER = ("[ARGS][CALL_ID]", '<|"|>', "<arg_key></arg_key><arg_value></arg_value>", "<｜tool▁sep｜>")
+_MARKERS = _tokens_in(
+    [
+        *_INNER,
+        *STRAY_ENDS,
+        *(text for block in REASONING for text in (block.start, block.end)),
+        *(text for dialect in MARKED_DIALECTS for text in (dialect.start, dialect.end)),
+        *(text for steps in STEPS.values() for text in (steps.begin, steps.name, steps.arguments, steps.end)),
+        *(text for xml in ELEMENTS.values() for text in (xml.end, xml.value_end)),
+    ]
+) - _tokens_in(HARMONY)

@@ -1,0 +1,131 @@
+"""Calls as tags, with one element for each argument. Values get their type from the tool's schema."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from emberkeep.chat.dialects.calls import Calls, NoCall, typed_json
+from emberkeep.chat.dialects.json_calls import Arguments
+from emberkeep.chat.dialects.tape import Reading, Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """How a dialect writes a call: `<invoke name="f">`, `<parameter name="k">v</parameter>`, `</invoke>`."""
+
+    start: str
+    """Up to the name."""
+    name_end: str
+    end: str
+    parameter: str
+    """Up to the key."""
+    key_end: str
+    value_end: str
+
+
+FUNCTION = Element("<function=", ">", "</function>", "<parameter=", ">", "</parameter>")
+
+
+def attribute_element(call: str, parameter: str) -> Element:
+    ends = f"</{call}>", f"</{parameter}>"
+    return Element(f'<{call} name="', '"', ends[0], f'<{parameter} name="', '"', ends[1])
+
+
+ELEMENTS = {
+    element.start: element
+    for element in (
+        FUNCTION,
+        attribute_element("invoke", "parameter"),
+        attribute_element("function", "param"),
+        attribute_element("tool", "parameter"),
+        attribute_element("｜DSML｜invoke", "｜DSML｜parameter"),
+        attribute_element("atem:invoke", "atem:parameter"),
+    )
+}
+
+
+class _Object:
+    """Arguments as JSON, one by one."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._count = 0
+        calls.open()
+
+    def add(self, key: str, text: str) -> None:
+        before = ", " if self._count else "{"
+        value = typed_json(self._calls.tool, key, text)
+        self._calls.add(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
+        self._count += 1
+
+    def end(self) -> None:
+        self._calls.add("}" if self._count else "{}")
+        self._calls.end()
+
+
+def element_call(tape: Tape, calls: Calls, element: Element) -> Reading[None]:
+    """A call whose `start` has been read. Raises NoCall."""
+    name, stop = yield from tape.until(element.name_end, "\n")
+    if stop != element.name_end:
+        raise NoCall
+    calls.named(name.strip().strip("\"'"))
+    if element.name_end != ">":
+        yield from tape.until(">")
+    yield from tape.skip()
+    following = yield from tape.sees(element.parameter, element.end, "{")
+    if following == "{":
+        yield from _as_json(tape, calls, element)
+    elif following:
+        yield from _parameters(tape, calls, element)
+    else:
+        raise NoCall
+
+
+def _as_json(tape: Tape, calls: Calls, element: Element) -> Reading[None]:
+    yield from Arguments(calls).read(tape, element.end)
+    yield from tape.until(element.end)
+    if not tape.is_cut_here:
+        calls.end()
+
+
+def _parameters(tape: Tape, calls: Calls, element: Element) -> Reading[None]:
+    arguments = _Object(calls)
+    while (yield from tape.takes(element.parameter)):
+        key, _ = yield from tape.until(element.key_end)
+        if element.key_end != ">":
+            yield from tape.until(">")
+        # Some forget the end of a parameter, or of the last one.
+        value, stop = yield from tape.until(element.value_end, element.parameter, element.end)
+        if tape.is_cut_here and not stop:
+            return
+        arguments.add(key.strip(), _without_margin(value))
+        if stop != element.value_end:
+            tape.at -= len(stop)
+        yield from tape.skip()
+    if not (yield from tape.takes(element.end)) and tape.is_cut_here:
+        return
+    arguments.end()
+
+
+def _without_margin(value: str) -> str:
+    """Templates put the value on lines of its own."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def key_value_call(tape: Tape, calls: Calls, name: str) -> Reading[None]:
+    """GLM: a name, then `<arg_key>k</arg_key><arg_value>v</arg_value>` for every argument."""
+    calls.named(name)
+    arguments = _Object(calls)
+    while (yield from tape.takes("<arg_key>")):
+        key, _ = yield from tape.until("</arg_key>")
+        yield from tape.until("<arg_value>")
+        value, stop = yield from tape.until("</arg_value>", "</tool_call>")
+        if tape.is_cut_here and not stop:
+            return
+        arguments.add(key.strip(), value)
+        if stop == "</tool_call>":
+            tape.at -= len(stop)
+        yield from tape.skip()
+    if not tape.is_cut_here:
+        arguments.end()

@@ -1,0 +1,82 @@
+"""Tool calls in a chat: shown as they happen, and asked about where they can do harm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from emberkeep.cli.tables import printable
+from emberkeep.types import CallEnded, CallStarted, Decision, Outcome, PermissionAsked, ToolCall
+
+if TYPE_CHECKING:
+    from emberkeep.library.acting import Acting
+
+_ARGUMENT_CHARS = 60
+_CALL_CHARS = 160
+_RESULT_CHARS = 100
+_QUESTION = "Allow? [o]nce, [a]lways for this session, [n]ever: "
+_ANSWERS = {"o": Decision.ONCE, "y": Decision.ONCE, "a": Decision.ALWAYS, "n": Decision.NEVER}
+
+
+class CallView:
+    """`tell`: a remark to the person; `ask`: a question, answered with a line."""
+
+    def __init__(self, acting: Acting | None, tell: Callable[[str], None], ask: Callable[[str], str]) -> None:
+        self._acting = acting
+        self._tell = tell
+        self._ask = ask
+
+    def show(self, event: CallStarted | CallEnded | PermissionAsked) -> None:
+        """Blocks while somebody decides."""
+        if isinstance(event, CallStarted):
+            self._tell(f"→ {call_line(event.call)}")
+        elif isinstance(event, CallEnded):
+            self._tell(f"  {_outcome_line(event.outcome)}")
+        else:
+            self._decide(event.call)
+
+    def _decide(self, call: ToolCall) -> None:
+        self._tell(f"? {call_line(call, whole=True)}")
+        decision = Decision.NEVER
+        try:
+            decision = self._asked()
+        finally:
+            # Also where the question was interrupted: the call must not wait for ever.
+            if self._acting is not None:
+                self._acting.decide(call, decision)
+
+    def _asked(self) -> Decision:
+        while True:
+            try:
+                answer = self._ask(_QUESTION).strip().lower()
+            except EOFError:
+                return Decision.NEVER
+            if answer[:1] in _ANSWERS:
+                return _ANSWERS[answer[:1]]
+
+
+def call_line(call: ToolCall, *, whole: bool = False) -> str:
+    """`read_file(path="notes.txt")`. `whole`: nothing is left out, for somebody who has to decide."""
+    try:
+        given = json.loads(call.arguments or "{}", strict=False)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        return _short(f"{call.name}({call.arguments})", _CALL_CHARS)
+    longest = 10**6 if whole else _ARGUMENT_CHARS
+    told = (f"{key}={_short(json.dumps(value, ensure_ascii=False), longest)}" for key, value in given.items())
+    return _short(f"{call.name}({', '.join(told)})", 10**6 if whole else _CALL_CHARS)
+
+
+def _outcome_line(outcome: Outcome) -> str:
+    took = f"{outcome.ms:.0f} ms" if outcome.ms < 1000 else f"{outcome.ms / 1e3:.1f} s"
+    if outcome.failed:
+        return f"✗ {_short(outcome.text, _RESULT_CHARS)} · {took}"
+    said = outcome.remark or _short(outcome.text, _RESULT_CHARS) or "nothing"
+    return f"✓ {said} · {took}"
+
+
+def _short(text: str, chars: int) -> str:
+    line = " ".join(printable(text).split())
+    return line if len(line) <= chars else f"{line[: chars - 2]} …"

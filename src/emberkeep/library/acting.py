@@ -1,0 +1,92 @@
+"""Answers for which tools run: a toolbox at work for one model, and what a person has allowed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from emberkeep.library.bridge import Bridge
+from emberkeep.library.stream import Stream
+from emberkeep.types import Decision, Message, Request, Tool, ToolCall
+
+if TYPE_CHECKING:
+    from emberkeep.backend.base import Backend
+    from emberkeep.mcp.client import McpClients, ServerState
+    from emberkeep.mcp.listing import McpPrompt
+    from emberkeep.tools.base import ToolFunction
+    from emberkeep.tools.toolbox import ToolBox
+
+TURNS = 16
+
+
+class Acting:
+    """Every method blocks and may be called from any thread. Owns the toolbox: close it."""
+
+    def __init__(
+        self, bridge: Bridge, backend: Backend, tools: ToolBox, *, asks: bool, turns: int = TURNS
+    ) -> None:
+        """Connects to what the tools need. `asks`: dangerous ones wait for `decide`."""
+        from emberkeep.agent.agent import Agent
+        from emberkeep.agent.permissions import Permissions
+
+        self._bridge = bridge
+        self._tools = tools
+        self._permissions = Permissions(asks=asks)
+        self._agent = Agent(backend, tools, self._permissions, turns=turns)
+        bridge.run(tools.start())
+
+    def stream(self, request: Request) -> Stream:
+        return Stream(self._bridge.iterate(lambda: self._agent.generate(request)))
+
+    def decide(self, call: ToolCall, decision: Decision) -> None:
+        """The answer to a `PermissionAsked` of a stream."""
+        self._permissions.decide(call, decision)
+
+    def functions(self) -> list[ToolFunction]:
+        return self._bridge.run(_now(self._tools.functions))
+
+    def definitions(self) -> tuple[Tool, ...]:
+        return self._bridge.run(_now(lambda: self._tools.definitions))
+
+    def prompts(self) -> list[McpPrompt]:
+        """Those of MCP servers."""
+        return [prompt for clients in self._mcp() for prompt in clients.prompts()]
+
+    def prompt(self, name: str, arguments: Mapping[str, str]) -> list[Message]:
+        """One of them, filled. Raises NoSuchEntry, ToolFailed."""
+        (clients,) = self._mcp()
+        return self._bridge.run(clients.get_prompt(name, arguments))
+
+    def servers(self) -> list[ServerState]:
+        """What MCP servers are doing."""
+        return [state for clients in self._mcp() for state in clients.states()]
+
+    def _mcp(self) -> list[McpClients]:
+        if not self._tools.sources:
+            return []
+        from emberkeep.mcp.client import McpClients
+
+        return [source for source in self._tools.sources if isinstance(source, McpClients)]
+
+    def close(self) -> None:
+        self._bridge.run(self._tools.close())
+
+
+async def _now(read: Callable[[], Any]) -> Any:
+    """On the loop, to which toolboxes belong."""
+    return read()
+
+
+def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolBox:
+    """Of what a program hands over itself: nobody has to be asked. Raises ConfigError for what is no tool."""
+    from emberkeep.tools.base import ToolFunction, as_tool
+    from emberkeep.tools.choosing import ALL, Choice
+    from emberkeep.tools.toolbox import ToolBox
+
+    made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in functions]
+    return ToolBox(made, Choice(enabled=(ALL,)))
+
+
+def is_runnable(tool: object) -> bool:
+    """A function to run, not a definition for the caller to carry out."""
+    return callable(tool) or hasattr(tool, "run")

@@ -1,0 +1,202 @@
+"""All MCP servers of the settings: their tools, resources and prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from emberkeep.config import Config, McpServer
+from emberkeep.errors import NoSuchEntry, ToolFailed
+from emberkeep.mcp.content import prompt_messages, resource_text
+from emberkeep.mcp.link import Link
+from emberkeep.mcp.listing import ListedTool, McpPrompt, read_resources
+from emberkeep.mcp.pins import Pins, Standing
+from emberkeep.tools.base import ToolFunction, tool, tools_of
+from emberkeep.types import Caller, Json, Message
+
+GROUP = "mcp"
+
+_RESOURCES = 200
+
+
+class ServerStatus(StrEnum):
+    OFF = "off"  # nobody has asked it for anything yet
+    STARTING = "starting"
+    READY = "ready"
+    STOPPED = "stopped"  # the next call starts it again
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    name: str
+    status: ServerStatus
+    reason: str
+    """Why it has stopped."""
+    about: str
+    """How it calls itself."""
+    tools: Mapping[str, Standing]
+    """By the names that the server calls them by."""
+    prompts: int
+
+
+def open_clients(config: Config) -> McpClients:
+    """All servers of the settings. Nothing is started."""
+    return McpClients(config.mcp, config.data_dir / "mcp-pins.json")
+
+
+class McpClients:
+    """A `ToolSource`. Belongs to the event loop. Close it: servers that are programs live until then."""
+
+    def __init__(
+        self, servers: Sequence[McpServer], pins: Path, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`pins`: the file that knows which definitions were approved."""
+        _quiet_sdk()
+        shared = Pins(pins)
+        self._links = {server.name: Link(server, shared, clock) for server in servers}
+        self._own = tools_of(_McpTools(self._links)) if servers else []
+
+    async def start(self) -> None:
+        await asyncio.gather(*(link.start() for link in self._links.values()))
+
+    async def start_one(self, name: str) -> None:
+        """Raises NoSuchEntry."""
+        await self._link(name).start()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(link.close() for link in self._links.values()), return_exceptions=True)
+
+    def functions(self) -> list[ToolFunction]:
+        """Those that are approved, of every server that has been reached, and those to reach the rest."""
+        found = list(self._own)
+        for link in self._links.values():
+            standings = link.standings()
+            approved = (one for one in link.listing.tools if standings[one.name] is Standing.APPROVED)
+            found.extend(_function(link, one) for one in approved)
+        return found
+
+    def prompts(self) -> list[McpPrompt]:
+        return [prompt for link in self._links.values() for prompt in link.listing.prompts]
+
+    async def get_prompt(self, name: str, arguments: Mapping[str, str]) -> list[Message]:
+        """A prompt, by the name that `prompts` gives it, filled. Raises NoSuchEntry, ToolFailed."""
+        prompt = next((prompt for prompt in self.prompts() if prompt.name == name), None)
+        if prompt is None:
+            raise NoSuchEntry(f"There is no prompt {name}: `emberkeep mcp show SERVER` lists them.")
+        ask = self._links[prompt.server].ask
+        return prompt_messages(
+            await ask(lambda client: client.session.get_prompt(prompt.original, dict(arguments)))
+        )
+
+    def states(self) -> list[ServerState]:
+        return [_state(link) for link in self._links.values()]
+
+    def tools(self, name: str) -> list[ListedTool]:
+        """What one server offers, approved or not. Raises NoSuchEntry."""
+        return list(self._link(name).listing.tools)
+
+    async def resources(self, name: str) -> list[dict[str, str]]:
+        """Raises NoSuchEntry, ToolFailed."""
+        return await self._link(name).ask(lambda client: read_resources(client, _RESOURCES))
+
+    def approve(self, name: str) -> None:
+        """Use all tools of a server as they are now. Raises NoSuchEntry, OSError."""
+        self._link(name).approve()
+
+    def _link(self, name: str) -> Link:
+        if name not in self._links:
+            known = ", ".join(self._links) or "none"
+            raise NoSuchEntry(f"There is no MCP server {name!r} in the settings: there is {known}.")
+        return self._links[name]
+
+
+ServerName = Annotated[str, Field(description="Name of the MCP server.")]
+
+
+class _McpTools:
+    """What can be done with every server."""
+
+    def __init__(self, links: Mapping[str, Link]) -> None:
+        self._links = links
+
+    @tool(group=GROUP)
+    async def mcp_list_resources(
+        self, server: Annotated[str, Field(description="Name of the MCP server; empty: all of them.")] = ""
+    ) -> Json:
+        """List what MCP servers have to read: files, tables, pages, each with its URI."""
+        links = [self._link(server)] if server else list(self._links.values())
+        found = await asyncio.gather(*(_resources(link) for link in links))
+        return dict(zip((link.server.name for link in links), found, strict=True))
+
+    @tool(group=GROUP)
+    async def mcp_read_resource(
+        self, server: ServerName, uri: Annotated[str, Field(description="As mcp_list_resources gives it.")]
+    ) -> str:
+        """Read something that an MCP server has."""
+        link = self._link(server)
+        return resource_text(await link.ask(lambda client: client.session.read_resource(uri)))
+
+    @tool(group=GROUP, dangerous=True)
+    async def mcp_call_tool(
+        self,
+        server: ServerName,
+        tool: Annotated[str, Field(description="As the server calls it.")],
+        arguments: Annotated[dict[str, Json], Field(description="What the tool takes.")],
+    ) -> str:
+        """Call a tool of an MCP server by its own name."""
+        return await self._link(server).call(tool, arguments)
+
+    def _link(self, name: str) -> Link:
+        if name not in self._links:
+            raise ToolFailed(f"There is no MCP server {name!r}: use {', '.join(self._links)}.")
+        return self._links[name]
+
+
+async def _resources(link: Link) -> Json:
+    """One server that fails must not hide the others."""
+    try:
+        return await link.ask(lambda client: read_resources(client, _RESOURCES))
+    except ToolFailed as error:
+        return str(error)
+
+
+def _function(link: Link, listed: ListedTool) -> ToolFunction:
+    async def run(arguments: Mapping[str, Json], caller: Caller) -> Json:
+        return await link.call(listed.name, arguments)
+
+    return ToolFunction(
+        listed.definition,
+        GROUP,
+        run,
+        is_dangerous=not (listed.is_read_only or link.server.trusted),
+        # It limits itself; this is for a new start and the call.
+        timeout_s=2 * link.server.timeout_s + 5,
+    )
+
+
+def _state(link: Link) -> ServerState:
+    connection = link.connection
+    if connection is None:
+        status = ServerStatus.OFF
+    elif connection.is_over:
+        status = ServerStatus.STOPPED
+    else:
+        status = ServerStatus.READY if connection.is_ready else ServerStatus.STARTING
+    reason = connection.reason if connection is not None else ""
+    listing = link.listing
+    return ServerState(link.server.name, status, reason, listing.about, link.standings(), len(listing.prompts))
+
+
+def _quiet_sdk() -> None:
+    """Its tracebacks about servers are no news: what matters is said in our own log."""
+    if not logging.getLogger("emberkeep").isEnabledFor(logging.DEBUG):
+        for name in ("mcp", "httpx2"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,0 +1,85 @@
+"""Models that run somewhere else, as their user has registered them: by command, or in the configuration."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import asdict
+
+from emberkeep.config import Config
+from emberkeep.config.tables import parse_remotes
+from emberkeep.errors import ConfigError
+from emberkeep.files import private_folder, replace_file
+from emberkeep.types import Json, RemoteModel
+
+_FILE = "backends.json"
+
+
+class Remotes:
+    """Every method reads the file again. Blocks."""
+
+    def __init__(self, config: Config) -> None:
+        self._configured = config.backends
+        self._path = config.data_dir / _FILE
+
+    def list(self) -> tuple[RemoteModel, ...]:
+        """All of them, by name. Raises ConfigError for a file that cannot be read, and for a name that is used
+        twice."""
+        added = self._added()
+        for name in sorted({remote.name for remote in self._configured} & set(added)):
+            raise ConfigError(
+                f"{name} is in the configuration and was added too: `emberkeep api remove {name}` "
+                "removes what was added."
+            )
+        return tuple(sorted((*self._configured, *added.values()), key=lambda remote: remote.name))
+
+    def get(self, name: str) -> RemoteModel:
+        """Raises ConfigError."""
+        remotes = {remote.name: remote for remote in self.list()}
+        if name in remotes:
+            return remotes[name]
+        near = difflib.get_close_matches(name, remotes, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`emberkeep api list` shows them."
+        raise ConfigError(f"There is no model {name!r}: {hint}")
+
+    def add(self, remote: RemoteModel) -> None:
+        """Raises ConfigError, without repeating what may be a key, for what is no good or there already."""
+        parse_remotes({remote.name: _row(remote)})
+        added = self._added()
+        if remote.name in added or any(one.name == remote.name for one in self._configured):
+            raise ConfigError(
+                f"There is a model {remote.name} already: take another name, or `emberkeep api remove` it first."
+            )
+        self._write({**added, remote.name: remote})
+
+    def remove(self, name: str) -> None:
+        """Raises ConfigError for one that was not added."""
+        added = self._added()
+        if name in added:
+            self._write({other: remote for other, remote in added.items() if other != name})
+        elif any(remote.name == name for remote in self._configured):
+            raise ConfigError(f"{name} is in the configuration: remove [backends.{name}] there.")
+        else:
+            self.get(name)
+
+    def _added(self) -> dict[str, RemoteModel]:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            return {remote.name: remote for remote in parse_remotes(content)}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError, ConfigError) as error:
+            raise ConfigError(
+                f"{self._path} cannot be read ({error}): repair it, or remove it and add its models again."
+            ) from error
+
+    def _write(self, remotes: dict[str, RemoteModel]) -> None:
+        private_folder(self._path.parent)
+        table = {name: _row(remotes[name]) for name in sorted(remotes)}
+        replace_file(self._path, json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def _row(remote: RemoteModel) -> dict[str, Json]:
+    values = asdict(remote)
+    del values["name"]
+    return {key: value for key, value in values.items() if value not in (None, "")}

@@ -1,0 +1,18 @@
+"""The composition root: a Config becomes running objects."""
+
+from __future__ import annotations
+
+from emberkeep.runtime.chain import may_do_without_local, needs_local, open_backend
+from emberkeep.runtime.local import assemble, open_store
+from emberkeep.runtime.remembering import open_memory
+from emberkeep.runtime.tools import open_toolbox
+
+__all__ = [
+    "assemble",
+    "may_do_without_local",
+    "needs_local",
+    "open_backend",
+    "open_memory",
+    "open_store",
+    "open_toolbox",
+]

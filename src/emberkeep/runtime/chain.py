@@ -1,0 +1,121 @@
+"""Who answers: the backends that a Config names, in the order in which they stand in for each other.
+
+A conversation leaves this machine only for a model that somebody has named: by `emberkeep api add`, in the
+configuration file, or with `--backend`. A key that happens to be in the environment names none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from functools import partial
+
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.fallback import FallbackBackend, Link
+from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.errors import ConfigError
+from emberkeep.models.remotes import Remotes
+from emberkeep.runtime.local import open_local
+from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
+from emberkeep.runtime.tools import server_tools
+from emberkeep.types import ReasoningFormat, RemoteModel
+
+AUTO = "auto"
+LOCAL = "local"
+_TRTLLM = "trtllm"
+
+
+def open_backend(config: Config) -> Backend:
+    """The first backend that can be opened, with the others behind it. Blocks while a model is loaded.
+
+    Raises ConfigError, ModelError, EngineError, RemoteError.
+    """
+    links = [_link(config, one) for one in _chain(config)]
+    return links[0].open() if len(links) == 1 else FallbackBackend(links)
+
+
+def needs_local(config: Config) -> bool:
+    """A model that runs here may be asked. Raises ConfigError."""
+    return None in _chain(config)
+
+
+def may_do_without_local(config: Config) -> bool:
+    """Another one can stand in for it. Raises ConfigError."""
+    return len(_chain(config)) > 1
+
+
+def _chain(config: Config) -> list[RemoteModel | None]:
+    """None stands for the model that runs here."""
+    remotes = Remotes(config)
+    if config.backend == AUTO:
+        return _automatic(remotes)
+    return [None if name == LOCAL else _named(config, remotes, name) for name in named_backends(config)]
+
+
+def named_backends(config: Config) -> list[str]:
+    """Those that were chosen by name, in their order."""
+    return list(dict.fromkeys(name.strip() for name in config.backend.split(",") if name.strip()))
+
+
+def _automatic(remotes: Remotes) -> list[RemoteModel | None]:
+    listed = remotes.list()
+    if not listed:
+        return [None]
+    from emberkeep.backend.remote.kinds import has_key
+
+    first = [remote for remote in listed if remote.backend == _TRTLLM]
+    others = [remote for remote in listed if remote.backend != _TRTLLM and has_key(remote, os.environ)]
+    return [*first, None, *others]
+
+
+def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
+    from emberkeep.backend.remote.kinds import kind_names
+
+    known = {remote.name: remote for remote in remotes.list()}
+    if name in known:
+        return known[name]
+    if name in kind_names():
+        model = "" if config.model == DEFAULT_MODEL else config.model
+        return RemoteModel(name, name, model, config.base_url, ctx=config.ctx)
+    listed = ", ".join(["local", *known, *kind_names()])
+    raise ConfigError(f"There is no backend {name!r}: choose from {listed}, or add one with `emberkeep api add`.")
+
+
+def _link(config: Config, remote: RemoteModel | None) -> Link:
+    if remote is None:
+        return Link(LOCAL, partial(open_local, config))
+    return Link(remote.name, partial(open_remote, config, remote))
+
+
+def open_remote(config: Config, remote: RemoteModel) -> Backend:
+    """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError."""
+    from emberkeep.backend.remote.backend import RemoteBackend
+    from emberkeep.backend.remote.base import Provider, RemoteAbout
+    from emberkeep.backend.remote.kinds import default_context, open_provider, settled
+
+    async def asked(provider: Provider) -> RemoteAbout:
+        try:
+            return await provider.about()
+        finally:
+            await provider.close()
+
+    # A client belongs to the event loop that used it first: this one is for asking, another for answers.
+    about = asyncio.run(asked(open_provider(remote, os.environ)))
+    model = settled(remote).model or next(iter(about.models), "")
+    context = remote.ctx or about.context or default_context(remote)
+    card = ModelCard(model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,))
+    memory = open_memory_or_none(config)
+    return RemoteBackend(
+        remote.name,
+        card,
+        open_provider(replace(remote, model=model), os.environ),
+        open_sessions(config, memory, context),
+        memory=memory,
+        tools=server_tools(config, memory),
+        tool_rounds=config.tool_turns + 1,
+        retries=config.remote_retries,
+        max_tokens=remote.max_tokens,
+        reasoning=ReasoningFormat(config.reasoning),
+        deadline_s=config.deadline_s,
+    )

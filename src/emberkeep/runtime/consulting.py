@@ -1,0 +1,64 @@
+"""Registered models as tools of the one that answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter
+
+from emberkeep.backend.base import Backend
+from emberkeep.config import Config
+from emberkeep.errors import EmberkeepError
+from emberkeep.models.remotes import Remotes
+from emberkeep.runtime.chain import named_backends, open_remote
+from emberkeep.tools.base import ToolFunction
+from emberkeep.tools.models import Consulted, ModelTools
+from emberkeep.types import Caller, Completed, RemoteModel, Request, TextDelta, Usage
+
+
+def open_consultants(config: Config) -> list[Consultants]:
+    """All but those that answer themselves. Raises ConfigError."""
+    others = [remote for remote in Remotes(config).list() if remote.name not in named_backends(config)]
+    return [Consultants(config, others)] if others else []
+
+
+class Consultants:
+    """A ToolSource. A model is connected to when it is asked for the first time. Belongs to the event loop."""
+
+    def __init__(self, config: Config, remotes: Sequence[RemoteModel]) -> None:
+        # Whom a model asks keeps nothing of it: not in a memory, and with no tools of ours.
+        self._config = replace(config, memory=False, server_tools=False, evict=False)
+        self._functions = ModelTools(remotes, self._consult, config.consult_depth).functions()
+        self._opened: dict[str, Backend] = {}
+        self._opening = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Nothing to do before somebody asks."""
+
+    def functions(self) -> Sequence[ToolFunction]:
+        return self._functions
+
+    async def close(self) -> None:
+        for backend in self._opened.values():
+            with suppress(EmberkeepError):
+                await backend.close()
+
+    async def _consult(self, remote: RemoteModel, request: Request, caller: Caller) -> Consulted:
+        begin = perf_counter()
+        backend = await self._backend(remote)
+        text, usage = "", Usage()
+        async for event in backend.generate(request):
+            if isinstance(event, TextDelta):
+                text += event.text
+            elif isinstance(event, Completed):
+                usage = event.usage
+        ms = 1e3 * (perf_counter() - begin)
+        return Consulted(text, backend.card.id, usage.prompt_tokens, usage.completion_tokens, ms)
+
+    async def _backend(self, remote: RemoteModel) -> Backend:
+        async with self._opening:
+            if remote.name not in self._opened:
+                self._opened[remote.name] = await asyncio.to_thread(open_remote, self._config, remote)
+            return self._opened[remote.name]

@@ -1,0 +1,45 @@
+"""The memory, and the conversations over it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from emberkeep.config import Config
+from emberkeep.errors import MemoryFailed
+from emberkeep.memory.memory import Memory
+from emberkeep.session.sessions import Policy, Sessions, about_tokens
+from emberkeep.types import Recall
+
+log = logging.getLogger("emberkeep")
+
+_RECALL_TOKENS = 512
+"""Most that is quoted of what has left a conversation, unless somebody asked for more."""
+
+
+def open_memory(config: Config) -> Memory | None:
+    """None: it is switched off. Raises MemoryFailed."""
+    from emberkeep.memory.embedding import open_embedder
+
+    if not config.memory:
+        return None
+    embed = open_embedder() if config.embeddings else None
+    return Memory(config.data_dir / "memory.sqlite3", limit_bytes=config.memory_budget, embed=embed)
+
+
+def open_memory_or_none(config: Config) -> Memory | None:
+    """Without a usable file nothing is remembered: serving goes on."""
+    try:
+        return open_memory(config)
+    except MemoryFailed as error:
+        log.warning("nothing is remembered: %s", error)
+        return None
+
+
+def open_sessions(
+    config: Config, memory: Memory | None, context: int, count: Callable[[str], int] = about_tokens
+) -> Sessions:
+    """`count`: of a text's tokens."""
+    recall_tokens = config.recall_tokens or min(context // 8, _RECALL_TOKENS)
+    policy = Policy(context, config.evict, config.low_water, Recall(config.recall), recall_tokens)
+    return Sessions(memory, policy, count)

@@ -1,0 +1,45 @@
+"""The tools that can be called here, those of other servers and other models among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from emberkeep.config import Config
+from emberkeep.memory.memory import Memory
+
+if TYPE_CHECKING:
+    from emberkeep.tools.base import ToolSource
+    from emberkeep.tools.toolbox import ToolBox
+
+
+def open_toolbox(config: Config, *, memory: Memory | None, asks: bool) -> ToolBox:
+    """`asks`: somebody can be asked before a dangerous tool runs. Nothing is started. Raises ConfigError."""
+    from emberkeep.tools.choosing import Choice
+    from emberkeep.tools.opening import built_in
+    from emberkeep.tools.toolbox import ToolBox, ToolLimits
+
+    functions = built_in(config, memory)
+    choice = Choice(config.enable_tools, config.disable_tools, asks)
+    sources = _sources(config)
+    later = {"mcp", "models", *(server.name for server in config.mcp)}
+    choice.check([*functions, *(function for source in sources for function in source.functions())], later)
+    limits = ToolLimits(config.tool_timeout_s, config.tool_output)
+    return ToolBox(functions, choice, limits=limits, sources=sources)
+
+
+def server_tools(config: Config, memory: Memory | None) -> ToolBox | None:
+    """Those that a server runs by itself, where it may. Raises ConfigError."""
+    return open_toolbox(config, memory=memory, asks=False) if config.server_tools else None
+
+
+def _sources(config: Config) -> list[ToolSource]:
+    sources: list[ToolSource] = []
+    if config.mcp:
+        from emberkeep.mcp.client import open_clients
+
+        sources.append(open_clients(config))
+    if config.consult_depth:
+        from emberkeep.runtime.consulting import open_consultants
+
+        sources += open_consultants(config)
+    return sources

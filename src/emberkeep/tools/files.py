@@ -1,0 +1,191 @@
+"""Tools for files below one folder."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from emberkeep.errors import ToolFailed
+from emberkeep.tools.base import tool
+from emberkeep.tools.beneath import Folder, Root, told
+from emberkeep.tools.listing import Walk, kind_of
+from emberkeep.tools.texts import decoded
+from emberkeep.types import Json
+
+_FILE_BYTES = 16 << 20
+_PAGE_CHARS = 60_000
+_LISTED = 1000
+_MODE = 0o644
+
+FilePath = Annotated[str, Field(description="Path below the working folder.")]
+
+
+class FileTools:
+    def __init__(self, root: Path) -> None:
+        """Nothing outside of `root` is read or written, and no link is followed."""
+        self._root = Root(root)
+
+    @tool(group="files")
+    def read_file(
+        self,
+        path: FilePath,
+        offset: Annotated[int, Field(ge=1, description="First line.")] = 1,
+        limit: Annotated[int, Field(ge=1, le=5000, description="Number of lines.")] = 200,
+    ) -> str:
+        """Read a text file."""
+        *folders, name = self._named(path)
+        with told(path), self._root.folder(folders) as folder:
+            data = _read(folder, name)
+        text = decoded(data)
+        if text is None:
+            return f"[{path} is binary, {len(data):,} bytes: not shown.]"
+        return _page(text, offset, limit)
+
+    @tool(group="files", dangerous=True, parallel=False)
+    def write_file(
+        self,
+        path: FilePath,
+        content: str,
+        append: Annotated[bool, Field(description="Add to what the file has.")] = False,
+    ) -> str:
+        """Write a text file, in place of what it had; missing folders are made."""
+        *folders, name = self._named(path)
+        data = _encoded(content)
+        with told(path), self._root.folder(folders, make=True) as folder:
+            before = _replaceable(folder, name)
+            if append and before is not None:
+                data = _read(folder, name) + data
+            if len(data) > _FILE_BYTES:
+                raise ToolFailed(f"A file may have {_FILE_BYTES:,} bytes: write less, or several files.")
+            _replace(folder, name, data, before)
+        return f"{'Created' if before is None else 'Wrote'} {path}: {len(data):,} bytes."
+
+    @tool(group="files")
+    def list_files(
+        self,
+        path: FilePath = ".",
+        pattern: Annotated[str, Field(max_length=200, description="Such as *.py.")] = "*",
+        recursive: bool = False,
+    ) -> str:
+        """List a folder: names with sizes in bytes; folders end with /."""
+        wanted = pattern.removeprefix("**/")
+        walk = Walk(is_deep=recursive or "**" in pattern)
+        lines: list[str] = []
+        with told(path), self._root.folder(self._root.parts(path)) as folder:
+            for entry in walk.entries(folder):
+                if fnmatchcase(entry.name, wanted) or fnmatchcase(entry.path, wanted):
+                    lines.append(entry.line)
+                if len(lines) > _LISTED:
+                    break
+        if len(lines) > _LISTED or walk.is_cut:
+            lines[_LISTED:] = ["[There is more: give a narrower path or pattern.]"]
+        return "\n".join(lines) or "[nothing]"
+
+    @tool(group="files", dangerous=True, parallel=False)
+    def delete_file(self, path: FilePath) -> str:
+        """Delete a file or an empty folder."""
+        *folders, name = self._named(path)
+        with told(path), self._root.folder(folders) as folder:
+            kind = kind_of(folder.look(name))
+            if kind == "folder":
+                folder.remove_folder(name)
+            elif kind == "file":
+                folder.remove(name)
+            else:
+                raise ToolFailed(f"{path!r} is a {kind}: only files and empty folders can be deleted.")
+        return f"Deleted the {kind} {path}."
+
+    @tool(group="files")
+    def file_exists(self, path: FilePath) -> Json:
+        """Tell whether a file or folder exists, and its size."""
+        *folders, name = self._root.parts(path) or (".",)
+        with told(path):
+            try:
+                with self._root.folder(folders) as folder:
+                    info = folder.look(name)
+            except (FileNotFoundError, NotADirectoryError):
+                return {"exists": False}
+        return {"exists": True, "kind": kind_of(info), "bytes": info.st_size}
+
+    def _named(self, path: str) -> tuple[str, ...]:
+        """As `Root.parts`, at least one."""
+        parts = self._root.parts(path)
+        if not parts:
+            raise ToolFailed(f"{path!r} is the working folder itself: name a file in it.")
+        return parts
+
+
+def _read(folder: Folder, name: str) -> bytes:
+    with folder.open(name) as file:
+        data = file.read(_FILE_BYTES + 1)
+        size = max(len(data), os.fstat(file.fileno()).st_size)
+    if size > _FILE_BYTES:
+        raise ToolFailed(f"{name!r} has {size:,} bytes, and {_FILE_BYTES:,} can be read: use a command.")
+    return data
+
+
+def _page(text: str, offset: int, limit: int) -> str:
+    if not text:
+        return "[empty]"
+    lines = text.removesuffix("\n").split("\n")
+    if offset > len(lines):
+        raise ToolFailed(f"The file has {len(lines)} lines: choose a smaller offset.")
+    shown = _fitting(lines[offset - 1 : offset - 1 + limit])
+    last = offset + len(shown) - 1
+    if last < len(lines):
+        shown.append(f"[Lines {offset} to {last} of {len(lines)}: offset={last + 1} reads on.]")
+    return "\n".join(shown)
+
+
+def _fitting(lines: list[str]) -> list[str]:
+    """As many as fit, at least one, if need be a part of it."""
+    first = lines[0]
+    if len(first) > _PAGE_CHARS:
+        return [f"{first[:_PAGE_CHARS]}[{len(first) - _PAGE_CHARS:,} more characters in this line]"]
+    room, shown = _PAGE_CHARS, 0
+    while shown < len(lines) and len(lines[shown]) <= room:
+        room -= len(lines[shown]) + 1
+        shown += 1
+    return lines[:shown]
+
+
+def _encoded(content: str) -> bytes:
+    try:
+        return content.encode()
+    except UnicodeEncodeError:
+        raise ToolFailed("The content has half a character in it (a lone surrogate): leave it out.") from None
+
+
+def _replaceable(folder: Folder, name: str) -> os.stat_result | None:
+    """The file that is there; None for none. Raises ToolFailed for what is no plain file."""
+    try:
+        info = folder.look(name)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(info.st_mode):
+        raise ToolFailed(f"{name!r} is a {kind_of(info)}: only files can be written.")
+    return info
+
+
+def _replace(folder: Folder, name: str, data: bytes, before: os.stat_result | None) -> None:
+    """The old or the new, whatever happens; who shares the old one over a hard link keeps it."""
+    temporary = f".emberkeep-{secrets.token_hex(8)}"
+    try:
+        with folder.create(temporary, _MODE) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            if before is not None:
+                folder.set_mode(file, stat.S_IMODE(before.st_mode) & 0o777)
+        folder.rename(temporary, name)
+    except BaseException:
+        with suppress(OSError):
+            folder.remove(temporary)
+        raise

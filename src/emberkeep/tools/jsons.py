@@ -1,0 +1,136 @@
+"""JSON tools: read it, lay it out, check it against a schema, take values out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from emberkeep.errors import ToolFailed
+from emberkeep.tools import json_work
+from emberkeep.tools.base import tool
+from emberkeep.types import Json
+
+GROUP = "json"
+
+_MOST_CHARS = 2 << 20
+_DEEPEST = 100
+_WORK_S = 5.0
+
+
+def _as_text(value: Json) -> Json:
+    # Models hand over the object itself as often as its text.
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _as_object(value: Json) -> Json:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Text = Annotated[str, BeforeValidator(_as_text), Field(description="JSON.")]
+Schema = Annotated[dict[str, Any], BeforeValidator(_as_object), Field(description="A JSON schema.")]
+
+
+class JsonTools:
+    """Sizes, depth and time are bounded. Raises ToolFailed."""
+
+    @tool(group=GROUP)
+    def json_parse(self, text: Text) -> Json:
+        """Read JSON and write it without blanks, or say where it is wrong."""
+        return _read(text)
+
+    @tool(group=GROUP)
+    def json_pretty(self, text: Text, sort_keys: bool = False) -> str:
+        """Lay JSON out over indented lines."""
+        return json.dumps(_read(text), indent=2, sort_keys=sort_keys, ensure_ascii=False)
+
+    @tool(group=GROUP)
+    async def json_validate(self, text: Text, schema: Schema) -> Json:
+        """Check JSON against a schema; what does not fit is listed."""
+        return await _worked(text, schema=schema)
+
+    @tool(group=GROUP)
+    async def json_query(
+        self, text: Text, path: Annotated[str, Field(description="JSONPath, such as $.ships[0].name")]
+    ) -> Json:
+        """Every value in JSON that a path leads to."""
+        return await _worked(text, path=path)
+
+
+def _read(text: str) -> Json:
+    """Raises ToolFailed."""
+    _check_size(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ToolFailed(f"This is not JSON: {error}.") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if _is_deep(value):
+        raise _too_deep()
+    return value
+
+
+def _check_size(text: str) -> None:
+    if len(text) > _MOST_CHARS:
+        raise ToolFailed(f"This JSON has {len(text)} characters: give at most {_MOST_CHARS}.")
+
+
+def _is_deep(value: Json) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        if not level:
+            return False
+        level = [item for part in level for item in _items(part)]
+    return True
+
+
+def _items(value: Json) -> list[Json]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _too_deep() -> ToolFailed:
+    return ToolFailed(f"This JSON is nested too deep: {_DEEPEST} levels are allowed.")
+
+
+async def _worked(text: str, **asked: Json) -> Json:
+    """In a process of its own, which can be stopped. Raises ToolFailed."""
+    _check_size(text)
+    question = json.dumps({"text": text, **asked}).encode()
+    if len(question) > 2 * _MOST_CHARS:
+        raise ToolFailed(f"This is too large: give at most {_MOST_CHARS} characters.")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",  # nothing of the current folder is imported
+        str(Path(json_work.__file__)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(question), _WORK_S)
+    except TimeoutError as error:
+        raise ToolFailed(f"It took longer than {_WORK_S:g} s: use a simpler schema or path.") from error
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    return _answer(output)
+
+
+def _answer(output: bytes) -> Json:
+    """Raises ToolFailed."""
+    try:
+        answer = json.loads(output)
+    except ValueError as error:
+        raise ToolFailed("It needed too much memory or time: use a simpler schema or path.") from error
+    if "error" in answer:
+        raise ToolFailed(f"It failed: {answer['error'].rstrip('.')}.")
+    return answer["value"]

@@ -1,0 +1,101 @@
+"""Tools of users: functions in a file of theirs, and what packages offer at the entry point `emberkeep.tools`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from emberkeep.errors import ConfigError
+from emberkeep.tools.base import ToolFunction, as_tool, is_marked, tools_of
+
+log = logging.getLogger("emberkeep.tools")
+
+ENTRY_POINTS = "emberkeep.tools"
+
+
+def tools_in_file(path: Path) -> list[ToolFunction]:
+    """Runs the file: it is as trusted as the command that names it. Its marked functions; if none is marked, its
+    public ones. Raises ConfigError."""
+    found = _tools_in(_run(path))
+    if not found:
+        raise ConfigError(f"{path} has no tools: mark a function in it with @tool.")
+    return found
+
+
+def tools_of_packages() -> list[ToolFunction]:
+    """One that is broken is in the log, and the others are there."""
+    found: list[ToolFunction] = []
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        try:
+            found += _offered(point.load())
+        except (Exception, SystemExit) as error:
+            log.warning("the tools of %s (%s) cannot be used: %s", point.name, point.value, _said(error))
+    return found
+
+
+def _offered(offered: Any) -> list[ToolFunction]:
+    """A module, a marked function, or a function that returns tools."""
+    if inspect.ismodule(offered):
+        return _tools_in(offered)
+    if is_marked(offered):
+        return [as_tool(offered)]
+    if not callable(offered):
+        raise ConfigError("it is neither a module nor a function.")
+    return _made(offered)
+
+
+def _made(factory: Callable[[], Iterable[Any]]) -> list[ToolFunction]:
+    made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in factory()]
+    if not made:
+        raise ConfigError("it returned no tools.")
+    return made
+
+
+def _tools_in(module: ModuleType) -> list[ToolFunction]:
+    if marked := tools_of(module):
+        return marked
+    return [
+        as_tool(value)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _run(path: Path) -> ModuleType:
+    """Raises ConfigError."""
+    # By where it is: two files may have the same name.
+    name = f"emberkeep_tools_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file: tools come from files that end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their types up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"The tools of {path} cannot be used{_line(error, path)}: {_said(error)}") from error
+    return module
+
+
+def _line(error: BaseException, path: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f" (line {error.lineno})"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def _said(error: BaseException) -> str:
+    said = error.msg if isinstance(error, SyntaxError) else str(error).partition("\n")[0]
+    if isinstance(error, (ConfigError, OSError)):
+        return said
+    return f"{type(error).__name__}{f': {said}' if said else ''}."

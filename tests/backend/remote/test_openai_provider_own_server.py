@@ -1,0 +1,135 @@
+"""Emberkeep asking Emberkeep: one's provider against the other's real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from emberkeep.backend.remote.base import Provider, RemoteAbout
+from emberkeep.backend.remote.openai import open_openai
+from emberkeep.config import Config
+from emberkeep.errors import ContextExceeded, Overloaded, RemoteDown, RemoteFull
+from emberkeep.types import (
+    Event,
+    Finished,
+    FinishReason,
+    Message,
+    ReasoningDelta,
+    RemoteModel,
+    Request,
+    Sampling,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+)
+from server.scripted import BILL, HANG, Running, ScriptedBackend, running, says
+from support.vendors.driving import end_of, events_of, text_of
+
+HELLO = Request(messages=(Message("user", "Hello?"),))
+WEATHER = Tool("weather", "Of a place.", {"type": "object", "properties": {"place": {"type": "string"}}})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(ScriptedBackend(), Config()) as server:
+        yield server
+
+
+def using(server: Running, use: Callable[[Provider], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        provider = open_openai(RemoteModel("own", "compatible", base_url=server.url), None)
+        try:
+            return await use(provider)
+        finally:
+            await provider.close()
+
+    return asyncio.run(run())
+
+
+def ask(server: Running, request: Request) -> list[Event]:
+    return using(server, lambda provider: events_of(provider, request))  # type: ignore[no-any-return]
+
+
+def test_text_and_its_bill_arrive(server: Running) -> None:
+    server.backend.reset(*says("Good", " day"))
+
+    events = ask(server, HELLO)
+
+    assert text_of(events) == "Good day"
+    assert end_of(events)[1].usage == BILL.usage
+
+
+def test_what_was_asked_arrives_as_it_was_asked(server: Running) -> None:
+    server.backend.reset(*says("Rain."))
+    call = ToolCall("c1", "weather", '{"place": "Lyon"}')
+    request = Request(
+        messages=(
+            Message("user", "Rain?"),
+            Message("assistant", "", reasoning="Lyon, then.", tool_calls=(call,)),
+            Message("tool", "rain", tool_call_id="c1"),
+        ),
+        tools=(WEATHER,),
+        parallel_tool_calls=False,
+        sampling=Sampling(temperature=0.0, top_k=7, min_p=0.0, typical_p=0.5, repetition_penalty=1.5, seed=3),
+        max_tokens=9,
+        stop=("END",),
+        user="ann",
+    )
+
+    ask(server, request)
+
+    heard = server.backend.last
+    assert heard.messages == request.messages
+    assert heard.tools == request.tools and heard.parallel_tool_calls is False
+    assert heard.sampling == request.sampling
+    assert (heard.max_tokens, heard.stop, heard.user) == (9, ("END",), "ann")
+
+
+def test_calls_and_thoughts_arrive_in_pieces(server: Running) -> None:
+    pieces = [
+        ReasoningDelta(0, "Hm."),
+        ToolCallDelta(0, 0, "c1", "weather", ""),
+        ToolCallDelta(0, 0, None, None, '{"place": "Lyon"}'),
+    ]
+    server.backend.reset(*pieces, Finished(0, FinishReason.TOOL_CALLS), BILL)
+
+    events = ask(server, Request(messages=HELLO.messages, tools=(WEATHER,)))
+
+    assert events[:3] == pieces
+    assert end_of(events)[0].reason is FinishReason.TOOL_CALLS
+
+
+def test_leaving_stops_the_other_ones_work(server: Running) -> None:
+    server.backend.reset(TextDelta(0, "Wait"), HANG)
+
+    async def use(provider: Provider) -> Event:
+        events: Any = provider.answer(HELLO)
+        first: Event = await anext(events)
+        await events.aclose()
+        return first
+
+    assert using(server, use) == TextDelta(0, "Wait")
+    assert server.backend.stopped_early.wait(10)
+
+
+def test_its_failures_keep_their_meaning(server: Running) -> None:
+    server.backend.reset(ContextExceeded(9000, 4096))
+    with pytest.raises(RemoteFull):
+        ask(server, HELLO)
+
+    server.backend.reset(Overloaded("The queue is full.", 3.0))
+    with pytest.raises(RemoteDown) as caught:
+        ask(server, HELLO)
+    assert caught.value.retry_after == 3.0
+
+    server.backend.reset(TextDelta(0, "Well"), Overloaded("Shutting down."))
+    with pytest.raises(RemoteDown):
+        ask(server, HELLO)
+
+
+def test_it_tells_about_itself(server: Running) -> None:
+    assert using(server, lambda provider: provider.about()) == RemoteAbout(("org/tiny",), 4096)

@@ -1,0 +1,140 @@
+"""Which services can be spoken to: what is usual for each, keys, SDKs that are missing, backends of one's own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from emberkeep.backend.remote.base import Provider
+from emberkeep.backend.remote.kinds import (
+    GROUP,
+    KINDS,
+    default_context,
+    has_key,
+    kind_names,
+    open_provider,
+    settled,
+)
+from emberkeep.errors import ConfigError, RemoteRefused
+from emberkeep.types import RemoteModel
+
+CANARY = "canary-7f3a9c"
+OWN = """
+    class Parrot:
+        def __init__(self, remote, key):
+            self.remote, self.key = remote, key
+
+    def open_parrot(remote, key):
+        return Parrot(remote, key)
+
+    nothing = None
+"""
+
+
+def remote(backend: str) -> RemoteModel:
+    return RemoteModel("mine", backend)
+
+
+@pytest.fixture
+def own_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package with backends of its own."""
+    (tmp_path / "parrots.py").write_text(textwrap.dedent(OWN))
+    info = tmp_path / "parrots-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parrots\nVersion: 1.0\n")
+    entries = ["parrot = parrots:open_parrot", "mute = parrots:nothing", "lost = parrots.gone:open_parrot"]
+    (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *entries, "openai = parrots:open_parrot"]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("parrots", None)
+
+
+@pytest.mark.parametrize("backend", KINDS)
+def test_every_kind_names_a_factory_and_its_usual_settings(backend: str) -> None:
+    kind = KINDS[backend]
+    usual = settled(remote(backend))
+    assert (usual.model, usual.base_url, usual.api_key_env) == (kind.model, kind.base_url, kind.key_env)
+    assert default_context(remote(backend)) == kind.context > 0
+    assert kind.factory.startswith("emberkeep.backend.remote.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", KINDS)
+def test_every_kind_can_be_opened(backend: str) -> None:
+    one = replace(remote(backend), base_url="http://127.0.0.1:1", model="some")
+    provider: Provider = open_provider(one, {KINDS[backend].key_env or "": CANARY})
+    assert CANARY not in repr(provider)
+
+
+def test_what_the_user_has_said_is_kept() -> None:
+    said = RemoteModel("mine", "ollama", "qwen", "http://127.0.0.1:9", "MY_KEY")
+    assert settled(said) == said
+
+
+@pytest.mark.parametrize("backend", [name for name, kind in KINDS.items() if kind.needs_key])
+def test_a_missing_key_is_refused_with_the_name_of_its_variable(backend: str) -> None:
+    variable = KINDS[backend].key_env or ""
+    assert not has_key(remote(backend), {variable: "  "})
+    assert has_key(remote(backend), {variable: CANARY})
+    with pytest.raises(RemoteRefused, match=variable):
+        open_provider(remote(backend), {})
+
+
+def test_a_key_under_another_name_is_looked_for_there_only() -> None:
+    one = replace(remote("anthropic"), api_key_env="WORK_KEY")
+    assert has_key(one, {"WORK_KEY": CANARY})
+    assert not has_key(one, {"ANTHROPIC_API_KEY": CANARY})
+
+
+def test_a_service_that_needs_no_key_needs_the_one_that_was_named() -> None:
+    assert has_key(remote("ollama"), {})
+    with pytest.raises(RemoteRefused, match="PROXY_KEY"):
+        open_provider(replace(remote("ollama"), api_key_env="PROXY_KEY"), {})
+
+
+def test_any_compatible_server_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match="base_url"):
+        open_provider(remote("compatible"), {})
+
+
+def test_an_unknown_kind_is_told_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean anthropic"):
+        open_provider(remote("antropic"), {})
+    with pytest.raises(ConfigError, match="use openai, "):
+        settled(remote("zzzz"))
+
+
+def test_a_missing_sdk_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "anthropic", None)
+    with pytest.raises(ConfigError, match=r"pip install 'emberkeep\[remote\]'"):
+        open_provider(remote("anthropic"), {"ANTHROPIC_API_KEY": CANARY})
+
+
+@pytest.mark.usefixtures("own_backends")
+def test_a_backend_of_ones_own_is_opened_with_its_key() -> None:
+    assert "parrot" in kind_names()
+    one = replace(remote("parrot"), api_key_env="PARROT_KEY")
+    provider = open_provider(one, {"PARROT_KEY": CANARY})
+    assert (provider.remote, provider.key) == (one, CANARY)  # type: ignore[attr-defined]
+    assert open_provider(remote("parrot"), {}).key is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("own_backends")
+@pytest.mark.parametrize("backend", ["mute", "lost"])
+def test_a_backend_of_ones_own_that_cannot_be_opened_is_explained(backend: str) -> None:
+    with pytest.raises(ConfigError, match="parrots"):
+        open_provider(remote(backend), {})
+
+
+@pytest.mark.usefixtures("own_backends")
+def test_nobody_can_take_the_place_of_a_known_kind() -> None:
+    assert kind_names().count("openai") == 1
+    with pytest.raises(RemoteRefused):
+        open_provider(remote("openai"), {})

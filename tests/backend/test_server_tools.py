@@ -1,0 +1,108 @@
+"""Tools that the server runs by itself for clients that send none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emberkeep.types import CallEnded, CallStarted, FinishReason, Message, Request
+from helpers.conversing import FERRY, GREEDY, Client, Harbour, ScriptedEngine
+
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+READ = CALL.format("read_file", '{"path": "log.txt"}')
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(context=2048)
+
+
+@pytest.fixture
+def harbour(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "log.txt").write_text("The Zephyr came in at noon.\n")
+    with Harbour(tmp_path, engine, server_tools=True, enable_tools=("files",), tools_root=root) as harbour:
+        yield harbour
+
+
+@pytest.fixture
+def client(harbour: Harbour) -> Client:
+    return Client(harbour, max_tokens=900)
+
+
+def outcomes(events: list[object]) -> list[str]:
+    return [event.outcome.text for event in events if isinstance(event, CallEnded)]
+
+
+def test_a_call_runs_and_only_the_answer_is_the_clients(client, engine):
+    engine.will_say(READ, "It came at noon.")
+    answer = client.say("When did the Zephyr come?")
+    assert answer.text == "It came at noon."
+    assert answer.calls == []
+    assert answer.reason is FinishReason.STOP
+    assert any("came in at noon" in text for text in outcomes(answer.events))
+    assert "The Zephyr came in at noon." in answer.prompts[1]
+    assert answer.prompts[1].startswith(answer.prompts[0])
+
+
+def test_the_next_turn_still_has_the_call_and_its_result(client, engine):
+    engine.will_say(READ, "It came at noon.", "You are welcome.")
+    before = client.say("When did the Zephyr come?")
+    answer = client.say("Thanks.")
+    assert answer.prompt.startswith(before.prompt + "It came at noon.<|im_end|>")
+    assert answer.lookup.reused_tokens > answer.bill.usage.prompt_tokens - 40
+
+
+def test_a_client_with_tools_of_its_own_gets_none_of_ours(client, engine):
+    engine.will_say("Hello.")
+    answer = client.say("Hello", tools=(FERRY,))
+    assert "read_file" not in answer.prompt
+    assert "ferry" in answer.prompt
+
+
+def test_who_wants_no_tools_gets_none(client, engine):
+    engine.will_say("Hello.")
+    assert "read_file" not in client.say("Hello", raw_tools=True).prompt
+
+
+def test_only_enabled_tools_are_there(client, engine):
+    engine.will_say("Hello.")
+    prompt = client.say("Hello").prompt
+    assert "read_file" in prompt
+    assert "run_command" not in prompt
+
+
+def test_an_unknown_tool_is_told_and_the_model_goes_on(client, engine):
+    engine.will_say(CALL.format("sail", "{}"), "I cannot.")
+    answer = client.say("Sail!")
+    assert [call.name for call in answer.calls] == ["sail"] or "There is no tool" in answer.prompt
+
+
+def test_a_model_that_calls_again_and_again_is_told_so(client, engine):
+    engine.will_say(READ, READ, READ, "At noon.")
+    answer = client.say("When?")
+    assert "with the same arguments" in answer.prompt
+    assert answer.text == "At noon."
+
+
+def test_results_that_fill_the_context_make_room_for_later_ones(harbour, engine, tmp_path):
+    for name in "abcdefgh":
+        (tmp_path / "root" / f"{name}.txt").write_text(f"{name} " * 700)
+    reads = [CALL.format("read_file", f'{{"path": "{name}.txt"}}') for name in "abcdefgh"]
+    engine.will_say(*reads, "Read all.")
+    answer = Client(harbour, max_tokens=1200).say("Read everything.")
+    assert answer.text == "Read all."
+    assert "left out to make room" in answer.prompt
+    assert sum(isinstance(event, CallStarted) for event in answer.events) == 8
+
+
+def test_a_warmed_prefix_is_the_beginning_of_such_chats(harbour, engine):
+    prefix = Request(messages=(Message("system", "Be brief."),), is_prefix=True)
+    warmed = harbour._runner.run(harbour.backend.warm(prefix))
+    assert warmed.error is None
+    engine.will_say("Hello.")
+    answer = Client(harbour, system="Be brief.", max_tokens=50, sampling=GREEDY).say("Hello")
+    assert answer.lookup.reused_tokens >= warmed.tokens - 8

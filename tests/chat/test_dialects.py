@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from answers import Answer, read_text
+from tiny_vocab import TinyVocab
+
+from emberkeep.chat.dialects import MARKED_DIALECTS, REASONING, STRAY_ENDS, hidden_tokens
+from emberkeep.chat.stream import TextStream
+from emberkeep.types import Event, Tool, ToolCallDelta
+
+VOCAB = TinyVocab()
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "depth": {"type": "integer"}}}
+TOOLS = (Tool("write", "", {}), Tool("list", "", SCHEMA))
+
+
+def answered(text: str, **options: object) -> Answer:
+    return read_text(VOCAB, list(text), tools=TOOLS, **options)
+
+
+def deltas(text: str) -> list[ToolCallDelta]:
+    stream = TextStream(VOCAB, tools=TOOLS)
+    events: list[Event] = [event for byte in text.encode() for event in stream.push(byte)[0]]
+    return [event for event in events if isinstance(event, ToolCallDelta)]
+
+
+# ── arguments while they are written ──
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        '<tool_call>{"name": "write", "arguments": {"path": "a", "text": "one two',
+        '{"name": "write", "parameters": {"path": "a", "text": "one two',
+        '```json\n{"name": "write", "arguments": {"path": "a", "text": "one two',
+        '[TOOL_CALLS]write[ARGS]{"path": "a", "text": "one two',
+        '[TOOL_CALLS][{"name": "write", "arguments": {"path": "a", "text": "one two',
+        '<function=write>{"path": "a", "text": "one two',
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>write<｜tool▁sep｜>{"path": "a", "text": "one two',
+    ],
+)
+def test_json_arguments_come_as_they_are_written(begun: str) -> None:
+    first, *rest = deltas(begun)
+    assert (first.name, first.id is not None) == ("write", True)
+    assert all(delta.id is None and delta.name is None for delta in rest)
+    assert "".join(delta.arguments for delta in (first, *rest)) == '{"path": "a", "text": "one two'
+
+
+def test_arguments_in_tags_come_one_by_one() -> None:
+    whole = deltas("<function=list><parameter=path>src</parameter><parameter=depth>2</parameter></function>")
+    assert [delta.arguments for delta in whole] == ["", '{"path": "src"', ', "depth": 2', "}"]
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        '{"name": "write',
+        '{"name": "write", "arguments": {',
+        '{"name": "write", "arguments": "{}',
+        '{"name": "other", "arguments": {"path": "a',
+        '{"arguments": {"path": "a"}',
+        '<tool_call>{"arguments": {"path": "a"}, "na',
+        "[write(path='a'",
+        "<function=other><parameter=path>a</parameter>",
+    ],
+)
+def test_what_is_not_certain_is_held_back(begun: str) -> None:
+    assert deltas(begun) == []
+
+
+def test_arguments_before_the_name_come_with_it() -> None:
+    (delta,) = deltas('<tool_call>{"arguments": {"path": "a"}, "name": "write"')
+    assert (delta.name, delta.arguments) == ("write", '{"path": "a"}')
+
+
+# ── what models get wrong ──
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"name": "write", "arguments": {"a": 1}', {"a": 1}),
+        ('{"name": "write", "arguments": {"a": 1', {"a": 1}),
+        ('{"name": "write", "arguments": {"a": [1, {"b": 2', {"a": [1, {"b": 2}]}),
+        ('{"name": "write", "arguments": {"a": 1}}}}', {"a": 1}),
+        ('{{"name": "write", "arguments": {"a": 1}}}', {"a": 1}),
+        ('{"name": "write", "arguments": {"a": 1,}}', {"a": 1}),
+        ('{"name": "write", "arguments": {"a": "x\ty\nz"}}', {"a": "x\ty\nz"}),
+        ('{"name": "write", "arguments": {"a": "\\d+ \\u00"}}', {"a": "\\d+ \\u00"}),
+        ('{"name": "write", "arguments": null}', {}),
+        ('{"name": "write", "arguments": ""}', {}),
+        ('{"tool_calls": [{"type": "function", "function": {"name": "write", "arguments": "{}"}}]}', {}),
+    ],
+)
+def test_small_mistakes_are_mended(written: str, arguments: dict[str, object]) -> None:
+    answer = answered(f"<tool_call>{written}</tool_call>")
+    assert (answer.calls, answer.text) == ([("write", arguments)], "")
+
+
+def test_broken_json_reaches_the_caller_as_it_was_written() -> None:
+    answer = answered('<tool_call>{"name": "write", "arguments": {"a": 1 "b": 2}}</tool_call> Done.')
+    assert (answer.arguments, answer.text) == (['{"a": 1 "b": 2}}'], " Done.")
+
+
+def test_a_text_that_breaks_off_in_a_string_is_not_completed() -> None:
+    """Half of a file that is to be written is not the file."""
+    assert answered('<tool_call>{"name": "write", "arguments": {"text": "half').arguments == ['{"text": "half']
+
+
+def test_a_parameter_without_an_end_ends_where_the_next_begins() -> None:
+    text = "<tool_call><function=list><parameter=path>\nsrc\n<parameter=depth>\n2\n</function></tool_call>"
+    assert answered(text).calls == [("list", {"path": "src", "depth": 2})]
+
+
+def test_values_in_tags_get_their_type_from_the_schema() -> None:
+    text = "<function=list><parameter=path>12</parameter><parameter=depth>{0}</parameter></function>"
+    assert answered(text.format("2")).calls == [("list", {"path": "12", "depth": 2})]
+    assert answered(text.format("True")).calls == [("list", {"path": "12", "depth": True})]
+    assert answered(text.format("two")).calls == [("list", {"path": "12", "depth": "two"})]
+
+
+def test_positional_arguments_get_their_names_from_the_schema() -> None:
+    assert answered('[list("src", depth=2)]').calls == [("list", {"path": "src", "depth": 2})]
+
+
+@pytest.mark.parametrize("value", ["open('x')", "a.b", "1 + 1", "f'{x}'", "__import__('os')", "b'x'", "{1: 2}"])
+def test_python_is_read_but_never_run(value: str) -> None:
+    text = f"[list(path={value})]"
+    answer = answered(text)
+    assert (answer.text, answer.calls) == (text, [])
+
+
+# ── what is quoted is no call ──
+
+
+def test_tags_in_a_fence_behind_other_text_are_an_example() -> None:
+    call = '<tool_call>{"name": "write", "arguments": {}}</tool_call>'
+    example = f"Calls look like this:\n```xml\n{call}\n```\nAnd now one:"
+    answer = answered(f"{example}\n{call}")
+    assert (answer.text, answer.calls) == (example, [("write", {})])
+    assert answered(f"```xml\n{call}\n```").calls == [("write", {})]
+
+
+def test_code_in_a_fence_is_text_whatever_it_contains() -> None:
+    text = '```python\nprint("<tool_call>")\nlist(path="a")\nx = {"name": "write", "arguments": {}}\n```'
+    assert answered(text).text == text
+
+
+def test_endless_attempts_are_given_up() -> None:
+    text = '<tool_call>{"a": ["' * 4000
+    answer = read_text(VOCAB, [text], tools=TOOLS)
+    assert (answer.text, answer.names) == (text, [])
+
+
+# ── cut answers ──
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "arguments"),
+    [
+        ("[TOOL_CALLS]write[ARGS]", "write", ""),
+        ('[TOOL_CALLS]write[ARGS]{"a": 1', "write", '{"a": 1'),
+        ('[TOOL_CALLS]write[ARGS]{"a": tr', "write", '{"a": '),
+        ("<tool_call><function=write><parameter=a>\nhalf of", "write", ""),
+        ("<tool_call><function=list><parameter=path>src</parameter><parameter=de", "list", '{"path": "src"'),
+        ("<tool_call>write<arg_key>a</arg_key><arg_value>half", "write", ""),
+        ("<|python_tag|>write(a='half", "write", ""),
+        ('<|tool_call>call:write{a:<|"|>half', "write", ""),
+    ],
+)
+def test_a_cut_call_of_any_dialect_has_its_name_and_what_is_whole(text: str, name: str, arguments: str) -> None:
+    answer = answered(text, cut=True)
+    assert (answer.text, answer.names, answer.arguments) == ("", [name], [arguments])
+
+
+def test_what_is_no_call_is_text_also_where_the_answer_is_cut_later() -> None:
+    text = '```json\n{"a": "<tool_call>none</tool_call> and so'
+    assert answered(text, cut=True).text == text
+
+
+# ── markers ──
+
+
+def test_no_marker_is_a_part_of_another() -> None:
+    """Otherwise it would matter in which pieces a text comes."""
+    markers = [*(dialect.start for dialect in MARKED_DIALECTS), *STRAY_ENDS]
+    assert [(one, other) for one, other in permutations(markers, 2) if one in other] == []
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>"),
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<arg_key>", "</arg_value>"),
+        *("<|START_ACTION|>", "<|tool_call_start|>", "<|tool_call>", '<|"|>', "<|channel|>", "<think>"),
+        *(block.end for block in REASONING if block.end != "<|end|>"),
+    ],
+)
+def test_markers_that_are_control_tokens_stay_visible(marker: str) -> None:
+    vocab = TinyVocab((marker, "<|im_end|>"))
+    assert hidden_tokens(vocab) == {vocab.specials["<|im_end|>"]}
+
+
+def test_tokens_around_messages_are_visible_only_to_models_that_have_channels() -> None:
+    for channels, hidden in ((("<|channel|>",), {"<|im_end|>"}), ((), {"<|end|>", "<|message|>", "<|im_end|>"})):
+        vocab = TinyVocab((*channels, "<|end|>", "<|message|>", "<|im_end|>"))
+        assert hidden_tokens(vocab) == {vocab.specials[text] for text in hidden}
+
+
+def test_a_token_that_ends_the_answer_is_never_text() -> None:
+    vocab = TinyVocab(("<|channel|>", "<|call|>"))
+    assert vocab.specials["<|call|>"] in hidden_tokens(vocab)
+
+
+def test_arguments_are_json_whatever_was_written_around_them() -> None:
+    text = '<tool_call>list<arg_key>pa"th</arg_key><arg_value>"\\\n</arg_value></tool_call>'
+    assert answered(text).calls == [("list", {'pa"th': '"\\\n'})]

@@ -1,0 +1,94 @@
+"""A provider that answers from a script, and a remote backend over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.remote.backend import RemoteBackend
+from emberkeep.backend.remote.base import RemoteAbout
+from emberkeep.errors import EmberkeepError
+from emberkeep.memory.memory import Memory
+from emberkeep.session.sessions import Policy, Sessions
+from emberkeep.types import (
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    LookupRecord,
+    Message,
+    Recall,
+    Request,
+    TextDelta,
+    Timings,
+    Usage,
+)
+
+Step = Event | EmberkeepError | float
+"""An event, an error to raise, or seconds to take."""
+
+
+def tokens_of(messages: Sequence[Message]) -> int:
+    """As this service counts them: four characters each, and four for a message."""
+    return sum(len(message.content) // 4 + 4 for message in messages)
+
+
+def said(text: str, prompt_tokens: int = 10, cached_tokens: int = 0) -> list[Step]:
+    bill = Completed(Usage(prompt_tokens, 3, cached_tokens), Timings(), LookupRecord())
+    return [TextDelta(0, text), Finished(0, FinishReason.STOP), bill]
+
+
+@dataclass
+class ScriptedProvider:
+    script: Callable[[Request], Iterable[Step]]
+    asked: list[Request] = field(default_factory=list)
+    closed: int = 0
+    left: int = 0
+
+    async def answer(self, request: Request) -> AsyncIterator[Event]:
+        self.asked.append(request)
+        ended = False
+        try:
+            for step in self.script(request):
+                if isinstance(step, EmberkeepError):
+                    raise step
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                else:
+                    yield step
+            ended = True
+        finally:
+            self.left += not ended
+
+    async def about(self) -> RemoteAbout:
+        return RemoteAbout(("far",), 1000)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def remote(
+    provider: ScriptedProvider,
+    folder: Path | None = None,
+    *,
+    context: int = 400,
+    recall: Recall = Recall.OFF,
+    **options: object,
+) -> RemoteBackend:
+    memory = Memory(folder / "memory.sqlite3", limit_bytes=10 << 30) if folder else None
+    sessions = Sessions(memory, Policy(context, recall=recall, recall_tokens=64))
+    return RemoteBackend("far", ModelCard("far-1", 0, context), provider, sessions, memory=memory, **options)
+
+
+def read(backend: object, request: Request) -> list[Event]:
+    async def events() -> list[Event]:
+        return [event async for event in backend.generate(request)]  # type: ignore[attr-defined]
+
+    return asyncio.run(events())
+
+
+def text(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
