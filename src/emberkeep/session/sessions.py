@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
-from emberkeep.chat.turns import bearable, room_for_results, shorter
+from emberkeep.chat.turns import bearable, leaving_turns, room_for_results, shorter
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.archiving import archived
@@ -180,6 +180,27 @@ class Sessions:
             self._counters.evicted_messages += eviction.messages
             self._counters.evicted_tokens += tokens
         return view, eviction
+
+    def lost(self, request: Request, places: frozenset[int]) -> None:
+        """Archive the turns of which a message's state is gone elsewhere; they stay in the conversation.
+
+        `places`: of its messages. Turns that are in the archive already are not archived again. Never raises.
+        """
+        if self._memory is None:
+            return
+        history = read_history(request.messages, request.conversation_id)
+        where = {index: i for i, index in enumerate(history.spoken)}
+        spoken = {where[place] for place in places if place in where}
+        turns = leaving_turns([history.messages[index] for index in history.spoken])
+        groups = [turn for turn in turns if turn & spoken]
+        try:
+            new = self._memory.archive(
+                _owner(request), archived(history, groups), [], conversation=history.conversation
+            )
+            with self._lock:
+                self._counters.archived_turns += new
+        except MemoryFailed as error:
+            log.warning("%d turns that a server has dropped are not archived: %s", len(groups), error)
 
     def mark(self, view: View) -> str:
         """Of the namespace in which state lives that was cut in this conversation."""

@@ -20,6 +20,7 @@ from emberkeep.backend.base import Cache, ModelCard
 from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.cache import NoCache
 from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
+from emberkeep.backend.remote.losing import Losses, TellsLosses
 from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteFull, RequestError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
@@ -88,6 +89,9 @@ class RemoteBackend:
         self._memory = memory
         self._asking = Asking(sessions, tools, tool_rounds)
         self._fitter = RemoteFitter(sessions)
+        self._losses = Losses(sessions)
+        if isinstance(provider, TellsLosses):
+            provider.on_removed = self._losses.removed
         self._retries = retries
         self._max_tokens = max_tokens
         self._reasoning = reasoning
@@ -129,6 +133,7 @@ class RemoteBackend:
         """What the service finds too long is shortened, and sent again."""
         for left in reversed(range(_SHORTER)):
             fitted = await asyncio.to_thread(self._fitter.fit, request)
+            self._losses.seen(fitted.shown, request)
             try:
                 async with aclosing(self._patiently(fitted)) as events:
                     async for event in events:
@@ -259,6 +264,7 @@ class RemoteBackend:
     async def close(self) -> None:
         await self._asking.close()
         await self._provider.close()
+        await self._losses.close()
         if self._memory is not None:
             await asyncio.to_thread(self._memory.close)
 

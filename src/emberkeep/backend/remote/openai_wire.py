@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from emberkeep.backend.remote.asking import Keepsakes, chosen, told_apart, turn_start
-from emberkeep.types import Json, JsonFormat, Message, RemoteModel, Request, Tool, ToolCall, ToolChoice
+from emberkeep.types import (
+    DEPTH_HEADER,
+    Json,
+    JsonFormat,
+    Message,
+    RemoteModel,
+    Request,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 _STANDARD = frozenset({"temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "logit_bias"})
-DEPTH_HEADER = "X-Emberkeep-Depth"
 
 
 @dataclass(frozen=True, slots=True)
