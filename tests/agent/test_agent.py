@@ -251,6 +251,24 @@ def test_a_model_that_calls_even_then_ends_there() -> None:
     assert Finished(0, FinishReason.LENGTH) in events
 
 
+def test_a_model_that_falls_silent_over_results_is_asked_once_more() -> None:
+    silent: list[Step] = [Finished(0, FinishReason.STOP), Completed(Usage(10, 1), Timings(), LookupRecord())]
+    model = Model(calling(("depth", {"pier": 3})), silent, answer("Seven metres."))
+    events = act(model, box(depth))
+    assert text(events) == "Seven metres."
+    assert model.asked[2].messages[:-1] == model.asked[1].messages
+    assert model.asked[2].tool_choice.mode == "none"
+    (exchanged,) = [event for event in events if isinstance(event, Exchanged)]
+    assert len(exchanged.messages) == 2
+
+
+def test_a_model_that_stays_silent_is_let_be() -> None:
+    silent: list[Step] = [Finished(0, FinishReason.STOP), Completed(Usage(10, 1), Timings(), LookupRecord())]
+    model = Model(calling(("depth", {"pier": 3})), silent, silent)
+    assert text(act(model, box(depth))) == ""
+    assert len(model.asked) == 3
+
+
 def test_tokens_are_those_of_the_whole_turn() -> None:
     model = Model(calling(("depth", {"pier": 1})), answer("Five."))
     act(model, box(depth), max_tokens=12)

@@ -374,7 +374,10 @@ def test_an_error_in_a_later_round_is_an_error(asking):
 
 
 def test_what_the_model_asked_is_written_down_as_it_was_asked(asking):
-    model = Model([TextDelta(0, "Let me "), TextDelta(0, "see."), *SEARCHING, CALLED, BILL], [DONE, BILL])
+    model = Model(
+        [TextDelta(0, "Let me "), TextDelta(0, "see."), *SEARCHING, CALLED, BILL],
+        [TextDelta(0, "Ah."), DONE, BILL],
+    )
     run(asking, model)
     view = asking._sessions.view(
         Request(messages=(Message("user", "Hello"), Message("assistant", "Let me see.\n\nAh.")))

@@ -88,6 +88,14 @@ def test_a_model_that_calls_again_and_again_is_told_so(client, engine):
     assert answer.text == "At noon."
 
 
+def test_a_model_that_falls_silent_over_results_is_asked_once_more(client, engine):
+    engine.will_say(READ, "", "It came at noon.", "You are welcome.")
+    answer = client.say("When did the Zephyr come?")
+    assert answer.text == "It came at noon."
+    assert "Now answer me" in answer.prompt
+    assert "Now answer me" not in client.say("Thanks.").prompt
+
+
 def test_results_that_fill_the_context_make_room_for_later_ones(harbour, engine, tmp_path):
     for name in "abcdefgh":
         (tmp_path / "root" / f"{name}.txt").write_text(f"{name} " * 700)

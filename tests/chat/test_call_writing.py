@@ -4,7 +4,7 @@ import random
 
 import pytest
 from answers import read_text
-from test_grammar import walk
+from masked_walk import walk
 from tiny_vocab import TinyVocab
 
 from emberkeep.chat.grammar import Grammars

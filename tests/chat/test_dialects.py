@@ -124,6 +124,10 @@ def test_positional_arguments_get_their_names_from_the_schema() -> None:
     assert answered('[list("src", depth=2)]').calls == [("list", {"path": "src", "depth": 2})]
 
 
+def test_backslashes_that_escape_nothing_are_kept() -> None:
+    assert answered(r"[list(path='\d \\d \n')]").calls == [("list", {"path": "\\d \\d \n"})]
+
+
 @pytest.mark.parametrize("value", ["open('x')", "a.b", "1 + 1", "f'{x}'", "__import__('os')", "b'x'", "{1: 2}"])
 def test_python_is_read_but_never_run(value: str) -> None:
     text = f"[list(path={value})]"
@@ -216,3 +220,22 @@ def test_a_token_that_ends_the_answer_is_never_text() -> None:
 def test_arguments_are_json_whatever_was_written_around_them() -> None:
     text = '<tool_call>list<arg_key>pa"th</arg_key><arg_value>"\\\n</arg_value></tool_call>'
     assert answered(text).calls == [("list", {'pa"th': '"\\\n'})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "write", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>',
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        "[write(a='\\ud800')]",
+        "[write(a=1e999)]",
+        "[write(a='\\d+')]",
+        "<function=write><parameter=a>NaN</parameter></function>",
+    ],
+)
+def test_whatever_comes_out_can_be_sent(text: str) -> None:
+    answer = answered(text)
+    for part in (answer.text, *answer.arguments, *(name or "" for name in answer.names)):
+        part.encode()
+    for _, arguments in answer.calls:
+        assert arguments["a"] not in (float("inf"), float("nan"))

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
-import numpy as np
 import pytest
+from masked_walk import allowed, walk
 from tiny_vocab import TinyVocab
 
 from emberkeep.chat.dialects import REASONING
@@ -27,28 +26,6 @@ PERSON = {
 }
 CITY = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
 TOOLS = (Tool("weather", "", {**CITY, "additionalProperties": False}), Tool("time"))
-
-
-def allowed(matcher: Matcher) -> list[int]:
-    mask = matcher.mask()
-    assert mask is not None
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    return [int(i) for i in np.flatnonzero(bits)]
-
-
-def walk(vocab: Vocab, matcher: Matcher, seed: int, limit: int = 400) -> list[int]:
-    """Sampled tokens of a model that knows nothing but the mask."""
-    rng = random.Random(seed)
-    ids: list[int] = []
-    while len(ids) < limit and not matcher.finished:
-        choices = allowed(matcher)
-        ending = [token for token in choices if token in vocab.eog]
-        token = rng.choice(ending or choices)
-        matcher.advance(token)
-        if token in vocab.eog:
-            break
-        ids.append(token)
-    return ids
 
 
 def matcher_for(request: Request) -> Matcher:

@@ -189,6 +189,14 @@ def test_calls_are_read_behind_reasoning_and_never_in_it(form: ReasoningFormat) 
     assert CALL in answer.text + answer.reasoning or form is ReasoningFormat.STRIP
 
 
+@pytest.mark.parametrize("draft", ["", f"Maybe {CALL}? Yes: "])
+def test_a_call_that_ends_an_answer_is_meant_although_the_reasoning_never_ended(draft: str) -> None:
+    answer = answered(f"<think>Look it up. {draft}\n{CALL}\n{CALL}\n", tools=TOOLS)
+    assert [name for name, _ in answer.calls] == ["weather", "weather"]
+    assert answered(f"<think>{CALL} or not?", tools=TOOLS).calls == []
+    assert called(cut(f"<think>{CALL}")[1]) == []
+
+
 @pytest.mark.parametrize("form", ReasoningFormat)
 def test_thoughts_are_counted_wherever_they_go(form: ReasoningFormat) -> None:
     stream = TextStream(VOCAB, reasoning_format=form)

@@ -107,6 +107,33 @@ def test_one_that_does_not_start_is_a_line_in_the_log_and_a_state(tmp_path, capl
     assert names and all(name.startswith("good__") for name in names)
 
 
+def test_one_that_takes_long_to_start_is_not_waited_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("emberkeep.mcp.client._PATIENCE_S", 0.01)
+
+    async def story():
+        async with connected(tmp_path, hostile("slow")) as clients:
+            before = offered(clients), clients.states()[0].status
+            await clients.start_wholly("slow")
+            return before, offered(clients)
+
+    before, after = asyncio.run(story())
+    assert before == ([], ServerStatus.STARTING)
+    assert "slow is still starting" in caplog.text
+    assert "slow__echo" in after
+
+
+def test_after_close_nothing_is_started_again(tmp_path):
+    pids = tmp_path / "pids"
+
+    async def story():
+        async with connected(tmp_path, hostile("a", env={"PIDS": str(pids)})) as clients:
+            pass
+        return await call(clients, "a__echo")
+
+    assert "a is closed" in asyncio.run(story()).text
+    assert len(pids.read_text().split()) == 1
+
+
 def test_a_program_that_does_not_exist_is_named(tmp_path):
     from emberkeep.config import McpServer
 

@@ -122,5 +122,6 @@ def test_it_runs_on_the_loop_of_the_server_too(tmp_path):
             await call(clients, "a__crash")
             return clients.states()
 
-    (state,) = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        (state,) = runner.run(run())
     assert "ended with status 3" in state.reason

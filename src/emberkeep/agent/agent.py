@@ -12,7 +12,17 @@ from functools import partial
 
 from emberkeep.agent.permissions import Permissions
 from emberkeep.backend.base import Backend
-from emberkeep.backend.rounds import Repeats, Round, carried_out, exchange, further, heard, in_order, together
+from emberkeep.backend.rounds import (
+    Repeats,
+    Round,
+    carried_out,
+    exchange,
+    further,
+    heard,
+    in_order,
+    together,
+    urged,
+)
 from emberkeep.chat.turns import bearable, room_for_results, shorter
 from emberkeep.errors import RequestError
 from emberkeep.session.sessions import about_tokens
@@ -84,7 +94,7 @@ class Agent:
         turn = _Turn(self._equipped(request), len(request.messages))
         ours = {tool.name for tool in turn.asked.tools} - {tool.name for tool in request.tools}
         bills: list[Completed] = []
-        repeats = Repeats()
+        repeats, was_urged = Repeats(), False
         for left in reversed(range(self._turns + 1)):
             current = Round(ours.__contains__)
             answer = partial(turn.ask, self._backend)
@@ -92,6 +102,9 @@ class Agent:
                 async for event in events:
                     yield event
             following = further(turn.asked, bills[-1], may_call=left > 1)
+            if current.is_speechless and len(bills) > 1 and not was_urged and left and following:
+                turn.asked, was_urged = urged(following), True
+                continue
             if not current.calls or not left or following is None:
                 break
             outcomes: list[Outcome] = []

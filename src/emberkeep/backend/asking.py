@@ -14,7 +14,7 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol
 
-from emberkeep.backend.rounds import Repeats, Round, carried_out, further, heard, in_order, together
+from emberkeep.backend.rounds import Repeats, Round, carried_out, further, heard, in_order, together, urged
 from emberkeep.session.asking import SEARCH
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
@@ -94,7 +94,7 @@ class Asking:
         asked = self.equipped(request)
         names = {tool.name for tool in asked.tools} - {tool.name for tool in request.tools}
         bills: list[Completed] = []
-        repeats = Repeats()
+        repeats, was_urged = Repeats(), False
         for left in reversed(range(self._rounds)):
             current = Round(names.__contains__)
             shorten = partial(asyncio.to_thread, self._sessions.shortened, asked)
@@ -102,6 +102,9 @@ class Asking:
                 async for event in events:
                     yield event
             following = further(asked, bills[-1], may_call=left > 1)
+            if current.is_speechless and len(bills) > 1 and not was_urged and left and following:
+                asked, was_urged = urged(following), True
+                continue
             if not current.calls or not left or following is None:
                 break
             if current.text:

@@ -31,6 +31,7 @@ from emberkeep.types import (
 
 SAME_CALLS = 2
 """How often a call with the same arguments is carried out in one turn."""
+_NUDGE = Message("user", "[The tools have answered. Now answer me, in words.]")
 _BESIDE = 8
 """Calls that run at the same time."""
 
@@ -73,6 +74,12 @@ class Round:
             case ReasoningDelta(text=text):
                 self.reasoning += text
         return event
+
+    @property
+    def is_speechless(self) -> bool:
+        """It ended by itself, with nothing."""
+        ended = self.finished is not None and self.finished.reason is FinishReason.STOP
+        return ended and not (self.text.strip() or self._ours or self._others)
 
     def end(self) -> Finished | None:
         """As the client is told: calls of ours that are not carried out end the answer where it is."""
@@ -118,6 +125,11 @@ def further(asked: Request, bill: Completed, *, may_call: bool) -> Request | Non
         return replace(asked, tool_choice=choice)
     left = asked.max_tokens - bill.usage.completion_tokens
     return replace(asked, tool_choice=choice, max_tokens=left) if left > 0 else None
+
+
+def urged(asked: Request) -> Request:
+    """Small models fall silent over results: once more, with a word that is for this round only."""
+    return replace(asked, messages=(*asked.messages, _NUDGE), tool_choice=ToolChoice("none"))
 
 
 def together(bills: Sequence[Completed]) -> Completed:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import islice
 
 from emberkeep.chat.attempt import Attempt, Outcome
 from emberkeep.chat.dialects import (
@@ -79,6 +80,7 @@ class Sections:
         self._out: list[Section] = []
         self._called = False
         self._has_said = False
+        self._thought: list[str] = []
         self._attempt: Attempt | None = None
         self._quote_end: Markers | None = None
         self._in_vain = 0
@@ -100,6 +102,8 @@ class Sections:
             self._take_cut_marker()
         if self._buffer:
             self._take(len(self._buffer), self._kind_of_rest())
+        if not cut and self._tools and self._state == self._reasoning:
+            self._take_last_thought()
         return out + self._emitted()
 
     def _advance(self) -> list[Section]:
@@ -115,6 +119,8 @@ class Sections:
         if length:
             self._out.append(self._cut_off(length, kind))
             self._has_said |= kind is Kind.TEXT
+            if kind is Kind.REASONING:
+                self._thought.append(self._out[-1].text)
 
     def _cut_off(
         self, length: int, kind: Kind, pieces: tuple[CallPiece, ...] = (), is_end: bool = False
@@ -257,6 +263,18 @@ class Sections:
         """All but what may turn out to be a marker, or blanks before one."""
         settled = self._buffer[: len(self._buffer) - markers.held(self._buffer)]
         self._take(len(settled.rstrip()), kind)
+
+    def _take_last_thought(self) -> None:
+        """Calls with which an answer ends are meant, also where the model forgot to end its reasoning first."""
+        thought = "".join(self._thought)
+        starts = [match.start() for match in islice(_STARTS.all(thought), _MAX_AT_END)]
+        for start in starts:
+            sections = Sections(self._tools, None)
+            found = sections.feed(thought[start:]) + sections.finish()
+            if all(section.kind in (Kind.CALLS, Kind.HIDDEN) for section in found):
+                pieces = tuple(piece for section in found for piece in section.pieces)
+                self._out.append(self._cut_off(0, Kind.CALLS, pieces, is_end=True))
+                return
 
     def _take_cut_marker(self) -> None:
         if marker := _CUT_START.held(self._buffer):

@@ -87,7 +87,7 @@ class ChatSession:
         finished = self._show(stream)
         result = stream.result
         # A turn without an answer is forgotten: many templates refuse two user messages in a row.
-        if result.text or result.exchanges:
+        if result.text:
             self.conversation.add(
                 *messages, *result.exchanges, Message("assistant", result.text, result.reasoning)
             )

@@ -170,7 +170,7 @@ def _with_servers(config: Config, use: Callable[[McpClients], Awaitable[T]], onl
         clients = open_clients(config)
         try:
             with console(stderr=True).status("Starting MCP servers ..."):
-                await (clients.start() if only is None else clients.start_one(only))
+                await clients.start_wholly(only)
             return await use(clients)
         finally:
             await clients.close()

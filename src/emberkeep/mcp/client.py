@@ -25,6 +25,8 @@ from emberkeep.types import Caller, Json, Message
 GROUP = "mcp"
 
 _RESOURCES = 200
+_PATIENCE_S = 15.0
+"""A program may be downloaded before it starts; a chat does not wait for that."""
 
 
 class ServerStatus(StrEnum):
@@ -65,11 +67,13 @@ class McpClients:
         self._own = tools_of(_McpTools(self._links)) if servers else []
 
     async def start(self) -> None:
-        await asyncio.gather(*(link.start() for link in self._links.values()))
+        """One that takes long goes on starting, and its tools come later. Never raises."""
+        await asyncio.gather(*(link.start(_PATIENCE_S) for link in self._links.values()))
 
-    async def start_one(self, name: str) -> None:
-        """Raises NoSuchEntry."""
-        await self._link(name).start()
+    async def start_wholly(self, name: str | None = None) -> None:
+        """All, or one; returns when each can be used or cannot. Raises NoSuchEntry."""
+        links = self._links.values() if name is None else [self._link(name)]
+        await asyncio.gather(*(link.start() for link in links))
 
     async def close(self) -> None:
         await asyncio.gather(*(link.close() for link in self._links.values()), return_exceptions=True)
@@ -197,6 +201,5 @@ def _state(link: Link) -> ServerState:
 
 def _quiet_sdk() -> None:
     """Its tracebacks about servers are no news: what matters is said in our own log."""
-    if not logging.getLogger("emberkeep").isEnabledFor(logging.DEBUG):
-        for name in ("mcp", "httpx2"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in ("mcp.client", "mcp.shared", "httpx2"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -42,15 +42,20 @@ class Link:
         self._clock = clock
         self._failures = 0
         self._timeouts = 0
+        self._is_closed = False
 
-    async def start(self) -> None:
-        """Returns when it can be asked, or will not answer soon. Never raises."""
+    async def start(self, patience_s: float | None = None) -> None:
+        """Returns when it can be asked, or will not answer soon: it goes on starting then. Never raises."""
         try:
-            await self._connected()
+            await asyncio.wait_for(self._connected(), patience_s)
+        except TimeoutError:
+            log.warning("%s is still starting: its tools come later", self.server.name)
         except ToolFailed as error:
             log.warning("%s", error)
 
     async def close(self) -> None:
+        """For good."""
+        self._is_closed = True
         if self.connection is not None:
             await self.connection.close()
 
@@ -101,6 +106,8 @@ class Link:
 
     async def _connected(self) -> Connection:
         """Raises ToolFailed."""
+        if self._is_closed:
+            raise ToolFailed(f"{self.server.name} is closed: Emberkeep is about to end.")
         if self.connection is None or self.connection.is_over:
             self._check_patience(self.connection)
             self.connection = Connection(self.server, self._list, self._clock)
@@ -125,7 +132,7 @@ class Link:
         self._pins.meet(self.server.name, listing.tools, self.server.tools)
         waiting = [name for name, standing in self.standings().items() if standing is not Standing.APPROVED]
         if waiting:
-            log.warning("%s: %d tools are new or changed: %s", self.server.name, len(waiting), self._way_out)
+            log.warning("%s: new or changed is %s: %s", self.server.name, ", ".join(waiting[:10]), self._way_out)
 
     @property
     def _way_out(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable
@@ -39,6 +40,7 @@ class McpHost:
 
     def __init__(self, toolbox: ToolBox, memory: Memory | None, owner: str) -> None:
         """`owner`: whose memory it is. Both are the caller's to close."""
+        logging.getLogger("mcp.server").setLevel(logging.WARNING)
         self._toolbox = toolbox
         self._memory = memory
         self._caller = Caller(owner)

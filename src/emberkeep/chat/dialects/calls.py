@@ -49,8 +49,8 @@ class Calls:
         return name in self._tools
 
     def named(self, name: str) -> None:
-        """Raises NoCall where there is no such tool and there has to be one."""
-        if not name or (name not in self._tools and not self.any_name):
+        """Raises NoCall where there is no such tool and there has to be one, or where it is no name at all."""
+        if not name.isprintable() or not name or (name not in self._tools and not self.any_name):
             raise NoCall
         self.name = name
 
@@ -79,7 +79,22 @@ class Calls:
         return pieces
 
 
-# ── values that were written without quotes ──
+# ── values ──
+
+
+def as_json(value: Json) -> str:
+    """As it may be sent. Raises ValueError for numbers that JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_text(text) else json.dumps(value)
+
+
+def is_text(text: str) -> bool:
+    """Half of a character (a lone surrogate), which JSON can name, is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def typed_json(tool: Tool, key: str, text: str) -> str:
@@ -87,12 +102,16 @@ def typed_json(tool: Tool, key: str, text: str) -> str:
     schema = tool.parameters.get("properties", {}).get(key, {})
     if not _takes_text(schema):
         try:
-            json.loads(text)
+            json.loads(text, parse_constant=_refuse)
             return text.strip()
         except (ValueError, RecursionError):
             if text.strip() in _PYTHONS:
                 return _PYTHONS[text.strip()]
-    return json.dumps(text, ensure_ascii=False)
+    return as_json(text)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from emberkeep.chat.dialects.calls import Calls, NoCall
+from emberkeep.chat.dialects.calls import Calls, NoCall, as_json
 from emberkeep.chat.dialects.tape import Reading, Tape
 
 _QUOTE = '<|"|>'
@@ -49,4 +49,4 @@ def _as_json(token: re.Match[str]) -> str:
     if token["string"] is not None:
         return token["string"]
     key = token["key"]
-    return json.dumps(token["text"] if key is None else key, ensure_ascii=False)
+    return as_json(token["text"] if key is None else key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from emberkeep.chat.dialects.calls import Calls, NoCall
+from emberkeep.chat.dialects.calls import Calls, NoCall, as_json, is_text
 from emberkeep.chat.dialects.json_text import JsonText, NotJson, json_value
 from emberkeep.chat.dialects.tape import Reading, Tape
 
@@ -64,7 +64,7 @@ class Arguments:
         if isinstance(value, str):
             text, value = value, _LENIENT.decode(value) if value.strip() else None
             if isinstance(value, dict):
-                self.put(text if _is_strict(text) else json.dumps(value, ensure_ascii=False))
+                self.put(text if _is_strict(text) else as_json(value))
                 return
         if value is not None:
             raise NoCall
@@ -90,7 +90,7 @@ def _is_strict(text: str) -> bool:
         json.loads(text)
     except ValueError:
         return False
-    return True
+    return is_text(text)
 
 
 def call_object(
@@ -112,27 +112,17 @@ def call_object(
 def _members(tape: Tape, calls: Calls, end: str, depth: int) -> Reading[None]:
     arguments = Arguments(calls)
     begun = calls.begun
-    is_first = True
     # Qwen 2.5: its template tells it to write two braces.
     is_doubled = yield from tape.takes("{")
-    while True:
-        yield from tape.skip(_COMMAS)
-        if (yield from tape.takes("}")):
-            break
-        if (yield from tape.char()) != '"':
-            raise NoCall
-        key = yield from json_value(tape)
-        if is_first and key not in _FIRST_KEYS and not calls.any_name:
-            raise NoCall
-        is_first = False
-        yield from tape.skip()
-        if not (yield from tape.takes(":")):
-            raise NoCall
-        yield from tape.skip()
+    key = yield from _key(tape)
+    if key not in _FIRST_KEYS and not calls.any_name:
+        raise NoCall
+    while key is not None:
         if key in _WRAPPERS and depth < _MAX_DEPTH and (yield from tape.sees("{", "[")):
             yield from _wrapped(tape, calls, end, depth + 1)
         else:
             yield from _member(tape, calls, key, arguments, end)
+        key = yield from _key(tape)
     if is_doubled:
         yield from tape.takes("}")
     if calls.begun == begun:
@@ -140,6 +130,21 @@ def _members(tape: Tape, calls: Calls, end: str, depth: int) -> Reading[None]:
             raise NoCall
         calls.open()
         calls.add("{}")
+
+
+def _key(tape: Tape) -> Reading[str | None]:
+    """The next one, up to its value; None at the end of the object."""
+    yield from tape.skip(_COMMAS)
+    if (yield from tape.takes("}")):
+        return None
+    if (yield from tape.char()) != '"':
+        raise NoCall
+    key: str = yield from json_value(tape)
+    yield from tape.skip()
+    if not (yield from tape.takes(":")):
+        raise NoCall
+    yield from tape.skip()
+    return key
 
 
 def _member(tape: Tape, calls: Calls, key: str, arguments: Arguments, end: str) -> Reading[None]:

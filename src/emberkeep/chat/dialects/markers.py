@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class Markers:
@@ -17,6 +17,9 @@ class Markers:
 
     def search(self, text: str) -> re.Match[str] | None:
         return self._any.search(text)
+
+    def all(self, text: str) -> Iterator[re.Match[str]]:
+        return self._any.finditer(text)
 
     def held(self, text: str) -> int:
         """How many characters at the end of `text` may be the beginning of a marker."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 
-from emberkeep.chat.dialects.calls import Calls, NoCall
+from emberkeep.chat.dialects.calls import Calls, NoCall, as_json
 from emberkeep.chat.dialects.tape import Reading, Tape
 from emberkeep.types import Json, Tool
 
 _QUIET = re.compile(r"[^'\"()\[\]{}]+")
 _PLAIN = re.compile(r"[^'\"\\]+")
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPED = frozenset("\\'\"abfnrtvxuUN01234567\n")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -20,14 +21,27 @@ def python_call(tape: Tape, calls: Calls, name: str) -> Reading[None]:
     calls.named(name)
     text = yield from _in_parentheses(tape)
     try:
-        call = ast.parse(f"f{text}", mode="eval").body
-        assert isinstance(call, ast.Call)
-        arguments = _by_name(calls.tool, [_value(node) for node in call.args])
-        arguments |= {keyword.arg or "": _value(keyword.value) for keyword in call.keywords}
-        written = json.dumps(arguments, ensure_ascii=False)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        written = as_json(_arguments(calls.tool, text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NoCall from None
     calls.whole(name, written)
+
+
+def _arguments(tool: Tool, text: str) -> dict[str, Json]:
+    call = ast.parse("f" + _ESCAPE.sub(_mended, text), mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise ValueError("not a call")
+    arguments = _by_name(tool, [_value(node) for node in call.args])
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ValueError("not a plain argument")
+        arguments[keyword.arg] = _value(keyword.value)
+    return arguments
+
+
+def _mended(escape: re.Match[str]) -> str:
+    """Python warns of a backslash that escapes nothing."""
+    return escape[0] if escape[1] in _ESCAPED else "\\" + escape[0]
 
 
 def _in_parentheses(tape: Tape) -> Reading[str]:

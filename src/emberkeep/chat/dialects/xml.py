@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
-from emberkeep.chat.dialects.calls import Calls, NoCall, typed_json
+from emberkeep.chat.dialects.calls import Calls, NoCall, as_json, typed_json
 from emberkeep.chat.dialects.json_calls import Arguments
 from emberkeep.chat.dialects.tape import Reading, Tape
 
@@ -56,7 +55,7 @@ class _Object:
     def add(self, key: str, text: str) -> None:
         before = ", " if self._count else "{"
         value = typed_json(self._calls.tool, key, text)
-        self._calls.add(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
+        self._calls.add(f"{before}{as_json(key)}: {value}")
         self._count += 1
 
     def end(self) -> None:
