@@ -92,8 +92,8 @@ def test_a_model_that_falls_silent_over_results_is_asked_once_more(client, engin
     engine.will_say(READ, "", "It came at noon.", "You are welcome.")
     answer = client.say("When did the Zephyr come?")
     assert answer.text == "It came at noon."
-    assert "Now answer me" in answer.prompt
-    assert "Now answer me" not in client.say("Thanks.").prompt
+    assert "answer this in words" in answer.prompt
+    assert "answer this in words" not in client.say("Thanks.").prompt
 
 
 def test_results_that_fill_the_context_make_room_for_later_ones(harbour, engine, tmp_path):

@@ -31,7 +31,7 @@ from emberkeep.types import (
 
 SAME_CALLS = 2
 """How often a call with the same arguments is carried out in one turn."""
-_NUDGE = Message("user", "[The tools have answered. Now answer me, in words.]")
+_REPEATED = 1000
 _BESIDE = 8
 """Calls that run at the same time."""
 
@@ -128,8 +128,10 @@ def further(asked: Request, bill: Completed, *, may_call: bool) -> Request | Non
 
 
 def urged(asked: Request) -> Request:
-    """Small models fall silent over results: once more, with a word that is for this round only."""
-    return replace(asked, messages=(*asked.messages, _NUDGE), tool_choice=ToolChoice("none"))
+    """Small models fall silent over results: once more, with the question repeated for this round only."""
+    question = next((message.content for message in reversed(asked.messages) if message.role == "user"), "")
+    again = Message("user", f"With these results, answer this in words: {question[-_REPEATED:]}")
+    return replace(asked, messages=(*asked.messages, again), tool_choice=ToolChoice("none"))
 
 
 def together(bills: Sequence[Completed]) -> Completed:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import islice
 
 from emberkeep.chat.attempt import Attempt, Outcome
 from emberkeep.chat.dialects import (
@@ -57,8 +56,11 @@ _CUT_START = Markers([TAGGED.start])
 _OPENINGS = Markers(block.start for block in REASONING)
 _ENDS = {block: Markers([block.end]) for block in REASONING}
 _MAX_IN_VAIN = 1 << 18
-"""Characters that may be read in vain, and again as text, in one answer; and attempts after its end."""
+"""Characters of one answer that may be read as a call in vain, and again as text. Then it has no more calls."""
 _MAX_AT_END = 32
+"""Attempts that may fail because the answer has ended."""
+_MAX_LAST_CALLS = 8
+"""Calls at the end of reasoning that was not ended."""
 _BETWEEN_CALLS = re.compile(r"[\s,;]*")
 
 
@@ -102,6 +104,7 @@ class Sections:
             self._take_cut_marker()
         if self._buffer:
             self._take(len(self._buffer), self._kind_of_rest())
+        out += self._emitted()
         if not cut and self._tools and self._state == self._reasoning:
             self._take_last_thought()
         return out + self._emitted()
@@ -267,13 +270,14 @@ class Sections:
     def _take_last_thought(self) -> None:
         """Calls with which an answer ends are meant, also where the model forgot to end its reasoning first."""
         thought = "".join(self._thought)
-        starts = [match.start() for match in islice(_STARTS.all(thought), _MAX_AT_END)]
-        for start in starts:
+        for marker in [*_STARTS.find_all(thought)][-_MAX_LAST_CALLS:]:
             sections = Sections(self._tools, None)
-            found = sections.feed(thought[start:]) + sections.finish()
+            found = sections.feed(thought[marker.start() :]) + sections.finish()
+            self._in_vain += sections._in_vain
             if all(section.kind in (Kind.CALLS, Kind.HIDDEN) for section in found):
                 pieces = tuple(piece for section in found for piece in section.pieces)
                 self._out.append(self._cut_off(0, Kind.CALLS, pieces, is_end=True))
+            if self._out or self._in_vain > _MAX_IN_VAIN:
                 return
 
     def _take_cut_marker(self) -> None:

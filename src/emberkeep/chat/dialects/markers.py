@@ -18,7 +18,7 @@ class Markers:
     def search(self, text: str) -> re.Match[str] | None:
         return self._any.search(text)
 
-    def all(self, text: str) -> Iterator[re.Match[str]]:
+    def find_all(self, text: str) -> Iterator[re.Match[str]]:
         return self._any.finditer(text)
 
     def held(self, text: str) -> int:
