@@ -533,9 +533,19 @@ class Server:
     def functions(self) -> Sequence[ToolFunction]:
         return self._found
 
+    def withdrawn(self, name: str) -> str | None:
+        return "old changed since you approved it." if name == "old" else None
+
     async def close(self) -> None:
         self.is_closed = True
         raise OSError("it was gone already")
+
+
+def test_a_tool_that_was_withdrawn_says_why() -> None:
+    box = ToolBox([returning("ours")], Choice(), sources=[Server()])
+    outcome = asyncio.run(box.run(ToolCall("1", "old", "{}"), Caller()))
+    assert outcome.failed
+    assert "changed since you approved it" in outcome.text
 
 
 def test_tools_of_servers_come_later_and_never_in_place_of_ours() -> None:

@@ -87,6 +87,10 @@ class McpClients:
             found.extend(_function(link, one) for one in approved)
         return found
 
+    def withdrawn(self, name: str) -> str | None:
+        listed = ((link, one) for link in self._links.values() for one in link.listing.tools)
+        return next((link.refusal(one) for link, one in listed if one.definition.name == name), None)
+
     def prompts(self) -> list[McpPrompt]:
         return [prompt for link in self._links.values() for prompt in link.listing.prompts]
 

@@ -147,12 +147,18 @@ class Link:
             raise ToolFailed(f"{self.server.name} has no tool {name!r}: {hint}")
         return found
 
-    def _check_approved(self, tool: ListedTool) -> None:
+    def refusal(self, tool: ListedTool) -> str | None:
+        """Why one of its tools may not be called."""
         match self.standings()[tool.name]:
             case Standing.CHANGED:
-                raise ToolFailed(f"{tool.definition.name} changed since you approved it: {self._way_out}")
+                return f"{tool.definition.name} changed since you approved it: {self._way_out}"
             case Standing.NEW:
-                raise ToolFailed(f"{tool.definition.name} is new and not approved: {self._way_out}")
+                return f"{tool.definition.name} is new and not approved: {self._way_out}"
+        return None
+
+    def _check_approved(self, tool: ListedTool) -> None:
+        if (reason := self.refusal(tool)) is not None:
+            raise ToolFailed(reason)
 
     def _count_timeout(self, connection: Connection) -> None:
         self._timeouts += 1

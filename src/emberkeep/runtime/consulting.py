@@ -40,6 +40,9 @@ class Consultants:
     def functions(self) -> Sequence[ToolFunction]:
         return self._functions
 
+    def withdrawn(self, name: str) -> str | None:
+        return None
+
     async def close(self) -> None:
         for backend in self._opened.values():
             with suppress(EmberkeepError):

@@ -64,6 +64,9 @@ class ToolSource(Protocol):
 
     async def close(self) -> None: ...
 
+    def withdrawn(self, name: str) -> str | None:
+        """Why a tool that models may still know of cannot be called; None: it knows of none of that name."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Mark:

@@ -112,6 +112,8 @@ class ToolBox:
             raise ToolFailed(f"{call.name} took longer than {limit:g} s: nobody waits for it any more.") from error
 
     def _unknown(self, name: str) -> str:
+        if reason := next((why for source in self._sources if (why := source.withdrawn(name))), None):
+            return reason
         names = [tool.name for tool in self.definitions]
         near = difflib.get_close_matches(name, names, n=1)
         if near:
