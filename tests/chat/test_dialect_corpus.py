@@ -1,4 +1,4 @@
-"""What models really wrote: one JSON object per line in `corpus/`, with where it came from."""
+"""What models write: one JSON object per line in `corpus/`, with the run, issue, test or template it came from."""
 
 from __future__ import annotations
 

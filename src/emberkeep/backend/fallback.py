@@ -112,8 +112,10 @@ class FallbackBackend:
                 async with aclosing(events):
                     async for event in events:
                         has_begun = True
-                        yield replace(event, answered_by=link.name) if isinstance(event, Completed) else event
-                link.worked()
+                        if isinstance(event, Completed):
+                            link.worked()  # now: who has the bill reads no further
+                            event = replace(event, answered_by=link.name)
+                        yield event
                 return
             except FAILURES as error:
                 if has_begun or isinstance(error, StepFailed):

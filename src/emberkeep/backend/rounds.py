@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import cast
+from uuid import uuid4
 
-from emberkeep.errors import ContextExceeded
+from emberkeep.errors import ContextExceeded, DeadlineExceeded
 from emberkeep.types import (
     CallEnded,
     CallStarted,
@@ -50,8 +51,15 @@ class Round:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """Those that run here; none where the client has to answer another one first."""
-        return () if self._others else tuple(self._ours[place] for place in sorted(self._ours))
+        """Those that run here; none where the client has to answer another one first, or the answer was cut: then
+        nobody knows what the last one would have been."""
+        if self._others or self._is_cut:
+            return ()
+        return tuple(self._ours[place] for place in sorted(self._ours))
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.finished is not None and self.finished.reason is FinishReason.LENGTH
 
     def seen(self, event: Event) -> Event | None:
         """What the client gets of an event now: nothing of our calls, and the end only when nothing follows."""
@@ -112,6 +120,25 @@ async def heard(
                 raise
 
 
+async def timed(events: AsyncIterator[Event], limit_s: float | None) -> AsyncGenerator[Event, None]:
+    """All of them within that time, whatever it is spent on. Raises DeadlineExceeded."""
+    deadline = asyncio.get_running_loop().time() + limit_s if limit_s else None
+    async with aclosing(closable(events)) as waiting:
+        while (event := await _next(waiting, deadline)) is not None:
+            yield event
+
+
+async def _next(events: AsyncGenerator[Event, None], deadline: float | None) -> Event | None:
+    """None at the end."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await anext(events, None)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            "The request took longer than it may: ask for less, or raise deadline_s."
+        ) from error
+
+
 def closable(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
     """A backend's iterator can be closed, although its type does not say so."""
     return cast("AsyncGenerator[Event, None]", events)
@@ -164,16 +191,28 @@ def exchange(said: str, reasoning: str, outcomes: Iterable[Outcome]) -> tuple[Me
 
 
 def in_order(calls: Sequence[ToolCall], outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """As they were called, whatever ended first; ids may occur twice."""
-    left = list(outcomes)
-    return [left.pop(next(i for i, one in enumerate(left) if one.call == call)) for call in calls]
+    """As they were called, whatever ended first."""
+    by_id = {outcome.call.id: outcome for outcome in outcomes}
+    return [by_id[call.id] for call in calls]
 
 
 class Repeats:
     """The calls of one turn: a model that makes the same one again and again is told so."""
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Iterable[Message]) -> None:
+        """`messages`: what was said before."""
+        self._ids = {call.id for message in messages for call in message.tool_calls}
         self._seen: Counter[tuple[str, str]] = Counter()
+
+    def told_apart(self, calls: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+        """Each with an id of its own: some servers begin to count anew with every answer."""
+        return tuple(self._named(call) for call in calls)
+
+    def _named(self, call: ToolCall) -> ToolCall:
+        if not call.id or call.id in self._ids:
+            call = replace(call, id=f"call_{uuid4().hex[:24]}")
+        self._ids.add(call.id)
+        return call
 
     def refusal(self, call: ToolCall) -> str | None:
         """What it is told instead of a result."""
@@ -199,7 +238,7 @@ async def carried_out(
     calls: Sequence[ToolCall],
     run: Callable[[ToolCall], Awaitable[Outcome]],
     may_run_beside: Callable[[str], bool],
-) -> AsyncIterator[CallStarted | CallEnded]:
+) -> AsyncGenerator[CallStarted | CallEnded, None]:
     """Neighbours that may run beside others run side by side, and end in any order. Cancelling it cancels them."""
     for group in _groups(calls, may_run_beside):
         for call in group:

@@ -11,13 +11,13 @@ from emberkeep.server.wire.errors import Failure
 from emberkeep.types import Completed
 
 _KEY = "emberkeep.account"
-_OUR_FAULT = frozenset({500, 504})
-"""Statuses of requests that were taken on."""
+_TAKEN_ON = frozenset({"server_error", "upstream_error", "deadline"})
+"""Types of failure of requests that were not refused."""
 
 
 class Outcome(StrEnum):
     FINISHED = "finished"
-    FAILED = "failed"  # an error of ours, or time ran out
+    FAILED = "failed"  # an error of ours, or of a service that was asked, or time ran out
     CANCELLED = "cancelled"  # the client left before the end
     REFUSED = "refused"  # by what was asked, by who asked, or for want of room
 
@@ -37,7 +37,7 @@ class Account:
     @property
     def outcome(self) -> Outcome | None:
         """Asked when the request has ended; None when it wanted no answer of the model and went well."""
-        if self.broken_off or (self.failure and self.failure.status in _OUR_FAULT):
+        if self.broken_off or (self.failure and self.failure.type in _TAKEN_ON):
             return Outcome.FAILED
         if self.failure:
             return Outcome.REFUSED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from starlette.requests import Request as HttpRequest
@@ -55,11 +55,16 @@ async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request
     return answer
 
 
-async def stream(http: HttpRequest, backend: Backend, requests: Sequence[Request], frames: Frames) -> EventStream:
-    """Waits for the first event, so that an error before it still gets its HTTP status."""
+async def stream(
+    http: HttpRequest, backend: Backend, requests: Sequence[Request], new_frames: Callable[[], Frames]
+) -> EventStream:
+    """Waits for the first event, so that an error before it still gets its HTTP status.
+
+    `new_frames` is called then: before it, nobody knows which of several backends answers.
+    """
     feed = _feed(http, backend, requests)
     try:
-        return EventStream(feed, await feed.take(), frames)
+        return EventStream(feed, await feed.take(), new_frames())
     except BaseException:
         await feed.close()
         raise

@@ -15,7 +15,7 @@ _LONGEST = 8 << 20
 
 MORE = Tool(
     "more_output",
-    "Read on in a result that was too long to be shown in one piece.",
+    "Read the next page of a long result: only where one ended with a line like [output-1, page 1 of 3].",
     {
         "type": "object",
         "properties": {

@@ -158,7 +158,6 @@ class RemoteBackend:
                         has_begun = True
                         if (told := _told(event, fitted.shown.reasoning)) is not None:
                             yield told
-                self._last_error = ""
                 return
             except RemoteDown as error:
                 self._counters.failures += 1
@@ -187,6 +186,7 @@ class RemoteBackend:
 
     def _billed(self, bill: Completed, fitted: Fitted, first: float, seconds: float) -> Completed:
         usage = bill.usage
+        self._last_error = ""
         self._fitter.learn(fitted, usage.prompt_tokens)
         self._counters.prompt_tokens += usage.prompt_tokens
         self._counters.cached_tokens += usage.cached_tokens

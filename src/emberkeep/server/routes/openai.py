@@ -15,11 +15,12 @@ from emberkeep.server.reading import read
 from emberkeep.server.respond import gather, json_response, stream
 from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
-from emberkeep.server.wire.envelope import new_envelope
+from emberkeep.server.wire.envelope import Envelope, new_envelope
 from emberkeep.server.wire.frames import ChatFrames, TextFrames
 from emberkeep.types import DEPTH_HEADER, Json
 
-_DEEPEST = 1000
+_DIGITS = 4
+"""Of a depth: no chain is that long."""
 
 
 def openai_routes(backend: Backend) -> APIRouter:
@@ -30,12 +31,17 @@ def openai_routes(backend: Backend) -> APIRouter:
         body = await read(http, ChatBody)
         check_model(body.model, backend.card)
         requests = [replace(body.to_request(), depth=depth_of(http))]
-        envelope = new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
+
+        def envelope() -> Envelope:
+            return new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
+
+        def frames() -> ChatFrames:
+            return ChatFrames(envelope(), include_usage=body.include_usage)
+
         if body.stream:
-            frames = ChatFrames(envelope, include_usage=body.include_usage)
             return await stream(http, backend, requests, frames)
         answer = await gather(http, backend, requests)
-        return json_response(answer.chat_json(envelope))
+        return json_response(answer.chat_json(envelope()))
 
     @router.post(
         "/v1/completions", responses=STREAMS, openapi_extra=takes(CompletionBody, prompt="Once upon a time")
@@ -44,12 +50,17 @@ def openai_routes(backend: Backend) -> APIRouter:
         body = await read(http, CompletionBody)
         check_model(body.model, backend.card)
         requests = body.to_requests()
-        envelope = new_envelope("cmpl", backend.card, requests[0].conversation_id)
+
+        def envelope() -> Envelope:
+            return new_envelope("cmpl", backend.card, requests[0].conversation_id)
+
+        def frames() -> TextFrames:
+            return TextFrames(envelope(), include_usage=body.include_usage)
+
         if body.stream:
-            frames = TextFrames(envelope, include_usage=body.include_usage)
             return await stream(http, backend, requests, frames)
         answer = await gather(http, backend, requests)
-        return json_response(answer.text_json(envelope))
+        return json_response(answer.text_json(envelope()))
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -66,7 +77,7 @@ def openai_routes(backend: Backend) -> APIRouter:
 def depth_of(http: HttpRequest) -> int:
     """How many models have asked each other before this one."""
     said = http.headers.get(DEPTH_HEADER, "")
-    return min(int(said), _DEEPEST) if said.isascii() and said.isdecimal() else 0
+    return int(said[:_DIGITS]) if said.isascii() and said.isdecimal() else 0
 
 
 def check_model(name: str | None, card: ModelCard) -> None:
