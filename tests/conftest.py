@@ -31,6 +31,7 @@ _SLOW_FILES = (
     "test_cli_main",
     "test_configuration_docs",
     "test_doctor",
+    "test_every_vendor",
     "test_hostile_state",
     "test_mcp_commands",
     "test_mcp_hostile",

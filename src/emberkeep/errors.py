@@ -18,6 +18,7 @@
     ├── RemoteError            a model that runs somewhere else did not answer
     │   ├── RemoteDown         it cannot be reached or has too much to do: later, or another one
     │   ├── RemoteRefused      its key is missing or wrong
+    │   ├── RemoteLoop         it passes on to others what it is asked, and these to it
     │   └── RemoteFull         the conversation is longer than its context
     ├── Overloaded             the queue is full, or the server is shutting down
     ├── RateLimited            one user has as many requests here as a user may have
@@ -131,6 +132,10 @@ class RemoteDown(RemoteError):
 
 
 class RemoteRefused(RemoteError):
+    pass
+
+
+class RemoteLoop(RemoteError):
     pass
 
 

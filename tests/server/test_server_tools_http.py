@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from scripted import BILL, ScriptedBackend, running, says
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
+from emberkeep.backend.remote.openai import open_openai
 from emberkeep.config import Config
 from emberkeep.errors import RemoteDown, RemoteError, RemoteRefused
 from emberkeep.types import (
     CallEnded,
     CallStarted,
     Completed,
+    Event,
     Finished,
     FinishReason,
     Image,
@@ -28,6 +30,7 @@ from emberkeep.types import (
     Outcome,
     ReasoningDelta,
     ReasoningFormat,
+    RemoteModel,
     Request,
     TextDelta,
     Timings,
@@ -479,3 +482,38 @@ def test_reasoning_of_a_service_goes_where_the_client_wants_it() -> None:
         )
     assert separate == {"role": "assistant", "content": "Noon.", "reasoning_content": "Ships."}
     assert stripped == {"role": "assistant", "content": "Noon."}
+
+
+class Mirror(ScriptedBackend):
+    """Its server is its own backend."""
+
+    def looks_at(self, url: str) -> None:
+        itself = open_openai(RemoteModel("itself", "compatible", "org/tiny", url), None)
+        self._remote = remote(itself)  # type: ignore[arg-type]
+
+    async def generate(self, request: Request) -> AsyncIterator[Event]:
+        self.requests.append(request)
+        async for event in self._remote.generate(request):
+            yield event
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_servers_that_pass_a_request_on_in_a_circle_notice_it(stream: bool) -> None:
+    mirror = Mirror()
+    with running(mirror, Config()) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        mirror.looks_at(server.url)
+        failed = ask(http, stream=stream)
+    assert failed.status_code == 508
+    assert failed.json()["error"]["code"] == "backend_loop"
+    assert "check its backends" in failed.json()["error"]["message"]
+    assert [request.hops for request in mirror.requests] == list(range(9))
+
+
+def test_a_chain_leaves_a_circle_for_the_next_backend() -> None:
+    mirror, near = Mirror(), remote(ScriptedProvider(lambda _: said("Noon.")))
+    chain = FallbackBackend([Link("itself", lambda: mirror), Link("near", lambda: near)])
+    with running(chain, Config()) as server, httpx.Client(base_url=server.url, timeout=20) as http:  # type: ignore[arg-type]
+        mirror.looks_at(server.url)
+        answer = ask(http).json()
+    assert answer["choices"][0]["message"]["content"] == "Noon."
+    assert len(mirror.requests) == 9

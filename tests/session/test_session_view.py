@@ -202,7 +202,7 @@ def test_what_was_put_in_is_read_back_from_its_note():
 def test_a_turn_of_the_archive_has_what_was_said_and_what_tools_gave():
     talk = (user("a"), call("look", "1", "2"), result("2", "y"), result("1", "x"), said("b"), user("c"))
     history = read_history(talk, "talk")
-    (turn,) = archived(history, view(*talk).leaving())
+    (turn,) = archived(View(history), view(*talk).leaving())
     assert (turn.user_text, turn.assistant_text, turn.conversation) == ("a", "b", "talk")
     assert turn.tool_uses == (ToolUse("look", "{}", "x"), ToolUse("look", "{}", "y"))
     assert turn.key == history.keys[4]

@@ -43,6 +43,7 @@ from emberkeep.types import (
 )
 
 _REFUSED = "The user did not allow this call: ask for another way, or go on without it."
+_CHANGED = "This tool has changed while the call waited: call it again."
 
 
 @dataclass(slots=True)
@@ -89,14 +90,17 @@ class Agent:
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         """As `Backend.generate`, with tool events in between: after `Exchanged` the conversation has its messages.
 
-        Tools of the request itself are its client's: an answer that calls one ends there.
+        Tools of the request itself are its client's: an answer that calls one ends there. Whatever else is called
+        is ours to answer, even what does not exist. Raises RequestError for more than one choice.
         """
+        if request.n > 1:
+            raise RequestError("Tools run for one answer at a time: ask with n = 1.", "n")
         turn = _Turn(self._equipped(request), len(request.messages))
-        ours = {tool.name for tool in turn.asked.tools} - {tool.name for tool in request.tools}
+        theirs = {tool.name for tool in request.tools}
         bills: list[Completed] = []
-        repeats, was_urged = Repeats(), False
+        repeats, was_urged = Repeats(request.messages), False
         for left in reversed(range(self._turns + 1)):
-            current = Round(ours.__contains__)
+            current = Round(lambda name: name not in theirs)
             answer = partial(turn.ask, self._backend)
             async with aclosing(heard(answer, current, bills, turn.shorten)) as events:
                 async for event in events:
@@ -107,13 +111,13 @@ class Agent:
                 continue
             if not current.calls or not left or following is None:
                 break
-            outcomes: list[Outcome] = []
-            async with aclosing(self._called(request, current.calls, repeats)) as happening:
+            calls, outcomes = repeats.told_apart(current.calls), list[Outcome]()
+            async with aclosing(self._called(request, calls, repeats)) as happening:
                 async for event in happening:
                     if isinstance(event, CallEnded):
                         outcomes.append(event.outcome)
                     yield event
-            new = exchange(current.text, current.reasoning, in_order(current.calls, outcomes))
+            new = exchange(current.text, current.reasoning, in_order(calls, outcomes))
             yield Exchanged(new)
             turn.goes_on(following, new, bills[-1].usage, self._backend)
         if (end := current.end()) is not None:
@@ -130,24 +134,25 @@ class Agent:
     ) -> AsyncGenerator[Event, None]:
         """Who has to be asked is asked first, one call after the other; then all that may run do."""
         caller = Caller(exact_namespace(request.namespace), request.depth)
-        refused: dict[int, str] = {}
+        refused: dict[str, str] = {}
+        allowed: set[str] = set()
         for call in calls:
-            if (reason := repeats.refusal(call)) is not None:
-                refused[id(call)] = reason
-                continue
             function = self._tools.find(call.name)
-            verdict = self._permissions.verdict(function) if function else True
-            if function and verdict is None:
+            if (reason := repeats.refusal(call)) is not None:
+                refused[call.id] = reason
+            elif function and self._permissions.verdict(function) is None:
                 with self._permissions.asking(call, function) as question:
                     yield PermissionAsked(call, function.group)
-                    verdict = await question
-            if not verdict:
-                refused[id(call)] = _REFUSED
+                    if await question:
+                        allowed.add(call.id)
 
         async def run(call: ToolCall) -> Outcome:
-            if id(call) in refused:
-                return Outcome(call, refused[id(call)], failed=True)
-            return await self._tools.run(call, caller)
+            # Looked at again: an answer may take a person minutes, in which tools come and change.
+            function = self._tools.find(call.name)
+            verdict = self._permissions.verdict(function) if function and call.id not in allowed else True
+            reason = refused.get(call.id) or {None: _CHANGED, False: _REFUSED, True: None}[verdict]
+            return Outcome(call, reason, failed=True) if reason else await self._tools.run(call, caller)
 
-        async for event in carried_out(calls, run, self._tools.may_run_beside):
-            yield event
+        async with aclosing(carried_out(calls, run, self._tools.may_run_beside)) as happening:
+            async for event in happening:
+                yield event

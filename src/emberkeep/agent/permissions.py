@@ -19,7 +19,7 @@ class Permissions:
     def __init__(self, *, asks: bool) -> None:
         self._asks = asks
         self._settled: dict[str, bool] = {}
-        self._waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[Decision]]] = {}
+        self._waiting: list[tuple[ToolCall, asyncio.Future[Decision]]] = []
 
     def verdict(self, function: ToolFunction) -> bool | None:
         """None: somebody has to be asked."""
@@ -33,9 +33,9 @@ class Permissions:
 
         `always` and `never` hold for the rest of the session.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Decision] = loop.create_future()
-        self._waiting[call.id] = (loop, future)
+        future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        waiting = (call, future)
+        self._waiting.append(waiting)
 
         async def allowed() -> bool:
             decision = await future
@@ -48,14 +48,14 @@ class Permissions:
             yield question
         finally:
             question.close()
-            del self._waiting[call.id]
+            self._waiting.remove(waiting)
 
     def decide(self, call: ToolCall, decision: Decision) -> None:
         """The answer to a `PermissionAsked`; one that nobody waits for is dropped."""
-        waiting = self._waiting.get(call.id)
-        if waiting is not None:
-            loop, future = waiting
-            loop.call_soon_threadsafe(_settle, future, decision)
+        # The very call: models of two answers at once may give theirs the same id.
+        for waiting, future in tuple(self._waiting):
+            if waiting is call:
+                future.get_loop().call_soon_threadsafe(_settle, future, decision)
 
 
 def _settle(future: asyncio.Future[Decision], decision: Decision) -> None:

@@ -14,7 +14,17 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol
 
-from emberkeep.backend.rounds import Repeats, Round, carried_out, further, heard, in_order, together, urged
+from emberkeep.backend.rounds import (
+    Repeats,
+    Round,
+    carried_out,
+    further,
+    heard,
+    in_order,
+    timed,
+    together,
+    urged,
+)
 from emberkeep.session.asking import SEARCH
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
@@ -63,10 +73,18 @@ class HostTools(Protocol):
 class Asking:
     """Belongs to the event loop."""
 
-    def __init__(self, sessions: Sessions, tools: HostTools | None = None, rounds: int = _SEARCH_ROUNDS) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        tools: HostTools | None = None,
+        rounds: int = _SEARCH_ROUNDS,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`deadline_s`: for a whole answer with all its calls, unless a request says."""
         self._sessions = sessions
         self._tools = tools
-        self._rounds = rounds if tools else _SEARCH_ROUNDS
+        self._most_rounds = rounds if tools else _SEARCH_ROUNDS
+        self._deadline_s = deadline_s
 
     def applies(self, request: Request) -> bool:
         return not request.is_prefix and self.equipped(request) is not request
@@ -89,15 +107,19 @@ class Asking:
         new = tuple(tool for tool in ours if tool.name not in known)
         return replace(request, tools=(*request.tools, *new)) if new else request
 
-    async def run(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
+    def run(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
         """`answer` with the tools, again and again until none of them is called."""
+        limit_s = request.deadline_s or self._deadline_s
+        rounds = self._rounds(request, answer)
+        return timed(rounds, limit_s) if limit_s else rounds
+
+    async def _rounds(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
         asked = self.equipped(request)
-        names = {tool.name for tool in asked.tools} - {tool.name for tool in request.tools}
         bills: list[Completed] = []
-        repeats, was_urged = Repeats(), False
-        for left in reversed(range(self._rounds)):
-            current = Round(names.__contains__)
-            shorten = partial(asyncio.to_thread, self._sessions.shortened, asked)
+        repeats, was_urged = Repeats(request.messages), False
+        for left in reversed(range(self._most_rounds)):
+            current = Round(partial(_is_ours, request, asked))
+            shorten = partial(asyncio.to_thread, self._sessions.shortened, request)
             async with aclosing(heard(partial(answer, asked), current, bills, shorten)) as events:
                 async for event in events:
                     yield event
@@ -123,6 +145,7 @@ class Asking:
     ) -> AsyncGenerator[Event, None]:
         """Carry out what the model asked for: from now on the conversation has the results."""
         caller = Caller(exact_namespace(asked.namespace), asked.depth)
+        calls = repeats.told_apart(current.calls)
         outcomes: list[Outcome] = []
 
         async def run(call: ToolCall) -> Outcome:
@@ -130,16 +153,20 @@ class Asking:
                 return Outcome(call, refusal, failed=True)
             return await self._run(asked, call, caller)
 
-        async for event in carried_out(current.calls, run, self._may_run_beside):
-            if isinstance(event, CallEnded):
-                outcomes.append(event.outcome)
-            yield event
-        texts = [outcome.text for outcome in in_order(current.calls, outcomes)]
-        await asyncio.to_thread(self._sessions.exchanged, asked, bill, current.text, current.calls, texts)
+        async with aclosing(carried_out(calls, run, self._may_run_beside)) as happening:
+            async for event in happening:
+                if isinstance(event, CallEnded):
+                    outcomes.append(event.outcome)
+                yield event
+        texts = [outcome.text for outcome in in_order(calls, outcomes)]
+        await asyncio.to_thread(self._sessions.exchanged, asked, bill, current.text, calls, texts)
 
     async def _run(self, asked: Request, call: ToolCall, caller: Caller) -> Outcome:
-        if self._tools is not None and self._tools.is_ours(call.name):
+        is_search = call.name == SEARCH.name
+        if self._tools is not None and (self._tools.is_ours(call.name) or not is_search):
             return await self._tools.run(call, caller)
+        if not is_search:
+            return Outcome(call, f"There is no tool {call.name!r}: use {SEARCH.name}, or answer.", failed=True)
         begin = perf_counter()
         text = await asyncio.to_thread(self._sessions.search, asked, call)
         return Outcome(call, text, ms=1e3 * (perf_counter() - begin))
@@ -154,3 +181,11 @@ class Asking:
     async def close(self) -> None:
         if self._tools is not None:
             await self._tools.close()
+
+
+def _is_ours(request: Request, asked: Request, name: str) -> bool:
+    """What a client without tools has never heard of is ours, even a name that the model made up: nobody else
+    could tell it so."""
+    if not request.tools:
+        return True
+    return all(tool.name != name for tool in request.tools) and any(tool.name == name for tool in asked.tools)

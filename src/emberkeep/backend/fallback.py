@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import cast
 
 from emberkeep.backend.base import Backend, Cache, ModelCard
-from emberkeep.errors import ConfigError, EmberkeepError, EngineError, ModelError, RemoteError, StepFailed
+from emberkeep.backend.rounds import closable
+from emberkeep.errors import (
+    ConfigError,
+    EmberkeepError,
+    EngineError,
+    ModelError,
+    RemoteError,
+    RequestError,
+    StepFailed,
+)
 from emberkeep.memory.memory import Memory
 from emberkeep.types import (
     AttentionTier,
@@ -36,7 +44,8 @@ _REST_S = 30.0
 """How long one that failed is left alone."""
 
 FAILURES = (RemoteError, EngineError, ModelError, ConfigError)
-"""For these another backend is asked; whatever else is wrong with a request is wrong everywhere."""
+"""For these another backend is asked. What the first one finds wrong with a request is wrong everywhere; what a
+stand-in does, such as a text too long for it, is not."""
 
 
 @dataclass(slots=True)
@@ -47,6 +56,7 @@ class Link:
     open: Callable[[], Backend]
     """Blocks. Raises EmberkeepError."""
     backend: Backend | None = None
+    opening: asyncio.Task[None] | None = None
     error: str = ""
     failed_at: float | None = None
 
@@ -71,7 +81,6 @@ class FallbackBackend:
     def __init__(self, links: Sequence[Link]) -> None:
         """Opens the first that can be. Blocks. Raises the first one's error where none can be."""
         self._links = links
-        self._opening = asyncio.Lock()
         self._prefixes: Sequence[Request] = ()
         self._active = self._first()
 
@@ -101,42 +110,58 @@ class FallbackBackend:
         return self._active.backend
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
-        failure: EmberkeepError | None = None
-        waiting = [link for link in self._links if not link.is_resting] or list(self._links)
-        for link in waiting:
+        failures: list[EmberkeepError] = []
+        # Those that rest come last: rather one that may have recovered than none.
+        for link in sorted(self._links, key=lambda link: link.is_resting):
             has_begun = False
             try:
                 backend = await self._opened(link)
-                self._now(link, failure)
-                events = cast("AsyncGenerator[Event, None]", backend.generate(request))
-                async with aclosing(events):
+                async with aclosing(closable(backend.generate(request))) as events:
                     async for event in events:
-                        has_begun = True
-                        if isinstance(event, Completed):
-                            link.worked()  # now: who has the bill reads no further
-                            event = replace(event, answered_by=link.name)
-                        yield event
+                        if not has_begun:
+                            has_begun = True
+                            self._now(link, failures)
+                        yield replace(event, answered_by=link.name) if isinstance(event, Completed) else event
                 return
-            except FAILURES as error:
-                if has_begun or isinstance(error, StepFailed):
+            except (*FAILURES, RequestError) as error:
+                if has_begun or isinstance(error, StepFailed) or self._is_wrong(error, link):
                     raise
-                link.failed(error)
-                failure = failure or error
-                log.warning("%s did not answer: %s", link.name, error)
-        assert failure is not None
-        raise failure
+                self._noted(link, error)
+                failures.append(error)
+        raise next((error for error in failures if isinstance(error, FAILURES)), failures[0])
+
+    def _is_wrong(self, error: EmberkeepError, link: Link) -> bool:
+        """The request is, not the backend."""
+        return isinstance(error, RequestError) and link is self._links[0]
+
+    def _noted(self, link: Link, error: EmberkeepError) -> None:
+        if not isinstance(error, RequestError):
+            link.failed(error)
+        log.warning("%s did not answer: %s", link.name, error)
 
     async def _opened(self, link: Link) -> Backend:
-        async with self._opening:
-            if link.backend is None:
-                link.backend = await asyncio.to_thread(link.open)
-                await link.backend.start()
-                link.backend.keep_warm(self._prefixes)
-            return link.backend
+        """Whoever leaves while it opens does not take it along: a thread that loads a model cannot be stopped."""
+        if link.backend is None:
+            if link.opening is None:
+                link.opening = asyncio.create_task(self._open(link))
+                link.opening.add_done_callback(_seen)
+            await asyncio.shield(link.opening)
+        assert link.backend is not None
+        return link.backend
 
-    def _now(self, link: Link, failure: EmberkeepError | None) -> None:
+    async def _open(self, link: Link) -> None:
+        try:
+            backend = await asyncio.to_thread(link.open)
+            await backend.start()
+            backend.keep_warm(self._prefixes)
+            link.backend = backend
+        finally:
+            link.opening = None
+
+    def _now(self, link: Link, failures: Sequence[EmberkeepError]) -> None:
+        link.worked()
         if link is not self._active:
-            log.warning("%s answers now%s", link.name, f": {failure}" if failure else ".")
+            log.warning("%s answers now%s", link.name, f": {failures[0]}" if failures else ".")
             self._active = link
 
     async def warm(self, request: Request) -> Warmed:
@@ -188,7 +213,16 @@ class FallbackBackend:
         await self._backend.start()
 
     async def close(self) -> None:
+        """What is being opened is waited for: it has to be closed too."""
+        opening = [link.opening for link in self._links if link.opening]
+        await asyncio.gather(*opening, return_exceptions=True)
         for link in self._links:
             if link.backend is not None:
                 with suppress(EmberkeepError):
                     await link.backend.close()
+
+
+def _seen(opening: asyncio.Task[None]) -> None:
+    """Nobody may be left who asks why it failed."""
+    if not opening.cancelled():
+        opening.exception()

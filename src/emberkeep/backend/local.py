@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -23,6 +24,7 @@ from emberkeep.backend.marks import Lineages, stored_namespace
 from emberkeep.backend.places import Place, Places
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompts import Prompt, PromptMaker
+from emberkeep.backend.rounds import closable
 from emberkeep.chat.dialects import Reasoning, open_reasoning
 from emberkeep.chat.stream import TextStream
 from emberkeep.chat.template import ChatTemplate
@@ -107,7 +109,7 @@ class LocalBackend:
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
         self._sessions = sessions
-        self._asking = Asking(sessions, tools, tool_rounds)
+        self._asking = Asking(sessions, tools, tool_rounds, deadline_s)
         self._memory = memory
         self._raw_tools = raw_tools
         self._reasoning = reasoning
@@ -139,15 +141,25 @@ class LocalBackend:
         request = replace(
             request, raw_tools=request.raw_tools or self._raw_tools, reasoning=request.reasoning or self._reasoning
         )
-        if self._asking.applies(request):
-            return self._asking.run(request, self._answer)
-        return self._answer(request)
+        return self._asked(request) if self._asking.applies(request) else self._answer(request)
 
-    async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _asked(self, request: Request) -> AsyncGenerator[Event, None]:
+        """With the tools that run here. It has one place: an answer is not refused in the middle."""
+        place = self._places.take(request.user)
+        try:
+            answer = self._asking.run(request, partial(self._answer, held=place))
+            async with aclosing(closable(answer)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            place.leave()
+
+    async def _answer(self, request: Request, held: Place | None = None) -> AsyncGenerator[Event, None]:
+        """In its own place, or in one that is `held` for more than this."""
         arrived = monotonic()
         may_cut = self._lineages.may_cut(request)
         request = self._lineages.settle(request)
-        place = self._places.take(request.user, request.n)
+        place = held or self._places.take(request.user, request.n)
         jobs: list[tuple[Job, Choice]] = []
         try:
             fitted = await asyncio.to_thread(self._fitter.fit, request, may_cut=may_cut)
@@ -173,7 +185,8 @@ class LocalBackend:
             for job, choice in jobs:
                 if not choice.is_over:
                     self.loop.cancel(job)
-            place.leave()
+            if held is None:
+                place.leave()
 
     def _make_room(self, job: Job, fitted: Fitted) -> Fitted:
         """More messages leave, or the answer ends where it is."""

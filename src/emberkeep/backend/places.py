@@ -20,8 +20,11 @@ class Places:
         self._taken_by: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def take(self, user: str, choices: int) -> Place:
-        """A place for a request of `user` with that many choices. Raises RateLimited, Overloaded."""
+    def take(self, user: str, choices: int | None = None) -> Place:
+        """A place for a request of `user` with that many choices; None: until it leaves.
+
+        Raises RateLimited, Overloaded.
+        """
         with self._lock:
             self._check(user)
             self._taken += 1
@@ -56,7 +59,7 @@ class Places:
 class Place:
     """Free again when every choice is over, however slowly its client reads, or when the request leaves."""
 
-    def __init__(self, places: Places, user: str, choices: int) -> None:
+    def __init__(self, places: Places, user: str, choices: int | None) -> None:
         self.user = user
         self.is_taken = True
         self._places = places
@@ -64,6 +67,8 @@ class Place:
 
     def choice_over(self) -> None:
         """Called by one thread at a time."""
+        if self._choices is None:
+            return
         self._choices -= 1
         if self._choices == 0:
             self.leave()

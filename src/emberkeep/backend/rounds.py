@@ -131,9 +131,11 @@ async def timed(events: AsyncIterator[Event], limit_s: float | None) -> AsyncGen
 async def _next(events: AsyncGenerator[Event, None], deadline: float | None) -> Event | None:
     """None at the end."""
     try:
-        async with asyncio.timeout_at(deadline):
+        async with asyncio.timeout_at(deadline) as timer:
             return await anext(events, None)
     except TimeoutError as error:
+        if not timer.expired():  # somebody else's
+            raise
         raise DeadlineExceeded(
             "The request took longer than it may: ask for less, or raise deadline_s."
         ) from error

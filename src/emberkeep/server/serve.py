@@ -17,6 +17,9 @@ from emberkeep.server.lifecycle import Server, run_until_stopped
 from emberkeep.server.listener import bind
 from emberkeep.server.presence import announced, reachable_url
 
+_TALKATIVE = ("httpx", "httpx2")
+"""They log the whole address of every request, and some services want their key in there."""
+
 
 def serve(config: Config, *, install: Callable[[Config], None]) -> None:
     """Blocks until SIGINT or SIGTERM. Raises EmberkeepError when it cannot start.
@@ -26,6 +29,8 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
     check_exposure(config)
     prefixes = declared_prefixes(config)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(logging.WARNING)
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
         install(config)
         backend = open_backend(config)

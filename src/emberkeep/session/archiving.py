@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import time
 
-from emberkeep.session.history import History
+from emberkeep.session.asking import SEARCH
+from emberkeep.session.view import Inserted, View
 from emberkeep.types import Message, ToolUse, Turn
 
 
-def archived(history: History, groups: Iterable[frozenset[int]]) -> list[Turn]:
-    """One turn for each group of spoken messages."""
+def archived(view: View, groups: Iterable[frozenset[int]]) -> list[Turn]:
+    """One turn for each group of spoken messages, with what tools were called here in it."""
     now = time()
-    return [_turn(history, sorted(group), now) for group in groups if group]
+    return [_turn(view, sorted(group), now) for group in groups if group]
 
 
-def _turn(history: History, places: list[int], now: float) -> Turn:
+def _turn(view: View, places: list[int], now: float) -> Turn:
+    history = view.history
     messages = [history.messages[history.spoken[i]] for i in places]
+    ours = [message for i in places for message in view.inserted.get(i, Inserted()).after]
     return Turn(
         key=history.keys[places[-1]],
         conversation=history.conversation,
         at=now,
         user_text=_said(messages, "user"),
         assistant_text=_said(messages, "assistant"),
-        tool_uses=_tool_uses(messages),
+        tool_uses=(*_tool_uses(messages), *(use for use in _tool_uses(ours) if use.name != SEARCH.name)),
     )
 
 

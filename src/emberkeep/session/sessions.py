@@ -52,8 +52,8 @@ talk, a question more than 0.5 against what answers it, and everything that is q
 
 
 def about_tokens(text: str) -> int:
-    """Where nobody knows."""
-    return len(text) // 3
+    """Where nobody knows: by bytes, of which scripts with more characters have more for each."""
+    return len(text.encode("utf-8", "surrogatepass")) // 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Sessions:
         """
         view = replace(view, gone=replace(view.gone, tokens=view.gone.tokens + tokens))
         begin = perf_counter()
-        error = self._written(_owner(request), view, archived(view.history, groups), view.gone.note(view.history))
+        error = self._written(_owner(request), view, archived(view, groups), view.gone.note(view.history))
         eviction = Eviction(
             messages=sum(len(group) for group in groups),
             tokens=tokens,
@@ -188,14 +188,15 @@ class Sessions:
         """
         if self._memory is None:
             return
-        history = read_history(request.messages, request.conversation_id)
+        view = self.view(request, is_rehearsal=True)
+        history = view.history
         where = {index: i for i, index in enumerate(history.spoken)}
         spoken = {where[place] for place in places if place in where}
         turns = leaving_turns([history.messages[index] for index in history.spoken])
         groups = [turn for turn in turns if turn & spoken]
         try:
             new = self._memory.archive(
-                _owner(request), archived(history, groups), [], conversation=history.conversation
+                _owner(request), archived(view, groups), [], conversation=history.conversation
             )
             with self._lock:
                 self._counters.archived_turns += new

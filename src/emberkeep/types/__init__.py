@@ -80,7 +80,7 @@ from emberkeep.types.namespaces import (
     visible_to,
     without_mark,
 )
-from emberkeep.types.remote import DEPTH_HEADER, RemoteModel
+from emberkeep.types.remote import DEPTH_HEADER, HOPS_HEADER, RemoteModel
 from emberkeep.types.tools import (
     CallEnded,
     Caller,
@@ -94,6 +94,7 @@ from emberkeep.types.tools import (
 __all__ = [
     "DEPTH_HEADER",
     "EXACT_BITS",
+    "HOPS_HEADER",
     "SHARED",
     "Approximation",
     "AttentionTier",

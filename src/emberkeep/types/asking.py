@@ -152,6 +152,8 @@ class Request:
     """Extra variables for the chat template (`enable_thinking`, ...)."""
     depth: int = 0
     """How many models stand between the user and this request."""
+    hops: int = 0
+    """How many servers have passed it on."""
     user: str = ""
     """Who asks: limits and fairness are per user."""
     namespace: str = ""

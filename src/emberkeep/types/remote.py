@@ -28,3 +28,6 @@ class RemoteModel:
 
 DEPTH_HEADER = "X-Emberkeep-Depth"
 """How many models have asked each other already; one Emberkeep tells it another."""
+
+HOPS_HEADER = "X-Emberkeep-Hops"
+"""How many Emberkeeps have passed a request on."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
-from typing import NoReturn, cast
+from typing import NoReturn
 
 from emberkeep.backend.asking import Asking, HostTools
 from emberkeep.backend.base import Cache, ModelCard
@@ -21,7 +21,8 @@ from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.cache import NoCache
 from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
 from emberkeep.backend.remote.losing import Losses, TellsLosses
-from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteFull, RequestError
+from emberkeep.backend.rounds import closable, timed
+from emberkeep.errors import ContextExceeded, RemoteDown, RemoteFull, RequestError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
@@ -87,10 +88,10 @@ class RemoteBackend:
         self._provider = provider
         self._sessions = sessions
         self._memory = memory
-        self._asking = Asking(sessions, tools, tool_rounds)
+        self._asking = Asking(sessions, tools, tool_rounds, deadline_s)
         self._fitter = RemoteFitter(sessions)
-        self._losses = Losses(sessions)
-        if isinstance(provider, TellsLosses):
+        self._losses = Losses(sessions) if isinstance(provider, TellsLosses) else None
+        if isinstance(provider, TellsLosses) and self._losses:
             provider.on_removed = self._losses.removed
         self._retries = retries
         self._max_tokens = max_tokens
@@ -117,23 +118,26 @@ class RemoteBackend:
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Choices one after the other: services bill a prompt for each of them anyway."""
         bills: list[Completed] = []
-        limit_s = request.deadline_s or self._deadline_s
-        deadline = asyncio.get_running_loop().time() + limit_s if limit_s else None
-        for index in range(request.n):
+        async with aclosing(timed(self._choices(request), request.deadline_s or self._deadline_s)) as events:
+            async for event in events:
+                if isinstance(event, Completed):
+                    bills.append(event)
+                else:
+                    yield _numbered(event, len(bills))
+        yield _of_all(bills)
+
+    async def _choices(self, request: Request) -> AsyncGenerator[Event, None]:
+        for _ in range(request.n):
             async with aclosing(self._fitted_answer(replace(request, n=1))) as events:
-                while (event := await _next(events, deadline)) is not None:
-                    if isinstance(event, Completed):
-                        bills.append(event)
-                    else:
-                        yield _numbered(event, index)
-        usage = replace(bills[0].usage, completion_tokens=sum(bill.usage.completion_tokens for bill in bills))
-        yield replace(bills[0], usage=usage)
+                async for event in events:
+                    yield event
 
     async def _fitted_answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """What the service finds too long is shortened, and sent again."""
         for left in reversed(range(_SHORTER)):
             fitted = await asyncio.to_thread(self._fitter.fit, request)
-            self._losses.seen(fitted.shown, request)
+            if self._losses is not None:
+                self._losses.seen(fitted.shown, request)
             try:
                 async with aclosing(self._patiently(fitted)) as events:
                     async for event in events:
@@ -143,7 +147,7 @@ class RemoteBackend:
                 self._fitter.too_long(fitted)
                 if not left or not self._sessions.may_evict(request):
                     raise ContextExceeded(
-                        self._fitter.tokens(fitted.chars),
+                        self._fitter.tokens(fitted.size),
                         self._sessions.policy.context,
                         may_evict=self._sessions.may_evict(request),
                     ) from error
@@ -173,8 +177,7 @@ class RemoteBackend:
         begin = monotonic()
         first = 0.0
         self._counters.requests += 1
-        provided = cast("AsyncGenerator[Event, None]", self._provider.answer(fitted.shown))
-        async with aclosing(provided) as events:
+        async with aclosing(closable(self._provider.answer(fitted.shown))) as events:
             async for event in events:
                 if not first and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
                     first = monotonic() - begin
@@ -264,20 +267,10 @@ class RemoteBackend:
     async def close(self) -> None:
         await self._asking.close()
         await self._provider.close()
-        await self._losses.close()
+        if self._losses is not None:
+            await self._losses.close()
         if self._memory is not None:
             await asyncio.to_thread(self._memory.close)
-
-
-async def _next(events: AsyncGenerator[Event, None], deadline: float | None) -> Event | None:
-    """None at the end. Raises DeadlineExceeded."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await anext(events, None)
-    except TimeoutError as error:
-        raise DeadlineExceeded(
-            "The request took longer than it may: ask for less, or raise deadline_s."
-        ) from error
 
 
 def _wait(attempt: int) -> float:
@@ -298,3 +291,21 @@ def _numbered(event: Event, index: int) -> Event:
     if index and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
         return replace(event, index=index)
     return event
+
+
+def _of_all(bills: Sequence[Completed]) -> Completed:
+    """The prompt of the first, the tokens and the time of all."""
+    usage, timings = bills[0].usage, bills[0].timings
+    return replace(
+        bills[0],
+        usage=replace(
+            usage,
+            completion_tokens=sum(bill.usage.completion_tokens for bill in bills),
+            reasoning_tokens=sum(bill.usage.reasoning_tokens for bill in bills),
+        ),
+        timings=replace(
+            timings,
+            predicted_n=sum(bill.timings.predicted_n for bill in bills),
+            predicted_ms=sum(bill.timings.predicted_ms for bill in bills),
+        ),
+    )

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from time import time
 
-from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
+from emberkeep.errors import (
+    EmberkeepError,
+    RemoteDown,
+    RemoteError,
+    RemoteFull,
+    RemoteLoop,
+    RemoteRefused,
+    RequestError,
+)
 
 _TOO_LONG = re.compile(
     r"too long|too many tokens|context.{0,20}(length|window|limit|size)|input token count|"
@@ -18,6 +26,7 @@ _TOO_LONG = re.compile(
 _LONGEST = 300
 _BUSY = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({401, 402, 403})
+_LOOP = 508
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,8 @@ class Service:
         why = self.quoted(said)
         if status in _REFUSED:
             return RemoteRefused(f"{self} refused the key ({status}){why}: check what is in {self._variable}.")
+        if status == _LOOP:
+            return RemoteLoop(f"{self} passes on what it is asked, and comes back to it: check its backends.")
         if status in _BUSY or status >= 500:
             return RemoteDown(f"{self} cannot answer now ({status}){why}: try again later.", retry_after)
         if status == 413 or (status in (400, 422) and _TOO_LONG.search(said)):

@@ -1,7 +1,8 @@
 """Conversations that are longer than a remote model's context: which messages leave, by an estimate of tokens.
 
-A remote model's tokens are not known here. What its bills say about earlier prompts tells how many characters make
-one, and what it refuses tells how much was too much.
+A remote model's tokens are not known here. What its bills say about earlier prompts tells how many bytes make one,
+and what it refuses tells how much was too much. Bytes, not characters: of Chinese a token holds one or two
+characters, of English four.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import View
 from emberkeep.types import Eviction, Fit, Message, Request, Tool
 
-_CHARS_PER_TOKEN = 3.5
+_BYTES_PER_TOKEN = 3.5
 """Before the first bill: fewer than most texts have, so that the estimate is rather too long."""
 _AROUND = 12
-"""Characters that a template writes around a message, about."""
-_IMAGE_CHARS = 4000
+"""Bytes that a template writes around a message, about."""
+_IMAGE = 4000
 _WEIGHT = 0.3
 """Of the latest bill in what is known about the model's tokens."""
 _LESS = 0.9
@@ -32,7 +33,8 @@ class Fitted:
     shown: Request
     """What the model sees."""
     fit: Fit
-    chars: int
+    size: int
+    """About how many bytes."""
 
 
 class RemoteFitter:
@@ -42,20 +44,20 @@ class RemoteFitter:
         self._sessions = sessions
         self._policy = sessions.policy
         self._lock = threading.Lock()
-        self._chars_per_token = _CHARS_PER_TOKEN
+        self._per_token = _BYTES_PER_TOKEN
 
     def learn(self, fitted: Fitted, prompt_tokens: int) -> None:
         """What the service billed for it."""
         if prompt_tokens > 0:
-            seen = min(max(fitted.chars / prompt_tokens, 0.5), 12.0)
+            seen = min(max(fitted.size / prompt_tokens, 0.5), 12.0)
             with self._lock:
-                self._chars_per_token += _WEIGHT * (seen - self._chars_per_token)
+                self._per_token += _WEIGHT * (seen - self._per_token)
 
     def too_long(self, fitted: Fitted) -> None:
         """The service refused it for its length: its tokens are shorter than was thought."""
         with self._lock:
-            most = _LESS * fitted.chars / self._policy.context
-            self._chars_per_token = max(min(_LESS * self._chars_per_token, most), 0.3)
+            most = _LESS * fitted.size / self._policy.context
+            self._per_token = max(min(_LESS * self._per_token, most), 0.3)
 
     def fit(self, request: Request) -> Fitted:
         """`request` without what left it before, and without more if it seems too long.
@@ -70,7 +72,7 @@ class RemoteFitter:
         return self._fitted(request, view.messages, Fit())
 
     def _evicted(self, request: Request, view: View) -> Fitted:
-        limit, fixed = self._policy.limit(request), self.tokens(_fixed_chars(request))
+        limit, fixed = self._policy.limit(request), self.tokens(_fixed(request))
         wanted = self._policy.recall_tokens if self._sessions.may_recall(request, view) else 0
         evictions: tuple[Eviction, ...] = ()
         now = self._shown(request, view)
@@ -89,33 +91,37 @@ class RemoteFitter:
             elif now >= self._policy.context:
                 raise ContextExceeded(now, self._policy.context)
         room = self._policy.comfortable - self._shown(request, view)
-        recalled = self._sessions.recalled(request, view, lambda text: self.tokens(len(text)), room)
+        recalled = self._sessions.recalled(request, view, lambda text: self.tokens(_length(text)), room)
         put = recalled.inserted.get(len(recalled.history.spoken) - 1)
         return self._fitted(
             request, recalled.messages, Fit(evictions=evictions, recalled=len(put.turns) if put else 0)
         )
 
     def _shown(self, request: Request, view: View) -> int:
-        return self.tokens(_fixed_tools(request.tools) + sum(map(_chars, view.messages)))
+        return self.tokens(_of_tools(request.tools) + sum(map(_size, view.messages)))
 
     def _fitted(self, request: Request, messages: Sequence[Message], fit: Fit) -> Fitted:
-        chars = _fixed_tools(request.tools) + sum(map(_chars, messages))
-        return Fitted(replace(request, messages=tuple(messages)), fit, chars)
+        size = _of_tools(request.tools) + sum(map(_size, messages))
+        return Fitted(replace(request, messages=tuple(messages)), fit, size)
 
-    def tokens(self, chars: int) -> int:
+    def tokens(self, size: int) -> int:
         """About how many."""
-        return math.ceil(chars / self._chars_per_token)
+        return math.ceil(size / self._per_token)
 
 
-def _chars(message: Message) -> int:
-    calls = sum(len(call.name) + len(call.arguments) + _AROUND for call in message.tool_calls)
-    return len(message.content) + calls + _AROUND + _IMAGE_CHARS * len(message.images)
+def _size(message: Message) -> int:
+    calls = sum(len(call.name) + _length(call.arguments) + _AROUND for call in message.tool_calls)
+    return _length(message.content) + calls + _AROUND + _IMAGE * len(message.images)
 
 
-def _fixed_chars(request: Request) -> int:
+def _fixed(request: Request) -> int:
     systems = [message for message in request.messages if message.role in ("system", "developer")]
-    return _fixed_tools(request.tools) + sum(map(_chars, systems))
+    return _of_tools(request.tools) + sum(map(_size, systems))
 
 
-def _fixed_tools(tools: Sequence[Tool]) -> int:
-    return sum(len(tool.name) + len(tool.description) + len(str(tool.parameters)) for tool in tools)
+def _of_tools(tools: Sequence[Tool]) -> int:
+    return sum(len(tool.name) + _length(tool.description) + _length(str(tool.parameters)) for tool in tools)
+
+
+def _length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

@@ -9,6 +9,7 @@ from typing import Any
 from emberkeep.backend.remote.asking import Keepsakes, chosen, told_apart, turn_start
 from emberkeep.types import (
     DEPTH_HEADER,
+    HOPS_HEADER,
     Json,
     JsonFormat,
     Message,
@@ -86,6 +87,7 @@ def _address_server(body: dict[str, Any], request: Request) -> None:
     body["user"] = request.user or None
     if request.template_args:
         body["extra_body"]["chat_template_kwargs"] = dict(request.template_args)
+    body["extra_headers"][HOPS_HEADER] = str(request.hops + 1)
     if request.depth:
         body["extra_headers"][DEPTH_HEADER] = str(request.depth)
 

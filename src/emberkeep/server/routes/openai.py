@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.errors import ModelNotFound
+from emberkeep.errors import ModelNotFound, RemoteLoop
 from emberkeep.server.openapi import HELLO, STREAMS, takes
 from emberkeep.server.reading import read
 from emberkeep.server.respond import gather, json_response, stream
@@ -17,10 +17,11 @@ from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.server.wire.envelope import Envelope, new_envelope
 from emberkeep.server.wire.frames import ChatFrames, TextFrames
-from emberkeep.types import DEPTH_HEADER, Json
+from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json
 
+_MOST_HOPS = 8
 _DIGITS = 4
-"""Of a depth: no chain is that long."""
+"""Of a number in a header: no chain is that long."""
 
 
 def openai_routes(backend: Backend) -> APIRouter:
@@ -30,7 +31,8 @@ def openai_routes(backend: Backend) -> APIRouter:
     async def chat_completions(http: HttpRequest) -> Response:
         body = await read(http, ChatBody)
         check_model(body.model, backend.card)
-        requests = [replace(body.to_request(), depth=depth_of(http))]
+        hops = check_hops(http)
+        requests = [replace(body.to_request(), depth=counted(http, DEPTH_HEADER), hops=hops)]
 
         def envelope() -> Envelope:
             return new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
@@ -74,9 +76,17 @@ def openai_routes(backend: Backend) -> APIRouter:
     return router
 
 
-def depth_of(http: HttpRequest) -> int:
-    """How many models have asked each other before this one."""
-    said = http.headers.get(DEPTH_HEADER, "")
+def check_hops(http: HttpRequest) -> int:
+    """How many servers have passed a request on. Raises RemoteLoop where they do so in a circle."""
+    hops = counted(http, HOPS_HEADER)
+    if hops > _MOST_HOPS:
+        raise RemoteLoop(f"This request was passed on by {hops} servers: check whose backend asks whom.")
+    return hops
+
+
+def counted(http: HttpRequest, header: str) -> int:
+    """0 for what is no number."""
+    said = http.headers.get(header, "")
     return int(said[:_DIGITS]) if said.isascii() and said.isdecimal() else 0
 
 

@@ -19,6 +19,7 @@ from emberkeep.errors import (
     RateLimited,
     RemoteDown,
     RemoteError,
+    RemoteLoop,
     RequestError,
     TooLarge,
 )
@@ -80,6 +81,8 @@ def failure_of(error: BaseException) -> Failure:
         case RemoteDown():
             headers = _come_back(error.retry_after) if error.retry_after is not None else {}
             return Failure(503, "upstream_error", message, "backend_unavailable", headers=headers)
+        case RemoteLoop():
+            return Failure(508, "upstream_error", message, "backend_loop")
         case RemoteError():
             return Failure(502, "upstream_error", message, "backend_failed")
         case DeadlineExceeded():
