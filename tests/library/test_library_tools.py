@@ -94,7 +94,10 @@ def test_definitions_stay_the_callers_to_carry_out() -> None:
 
 
 def test_a_function_that_is_no_tool_says_what_is_missing() -> None:
+    def mute(ship: str) -> str:
+        return ship
+
     llm, backend = keeper()
     with llm, pytest.raises(ConfigError, match="docstring"):
-        llm.chat("Hello", tools=[lambda ship: ship])
+        llm.chat("Hello", tools=[mute])
     assert backend.requests == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _ARGUMENT_CHARS = 60
 _CALL_CHARS = 160
 _RESULT_CHARS = 100
+_WHOLE = 10**6
 _QUESTION = "Allow? [o]nce, [a]lways for this session, [n]ever: "
 _ANSWERS = {"o": Decision.ONCE, "y": Decision.ONCE, "a": Decision.ALWAYS, "n": Decision.NEVER}
 
@@ -37,14 +39,11 @@ class CallView:
             self._decide(event.call)
 
     def _decide(self, call: ToolCall) -> None:
+        """Where the question is interrupted nothing is decided: that ends the answer, and so the call."""
         self._tell(f"? {call_line(call, whole=True)}")
-        decision = Decision.NEVER
-        try:
-            decision = self._asked()
-        finally:
-            # Also where the question was interrupted: the call must not wait for ever.
-            if self._acting is not None:
-                self._acting.decide(call, decision)
+        decision = self._asked()
+        if self._acting is not None:
+            self._acting.decide(call, decision)
 
     def _asked(self) -> Decision:
         while True:
@@ -56,17 +55,25 @@ class CallView:
                 return _ANSWERS[answer[:1]]
 
 
+def ask_aloud(question: str) -> str:
+    """On stderr: the output may be a pipe. Raises EOFError."""
+    print(question, end="", file=sys.stderr, flush=True)
+    return input()
+
+
 def call_line(call: ToolCall, *, whole: bool = False) -> str:
     """`read_file(path="notes.txt")`. `whole`: nothing is left out, for somebody who has to decide."""
     try:
         given = json.loads(call.arguments or "{}", strict=False)
     except ValueError:
         given = None
+    of_an_argument, of_all = (_WHOLE, _WHOLE) if whole else (_ARGUMENT_CHARS, _CALL_CHARS)
     if not isinstance(given, dict):
-        return _short(f"{call.name}({call.arguments})", _CALL_CHARS)
-    longest = 10**6 if whole else _ARGUMENT_CHARS
-    told = (f"{key}={_short(json.dumps(value, ensure_ascii=False), longest)}" for key, value in given.items())
-    return _short(f"{call.name}({', '.join(told)})", 10**6 if whole else _CALL_CHARS)
+        return _short(f"{call.name}({call.arguments})", of_all)
+    told = (
+        f"{key}={_short(json.dumps(value, ensure_ascii=False), of_an_argument)}" for key, value in given.items()
+    )
+    return _short(f"{call.name}({', '.join(told)})", of_all)
 
 
 def _outcome_line(outcome: Outcome) -> str:

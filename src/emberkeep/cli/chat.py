@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -168,7 +169,7 @@ def chat(
         export_saved(settled, *export)
     else:
         saved = find_saved(settled, continued) if continued else None
-        if saved is not None and model is None:
+        if saved is not None and model is None and backend is None:
             settled = with_its_model(settled, saved)
         talk(settled, saved, system, {"temperature": temperature, "max_tokens": max_tokens}, is_saving=save)
 
@@ -181,7 +182,8 @@ def talk(
     conversation = Conversation.continued(saved, system) if saved else Conversation(system)
     # What could not be archived is said below the answer, and once.
     logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
-    with open_model(config) as keeper, tools_of(keeper, config) as acting:
+    # In a chat somebody is asked before a tool does harm: none runs behind it.
+    with open_model(replace(config, server_tools=False)) as keeper, tools_of(keeper, config) as acting:
         journal = open_journal(keeper, config, is_saving=is_saving)
         session = ChatSession(
             keeper,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from emberkeep.cli.calls import CallView
+from emberkeep.cli.calls import CallView, ask_aloud
 from emberkeep.cli.common import complain, console
 from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.remarks import advice, archive_warning, stats_line
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from emberkeep.library.requests import Options
 
 
+_SILENCE = "…"
+"""In place of an answer that did not come after the calls before it."""
+
+
 class ChatSession:
     """Turns of one conversation. Answers go to `out`, remarks to stderr, so that a pipe gets answers only."""
 
@@ -45,7 +49,7 @@ class ChatSession:
         journal: Journal,
         evicts: bool = True,
         acting: Acting | None = None,
-        ask: Callable[[str], str] = input,
+        ask: Callable[[str], str] = ask_aloud,
     ) -> None:
         """`acting`: with tools; `ask`: a person, who is there where `interactive`."""
         self.keeper = keeper
@@ -86,11 +90,11 @@ class ChatSession:
         stream = self._stream([*self.conversation.messages, *messages])
         finished = self._show(stream)
         result = stream.result
-        # A turn without an answer is forgotten: many templates refuse two user messages in a row.
-        if result.text:
-            self.conversation.add(
-                *messages, *result.exchanges, Message("assistant", result.text, result.reasoning)
-            )
+        # A turn in which nothing happened is forgotten: many templates refuse two user messages in a row. What
+        # tools have done is not: the model has to know of it.
+        if result.text or result.exchanges:
+            answer = Message("assistant", result.text or _SILENCE, result.reasoning)
+            self.conversation.add(*messages, *result.exchanges, answer)
             self._journal.save(self.conversation)
         self.aside(self._stats_line(result) if finished else "stopped")
         self._say_who(result)

@@ -127,7 +127,7 @@ def is_same_model(config: Config, saved: SavedConversation) -> bool:
 
 def recap(turns: Sequence[Message]) -> str:
     """The end of a conversation, for whoever comes back to it."""
-    said = [message for message in turns if message.content]
+    said = [message for message in turns if message.content and message.role != "tool"]
     lines = [f"> {_cut(m.content)}" if m.role == "user" else _cut(m.content) for m in said[-_RECAPPED:]]
     return "\n".join(["…", *lines] if len(said) > _RECAPPED else lines)
 

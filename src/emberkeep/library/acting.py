@@ -33,7 +33,11 @@ class Acting:
         self._tools = tools
         self._permissions = Permissions(asks=asks)
         self._agent = Agent(backend, tools, self._permissions, turns=turns)
-        bridge.run(tools.start())
+        try:
+            bridge.run(tools.start())
+        except BaseException:  # somebody has lost patience: servers that have started must not live on
+            self.close()
+            raise
 
     def stream(self, request: Request) -> Stream:
         return Stream(self._bridge.iterate(lambda: self._agent.generate(request)))

@@ -72,7 +72,11 @@ class Emberkeep:
         backend = open_backend(config)
         backend.keep_warm(prefixes)
         keeper = cls(backend)
-        keeper._bridge.run(backend.start())
+        try:
+            keeper._bridge.run(backend.start())
+        except BaseException:  # interrupted
+            keeper.close()
+            raise
         return keeper
 
     @property
