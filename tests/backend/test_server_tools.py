@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.types import CallEnded, CallStarted, FinishReason, Message, Request
+from emberkeep.errors import DeadlineExceeded, RateLimited
+from emberkeep.types import CallEnded, CallStarted, FinishReason, Message, Request, TextDelta
 from helpers.conversing import FERRY, GREEDY, Client, Harbour, ScriptedEngine
 
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
@@ -114,3 +115,36 @@ def test_a_warmed_prefix_is_the_beginning_of_such_chats(harbour, engine):
     engine.will_say("Hello.")
     answer = Client(harbour, system="Be brief.", max_tokens=50, sampling=GREEDY).say("Hello")
     assert answer.lookup.reused_tokens >= warmed.tokens - 8
+
+
+def test_an_answer_has_one_place_for_all_its_rounds(tmp_path, engine):
+    (tmp_path / "log.txt").write_text("At noon.")
+    engine.will_say(READ, "It came at noon.")
+    settings = {"server_tools": True, "enable_tools": ("files",), "max_concurrent_per_user": 1}
+    with Harbour(tmp_path, engine, tools_root=tmp_path, **settings) as harbour:
+
+        async def ask() -> str:
+            said = ""
+            async for event in harbour.backend.generate(Request(messages=(Message("user", "When?"),), user="ada")):
+                if isinstance(event, (CallStarted, CallEnded)):
+                    with pytest.raises(RateLimited):
+                        await anext(harbour.backend.generate(Request(prompt="Hello", user="ada")))
+                said += event.text if isinstance(event, TextDelta) else ""
+            return said
+
+        assert harbour._runner.run(ask()) == "It came at noon."
+        harbour.backend._places.take("ada", 1)  # it is free again
+
+
+def test_a_deadline_holds_for_all_rounds_together(tmp_path, engine):
+    asked = Request(messages=(Message("user", "When?"),), deadline_s=0.2)
+    sleeping = CALL.format("run_command", '{"command": "sleep 60"}')
+    engine.will_say(sleeping, "Too late.")
+    with Harbour(tmp_path, engine, server_tools=True, enable_tools=("command",), tools_root=tmp_path) as harbour:
+
+        async def ask() -> None:
+            async for _ in harbour.backend.generate(asked):
+                pass
+
+        with pytest.raises(DeadlineExceeded):
+            harbour._runner.run(ask())

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from emberkeep.cli.doctor import CHECKS, Finding, Level, examine
 from emberkeep.cli.main import app
-from emberkeep.config import Config, total_ram
+from emberkeep.config import Config, McpServer, total_ram
+from emberkeep.types import RemoteModel
 
 
 def findings(tmp_path: Path, **settings: object) -> dict[str, Finding]:
@@ -103,3 +104,18 @@ def test_only_a_failure_gives_status_1(tmp_path: Path, monkeypatch: pytest.Monke
     result = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path)])
     assert result.exit_code == 0
     assert "warn  cpu       so" in result.output
+
+
+def test_who_answers_and_whose_key_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    far = RemoteModel("far", "openai", api_key_env="NO_SUCH_KEY")
+    near = RemoteModel("near", "ollama")
+    found = findings(tmp_path, backends=(far, near))["answers"]
+    assert found.level is Level.WARN
+    assert found.text.startswith("local, then near; the key of far is not set")
+    assert findings(tmp_path, backend="nobody")["answers"].level is Level.FAIL
+
+
+def test_a_server_whose_program_is_missing_is_told(tmp_path: Path) -> None:
+    lost = McpServer("lost", ("no-such-program",))
+    assert "no program no-such-program" in findings(tmp_path, mcp=(lost,))["mcp"].text

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from emberkeep import Emberkeep, tool
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, InvalidField
 from emberkeep.types import (
     CallEnded,
     Completed,
@@ -100,4 +100,20 @@ def test_a_function_that_is_no_tool_says_what_is_missing() -> None:
     llm, backend = keeper()
     with llm, pytest.raises(ConfigError, match="docstring"):
         llm.chat("Hello", tools=[mute])
+    assert backend.requests == []
+
+
+def test_a_call_that_was_insisted_on_is_made_once() -> None:
+    llm, backend = keeper(calling("depth", '{"pier": 3}'), answer("Seven metres."))
+    with llm:
+        result = llm.chat("How deep?", tools=[depth], tool_choice="required")
+    assert result.text == "Seven metres."
+    assert [request.tool_choice.mode for request in backend.requests] == ["required", "auto"]
+
+
+def test_a_choice_that_names_nothing_is_refused() -> None:
+    llm, backend = keeper()
+    named = {"type": "function", "function": {"name": "sail"}}
+    with llm, pytest.raises(InvalidField, match="tool_choice"):
+        llm.chat("How deep?", tools=[depth], tool_choice=named)
     assert backend.requests == []

@@ -210,5 +210,13 @@ def test_a_turn_of_the_archive_has_what_was_said_and_what_tools_gave():
 
 def test_results_without_ids_belong_to_the_calls_in_turn():
     talk = (user("a"), call("look", "1", "2"), result(None, "x"), result(None, "y"), user("c"))
-    (turn,) = archived(read_history(talk, None), view(*talk).leaving())
+    (turn,) = archived(view(*talk), view(*talk).leaving())
     assert [use.result for use in turn.tool_uses] == ["x", "y"]
+
+
+def test_calls_that_the_client_knows_nothing_of_are_archived_too_but_not_what_memory_said():
+    ours = (call("look", "1"), result("1", "seven metres"), *SEARCH)
+    asked = view(user("a"), said("b"), user("c"), inserted={0: Inserted(after=ours)})
+    (turn,) = archived(asked, asked.leaving())
+    assert turn.tool_uses == (ToolUse("look", "{}", "seven metres"),)
+    assert (turn.user_text, turn.assistant_text) == ("a", "b")

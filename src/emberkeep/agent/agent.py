@@ -38,6 +38,7 @@ from emberkeep.types import (
     PermissionAsked,
     Request,
     ToolCall,
+    ToolChoice,
     Usage,
     exact_namespace,
 )
@@ -67,7 +68,13 @@ class _Turn:
 
         room = room_for_results(following.messages, self.given, bill, backend.card.context, count)
         kept = bearable((*following.messages[self.given :], *new), room, count)
-        self.asked = replace(following, messages=(*following.messages[: self.given], *kept))
+        is_free = following.tool_choice.mode in ("auto", "none")
+        self.asked = replace(
+            following,
+            messages=(*following.messages[: self.given], *kept),
+            # Who insisted on a call has got it.
+            tool_choice=following.tool_choice if is_free else ToolChoice(),
+        )
 
     async def shorten(self) -> bool:
         messages = self.asked.messages

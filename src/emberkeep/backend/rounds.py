@@ -231,9 +231,9 @@ class Repeats:
 def _canonical(arguments: str) -> str:
     try:
         read: Json = json.loads(arguments or "{}", strict=False)
-    except ValueError:
+        return json.dumps(read, sort_keys=True)
+    except (ValueError, RecursionError):
         return arguments
-    return json.dumps(read, sort_keys=True)
 
 
 async def carried_out(

@@ -65,7 +65,7 @@ def call_line(call: ToolCall, *, whole: bool = False) -> str:
     """`read_file(path="notes.txt")`. `whole`: nothing is left out, for somebody who has to decide."""
     try:
         given = json.loads(call.arguments or "{}", strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     of_an_argument, of_all = (_WHOLE, _WHOLE) if whole else (_ARGUMENT_CHARS, _CALL_CHARS)
     if not isinstance(given, dict):
@@ -80,7 +80,7 @@ def _outcome_line(outcome: Outcome) -> str:
     took = f"{outcome.ms:.0f} ms" if outcome.ms < 1000 else f"{outcome.ms / 1e3:.1f} s"
     if outcome.failed:
         return f"✗ {_short(outcome.text, _RESULT_CHARS)} · {took}"
-    said = outcome.remark or _short(outcome.text, _RESULT_CHARS) or "nothing"
+    said = _short(outcome.remark or outcome.text, _RESULT_CHARS) or "nothing"
     return f"✓ {said} · {took}"
 
 

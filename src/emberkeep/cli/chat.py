@@ -163,13 +163,15 @@ def chat(
         config=config,
         parallel=1,
     )
+    from emberkeep.runtime import needs_local
+
     if list_all:
         list_saved(settled)
     elif export is not None:
         export_saved(settled, *export)
     else:
         saved = find_saved(settled, continued) if continued else None
-        if saved is not None and model is None and backend is None:
+        if saved is not None and model is None and needs_local(settled):
             settled = with_its_model(settled, saved)
         talk(settled, saved, system, {"temperature": temperature, "max_tokens": max_tokens}, is_saving=save)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import socket
@@ -192,6 +193,33 @@ def _packages(config: Config) -> Finding:
         return Finding(Level.FAIL, f"{error.name} is missing: `pip install {error.name}`.")
 
 
+def _answering(config: Config) -> Finding:
+    """Who answers, in which order; nobody is asked."""
+    from emberkeep.backend.remote.kinds import has_key
+    from emberkeep.models.remotes import Remotes
+    from emberkeep.runtime import backend_names
+
+    try:
+        names, remotes = backend_names(config), Remotes(config).list()
+        keyless = [remote.name for remote in remotes if not has_key(remote, os.environ)]
+    except ConfigError as error:
+        return Finding(Level.FAIL, str(error))
+    text = ", then ".join(names)
+    if keyless:
+        return Finding(Level.WARN, f"{text}; the key of {', '.join(keyless)} is not set: `emberkeep api list`.")
+    return Finding(Level.OK, text)
+
+
+def _mcp(config: Config) -> Finding:
+    """Programs that are not there; nothing is started."""
+    if not config.mcp:
+        return Finding(Level.OK, "no MCP servers: [mcp.servers.NAME] in the configuration adds one")
+    lost = [server for server in config.mcp if server.command and shutil.which(server.command[0]) is None]
+    if lost:
+        return Finding(Level.WARN, f"{lost[0].name} cannot start: there is no program {lost[0].command[0]}.")
+    return Finding(Level.OK, ", ".join(server.name for server in config.mcp))
+
+
 CHECKS: dict[str, Callable[[Config], Finding]] = {
     "python": _python,
     "platform": _platform,
@@ -204,6 +232,8 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "speed": _speed,
     "mlock": _mlock,
     "model": _model,
+    "answers": _answering,
+    "mcp": _mcp,
     "port": _port,
     "access": _exposure,
 }

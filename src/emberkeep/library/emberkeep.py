@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from emberkeep.backend.base import Backend, Cache, ModelCard
 from emberkeep.config import Config, load_config
@@ -29,6 +29,9 @@ from emberkeep.library.stream import Stream
 from emberkeep.library.verifying import CANDIDATES, VerifyReport
 from emberkeep.library.warming import declared_prefixes
 from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, Verified
+
+if TYPE_CHECKING:
+    from emberkeep.tools.toolbox import ToolBox
 
 
 class Emberkeep:
@@ -94,23 +97,14 @@ class Emberkeep:
         was said in between is in the result's `messages`; calls of definitions in OpenAI's shape are in its
         `tool_calls`. Raises RequestError, EngineError, and ConfigError for a function that is no tool.
         """
-        definitions, functions = _parted(tools)
-        request = chat_request(messages, definitions, options)
-        if not functions:
-            return self._finish(request)
-        acting = Acting(self._bridge, self._backend, own_toolbox(functions), asks=False)
-        try:
-            return _read(acting.stream(replace(request, in_pieces=False)))
-        finally:
-            acting.close()
+        request, toolbox = _asked(messages, tools, options)
+        whole = replace(request, in_pieces=False)
+        return _read(self._start(whole) if toolbox is None else self._act(whole, toolbox))
 
     def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Stream:
         """Answer a conversation piece by piece. `tools`: as in `chat`."""
-        definitions, functions = _parted(tools)
-        request = chat_request(messages, definitions, options)
-        if not functions:
-            return self._start(request)
-        return Acting(self._bridge, self._backend, own_toolbox(functions), asks=False).stream(request)
+        request, toolbox = _asked(messages, tools, options)
+        return self._start(request) if toolbox is None else self._act(request, toolbox)
 
     def acting(self, config: Config, *, asks: bool) -> Acting:
         """With the tools that `config` names; `asks`: somebody decides on dangerous ones. The caller closes it.
@@ -238,6 +232,10 @@ class Emberkeep:
     ) -> None:
         self.close()
 
+    def _act(self, request: Request, toolbox: ToolBox) -> Stream:
+        """A toolbox of functions alone has nothing to close."""
+        return Acting(self._bridge, self._backend, toolbox, asks=False).stream(request)
+
     def _start(self, request: Request) -> Stream:
         return Stream(self._bridge.iterate(lambda: self._backend.generate(request)))
 
@@ -255,10 +253,13 @@ def _read(stream: Stream) -> Result:
         return stream.result
 
 
-def _parted(tools: Tools | None) -> tuple[list[Any], list[Any]]:
-    """Definitions, and functions to run."""
-    listed = list(tools or ())
-    return [one for one in listed if not is_runnable(one)], [one for one in listed if is_runnable(one)]
+def _asked(messages: Messages, tools: Tools | None, options: Options) -> tuple[Request, ToolBox | None]:
+    """With a toolbox where there are functions to run."""
+    listed: list[Any] = list(tools or ())
+    toolbox = own_toolbox([one for one in listed if is_runnable(one)])
+    definitions = [one for one in listed if not is_runnable(one)]
+    names = [function.name for function in toolbox.functions()]
+    return chat_request(messages, definitions, options, functions=names), toolbox if names else None
 
 
 def _prompt_or_chat(prompt_or_messages: Messages, **options: Unpack[Options]) -> Request:

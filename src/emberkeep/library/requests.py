@@ -16,9 +16,11 @@ from emberkeep.library.checking import HALF_A_CHARACTER, checked
 from emberkeep.library.fields import GenerationFields, Label, RoomFields, Schema, to_limit
 from emberkeep.library.messages import (
     BeginningList,
+    ChoiceField,
     MessageList,
     ToolList,
     call_json,
+    check_choice,
     message_json,
     prefix_of_chats,
     to_messages,
@@ -31,6 +33,7 @@ from emberkeep.types import (
     Request,
     Tool,
     ToolCall,
+    ToolChoice,
     Ttl,
     private_namespace,
 )
@@ -72,6 +75,8 @@ class Options(TypedDict, total=False):
     """Whether old messages may leave a conversation that is too long. None: as configured."""
     recall: str | None
     """How they come back: `off`, `tool` or `auto`. None: as configured."""
+    tool_choice: str | Mapping[str, Json] | None
+    """`auto`, `none`, `required`, or in OpenAI's shape the one function that has to be called."""
     conversation_id: str | None
     ttl: str | None
     """`short`, `long` or `extended`."""
@@ -111,6 +116,7 @@ class _PromptCall(_Call):
 class _ChatCall(_Call):
     messages: MessageList
     tools: ToolList | None = None
+    tool_choice: ChoiceField = ToolChoice()
 
 
 class _PrefixCall(_Call):
@@ -137,15 +143,20 @@ def prompt_request(prompt: str, options: Options) -> Request:
     return replace(call.to_base(), prompt=call.prompt)
 
 
-def chat_request(messages: Messages, tools: Tools | None, options: Options) -> Request:
-    """Raises RequestError, or InvalidField with the argument's name."""
+def chat_request(
+    messages: Messages, tools: Tools | None, options: Options, *, functions: Sequence[str] = ()
+) -> Request:
+    """`functions`: names of those that run here. Raises RequestError, or InvalidField with the argument's name."""
     listed = [Message("user", messages)] if isinstance(messages, str) else messages
     given = {**_settled(options), "messages": _plain(listed), "tools": _plain(tools)}
     call = checked(_ChatCall, given)
+    listed_tools = tuple(tool.to_tool() for tool in call.tools or ())
+    check_choice(call.tool_choice, (*listed_tools, *map(Tool, functions)))
     return replace(
         call.to_base(),
         messages=to_messages(call.messages),
-        tools=tuple(tool.to_tool() for tool in call.tools or ()),
+        tools=listed_tools,
+        tool_choice=call.tool_choice,
     )
 
 

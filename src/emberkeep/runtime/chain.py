@@ -35,6 +35,11 @@ def open_backend(config: Config) -> Backend:
     return links[0].open() if len(links) == 1 else FallbackBackend(links)
 
 
+def backend_names(config: Config) -> list[str]:
+    """Those that may answer, in their order. Raises ConfigError."""
+    return [LOCAL if one is None else one.name for one in _chain(config)]
+
+
 def needs_local(config: Config) -> bool:
     """A model that runs here may be asked. Raises ConfigError."""
     return None in _chain(config)

@@ -51,7 +51,7 @@ def _read(arguments: str) -> tuple[str, int]:
     """Raises ValueError."""
     try:
         asked = json.loads(arguments)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError("its arguments must be JSON") from error
     query = asked.get("query") if isinstance(asked, dict) else None
     if not isinstance(query, str) or not query.strip():

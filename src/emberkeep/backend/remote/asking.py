@@ -51,7 +51,7 @@ def arguments_of(text: str) -> Mapping[str, Json]:
     """What a model wrote as arguments, as the object that vendors want. Whatever is none becomes part of one."""
     try:
         value = json.loads(text or "{}", strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {"arguments": value}
 

@@ -1,0 +1,289 @@
+"""Over somebody else's model: tools in several rounds, time, what is billed, other scripts, no memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from emberkeep.backend.remote import backend as module
+from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteFull
+from emberkeep.session.sessions import Policy, Sessions, about_tokens
+from emberkeep.tools.base import ToolFunction, as_tool
+from emberkeep.tools.choosing import Choice
+from emberkeep.tools.toolbox import ToolBox
+from emberkeep.types import (
+    CallEnded,
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    JsonFormat,
+    LookupRecord,
+    Message,
+    Recall,
+    Request,
+    Timings,
+    Tool,
+    ToolCallDelta,
+    ToolChoice,
+    Usage,
+)
+from support.remote_model import ScriptedProvider, Step, read, remote, said, text, tokens_of
+
+HELLO = Request(messages=(Message("user", "Hello"),))
+
+
+def calling(name: str, arguments: str = "{}", id: str = "c1") -> list[Step]:
+    bill = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())
+    return [ToolCallDelta(0, 0, id, name, arguments), Finished(0, FinishReason.TOOL_CALLS), bill]
+
+
+def rounds(*scripts: Iterable[Step]) -> ScriptedProvider:
+    left = iter(scripts)
+    return ScriptedProvider(lambda request: next(left))
+
+
+def honest(*scripts: list[Step]) -> ScriptedProvider:
+    """Bills what it was sent."""
+    left = iter(scripts)
+
+    def script(request: Request) -> list[Step]:
+        *events, bill = next(left)
+        assert isinstance(bill, Completed)
+        return [*events, replace(bill, usage=Usage(tokens_of(request.messages), 5))]
+
+    return ScriptedProvider(script)
+
+
+def depth(pier: int) -> str:
+    """Measure the depth at a pier."""
+    return f"{pier + 4} metres"
+
+
+async def tide() -> str:
+    """Wait for the tide."""
+    await asyncio.Event().wait()
+    return ""
+
+
+def box(*functions: object) -> ToolBox:
+    made: list[ToolFunction] = [as_tool(one) for one in functions]  # type: ignore[arg-type]
+    return ToolBox(made, Choice())
+
+
+def outcomes(events: list[Event]) -> list[str]:
+    return [event.outcome.text for event in events if isinstance(event, CallEnded)]
+
+
+# ── tools ──
+
+
+def test_a_tool_that_the_model_made_up_is_told_to_it() -> None:
+    provider = rounds(calling("dephth"), said("Sorry."))
+    events = read(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
+    assert "did you mean depth?" in outcomes(events)[0]
+    assert not any(isinstance(event, ToolCallDelta) for event in events)
+    assert text(events) == "Sorry."
+
+
+def test_a_tool_that_went_is_not_taken_for_a_search(tmp_path: Path) -> None:
+    functions = [as_tool(depth)]
+    tools = ToolBox(functions, Choice())
+
+    def script(request: Request) -> Iterable[Step]:
+        if len(request.messages) > 1:
+            return said("It is gone.")
+        functions.clear()
+        return calling("depth", '{"pier": 3}')
+
+    backend = remote(ScriptedProvider(script), tmp_path, recall=Recall.TOOL, tools=tools, tool_rounds=4)
+    events = read(backend, HELLO)
+    assert "no tool 'depth'" in outcomes(events)[0]
+
+
+def test_who_may_only_search_is_told_so(tmp_path: Path) -> None:
+    events = read(remote(rounds(calling("sail"), said(".")), tmp_path, recall=Recall.TOOL), HELLO)
+    assert outcomes(events) == ["There is no tool 'sail': use search_memory, or answer."]
+
+
+def test_a_client_with_tools_gets_calls_that_nobody_knows(tmp_path: Path) -> None:
+    backend = remote(rounds(calling("sail")), tmp_path, recall=Recall.TOOL)
+    events = read(backend, replace(HELLO, tools=(Tool("ferry"),)))
+    assert [event.name for event in events if isinstance(event, ToolCallDelta)] == ["sail"]
+
+
+def test_ids_that_come_again_in_every_round_are_told_apart(tmp_path: Path) -> None:
+    provider = rounds(calling("depth", '{"pier": 1}'), calling("depth", '{"pier": 2}'), said("Both."))
+    read(remote(provider, tmp_path, tools=box(depth), tool_rounds=4), HELLO)
+    asked = provider.asked[-1].messages
+    assert len({call.id for message in asked for call in message.tool_calls}) == 2
+    results = {message.tool_call_id: message.content for message in asked if message.role == "tool"}
+    assert list(results.values()) == ["5 metres", "6 metres"]
+
+
+def test_without_a_memory_and_without_eviction_the_calls_are_still_in_the_conversation() -> None:
+    provider = rounds(calling("depth", '{"pier": 3}'), said("Seven metres."), said("Welcome."))
+    backend = remote(provider, tools=box(depth), tool_rounds=4)
+    backend._sessions.policy = replace(backend._sessions.policy, evict=False)
+    answered = text(read(backend, HELLO))
+    later = (*HELLO.messages, Message("assistant", answered), Message("user", "Thanks."))
+    read(backend, Request(messages=later))
+    roles = [message.role for message in provider.asked[-1].messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": ToolChoice("none")},
+        {"tools": (Tool("ferry"),)},
+        {"tools": (Tool("ferry"),), "tool_choice": ToolChoice("named", "ferry")},
+        {"format": JsonFormat()},
+        {"n": 2},
+        {"raw_tools": True},
+    ],
+)
+def test_who_asks_for_something_else_gets_no_tools_of_ours(fields: dict[str, object]) -> None:
+    provider = ScriptedProvider(lambda request: said("Yes."))
+    read(remote(provider, tools=box(depth), tool_rounds=4), replace(HELLO, **fields))  # type: ignore[arg-type]
+    assert all(tool.name == "ferry" for tool in provider.asked[0].tools)
+
+
+def test_when_the_tokens_are_spent_on_calls_the_answer_ends_there() -> None:
+    provider = rounds(calling("depth", '{"pier": 1}'), calling("depth", '{"pier": 2}'))
+    events = read(remote(provider, tools=box(depth), tool_rounds=9), replace(HELLO, max_tokens=8))
+    assert [request.max_tokens for request in provider.asked] == [8, 3]
+    assert Finished(0, FinishReason.LENGTH) in events
+    assert outcomes(events) == ["5 metres"]
+
+
+def test_a_long_turn_of_calls_goes_on_when_the_context_is_full(tmp_path: Path) -> None:
+    def read_log(page: int) -> str:
+        """Read a page of the log."""
+        return f"page {page}: " + "salt and wool, " * 40
+
+    calls = [calling("read_log", f'{{"page": {i}}}', f"c{i}") for i in range(8)]
+    provider = honest(*calls, said("All read."))
+    events = read(remote(provider, tmp_path, context=600, tools=box(read_log), tool_rounds=9), HELLO)
+    assert text(events) == "All read."
+    assert len(outcomes(events)) == 8
+    assert "left out to make room" in "".join(m.content for m in provider.asked[-1].messages)
+
+
+def test_what_a_tool_gave_is_found_when_its_turn_has_left(tmp_path: Path) -> None:
+    provider = honest(calling("depth", '{"pier": 38}'), *(said("Noted.") for _ in range(40)))
+    backend = remote(provider, tmp_path, tools=box(depth), tool_rounds=4)
+    messages: list[Message] = []
+    for i in range(30):
+        messages.append(Message("user", f"Ship number {i} carries salt and wool and barrels of tar to the north."))
+        messages.append(Message("assistant", text(read(backend, Request(messages=tuple(messages))))))
+    assert backend.memory is not None
+    found = backend.memory.search("", "ship number 0 metres", max_results=10)
+    assert any(use.result == "42 metres" for one in found for use in one.tool_uses)
+
+
+# ── time, and leaving ──
+
+
+def test_one_deadline_holds_over_all_rounds_and_their_tools() -> None:
+    provider = rounds(calling("depth", '{"pier": 1}'), calling("tide"))
+    backend = remote(provider, tools=box(depth, tide), tool_rounds=4)
+    with pytest.raises(DeadlineExceeded):
+        read(backend, replace(HELLO, deadline_s=0.2))
+    assert len(provider.asked) == 2
+
+
+def test_the_configured_deadline_does_the_same() -> None:
+    backend = remote(rounds(calling("tide")), tools=box(tide), tool_rounds=4, deadline_s=0.05)
+    with pytest.raises(DeadlineExceeded):
+        read(backend, HELLO)
+
+
+def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 600.0)
+    provider = ScriptedProvider(lambda request: [RemoteDown("Busy.")])
+    backend = remote(provider)
+
+    async def leave() -> None:
+        async def asking() -> None:
+            async with aclosing(backend.generate(HELLO)) as events:  # type: ignore[type-var]
+                async for _ in events:
+                    pass
+
+        task = asyncio.create_task(asking())
+        async with asyncio.timeout(20):
+            while not backend.stats()["remote"]["retries"]:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert len(provider.asked) == 1
+
+
+# ── bills ──
+
+
+def test_the_bill_of_several_choices_has_the_tokens_of_all() -> None:
+    bill = Completed(Usage(10, 7, 4, 2), Timings(), LookupRecord())
+    provider = ScriptedProvider(lambda request: [Finished(0, FinishReason.STOP), bill])
+    *_, last = read(remote(provider), replace(HELLO, n=3))
+    assert isinstance(last, Completed)
+    assert last.usage == Usage(10, 21, 4, 6)
+    assert last.timings.predicted_n == 21
+
+
+def test_the_bill_of_several_rounds_has_the_tokens_of_all_and_says_who() -> None:
+    provider = rounds(calling("depth", '{"pier": 1}'), said("Five.", 30, 10))
+    *_, last = read(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
+    assert isinstance(last, Completed)
+    assert last.usage == Usage(30, 5 + 3, 10)
+    assert (last.timings.cache_n, last.timings.prompt_n, last.answered_by) == (10, 20, "far")
+
+
+# ── other scripts ──
+
+
+def chinese(i: int) -> Message:
+    return Message("user", f"第{i}艘船今天早上从港口出发，船上装着盐和羊毛，船长说天气很好，一路向北航行。")
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_conversation_in_chinese_fits_from_the_first_answer_on(tmp_path: Path, refuses: bool) -> None:
+    """Some services refuse what is too long, others cut it without a word."""
+    too_long: list[int] = []
+
+    def script(request: Request) -> list[Step]:
+        tokens = sum(len(message.content) for message in request.messages)
+        if tokens > 1000:
+            too_long.append(tokens)
+            if refuses:
+                return [RemoteFull("Too long.")]
+        return said("好的。", tokens)
+
+    history = [message for i in range(60) for message in (chinese(i), Message("assistant", "好的。"))]
+    backend = remote(ScriptedProvider(script), tmp_path, context=1000)
+    *_, bill = read(backend, Request(messages=(*history, chinese(60))))
+    assert isinstance(bill, Completed)
+    assert bill.fit.evictions
+    assert too_long == []
+
+
+def test_where_nobody_knows_chinese_has_more_tokens_than_english() -> None:
+    assert about_tokens("船" * 30) == 30
+    assert about_tokens("ship" * 30) == 40
+
+
+def test_without_eviction_what_is_too_long_says_what_would_help() -> None:
+    provider = ScriptedProvider(lambda request: [RemoteFull("Too long.")])
+    backend = remote(provider)
+    backend._sessions = Sessions(None, Policy(400, evict=False))
+    with pytest.raises(ContextExceeded, match="evict"):
+        read(backend, replace(HELLO, evict=False))
+    assert len(provider.asked) == 1

@@ -1,0 +1,338 @@
+"""Tools, and models behind models, with `emberkeep serve` in processes of its own and the real default model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from serving import RULES, serve, system, user
+
+from emberkeep.server.listener import bind
+from emberkeep.types import Json
+from support.server_process import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather in a city", "parameters": SCHEMA},
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ASK: dict[str, Any] = {
+    "model": "default",
+    "messages": [system("You are a weather station."), user("What is the weather in Oslo?")],
+    "tools": [WEATHER],
+    "temperature": 0,
+    "max_tokens": 80,
+}
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+
+
+def emberkeep(data_dir: Path, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "emberkeep", *arguments, "--data-dir", str(data_dir)]
+    return subprocess.run(command, input=said, capture_output=True, text=True, check=True)
+
+
+def register(data_dir: Path, name: str, url: str, max_tokens: int = 40) -> None:
+    options = ("--base-url", f"{url}/v1", "--max-tokens", str(max_tokens))
+    emberkeep(data_dir, "api", "add", name, "compatible", *options)
+
+
+def read(*paths: str) -> list[Json]:
+    """Files are asked for, and each time the model has called for it: even a small one then calls for the last."""
+    calls = [CALL.format("read_file", json.dumps({"path": path})) for path in paths]
+    turns = [
+        (user(f"Read {path}"), {"role": "assistant", "content": call})
+        for path, call in zip(paths, calls, strict=True)
+    ]
+    return [message for turn in turns for message in turn][:-1]
+
+
+@contextmanager
+def client_of(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def closed_port() -> int:
+    with bind("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def small(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serve(smollm2, tmp_path_factory.mktemp("small")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def home(small: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder in which `small` is registered."""
+    folder = tmp_path_factory.mktemp("home")
+    register(folder, "small", small.url)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def front(smollm2: Path, home: Path) -> Iterator[ServerProcess]:
+    """Emberkeep in front of Emberkeep."""
+    with serve(smollm2, home, "--backend", "small") as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["small", "front"])
+def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    with client_of(request.getfixturevalue(request.param)) as client:
+        yield client
+
+
+# ── the client's tools ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_call_is_streamed_in_pieces_that_add_up_to_what_fits_the_schema(
+    client: openai.OpenAI, choice: Any
+) -> None:
+    demand = {**ASK, "tool_choice": choice, "parallel_tool_calls": False}
+    chunks = list(client.chat.completions.create(**demand, stream=True))
+    deltas = [call for chunk in chunks for one in chunk.choices for call in one.delta.tool_calls or ()]
+    (first, *others) = [delta for delta in deltas if delta.index == 0]
+    assert first.id and first.function and first.function.name == "get_weather"
+    assert len(others) > 1
+    assert not any(other.id or (other.function and other.function.name) for other in others)
+    pieces = [delta.function.arguments or "" for delta in (first, *others) if delta.function]
+    jsonschema.validate(json.loads("".join(pieces)), SCHEMA)
+    assert [one.finish_reason for chunk in chunks for one in chunk.choices if one.finish_reason] == ["tool_calls"]
+
+
+def test_a_result_goes_back_and_nothing_is_evaluated_twice(client: openai.OpenAI) -> None:
+    asked = client.chat.completions.create(**ASK, tool_choice=NAMED, parallel_tool_calls=False)  # type: ignore[call-overload]
+    (call,) = asked.choices[0].message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "light rain, 7 degrees"}
+    messages = [*ASK["messages"], asked.choices[0].message, result]
+    answer = client.chat.completions.create(**{**ASK, "messages": messages}, tool_choice="none")
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.usage.prompt_tokens_details.cached_tokens >= asked.usage.total_tokens - 1
+
+
+# ── the server's tools ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def acting(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("acting")
+    root = folder / "root"
+    root.mkdir()
+    (root / "log.txt").write_text("The Zephyr came in at noon.\n")
+    (folder / "secret.txt").write_text("sesame-4711")
+    options = ("--server-tools", "--enable-tools", "read_file", "--tools-root", str(root))
+    with serve(smollm2, folder / "data", *options) as server:
+        yield server
+
+
+def test_the_model_reads_a_file_and_the_client_gets_an_answer(acting: ServerProcess) -> None:
+    with client_of(acting) as client:
+        answer = client.chat.completions.create(
+            model="default", messages=read("a.txt", "b.txt", "notes.txt", "log.txt"), temperature=0, max_tokens=80
+        )
+    (tool,) = answer.model_extra["emberkeep"]["tools"]  # type: ignore[index]
+    assert (tool["name"], json.loads(tool["arguments"]), tool["state"]) == (
+        "read_file",
+        {"path": "log.txt"},
+        "done",
+    )
+    assert tool["result"].strip() == "The Zephyr came in at noon."
+    assert "noon" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason == "stop"
+    # The second round begins where the first one ended.
+    assert answer.usage.prompt_tokens_details.cached_tokens > answer.usage.prompt_tokens * 0.8  # type: ignore[union-attr]
+
+
+def test_a_stream_shows_what_the_server_does_in_between(acting: ServerProcess) -> None:
+    with client_of(acting) as client:
+        messages = read("b.txt", "notes.txt", "a.txt", "log.txt")
+        stream = client.chat.completions.create(
+            model="default", messages=messages, temperature=0, max_tokens=80, stream=True
+        )
+        chunks = list(stream)
+    told = [(chunk.model_extra or {}).get("emberkeep", {}).get("tool") for chunk in chunks]
+    assert [tool["state"] for tool in told if tool] == ["started", "done"]
+    text = "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
+    assert "noon" in text
+    assert "tool_call>" not in text
+
+
+def test_the_model_reads_nothing_outside_its_root(acting: ServerProcess) -> None:
+    reply = acting.chat(read("a.txt", "b.txt", "notes.txt", "../secret.txt"), max_tokens=80)
+    assert reply.detail["tools"][0]["state"] == "failed"
+    assert "sesame" not in json.dumps(reply.detail) + reply.text
+
+
+def test_what_a_client_forces_is_its_own_tool(acting: ServerProcess) -> None:
+    with client_of(acting) as client:
+        answer = client.chat.completions.create(**ASK, tool_choice="required")
+    assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+    assert "tools" not in answer.model_extra["emberkeep"]
+
+
+# ── one that is not there ────────────────────────────────────────────────────────────────────────
+
+
+def test_with_notools_and_a_backend_that_is_down_the_local_model_writes_as_it_likes(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    register(tmp_path, "dead", f"http://127.0.0.1:{closed_port()}")
+    with serve(smollm2, tmp_path, "--backend", "dead,local", "--notools") as server:
+        tool = {"type": "function", "function": {"name": "read_file", "parameters": {"type": "object"}}}
+        messages = read("a.txt", "b.txt", "notes.txt", "log.txt")
+        reply = server.chat(messages, tools=[tool], max_tokens=60, model="dead")
+        health = server.http.get(f"{server.url}/health").json()
+    assert "<tool_call>" in reply.text
+    assert '"log.txt"' in reply.text
+    assert reply.detail["answered_by"] == "local"
+    assert health["backend"] == "local"
+    dead, local = health["chain"]
+    assert (dead["state"], local["state"]) == ("failed", "ready")
+    assert "cannot be reached" in dead["error"]
+    assert "dead cannot be used" in server.log
+
+
+# ── another Emberkeep, by its name ───────────────────────────────────────────────────────────────
+
+
+def test_a_registered_server_can_be_asked_from_the_command_line(home: Path) -> None:
+    asked = emberkeep(home, "tools", "run", "ask_small", "question=Name one animal that lives in the sea.")
+    assert asked.stdout.startswith("small says: ")
+    assert re.search(r"small \(smollm2.*\), \d+ \+ \d+ tokens, [\d.]+ s", asked.stderr)
+
+
+def test_a_chat_from_a_pipe_goes_to_a_registered_server(home: Path, small: ServerProcess) -> None:
+    question = "Name three animals that live in the sea."
+    talked = emberkeep(
+        home, *("chat", "--backend", "small", "--tools", "off", "--max-tokens", "12", "-t", "0"), said=question
+    )
+    assert talked.stdout.strip() == small.chat([user(question)], max_tokens=12).text.strip() != ""
+
+
+def test_an_answer_is_the_same_through_another_server(small: ServerProcess, front: ServerProcess) -> None:
+    messages = [system(), user("Which ships wait at pier 7?")]
+    plain = small.chat(messages, max_tokens=16)
+    passed_on = front.chat(messages, max_tokens=16)
+    assert passed_on.text == plain.text
+    assert passed_on.prompt_tokens == plain.prompt_tokens > len(RULES) // 6
+    assert passed_on.cached_tokens == plain.prompt_tokens - 1
+    assert passed_on.detail["reason"] == "remote"
+    assert passed_on.detail["answered_by"] == "small"
+    with client_of(front) as client:
+        stream = client.chat.completions.create(
+            model="small", messages=messages, temperature=0, max_tokens=16, stream=True
+        )
+        pieces = [one.delta.content or "" for chunk in stream for one in chunk.choices]
+    assert "".join(pieces) == plain.text
+    assert len([piece for piece in pieces if piece]) > 5
+    assert "HTTP Request" not in front.log
+
+
+def test_what_is_too_long_there_is_told_here(front: ServerProcess) -> None:
+    with client_of(front) as client, pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="small", messages=[user("word " * 12_000)], extra_body={"evict": False}
+        )
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_leaving_stops_the_work_of_both(small: ServerProcess, front: ServerProcess) -> None:
+    body = {"messages": [user("Tell me a very long story.")], "max_tokens": 4000, "stream": True}
+    left_before = small.log.count("the client left")
+    with front.http.stream("POST", f"{front.url}/v1/chat/completions", json=body) as response:
+        for _, line in zip(range(6), response.iter_lines(), strict=False):
+            assert "error" not in line
+    for _ in range(2000):  # asking is waiting enough
+        if not small.stats()["scheduler"]["active"]:
+            break
+    assert small.stats()["scheduler"]["active"] == 0
+    assert small.log.count("the client left") == left_before + 1
+
+
+def test_a_server_that_is_killed_in_the_middle_of_an_answer(
+    smollm2: Path, small: ServerProcess, tmp_path: Path
+) -> None:
+    """That answer is lost, and the client is told; the next one is given by somebody else."""
+    with serve(smollm2, tmp_path / "doomed") as doomed:
+        register(tmp_path, "doomed", doomed.url)
+        register(tmp_path, "spare", small.url)
+        with serve(smollm2, tmp_path, "--backend", "doomed,spare") as front, client_of(front) as client:
+            story = [user("Tell me a very long story.")]
+            stream = client.chat.completions.create(model="default", messages=story, max_tokens=4000, stream=True)
+            with pytest.raises(openai.APIError, match="broke off in the middle of its answer"):
+                for place, _ in enumerate(stream):
+                    if place == 5:
+                        doomed.kill()
+            reply = front.chat([user("Name one animal.")], max_tokens=8)
+            health = front.http.get(f"{front.url}/health").json()
+            failed = front.http.post(f"{front.url}/v1/chat/completions", json={"messages": story, "model": "gone"})
+    assert reply.text
+    assert reply.detail["answered_by"] == "spare"
+    assert [link["state"] for link in health["chain"]] == ["failed", "ready"]
+    assert health["backend"] == "spare"
+    assert failed.status_code == 404
+
+
+def test_a_single_backend_that_was_killed_is_a_503(smollm2: Path, tmp_path: Path) -> None:
+    scripted = str(Path(__file__).with_name("serve_scripted.py"))
+    with ServerProcess(scripted, str(tmp_path / "doomed"), "0", "Hello.") as doomed:
+        register(tmp_path, "doomed", doomed.url)
+        with serve(smollm2, tmp_path, "--backend", "doomed") as front:
+            assert front.chat([user("Hello?")], max_tokens=40).text == "Hello."
+            doomed.kill()
+            failed = front.http.post(f"{front.url}/v1/chat/completions", json={"messages": [user("Hello?")]})
+    assert failed.status_code == 503
+    error = failed.json()["error"]
+    assert (error["type"], error["code"]) == ("upstream_error", "backend_unavailable")
+    assert "cannot be reached" in error["message"]
+
+
+# ── models that ask models ───────────────────────────────────────────────────────────────────────
+
+
+def test_two_servers_that_registered_each_other_do_not_ask_forever(tmp_path: Path) -> None:
+    """Both models call for the other one as soon as they are asked anything."""
+    scripted = str(Path(__file__).with_name("serve_scripted.py"))
+    left_port = closed_port()
+    register(tmp_path / "right", "left", f"http://127.0.0.1:{left_port}", 400)
+    ask_left, ask_right = (
+        CALL.format(name, '{"question": "What do you think?"}') for name in ("ask_left", "ask_right")
+    )
+    told = [ask_left, "I do not know either."]
+    with ServerProcess(scripted, str(tmp_path / "right"), "0", *told, *told) as right:
+        register(tmp_path / "left", "right", right.url, 400)
+        script = (ask_right, "Then nobody knows.")
+        with ServerProcess(scripted, str(tmp_path / "left"), str(left_port), *script) as left:
+            reply = left.chat([user("Who knows?")], max_tokens=400)
+            headers = {"X-Emberkeep-Depth": "1"}
+            body = {"messages": [user("Do you?")], "temperature": 0, "max_tokens": 400}
+            deep = right.http.post(f"{right.url}/v1/chat/completions", json=body, headers=headers).json()
+    assert reply.text == "Then nobody knows."
+    (consulted,) = reply.detail["tools"]
+    assert consulted["result"] == "right says: I do not know either."
+    assert consulted["remark"].startswith("right (scripted), ")
+    (refused,) = deep["emberkeep"]["tools"]
+    assert (refused["name"], refused["state"]) == ("ask_left", "failed")
+    assert "a model asked you" in refused["result"]
