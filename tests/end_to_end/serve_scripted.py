@@ -1,6 +1,6 @@
-"""`python serve_scripted.py DATA_DIR PORT TEXT...`: a server whose model says these, one text for each answer.
+"""`python serve_scripted.py DATA_DIR PORT TOOLS TEXT...`: a server whose model says these, one after the other.
 
-It runs tools by itself: those that ask the models which are registered in DATA_DIR.
+It runs tools by itself: those of the group TOOLS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from helpers.conversing import TEMPLATE, ScriptedEngine
 
 
 def main() -> None:
-    data_dir, port, *texts = sys.argv[1:]
-    config = Config(data_dir=Path(data_dir), port=int(port), server_tools=True, enable_tools=("models",))
+    data_dir, port, tools, *texts = sys.argv[1:]
+    config = Config(data_dir=Path(data_dir), port=int(port), server_tools=True, enable_tools=(tools,))
     engine = ScriptedEngine(context=2048)
     with bind(config.host, config.port) as listener:
         backend = assemble(config, engine, TEMPLATE, ModelCard("scripted", 0, engine.capabilities.context))

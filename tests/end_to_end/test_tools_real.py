@@ -14,7 +14,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from serving import RULES, serve, system, user
+from serving import RULES, assistant, serve, system, user
 
 from emberkeep.server.listener import bind
 from emberkeep.types import Json
@@ -56,11 +56,14 @@ def register(data_dir: Path, name: str, url: str, max_tokens: int = 40) -> None:
 def read(*paths: str) -> list[Json]:
     """Files are asked for, and each time the model has called for it: even a small one then calls for the last."""
     calls = [CALL.format("read_file", json.dumps({"path": path})) for path in paths]
-    turns = [
-        (user(f"Read {path}"), {"role": "assistant", "content": call})
-        for path, call in zip(paths, calls, strict=True)
-    ]
+    turns = ([user(f"Read {path}"), assistant(call)] for path, call in zip(paths, calls, strict=True))
     return [message for turn in turns for message in turn][:-1]
+
+
+def scripted(data_dir: Path, tools: str, *texts: str, port: int = 0) -> ServerProcess:
+    """One whose model says these, one after the other."""
+    program = str(Path(__file__).with_name("serve_scripted.py"))
+    return ServerProcess(program, str(data_dir), str(port), tools, *texts)
 
 
 @contextmanager
@@ -181,7 +184,9 @@ def test_a_stream_shows_what_the_server_does_in_between(acting: ServerProcess) -
 
 def test_the_model_reads_nothing_outside_its_root(acting: ServerProcess) -> None:
     reply = acting.chat(read("a.txt", "b.txt", "notes.txt", "../secret.txt"), max_tokens=80)
-    assert reply.detail["tools"][0]["state"] == "failed"
+    (tool,) = reply.detail["tools"]
+    assert tool["state"] == "failed"
+    assert "secret" in tool["arguments"]
     assert "sesame" not in json.dumps(reply.detail) + reply.text
 
 
@@ -190,6 +195,35 @@ def test_what_a_client_forces_is_its_own_tool(acting: ServerProcess) -> None:
         answer = client.chat.completions.create(**ASK, tool_choice="required")
     assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
     assert "tools" not in answer.model_extra["emberkeep"]
+
+
+def test_a_client_that_leaves_ends_the_command_that_runs_for_it(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    command = ["sh", "-c", f"echo $$ > {started}.new; mv {started}.new {started}; sleep 61"]
+    call = CALL.format("run_command", json.dumps({"command": command}))
+    body = {"messages": [user("Wait.")], "max_tokens": 400, "temperature": 0, "stream": True}
+    with scripted(tmp_path / "data", "command", call) as server:
+        with server.http.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()  # held: dropping it closes the connection
+            assert any('"started"' in line for line in lines)
+            pid = int(next(content for _ in range(1_000_000) if (content := text_of(started))))
+        asked = (server.http.get(f"{server.url}/health") for _ in range(5000))  # asking is waiting enough
+        assert any(not Path(f"/proc/{pid}").exists() for _ in asked)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_the_servers_tools_work_for_a_model_elsewhere(smollm2: Path, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("The Zephyr came in at noon.\n")
+    options = ("--server-tools", "--enable-tools", "read_file", "--tools-root", str(tmp_path))
+    with serve(smollm2, home, "--backend", "small", *options) as server:
+        reply = server.chat(read("a.txt", "b.txt", "notes.txt", "log.txt"), max_tokens=80)
+    (tool,) = reply.detail["tools"]
+    assert (tool["state"], tool["result"].strip()) == ("done", "The Zephyr came in at noon.")
+    assert "noon" in reply.text
+    assert reply.cached_tokens > reply.prompt_tokens * 0.8
 
 
 # ── one that is not there ────────────────────────────────────────────────────────────────────────
@@ -296,8 +330,7 @@ def test_a_server_that_is_killed_in_the_middle_of_an_answer(
 
 
 def test_a_single_backend_that_was_killed_is_a_503(smollm2: Path, tmp_path: Path) -> None:
-    scripted = str(Path(__file__).with_name("serve_scripted.py"))
-    with ServerProcess(scripted, str(tmp_path / "doomed"), "0", "Hello.") as doomed:
+    with scripted(tmp_path / "doomed", "models", "Hello.") as doomed:
         register(tmp_path, "doomed", doomed.url)
         with serve(smollm2, tmp_path, "--backend", "doomed") as front:
             assert front.chat([user("Hello?")], max_tokens=40).text == "Hello."
@@ -314,17 +347,16 @@ def test_a_single_backend_that_was_killed_is_a_503(smollm2: Path, tmp_path: Path
 
 def test_two_servers_that_registered_each_other_do_not_ask_forever(tmp_path: Path) -> None:
     """Both models call for the other one as soon as they are asked anything."""
-    scripted = str(Path(__file__).with_name("serve_scripted.py"))
     left_port = closed_port()
     register(tmp_path / "right", "left", f"http://127.0.0.1:{left_port}", 400)
     ask_left, ask_right = (
         CALL.format(name, '{"question": "What do you think?"}') for name in ("ask_left", "ask_right")
     )
     told = [ask_left, "I do not know either."]
-    with ServerProcess(scripted, str(tmp_path / "right"), "0", *told, *told) as right:
+    with scripted(tmp_path / "right", "models", *told, *told) as right:
         register(tmp_path / "left", "right", right.url, 400)
         script = (ask_right, "Then nobody knows.")
-        with ServerProcess(scripted, str(tmp_path / "left"), str(left_port), *script) as left:
+        with scripted(tmp_path / "left", "models", *script, port=left_port) as left:
             reply = left.chat([user("Who knows?")], max_tokens=400)
             headers = {"X-Emberkeep-Depth": "1"}
             body = {"messages": [user("Do you?")], "temperature": 0, "max_tokens": 400}

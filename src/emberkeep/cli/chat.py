@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -224,9 +225,22 @@ def tools_of(keeper: Emberkeep, config: Config) -> Generator[Acting | None, None
         return
     acting = keeper.acting(config, asks=sys.stdin.isatty())
     try:
-        yield acting
+        tokens, context = _tokens_of(acting), keeper.card.context
+        if config.tools == "auto" and tokens > context // 2:
+            complain(
+                f"The tools would take about {tokens} of the {context} tokens of context, so there are none: "
+                "--enable-tools takes fewer, a larger --ctx holds more."
+            )
+            yield None
+        else:
+            yield acting
     finally:
         acting.close()
+
+
+def _tokens_of(acting: Acting) -> int:
+    """About how many their definitions are."""
+    return sum(len(json.dumps(asdict(tool))) for tool in acting.definitions()) // 4
 
 
 def _prewarm(keeper: Emberkeep, system: str, acting: Acting | None) -> None:

@@ -1,0 +1,377 @@
+"""Chats in which the model acts: what is shown, what is asked, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from emberkeep.backend.fallback import FallbackBackend, Link
+from emberkeep.cli import chat
+from emberkeep.cli.calls import call_line
+from emberkeep.cli.chat_session import ChatSession
+from emberkeep.cli.conversation import Conversation, write_messages
+from emberkeep.cli.saved import Journal, recap
+from emberkeep.config import Config, McpServer
+from emberkeep.errors import RemoteDown
+from emberkeep.library import Emberkeep
+from emberkeep.library.acting import Acting
+from emberkeep.library.memory import UserMemory
+from emberkeep.library.messages import MessageBody, to_messages
+from emberkeep.memory.memory import Memory
+from emberkeep.tools.base import ToolFunction, as_tool, tool
+from emberkeep.tools.choosing import Choice
+from emberkeep.tools.toolbox import ToolBox
+from emberkeep.types import (
+    Completed,
+    Finished,
+    FinishReason,
+    LookupRecord,
+    Message,
+    Request,
+    TextDelta,
+    Timings,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+from support.scripted_backend import ScriptedBackend, Step, answer
+
+PROMPTS = '''
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("harbour")
+
+@server.prompt()
+def greet(name: str) -> str:
+    """Greet a captain."""
+    return f"Say good morning to {name}."
+
+@server.tool()
+def bell(times: int) -> str:
+    """Ring the bell."""
+    return "ding " * times
+
+server.run()
+'''
+
+
+def depth(pier: int) -> str:
+    """Measure the depth at a pier."""
+    return f"{pier + 4} metres"
+
+
+@tool(dangerous=True)
+def sink(ship: str) -> str:
+    """Sink a ship."""
+    return f"{ship} is gone"
+
+
+def calling(name: str, text: str = "", **arguments: object) -> list[Step]:
+    said: list[Step] = [TextDelta(0, text)] if text else []
+    bill = Completed(Usage(10, 5), Timings(predicted_n=5, predicted_ms=10), LookupRecord())
+    call = ToolCallDelta(0, 0, "c1", name, json.dumps(arguments))
+    return [*said, call, Finished(0, FinishReason.TOOL_CALLS), bill]
+
+
+def interrupt() -> None:
+    """Ctrl-C at the terminal of the program."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+class Bench:
+    """A chat with tools over a scripted backend; `answers` are a person's, or what to do instead of one."""
+
+    def __init__(
+        self,
+        *rounds: Iterable[Step],
+        functions: Iterable[Callable[..., object]] = (depth, sink),
+        answers: Iterable[str | type[BaseException]] = (),
+        asks: bool = True,
+        memory: Memory | None = None,
+    ) -> None:
+        left = iter(rounds)
+        self.backend = ScriptedBackend(lambda request: next(left))
+        self.backend.memory = memory
+        self.keeper = Emberkeep(self.backend)
+        made: list[ToolFunction] = [as_tool(one) for one in functions]
+        box = ToolBox(made, Choice(enabled=("all",)))
+        self.acting = Acting(self.keeper._bridge, self.backend, box, asks=asks)
+        self.out = io.StringIO()
+        self.conversation = Conversation()
+        self.questions: list[str] = []
+        self._answers = iter(answers)
+        self.journal = Journal(UserMemory(memory) if memory else None)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.acting.close()
+        self.keeper.close()
+
+    def _ask(self, question: str) -> str:
+        self.questions.append(question)
+        given = next(self._answers)
+        if isinstance(given, str):
+            return given
+        raise given
+
+    def say(self, *lines: str) -> None:
+        ChatSession(
+            self.keeper,
+            self.conversation,
+            {"max_tokens": 90},
+            self.out,
+            interactive=True,
+            journal=self.journal,
+            acting=self.acting,
+            ask=self._ask,
+        ).run(lines)
+
+    @property
+    def roles(self) -> list[str]:
+        return [message.role for message in self.conversation.messages]
+
+    @property
+    def last(self) -> Request:
+        return self.backend.requests[-1]
+
+
+# ── what is shown, and kept ──
+
+
+def test_a_call_is_shown_with_its_time_and_the_answer_alone_goes_to_the_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Bench(calling("depth", pier=3), answer("Seven metres.")) as bench:
+        bench.say("How deep?")
+    assert bench.out.getvalue() == "Seven metres.\n"
+    started, ended, *_ = capsys.readouterr().err.splitlines()
+    assert started == "→ depth(pier=3)"
+    assert ended.startswith("  ✓ 7 metres · ")
+    assert ended.endswith(" ms")
+    assert bench.roles == ["user", "assistant", "tool", "assistant"]
+
+
+def test_the_next_turn_has_the_call_and_its_result() -> None:
+    with Bench(calling("depth", pier=3), answer("Seven metres."), answer("Welcome.")) as bench:
+        bench.say("How deep?", "Thanks.")
+    assert [message.content for message in bench.last.messages if message.role == "tool"] == ["7 metres"]
+
+
+def test_a_tool_that_was_made_up_does_not_end_the_chat_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bench(calling("dephth", pier=3), answer("I cannot.")) as bench:
+        bench.say("How deep?")
+    assert "✗ Error: There is no tool 'dephth': did you mean depth?" in capsys.readouterr().err
+    assert bench.out.getvalue() == "I cannot.\n"
+
+
+def test_what_tools_did_is_kept_where_no_answer_follows() -> None:
+    silent: list[Step] = [Finished(0, FinishReason.STOP), Completed(Usage(10, 1), Timings(), LookupRecord())]
+    with Bench(calling("depth", pier=3), silent, silent, answer("Yes.")) as bench:
+        bench.say("How deep?", "Did you measure?")
+    assert [m.role for m in bench.last.messages] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+@pytest.mark.parametrize("suffix", [".md", ".json"])
+def test_a_conversation_with_calls_can_be_saved_continued_and_taken_along(tmp_path: Path, suffix: str) -> None:
+    memory = Memory(tmp_path / "memory.sqlite3", limit_bytes=1 << 30)
+    with Bench(calling("depth", "Let me see.", pier=3), answer("Seven metres."), memory=memory) as bench:
+        bench.say("How deep?", f"/save {tmp_path / 'talk'}{suffix}")
+        saved = UserMemory(memory).conversation(bench.conversation.id)
+    memory.close()
+    assert saved is not None
+    continued = Conversation.continued(saved)
+    assert continued.messages == bench.conversation.messages
+    assert recap(continued.turns) == "> How deep?\nLet me see.\nSeven metres."
+    write_messages(continued.messages, tmp_path / f"again{suffix}")
+    written = (tmp_path / f"again{suffix}").read_text()
+    assert written == (tmp_path / f"talk{suffix}").read_text()
+    assert "7 metres" in written
+    if suffix == ".json":
+        bodies = [MessageBody(**message) for message in json.loads(written)["messages"]]
+        assert list(to_messages(bodies)) == list(continued.messages)
+
+
+# ── permission ──
+
+
+@pytest.mark.parametrize(
+    ("answers", "questions", "sunk"),
+    [(["o", "o"], 2, 2), (["what?", "always"], 2, 2), (["n"], 1, 0), ([EOFError], 1, 0), (["o", "n"], 2, 1)],
+)
+def test_a_dangerous_call_waits_for_somebody(
+    answers: list[str | type[BaseException]], questions: int, sunk: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = [calling("sink", ship="Ark"), answer("One."), calling("sink", ship="Argo"), answer("Two.")]
+    with Bench(*rounds, answers=answers) as bench:
+        bench.say("Sink the Ark.", "And the Argo.")
+    assert len(bench.questions) == questions
+    results = [message.content for message in bench.conversation.messages if message.role == "tool"]
+    assert len([result for result in results if result.endswith("is gone")]) == sunk
+    assert '? sink(ship="Ark")' in capsys.readouterr().err
+
+
+def test_who_has_to_decide_sees_all_of_it() -> None:
+    long = "a" * 500
+    assert long in call_line(ToolCall("1", "sink", json.dumps({"ship": long})), whole=True)
+    assert long in call_line(ToolCall("1", "sink", f'"{long}"'), whole=True)
+    assert long not in call_line(ToolCall("1", "sink", json.dumps({"ship": long})))
+
+
+def test_what_is_shown_cannot_drive_the_terminal() -> None:
+    shown = call_line(
+        ToolCall("1", "sink", json.dumps({"ship": "\u202eA\x1b[2J"}, ensure_ascii=False)), whole=True
+    )
+    assert shown.isprintable()
+
+
+def test_ctrl_c_at_the_question_ends_the_answer_and_decides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = [calling("sink", ship="Ark"), calling("sink", ship="Argo"), answer("Gone.")]
+    with Bench(*rounds, answers=[KeyboardInterrupt, "o"]) as bench:
+        bench.say("Sink the Ark.", "Sink the Argo.")
+    assert "stopped" in capsys.readouterr().err
+    assert len(bench.questions) == 2
+    assert bench.roles == ["user", "assistant", "tool", "assistant"]
+    assert bench.conversation.messages[2].content == "Argo is gone"
+
+
+def test_ctrl_c_while_a_tool_runs_stops_it_and_the_chat_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    stopped = threading.Event()
+
+    async def endless(n: int) -> str:
+        """Never end."""
+        interrupt()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+        return ""
+
+    with Bench(calling("endless", n=1), answer("Hello."), functions=[endless]) as bench:
+        bench.say("Wait.", "Hello?")
+        assert stopped.is_set()
+    assert "stopped" in capsys.readouterr().err
+    assert bench.roles == ["user", "assistant"]
+    assert bench.last.messages == (Message("user", "Hello?"),)
+
+
+def test_ctrl_c_after_a_tool_has_done_something_keeps_what_it_did() -> None:
+    def script() -> Iterator[Step]:
+        interrupt()
+        yield "forever"
+
+    with Bench(calling("depth", pier=3), script(), answer("Yes.")) as bench:
+        bench.say("How deep?", "Go on.")
+    assert [m.role for m in bench.last.messages] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+# ── which tools ──
+
+
+def names(config: Config) -> list[str]:
+    with Emberkeep(ScriptedBackend(lambda request: [])) as keeper, chat.tools_of(keeper, config) as acting:
+        return [function.name for function in acting.functions()] if acting else []
+
+
+def test_where_nobody_can_be_asked_dangerous_tools_have_to_be_enabled(tmp_path: Path) -> None:
+    assert not sys.stdin.isatty()
+    config = Config(data_dir=tmp_path, tools_root=tmp_path)
+    harmless = names(config)
+    assert "read_file" in harmless
+    assert "run_command" not in harmless
+    assert "write_file" not in harmless
+    assert names(Config(data_dir=tmp_path, enable_tools=("command",))) == ["run_command"]
+    assert names(Config(data_dir=tmp_path, disable_tools=("all",))) == []
+    assert names(Config(data_dir=tmp_path, tools="off")) == []
+
+
+def test_a_chat_without_a_single_tool_is_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bench(answer("Hello."), functions=[]) as bench:
+        bench.say("Hello", "/tools")
+    assert bench.last.tools == ()
+    assert bench.out.getvalue() == "Hello.\n"
+
+
+def test_tools_lists_what_the_model_can_do_and_what_asks_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bench() as bench:
+        bench.say("/tools", "/tools sink", "/tools nets")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["depth", "sink", "sink"]
+    assert "asks first" in lines[1]
+    assert "no such tool" in lines[3]
+
+
+def test_behind_a_chat_no_tools_run_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Config] = []
+
+    def open_model(config: Config) -> Emberkeep:
+        opened.append(config)
+        return Emberkeep(ScriptedBackend(lambda request: answer("Hello.")))
+
+    monkeypatch.setattr(chat, "open_model", open_model)
+    monkeypatch.setattr(chat, "install_model", lambda config: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    config = Config(data_dir=tmp_path, tools="off", server_tools=True, enable_tools=("command",))
+    chat.talk(config, None, "", {}, is_saving=False)
+    assert [one.server_tools for one in opened] == [False]
+
+
+# ── others that answer ──
+
+
+def test_a_stand_in_is_told_once_and_so_is_the_first_when_it_is_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = [True]
+    first = ScriptedBackend(lambda request: [RemoteDown("It is down.")] if down[0] else answer("First."))
+    second = ScriptedBackend(lambda request: answer("Second."))
+    links = [Link("first", lambda: first), Link("second", lambda: second)]  # type: ignore[arg-type, return-value]
+    with Emberkeep(FallbackBackend(links)) as keeper:
+        session = ChatSession(keeper, Conversation(), {}, io.StringIO(), interactive=True, journal=Journal(None))
+        session.run(["one", "two"])
+        told = capsys.readouterr().err
+        assert told.count("second has answered instead of first (It is down.)") == 1
+        down[0] = False
+        links[0].worked()
+        session.run(["three"])
+    assert "first has answered instead of second" in capsys.readouterr().err
+
+
+# ── MCP ──
+
+
+@pytest.mark.slow
+def test_prompts_of_a_server_are_commands_and_one_that_is_down_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "harbour.py"
+    program.write_text(PROMPTS)
+    servers = (
+        McpServer("harbour", (sys.executable, str(program)), trusted=True),
+        McpServer("wreck", (sys.executable, "-c", "raise SystemExit(1)")),
+    )
+    config = Config(data_dir=tmp_path, mcp=servers, enable_tools=("mcp",))
+    backend = ScriptedBackend(lambda request: answer("Good morning."))
+    with Emberkeep(backend) as keeper, chat.tools_of(keeper, config) as acting:
+        out = io.StringIO()
+        session = ChatSession(
+            keeper, Conversation(), {}, out, interactive=True, journal=Journal(None), acting=acting
+        )
+        session.run(["/help", "/harbour__greet Ada Lovelace", "/harbour__greet name='Grace'", "/tools"])
+    said = capsys.readouterr().err
+    assert "/harbour__greet name=…" in said
+    assert "harbour__bell" in said
+    assert "wreck: stopped" in said
+    asked = [request.messages[-1].content for request in backend.requests]
+    assert asked == ["Say good morning to Ada Lovelace.", "Say good morning to Grace."]
