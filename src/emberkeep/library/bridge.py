@@ -44,8 +44,9 @@ class Bridge:
         """
         self._check_open()
         pump = _Pump(source, self._loop)
-        self._loop.call_soon_threadsafe(pump.start)
         try:
+            # In here: it may have begun before this returns, and Ctrl-C does not wait for that.
+            self._loop.call_soon_threadsafe(pump.start)
             while not isinstance(item := pump.items.get(), _Ended):
                 yield item
         except BaseException:
@@ -85,7 +86,10 @@ class _Ended:
 
 
 class _Pump(Generic[T]):
-    """Moves items from an async iterator into a queue. `start`, then `cancel`, run on the loop."""
+    """Moves items from an async iterator into a queue. `start`, then `cancel`, run on the loop.
+
+    Where `start` was interrupted before it was asked for, `cancel` comes alone.
+    """
 
     def __init__(self, source: Callable[[], AsyncIterator[T]], loop: asyncio.AbstractEventLoop) -> None:
         self.items: SimpleQueue[T | _Ended] = SimpleQueue()
@@ -100,6 +104,8 @@ class _Pump(Generic[T]):
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        else:
+            self.items.put(_Ended(None))
 
     def wait(self) -> None:
         while not isinstance(self.items.get(), _Ended):

@@ -31,7 +31,10 @@ def open_backend(config: Config) -> Backend:
 
     Raises ConfigError, ModelError, EngineError, RemoteError.
     """
-    links = [_link(config, one) for one in _chain(config)]
+    chain = _chain(config)
+    # Where another one stands in at once, nobody waits for the first to come back.
+    patient = config if len(chain) == 1 else replace(config, remote_retries=0)
+    links = [_link(patient, one) for one in chain]
     return links[0].open() if len(links) == 1 else FallbackBackend(links)
 
 
