@@ -263,6 +263,7 @@ def test_a_chat_from_a_pipe_goes_to_a_registered_server(home: Path, small: Serve
         home, *("chat", "--backend", "small", "--tools", "off", "--max-tokens", "12", "-t", "0"), said=question
     )
     assert talked.stdout.strip() == small.chat([user(question)], max_tokens=12).text.strip() != ""
+    assert "instead of" not in talked.stderr
 
 
 def test_an_answer_is_the_same_through_another_server(small: ServerProcess, front: ServerProcess) -> None:

@@ -115,7 +115,7 @@ class ChatSession:
         chain = self.keeper.health().get("chain", [])
         first = chain[0] if chain else {}
         usual = before or first.get("name", "")
-        if result.answered_by and result.answered_by != usual:
+        if usual and result.answered_by not in ("", usual):
             failed = [link for link in chain if link.get("error") and link["name"] != result.answered_by]
             why = f" ({failed[0]['error']})" if failed else ""
             complain(f"{result.answered_by} has answered instead of {usual}{why}")

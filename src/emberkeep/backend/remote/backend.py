@@ -74,6 +74,7 @@ class RemoteBackend:
         provider: Provider,
         sessions: Sessions,
         *,
+        places: Places | None = None,
         memory: Memory | None = None,
         tools: HostTools | None = None,
         tool_rounds: int = 1,
@@ -82,11 +83,13 @@ class RemoteBackend:
         reasoning: ReasoningFormat = ReasoningFormat.SEPARATE,
         deadline_s: float | None = None,
     ) -> None:
-        """`max_tokens`: of an answer, unless a request says."""
+        """`places`: for requests at a time; None: as many as there are. `max_tokens`: of an answer, unless a
+        request says."""
         self.name = name
         self.card = card
         self._provider = provider
         self._sessions = sessions
+        self._places = places
         self._memory = memory
         self._asking = Asking(sessions, tools, tool_rounds, deadline_s)
         self._fitter = RemoteFitter(sessions)
@@ -102,9 +105,9 @@ class RemoteBackend:
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
         request = self._checked(request)
-        if self._asking.applies(request):
-            return self._asking.run(request, self._answer)
-        return self._answer(request)
+        asks = self._asking.applies(request)
+        answer = self._asking.run(request, self._answer) if asks else self._answer(request)
+        return answer if self._places is None else _placed(self._places.take(request.user), answer)
 
     def _checked(self, request: Request) -> Request:
         """Raises RequestError for what only a model that runs here can do."""
@@ -285,6 +288,15 @@ def _told(event: Event, format: ReasoningFormat | None) -> Event | None:
     if isinstance(event, ReasoningDelta) and format is ReasoningFormat.INLINE:
         return TextDelta(event.index, event.text)
     return event
+
+
+async def _placed(place: Place, answer: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    try:
+        async with aclosing(closable(answer)) as events:
+            async for event in events:
+                yield event
+    finally:
+        place.leave()
 
 
 def _numbered(event: Event, index: int) -> Event:

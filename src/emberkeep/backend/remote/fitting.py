@@ -15,7 +15,7 @@ from time import perf_counter
 
 from emberkeep.errors import ContextExceeded
 from emberkeep.session.sessions import Sessions
-from emberkeep.session.view import View
+from emberkeep.session.view import Inserted, View
 from emberkeep.types import Eviction, Fit, Message, Request, Tool
 
 _BYTES_PER_TOKEN = 3.5
@@ -78,8 +78,9 @@ class RemoteFitter:
         now = self._shown(request, view)
         if now > limit - wanted:
             begin = perf_counter()
-            groups: list[frozenset[int]] = []
-            shorter, target = view, self._policy.target(fixed)
+            target = self._policy.target(fixed)
+            groups = self._enough(view, now - target)
+            shorter = self._sessions.without(view, request, groups) if groups else view
             while self._shown(request, shorter) > target and (more := shorter.leaving()):
                 groups.append(more[0])
                 shorter = self._sessions.without(view, request, groups)
@@ -97,6 +98,16 @@ class RemoteFitter:
             request, recalled.messages, Fit(evictions=evictions, recalled=len(put.turns) if put else 0)
         )
 
+    def _enough(self, view: View, tokens: int) -> list[frozenset[int]]:
+        """The oldest that may leave, until about so many tokens have left."""
+        groups: list[frozenset[int]] = []
+        for group in view.leaving():
+            if tokens <= 0:
+                break
+            groups.append(group)
+            tokens -= self.tokens(sum(_size_at(view, place) for place in group))
+        return groups
+
     def _shown(self, request: Request, view: View) -> int:
         return self.tokens(_of_tools(request.tools) + sum(map(_size, view.messages)))
 
@@ -107,6 +118,11 @@ class RemoteFitter:
     def tokens(self, size: int) -> int:
         """About how many."""
         return math.ceil(size / self._per_token)
+
+
+def _size_at(view: View, place: int) -> int:
+    put = view.inserted.get(place, Inserted())
+    return _length(put.before) + sum(map(_size, (view.history.messages[view.history.spoken[place]], *put.after)))
 
 
 def _size(message: Message) -> int:
