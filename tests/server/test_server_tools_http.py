@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import BILL, ScriptedBackend, running, says
+from scripted import BILL, HANG, WAIT_S, Running, ScriptedBackend, running, says
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
+from emberkeep.backend.places import Places
 from emberkeep.backend.remote.openai import open_openai
 from emberkeep.config import Config
 from emberkeep.errors import RemoteDown, RemoteError, RemoteRefused
@@ -468,6 +469,26 @@ def test_what_only_a_model_here_can_do_is_refused_with_the_way_out() -> None:
         ]
     assert [response.status_code for response in refused] == [400, 400, 400]
     assert all("far" in response.json()["error"]["message"] for response in refused)
+
+
+def test_a_user_has_as_many_requests_at_a_model_elsewhere_as_a_user_may_have(
+    backend: ScriptedBackend, server: Running
+) -> None:
+    backend.reset(TextDelta(0, "Wait."), HANG, *says(" Done."))
+    far = open_openai(RemoteModel("far", "compatible", "org/tiny", server.url), None)
+    front = remote(far, places=Places(10, per_user=1))  # type: ignore[arg-type]
+    body = {"messages": HELLO, "user_id": "ann", "stream": True}
+    with served(front) as http:
+        with http.stream("POST", "/v1/chat/completions", json=body) as first:
+            lines = first.iter_lines()  # held: dropping it closes the connection
+            assert "Wait." in next(lines)
+            refused = ask(http, user_id="ann")
+        assert backend.stopped_early.wait(WAIT_S)
+        backend.reset(*says("Hello."))
+        later = (ask(http, user_id="ann").status_code for _ in range(1000))  # asking is waiting enough
+        assert 200 in later
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_reasoning_of_a_service_goes_where_the_client_wants_it() -> None:

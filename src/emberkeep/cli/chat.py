@@ -42,6 +42,7 @@ from emberkeep.cli.common import (
     load_config,
     open_model,
     setting_help,
+    settings_among,
 )
 from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.lines import plain_lines, terminal_lines
@@ -140,31 +141,7 @@ def chat(
     Lines from a pipe work too. When the context is full the oldest messages leave it, and are archived:
     `emberkeep memory search` finds them, and so does the model.
     """
-    settled = load_config(
-        model=model,
-        ctx=ctx,
-        gpu_layers=gpu_layers,
-        engine=engine,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        kv_bits=kv_bits,
-        approximate=approximate,
-        exact=exact,
-        evict=evict,
-        recall=recall,
-        tools=tools,
-        enable_tools=enable_tools,
-        disable_tools=disable_tools,
-        tools_from=tools_from or None,
-        tools_root=tools_root,
-        backend=backend,
-        base_url=base_url,
-        data_dir=data_dir,
-        config=config,
-        parallel=1,
-    )
-    from emberkeep.runtime import needs_local
+    settled = load_config(**settings_among(locals()), parallel=1)
 
     if list_all:
         list_saved(settled)
@@ -172,7 +149,7 @@ def chat(
         export_saved(settled, *export)
     else:
         saved = find_saved(settled, continued) if continued else None
-        if saved is not None and model is None and needs_local(settled):
+        if saved is not None and model is None:
             settled = with_its_model(settled, saved)
         talk(settled, saved, system, {"temperature": temperature, "max_tokens": max_tokens}, is_saving=save)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,8 +94,16 @@ YesFlag = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def load_config(**flags: object) -> Config:
-    """Settings for a command; a flag that is None was not given. Raises ConfigError."""
-    return settings.load_config(flags).config
+    """Settings for a command, whose flags have their names; one that is None or no list was not given.
+
+    Raises ConfigError.
+    """
+    return settings.load_config({key: None if value == [] else value for key, value in flags.items()}).config
+
+
+def settings_among(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Those of a command's arguments that are settings."""
+    return {key: value for key, value in arguments.items() if key in settings.FIELDS or key == "config"}
 
 
 def install_model(config: Config) -> None:

@@ -147,42 +147,7 @@ def serve(
 
     The default model is pulled first when it is missing.
     """
-    settled = load_config(
-        model=model,
-        host=host,
-        port=port,
-        data_dir=data_dir,
-        ctx=ctx,
-        parallel=parallel,
-        ram_budget=ram_budget,
-        disk_budget=disk_budget,
-        kv_bits=kv_bits,
-        approximate=approximate,
-        exact=exact,
-        api_key=api_key,
-        threads=threads,
-        gpu_layers=gpu_layers,
-        engine=engine,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        warm=warm or None,
-        max_concurrent_per_user=max_concurrent_per_user,
-        planning=planning,
-        auto_truncate=auto_truncate,
-        evict=evict,
-        recall=recall,
-        server_tools=server_tools,
-        enable_tools=enable_tools,
-        disable_tools=disable_tools,
-        tools_from=tools_from or None,
-        tools_root=tools_root,
-        backend=backend,
-        base_url=base_url,
-        notools=notools,
-        reasoning=reasoning,
-        config=config,
-    )
+    settled = load_config(**locals())
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
     from emberkeep.server.serve import serve as run
 

@@ -72,11 +72,15 @@ class Journal:
 
 def open_journal(keeper: Emberkeep, config: Config, *, is_saving: bool) -> Journal:
     """In the memory of a loaded model. Without one a chat goes on; whoever could not open it has said so."""
+    from emberkeep.runtime import needs_local
+
     try:
         memory = keeper.memory
     except MemoryOff:
         memory = None
-    return Journal(memory, _loadable_name(config.model), is_saving=is_saving)
+    # What runs elsewhere is no model to load when the conversation goes on.
+    model = _loadable_name(config.model) if needs_local(config) else ""
+    return Journal(memory, model, is_saving=is_saving)
 
 
 def find_saved(config: Config, wanted: str) -> SavedConversation:
@@ -112,7 +116,12 @@ def export_saved(config: Config, wanted: str, path: Path) -> None:
 
 
 def with_its_model(config: Config, saved: SavedConversation) -> Config:
-    """With the model of a conversation, which is pulled if it can be; as it is where that model is gone."""
+    """With the model of a conversation, which is pulled if it can be; as it is where that model is gone, or the one
+    that answers runs elsewhere."""
+    from emberkeep.runtime import needs_local
+
+    if not needs_local(config):
+        return config
     wanted = replace(config, model=saved.model or config.model)
     try:
         install_model(wanted)

@@ -10,6 +10,7 @@ from emberkeep.config.loading import LoadedConfig, load_config
 from emberkeep.config.ram import free_ram, resident_ram, total_ram
 from emberkeep.config.settings import (
     DEFAULT_MODEL,
+    FIELDS,
     OFF,
     Config,
     accepts,
@@ -28,6 +29,7 @@ from emberkeep.config.warm import WarmPrefix
 
 __all__ = [
     "DEFAULT_MODEL",
+    "FIELDS",
     "OFF",
     "Config",
     "LoadedConfig",

@@ -13,6 +13,7 @@ from functools import partial
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
+from emberkeep.backend.places import Places
 from emberkeep.config import DEFAULT_MODEL, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
@@ -119,6 +120,7 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
         card,
         open_provider(replace(remote, model=model), os.environ),
         open_sessions(config, memory, context),
+        places=Places(config.parallel + config.queue, config.max_concurrent_per_user),
         memory=memory,
         tools=server_tools(config, memory),
         tool_rounds=config.tool_turns + 1,

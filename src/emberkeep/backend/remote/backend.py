@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from emberkeep.backend.asking import Asking, HostTools
 from emberkeep.backend.base import Cache, ModelCard
+from emberkeep.backend.places import Places
 from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.cache import NoCache
 from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
@@ -107,7 +108,7 @@ class RemoteBackend:
         request = self._checked(request)
         asks = self._asking.applies(request)
         answer = self._asking.run(request, self._answer) if asks else self._answer(request)
-        return answer if self._places is None else _placed(self._places.take(request.user), answer)
+        return _placed(answer, self._places, request.user) if self._places else answer
 
     def _checked(self, request: Request) -> Request:
         """Raises RequestError for what only a model that runs here can do."""
@@ -290,7 +291,8 @@ def _told(event: Event, format: ReasoningFormat | None) -> Event | None:
     return event
 
 
-async def _placed(place: Place, answer: AsyncIterator[Event]) -> AsyncIterator[Event]:
+async def _placed(answer: AsyncIterator[Event], places: Places, user: str) -> AsyncIterator[Event]:
+    place = places.take(user)
     try:
         async with aclosing(closable(answer)) as events:
             async for event in events:
