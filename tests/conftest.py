@@ -49,6 +49,7 @@ _SLOW_FILES = (
     "test_server_cache",
     "test_server_lifecycle",
     "test_server_metrics",
+    "test_server_tools_http",
     "test_snapshot_contract",
     "test_tools_commands",
 )

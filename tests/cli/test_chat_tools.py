@@ -18,7 +18,7 @@ from emberkeep.cli import chat
 from emberkeep.cli.calls import call_line
 from emberkeep.cli.chat_session import ChatSession
 from emberkeep.cli.conversation import Conversation, write_messages
-from emberkeep.cli.saved import Journal, recap
+from emberkeep.cli.saved import Journal, recap, with_its_model
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import RemoteDown
 from emberkeep.library import Emberkeep
@@ -36,6 +36,7 @@ from emberkeep.types import (
     LookupRecord,
     Message,
     Request,
+    SavedConversation,
     TextDelta,
     Timings,
     ToolCall,
@@ -336,6 +337,12 @@ def test_a_stand_in_is_told_once_and_so_is_the_first_when_it_is_back(
         links[0].worked()
         session.run(["three"])
     assert "first has answered instead of second" in capsys.readouterr().err
+
+
+def test_a_conversation_that_goes_on_elsewhere_does_not_take_the_name_of_a_file_along(tmp_path: Path) -> None:
+    elsewhere = Config(data_dir=tmp_path, backend="compatible", base_url="http://127.0.0.1:9/v1")
+    saved = SavedConversation("1", "Ships", "/models/own.gguf", 0.0, 0.0)
+    assert with_its_model(elsewhere, saved) is elsewhere
 
 
 # ── MCP ──

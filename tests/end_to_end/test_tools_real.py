@@ -40,6 +40,8 @@ ASK: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 80,
 }
+ANSWERED = "POST /v1/chat/completions 200:"
+LEFT = "the client left"
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 
 
@@ -70,6 +72,12 @@ def scripted(data_dir: Path, tools: str, *texts: str, port: int = 0) -> ServerPr
 def client_of(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+def comes_to_say(server: ServerProcess, text: str, times: int) -> bool:
+    """Whether its log has it so often by and by. Asking is waiting enough."""
+    asked = (server.http.get(f"{server.url}/health") for _ in range(5000))
+    return any(server.log.count(text) == times for _ in asked)
 
 
 def closed_port() -> int:
@@ -258,18 +266,21 @@ def test_a_registered_server_can_be_asked_from_the_command_line(home: Path) -> N
 
 
 def test_a_chat_from_a_pipe_goes_to_a_registered_server(home: Path, small: ServerProcess) -> None:
-    question = "Name three animals that live in the sea."
-    talked = emberkeep(
-        home, *("chat", "--backend", "small", "--tools", "off", "--max-tokens", "12", "-t", "0"), said=question
-    )
-    assert talked.stdout.strip() == small.chat([user(question)], max_tokens=12).text.strip() != ""
+    options = ("--backend", "small", "--tools", "off", "--max-tokens", "6", "-t", "0")
+    before = small.log.count(ANSWERED)
+    talked = emberkeep(home, "chat", *options, said="Name three animals that live in the sea.\nThanks.\n")
+    assert len(talked.stdout.split()) > 2
+    assert comes_to_say(small, ANSWERED, before + 2)
+    (first, _), (second, asked) = re.findall(r"reused (\d+)/(\d+) tokens", talked.stderr)
+    assert int(first) < int(second) > int(asked) / 2
     assert "instead of" not in talked.stderr
 
 
 def test_an_answer_is_the_same_through_another_server(small: ServerProcess, front: ServerProcess) -> None:
     messages = [system(), user("Which ships wait at pier 7?")]
-    plain = small.chat(messages, max_tokens=16)
-    passed_on = front.chat(messages, max_tokens=16)
+    small.chat(messages, max_tokens=8)
+    plain = small.chat(messages, max_tokens=8)  # from stored state, as those that follow
+    passed_on = front.chat(messages, max_tokens=8)
     assert passed_on.text == plain.text
     assert passed_on.prompt_tokens == plain.prompt_tokens > len(RULES) // 6
     assert passed_on.cached_tokens == plain.prompt_tokens - 1
@@ -277,11 +288,11 @@ def test_an_answer_is_the_same_through_another_server(small: ServerProcess, fron
     assert passed_on.detail["answered_by"] == "small"
     with client_of(front) as client:
         stream = client.chat.completions.create(
-            model="small", messages=messages, temperature=0, max_tokens=16, stream=True
+            model="small", messages=messages, temperature=0, max_tokens=8, stream=True
         )
         pieces = [one.delta.content or "" for chunk in stream for one in chunk.choices]
     assert "".join(pieces) == plain.text
-    assert len([piece for piece in pieces if piece]) > 5
+    assert len([piece for piece in pieces if piece]) > 3
     assert "HTTP Request" not in front.log
 
 
@@ -295,15 +306,12 @@ def test_what_is_too_long_there_is_told_here(front: ServerProcess) -> None:
 
 def test_leaving_stops_the_work_of_both(small: ServerProcess, front: ServerProcess) -> None:
     body = {"messages": [user("Tell me a very long story.")], "max_tokens": 4000, "stream": True}
-    left_before = small.log.count("the client left")
+    before = small.log.count(LEFT)
     with front.http.stream("POST", f"{front.url}/v1/chat/completions", json=body) as response:
         for _, line in zip(range(6), response.iter_lines(), strict=False):
             assert "error" not in line
-    for _ in range(2000):  # asking is waiting enough
-        if not small.stats()["scheduler"]["active"]:
-            break
-    assert small.stats()["scheduler"]["active"] == 0
-    assert small.log.count("the client left") == left_before + 1
+    assert comes_to_say(small, LEFT, before + 1)
+    assert any(not small.stats()["scheduler"]["active"] for _ in range(5000))  # asking is waiting enough
 
 
 def test_a_server_that_is_killed_in_the_middle_of_an_answer(

@@ -142,7 +142,6 @@ def chat(
     `emberkeep memory search` finds them, and so does the model.
     """
     settled = load_config(**settings_among(locals()), parallel=1)
-
     if list_all:
         list_saved(settled)
     elif export is not None:

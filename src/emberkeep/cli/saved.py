@@ -116,8 +116,8 @@ def export_saved(config: Config, wanted: str, path: Path) -> None:
 
 
 def with_its_model(config: Config, saved: SavedConversation) -> Config:
-    """With the model of a conversation, which is pulled if it can be; as it is where that model is gone, or the one
-    that answers runs elsewhere."""
+    """With the model of a conversation, which is pulled if it can be; as it is where that model is gone, or
+    whoever answers runs elsewhere."""
     from emberkeep.runtime import needs_local
 
     if not needs_local(config):

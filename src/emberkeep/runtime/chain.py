@@ -101,6 +101,7 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
     """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError."""
     from emberkeep.backend.remote.backend import RemoteBackend
     from emberkeep.backend.remote.base import Provider, RemoteAbout
+    from emberkeep.backend.remote.failing import faults_of
     from emberkeep.backend.remote.kinds import default_context, open_provider, settled
 
     async def asked(provider: Provider) -> RemoteAbout:
@@ -109,8 +110,9 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
         finally:
             await provider.close()
 
-    # A client belongs to the event loop that used it first: this one is for asking, another for answers.
-    about = asyncio.run(asked(open_provider(remote, os.environ)))
+    with faults_of(remote.name):
+        # A client belongs to the event loop that used it first: this one is for asking, another for answers.
+        about = asyncio.run(asked(open_provider(remote, os.environ)))
     model = settled(remote).model or next(iter(about.models), "")
     context = remote.ctx or about.context or default_context(remote)
     card = ModelCard(model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.remote import backend as module
-from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteFull
+from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteError, RemoteFull
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
 from emberkeep.tools.base import ToolFunction, as_tool
 from emberkeep.tools.choosing import Choice
@@ -287,3 +287,23 @@ def test_without_eviction_what_is_too_long_says_what_would_help() -> None:
     with pytest.raises(ContextExceeded, match="evict"):
         read(backend, replace(HELLO, evict=False))
     assert len(provider.asked) == 1
+
+
+# ── providers of others ──
+
+
+def test_what_a_provider_does_wrong_is_its_fault_and_its_words_are_not_repeated() -> None:
+    class Careless(ScriptedProvider):
+        async def answer(self, request: Request) -> AsyncIterator[Event]:
+            raise KeyError("sk-secret")
+            yield
+
+    with pytest.raises(RemoteError, match="far failed with KeyError") as caught:
+        read(remote(Careless(lambda request: [])), HELLO)
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_an_answer_without_a_bill_is_none() -> None:
+    provider = ScriptedProvider(lambda request: said("Hello.")[:-1])
+    with pytest.raises(RemoteError, match="without a bill"):
+        read(remote(provider), HELLO)

@@ -20,10 +20,11 @@ from emberkeep.backend.base import Cache, ModelCard
 from emberkeep.backend.places import Places
 from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.cache import NoCache
+from emberkeep.backend.remote.failing import faults_of
 from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
 from emberkeep.backend.remote.losing import Losses, TellsLosses
 from emberkeep.backend.rounds import closable, timed
-from emberkeep.errors import ContextExceeded, RemoteDown, RemoteFull, RequestError
+from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
@@ -179,17 +180,19 @@ class RemoteBackend:
 
     async def _once(self, fitted: Fitted) -> AsyncGenerator[Event, None]:
         begin = monotonic()
-        first = 0.0
+        first, is_billed = 0.0, False
         self._counters.requests += 1
-        async with aclosing(closable(self._provider.answer(fitted.shown))) as events:
-            async for event in events:
-                if not first and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
-                    first = monotonic() - begin
-                yield (
-                    self._billed(event, fitted, first, monotonic() - begin)
-                    if isinstance(event, Completed)
-                    else event
-                )
+        with faults_of(self.name):
+            async with aclosing(closable(self._provider.answer(fitted.shown))) as events:
+                async for event in events:
+                    if isinstance(event, Completed):
+                        is_billed = True
+                        event = self._billed(event, fitted, first, monotonic() - begin)
+                    elif not first and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
+                        first = monotonic() - begin
+                    yield event
+        if not is_billed:
+            raise RemoteError(f"{self.name} ended its answer without a bill: its backend has to give one.")
 
     def _billed(self, bill: Completed, fitted: Fitted, first: float, seconds: float) -> Completed:
         usage = bill.usage

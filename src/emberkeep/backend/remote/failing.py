@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from time import time
@@ -18,6 +20,8 @@ from emberkeep.errors import (
     RequestError,
 )
 
+log = logging.getLogger("emberkeep.remote")
+
 _TOO_LONG = re.compile(
     r"too long|too many tokens|context.{0,20}(length|window|limit|size)|input token count|"
     r"exceeds? (the )?(maximum|model)|(maximum|sum of) prompt length",
@@ -27,6 +31,23 @@ _LONGEST = 300
 _BUSY = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({401, 402, 403})
 _LOOP = 508
+
+
+@contextmanager
+def faults_of(name: str) -> Generator[None, None, None]:
+    """What a provider raises that is none of ours is its own fault: RemoteError, so that another one is asked.
+
+    Its words are in the log for debugging only: nobody knows whether the key is among them.
+    """
+    try:
+        yield
+    except EmberkeepError:
+        raise
+    except Exception as error:
+        log.debug("%s failed", name, exc_info=error)
+        raise RemoteError(
+            f"{name} failed with {type(error).__name__}: --log-level debug tells more, another backend may answer."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
