@@ -99,6 +99,25 @@ def test_a_required_call_is_one_that_the_stream_reads() -> None:
     assert names == {"weather", "time"}
 
 
+def test_with_tools_and_a_schema_the_answer_is_json_that_fits_or_a_call() -> None:
+    request = Request(prompt="", tools=TOOLS, format=JsonFormat(PERSON))
+    kinds = set()
+    for seed in range(30):
+        ids = walk(VOCAB, matcher_for(request), seed, limit=3000)
+        stream = TextStream(VOCAB, tools=TOOLS)
+        events = [event for token in ids for event in stream.push(token)[0]] + stream.finish()
+        called = any(isinstance(event, ToolCallDelta) for event in events)
+        kinds.add(called)
+        assert called or fits_person(json.loads(VOCAB.text(ids)))
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": ToolChoice("none")}, {"raw_tools": True}])
+def test_who_may_not_call_can_only_answer(fields: dict[str, Any]) -> None:
+    matcher = matcher_for(Request(prompt="", tools=TOOLS, format=JsonFormat(PERSON), **fields))
+    assert {VOCAB.pieces[token][:1] for token in allowed(matcher)} == {b"{"}
+
+
 def test_a_named_tool_is_the_only_one_that_can_be_called() -> None:
     matcher = matcher_for(Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("named", "weather")))
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

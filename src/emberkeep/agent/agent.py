@@ -127,6 +127,8 @@ class Agent:
             new = exchange(current.text, current.reasoning, in_order(calls, outcomes))
             yield Exchanged(new)
             turn.goes_on(following, new, bills[-1].usage, self._backend)
+            if left == 1:
+                turn.asked = urged(turn.asked)
         if (end := current.end()) is not None:
             yield end
         yield together(bills)

@@ -135,7 +135,7 @@ class Asking:
             async with aclosing(self._called(asked, bills[-1].usage, current, repeats)) as happening:
                 async for event in happening:
                     yield event
-            asked = following
+            asked = urged(following) if left == 1 and following.tool_choice.mode == "none" else following
         if (end := current.end()) is not None:
             yield end
         yield together(bills)

@@ -157,7 +157,10 @@ def further(asked: Request, bill: Completed, *, may_call: bool) -> Request | Non
 
 
 def urged(asked: Request) -> Request:
-    """Small models fall silent over results: once more, with the question repeated for this round only."""
+    """To answer now, with the question repeated for this round only.
+
+    Small models fall silent over results, or call the same tool for ever.
+    """
     question = next((message.content for message in reversed(asked.messages) if message.role == "user"), "")
     again = Message("user", f"With these results, answer this in words: {question[-_REPEATED:]}")
     return replace(asked, messages=(*asked.messages, again), tool_choice=ToolChoice("none"))

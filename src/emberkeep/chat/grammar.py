@@ -51,9 +51,11 @@ class Grammars:
         """
         if request.tool_choice.mode in ("required", "named"):
             return self._compile(_calls_grammar(request, self._vocab, self._writing), "tools")
-        if request.format is not None:
-            return self._compile(_json_grammar(request.format.schema), "response_format")
-        return None
+        if request.format is None:
+            return None
+        if request.tools and request.tool_choice.mode == "auto" and not request.raw_tools:
+            return self._compile(_either_grammar(request, self._vocab, self._writing), "response_format")
+        return self._compile(_json_grammar(request.format.schema), "response_format")
 
     def _compile(self, grammar: str, param: str) -> Constraint:
         # One at a time: a hostile schema may take seconds, and must not take all cores.
@@ -151,24 +153,40 @@ class Matcher:
 
 
 def _json_grammar(schema: Mapping[str, Json] | None) -> str:
-    text = json.dumps(_checked(schema if schema is not None else {"type": "object"}, "response_format"))
-    return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_STRICT))
+    return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(_answer(schema)), overrides=_STRICT))
+
+
+def _answer(schema: Mapping[str, Json] | None) -> Mapping[str, Json]:
+    return _checked(schema if schema is not None else {"type": "object"}, "response_format")
+
+
+def _either_grammar(request: Request, vocab: Vocab, writing: Writing) -> str:
+    """JSON that fits, or calls."""
+    assert request.format is not None
+    answer = {**_answer(request.format.schema), "x-guidance": _STRICT}
+    rules = ["start: answer | calls", f"answer: %json {json.dumps(answer)}"]
+    return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules + _calls_rules(request, vocab, writing))))
 
 
 def _calls_grammar(request: Request, vocab: Vocab, writing: Writing) -> str:
-    """One call, or several where allowed, as the model writes them."""
+    rules = ["start: calls", *_calls_rules(request, vocab, writing)]
+    return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules)))
+
+
+def _calls_rules(request: Request, vocab: Vocab, writing: Writing) -> list[str]:
+    """`calls`: one, or several where allowed, as the model writes them."""
     tools = _callable_tools(request)
     before, between, after = (_literal(text, vocab) for text in (writing.before, writing.between, writing.after))
     several = request.parallel_tool_calls and writing.separator is not None
     more = f"({_literal(writing.separator or '', vocab)} call)*" if several else ""
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
-    rules = [f"start: {before} call {more} {after}", f"call: {names}"]
+    rules = [f"calls: {before} call {more} {after}", f"call: {names}"]
     for i, tool in enumerate(tools):
         # Written between quotes in most ways of writing, so it is escaped as a JSON string is.
         name = json.dumps(json.dumps(tool.name)[1:-1])
         rules.append(f"call_{i}: {name} {between} arguments_{i}")
         rules.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(tool))}")
-    return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules)))
+    return rules
 
 
 def _literal(text: str, vocab: Vocab) -> str:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from emberkeep.library import Result
 
 
+_FULL = 0.9
+
+
 def stats_line(result: Result, max_tokens: int | None, context: int) -> str:
     return " · ".join(_parts(result, max_tokens, context))
 
@@ -30,6 +33,8 @@ def _parts(result: Result, max_tokens: int | None, context: int) -> Iterator[str
     if result.finish_reason is FinishReason.LENGTH:
         if usage.completion_tokens == max_tokens:
             yield "cut at --max-tokens"
+        elif result.exchanges and usage.total_tokens < _FULL * context:
+            yield "cut after as many rounds of tools as tool_turns allows"
         else:
             yield f"the context of {context} tokens is full, /clear begins anew"
 
