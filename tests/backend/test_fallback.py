@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -121,6 +122,16 @@ def test_an_answer_that_has_begun_is_not_begun_by_another() -> None:
     with pytest.raises(RemoteDown):
         read(FallbackBackend([first.link(), second.link()]), HELLO)
     assert second.opened == 0
+
+
+def test_an_answer_that_nobody_has_seen_yet_is_given_by_another() -> None:
+    first, second = Far("first"), Far("second")
+    first.provider = ScriptedProvider(lambda request: [TextDelta(0, "Hel"), RemoteDown("Gone.")])
+    chain = FallbackBackend([first.link(), second.link()])
+    *events, bill = read(chain, replace(HELLO, in_pieces=False))
+    assert text(events) == "second says hello."
+    assert isinstance(bill, Completed)
+    assert bill.answered_by == "second"
 
 
 def test_clients_may_ask_for_any_of_them_by_name() -> None:

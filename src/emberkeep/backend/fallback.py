@@ -34,6 +34,7 @@ from emberkeep.types import (
     Message,
     Request,
     Tool,
+    ToolEvent,
     Verified,
     Warmed,
 )
@@ -113,15 +114,20 @@ class FallbackBackend:
         failures: list[EmberkeepError] = []
         # Those that rest come last: rather one that may have recovered than none.
         for link in sorted(self._links, key=lambda link: link.is_resting):
-            has_begun = False
+            has_begun, held = False, list[Event]()
             try:
                 backend = await self._opened(link)
                 async with aclosing(closable(backend.generate(request))) as events:
                     async for event in events:
-                        if not has_begun:
+                        if not has_begun and (request.in_pieces or isinstance(event, ToolEvent | Completed)):
                             has_begun = True
                             self._now(link, failures)
-                        yield replace(event, answered_by=link.name) if isinstance(event, Completed) else event
+                        # Where nobody looks before the end, another one can still give the whole answer.
+                        held.append(
+                            replace(event, answered_by=link.name) if isinstance(event, Completed) else event
+                        )
+                        while has_begun and held:
+                            yield held.pop(0)
                 return
             except (*FAILURES, RequestError) as error:
                 if has_begun or isinstance(error, StepFailed) or self._is_wrong(error, link):

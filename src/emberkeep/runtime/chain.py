@@ -129,5 +129,6 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
         retries=config.remote_retries,
         max_tokens=remote.max_tokens,
         reasoning=ReasoningFormat(config.reasoning),
+        raw_tools=config.notools,
         deadline_s=config.deadline_s,
     )

@@ -83,6 +83,7 @@ class RemoteBackend:
         retries: int = 2,
         max_tokens: int | None = None,
         reasoning: ReasoningFormat = ReasoningFormat.SEPARATE,
+        raw_tools: bool = False,
         deadline_s: float | None = None,
     ) -> None:
         """`places`: for requests at a time; None: as many as there are. `max_tokens`: of an answer, unless a
@@ -101,6 +102,7 @@ class RemoteBackend:
         self._retries = retries
         self._max_tokens = max_tokens
         self._reasoning = reasoning
+        self._raw_tools = raw_tools
         self._deadline_s = deadline_s
         self._counters = _Counters()
         self._last_error = ""
@@ -118,7 +120,9 @@ class RemoteBackend:
         if request.top_logprobs is not None:
             raise RequestError(f"{self.name} runs elsewhere and gives no logprobs: ask without them.", "logprobs")
         limit = request.max_tokens if request.max_tokens is not None else self._max_tokens
-        return replace(request, max_tokens=limit, reasoning=request.reasoning or self._reasoning)
+        raw_tools = request.raw_tools or self._raw_tools
+        reasoning = request.reasoning or self._reasoning
+        return replace(request, max_tokens=limit, reasoning=reasoning, raw_tools=raw_tools)
 
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Choices one after the other: services bill a prompt for each of them anyway."""
