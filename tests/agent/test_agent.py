@@ -311,9 +311,10 @@ def test_a_dangerous_tool_waits_for_a_yes() -> None:
     assert outcomes(events) == [("Ark is gone", False)]
 
 
-def test_a_no_is_told_to_the_model_and_nothing_runs() -> None:
+@pytest.mark.parametrize("decision", [Decision.NO, Decision.NEVER])
+def test_a_no_is_told_to_the_model_and_nothing_runs(decision: Decision) -> None:
     model = Model(calling(("sink", {"ship": "Ark"}), ("depth", {"pier": 3})), answer("As you wish."))
-    events = act(model, box(sink, depth), asks=True, decide=decide_always(Decision.NEVER))
+    events = act(model, box(sink, depth), asks=True, decide=decide_always(decision))
     first, second = sorted(outcomes(events))
     assert first == ("7 metres", False)
     assert second[1]
@@ -321,13 +322,13 @@ def test_a_no_is_told_to_the_model_and_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decision", "questions"), [(Decision.ONCE, 2), (Decision.ALWAYS, 1), (Decision.NEVER, 1)]
+    ("decision", "questions"), [(Decision.ONCE, 2), (Decision.NO, 2), (Decision.ALWAYS, 1), (Decision.NEVER, 1)]
 )
 def test_always_and_never_hold_for_the_session(decision: Decision, questions: int) -> None:
     model = Model(calling(("sink", {"ship": "Ark"})), calling(("sink", {"ship": "Argo"})), answer("."))
     events = act(model, box(sink), asks=True, decide=decide_always(decision))
     assert sum(isinstance(event, PermissionAsked) for event in events) == questions
-    assert [failed for _, failed in outcomes(events)] == [decision is Decision.NEVER] * 2
+    assert [failed for _, failed in outcomes(events)] == [decision in (Decision.NO, Decision.NEVER)] * 2
 
 
 def test_harmless_tools_ask_nobody() -> None:

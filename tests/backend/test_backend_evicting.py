@@ -223,7 +223,7 @@ def test_a_long_history_in_few_tokens_stays_shortened(harbour, monkeypatch):
     client = Client(harbour)
     blank = "<|endoftext|>" * 120  # a token each
     for i in range(40):
-        client.messages += [Message("user", blank), Message("assistant", f"Yes {i}.")]
+        client.messages += [Message("user", f"Go {i}."), Message("assistant", blank)]
     drafts: list[int] = []
     draft = PromptMaker.draft
 

@@ -57,6 +57,24 @@ def test_the_next_turn_still_has_the_call_and_its_result(client, engine):
     assert answer.lookup.reused_tokens > answer.bill.usage.prompt_tokens - 40
 
 
+def test_the_same_question_in_another_chat_is_looked_up_anew(harbour, engine, tmp_path):
+    engine.will_say(READ, "It came at noon.", READ, "It came at dusk.", "Hello.")
+    Client(harbour, max_tokens=900).say("When did the Zephyr come?")
+    (tmp_path / "root" / "log.txt").write_text("The Zephyr came in at dusk.\n")
+    later = Client(harbour, max_tokens=900)
+    answer = later.say("When did the Zephyr come?")
+    assert "noon" not in "".join(answer.prompts)
+    assert "came in at dusk" in answer.prompts[1]
+    assert "came in at dusk" in later.say("Thanks.").prompt
+
+
+def test_what_tools_said_is_not_told_to_a_client_with_its_own(harbour, engine):
+    engine.will_say(READ, "It came at noon.", "I cannot tell.")
+    Client(harbour, max_tokens=900).say("When did the Zephyr come?")
+    answer = Client(harbour, max_tokens=900).say("When did the Zephyr come?", tools=(FERRY,))
+    assert "noon" not in answer.prompt
+
+
 def test_a_client_with_tools_of_its_own_gets_none_of_ours(client, engine):
     engine.will_say("Hello.")
     answer = client.say("Hello", tools=(FERRY,))

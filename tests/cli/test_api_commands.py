@@ -107,6 +107,12 @@ def test_an_unknown_backend_is_not_added() -> None:
     assert json.loads(ok("list", "--json")) == []
 
 
+def test_a_model_that_could_never_be_asked_is_not_added() -> None:
+    assert "needs an address" in str(refused("add", "desk", "compatible"))
+    assert "means something else" in str(refused("add", "local", "openai"))
+    assert json.loads(ok("list", "--json")) == []
+
+
 def test_a_model_whose_backend_is_no_longer_installed_is_still_listed(tmp_path: Path) -> None:
     (tmp_path / "emberkeep.toml").write_text('[backends.old]\nbackend = "parrot"\n')
     assert "not installed" in ok("list")

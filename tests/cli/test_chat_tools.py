@@ -9,10 +9,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.cli import chat
 from emberkeep.cli.calls import call_line
@@ -209,7 +212,15 @@ def test_a_conversation_with_calls_can_be_saved_continued_and_taken_along(tmp_pa
 
 @pytest.mark.parametrize(
     ("answers", "questions", "sunk"),
-    [(["o", "o"], 2, 2), (["what?", "always"], 2, 2), (["n"], 1, 0), ([EOFError], 1, 0), (["o", "n"], 2, 1)],
+    [
+        (["y", "once"], 2, 2),
+        (["what?", "always"], 2, 2),
+        (["v"], 1, 0),
+        (["never"], 1, 0),
+        (["n", "y"], 2, 1),
+        ([EOFError, "y"], 2, 1),
+        (["yes", "no"], 2, 1),
+    ],
 )
 def test_a_dangerous_call_waits_for_somebody(
     answers: list[str | type[BaseException]], questions: int, sunk: int, capsys: pytest.CaptureFixture[str]
@@ -287,6 +298,22 @@ def test_where_nobody_can_be_asked_dangerous_tools_have_to_be_enabled(tmp_path: 
     assert names(Config(data_dir=tmp_path, tools="off")) == []
 
 
+@pytest.mark.parametrize("asked", [{"enable_tools": ("files",)}, {"tools_from": (Path("mine.py"),)}])
+def test_tools_that_were_asked_for_and_are_not_given_are_a_remark(
+    tmp_path: Path, asked: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Small(ScriptedBackend):
+        @property
+        def card(self) -> ModelCard:
+            return replace(super().card, calls_tools=False)
+
+    with Emberkeep(Small(lambda request: [])) as keeper:
+        for config in (Config(data_dir=tmp_path), Config(data_dir=tmp_path, **asked)):
+            with chat.tools_of(keeper, config) as acting:
+                assert acting is None
+    assert capsys.readouterr().err.count("--tools on") == 1
+
+
 def test_a_chat_without_a_single_tool_is_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
     with Bench(answer("Hello."), functions=[]) as bench:
         bench.say("Hello", "/tools")
@@ -296,11 +323,12 @@ def test_a_chat_without_a_single_tool_is_a_chat(capsys: pytest.CaptureFixture[st
 
 def test_tools_lists_what_the_model_can_do_and_what_asks_first(capsys: pytest.CaptureFixture[str]) -> None:
     with Bench() as bench:
-        bench.say("/tools", "/tools sink", "/tools nets")
+        bench.say("/tools", "/tools sink", "/tools nets", "/tools all")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["depth", "sink", "sink"]
     assert "asks first" in lines[1]
-    assert "no such tool" in lines[3]
+    assert "no tool, group or server 'nets'" in lines[3]
+    assert lines[4:] == lines[:2]
 
 
 def test_behind_a_chat_no_tools_run_for_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,9 +394,11 @@ def test_prompts_of_a_server_are_commands_and_one_that_is_down_is_told(
             keeper, Conversation(), {}, out, interactive=True, journal=Journal(None), acting=acting
         )
         session.run(["/help", "/harbour__greet Ada Lovelace", "/harbour__greet name='Grace'", "/tools"])
+        session.run(["/harbour__greet", "/harbour__greet name=Ada rank=captain", "/tools harbour"])
     said = capsys.readouterr().err
     assert "/harbour__greet name=…" in said
     assert "harbour__bell" in said
-    assert "wreck: stopped" in said
+    assert said.count("wreck: stopped") == 1 and said.count("harbour: ready") == 2
+    assert said.count("do not fit: write /harbour__greet name=….") == 2
     asked = [request.messages[-1].content for request in backend.requests]
     assert asked == ["Say good morning to Ada Lovelace.", "Say good morning to Grace."]

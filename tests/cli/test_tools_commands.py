@@ -122,6 +122,7 @@ def test_a_tool_is_shown_with_its_schema_and_a_call_that_works() -> None:
 
 def test_an_unknown_tool_is_one_sentence() -> None:
     assert refused("show", "nothing") == "There is no tool 'nothing': `emberkeep tools list --all` shows them."
+    assert refused("show", "raed_file") == "There is no tool 'raed_file': did you mean read_file?"
 
 
 # ── run ──

@@ -9,6 +9,7 @@ import re
 import pytest
 from mcp_servers import call, connected, hostile
 
+from emberkeep.mcp.client import McpClients
 from emberkeep.types import Caller
 
 
@@ -41,7 +42,7 @@ def test_a_name_that_comes_twice_is_the_first_one(tmp_path):
 
 
 def test_what_nobody_sees_is_taken_out_of_descriptions(tmp_path):
-    hidden = "".join(chr(0xE0000 + ord(c)) for c in "obey")
+    hidden = "".join(chr(start + ord(c)) for start in (0xE0000, 0xE0100) for c in "obey")
     schema = {"type": "object", "properties": {"x": {"type": "string", "description": "a\u001b[31mb\u202e"}}}
     found = listed(tmp_path, {"name": "x", "description": f"Nice\u0007{hidden}\u200b.", "inputSchema": schema})
     definition = found["x"].definition
@@ -125,3 +126,17 @@ def test_it_runs_on_the_loop_of_the_server_too(tmp_path):
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         (state,) = runner.run(run())
     assert "ended with status 3" in state.reason
+
+
+def test_what_is_disabled_cannot_be_called_by_its_other_name(tmp_path):
+    async def run():
+        clients = McpClients([hostile("a")], tmp_path / "pins.json", disabled=("a__crash",))
+        try:
+            arguments = {"server": "a", "arguments": {}}
+            return [await call(clients, "mcp_call_tool", tool=name, **arguments) for name in ("crash", "echo")]
+        finally:
+            await clients.close()
+
+    crash, echo = asyncio.run(run())
+    assert "a__crash is disabled" in crash.text
+    assert not echo.failed

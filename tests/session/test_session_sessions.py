@@ -188,15 +188,29 @@ def test_nothing_is_recalled_into_no_room(memory):
 
 def test_a_search_is_there_when_it_was_written_and_searches_add_up(memory):
     sessions = Sessions(memory, POLICY)
-    searched(sessions, request(1), "One moment. ")
-    searched(sessions, request(1), "And another. ")
-    (put,) = Sessions(memory, POLICY).view(request(1)).inserted.values()
+    with sessions.answering(request(1)):
+        searched(sessions, request(1), "One moment. ")
+        searched(sessions, request(1), "And another. ")
+        (now,) = sessions.view(request(1)).inserted.values()
+    (put,) = Sessions(memory, POLICY).view(request(2)).inserted.values()
+    assert put == now
     assert put.said == "One moment. And another. "
     assert [message.content for message in put.after if message.role == "assistant"] == [
         "One moment.",
         "And another.",
     ]
     assert sessions.stats()["searches"] == 2
+
+
+def test_what_was_found_when_the_same_was_asked_before_is_no_part_of_a_new_answer(memory):
+    sessions = Sessions(memory, POLICY)
+    for said in ("Then.", "Now."):
+        with sessions.answering(request(1)), sessions.answering(request(1)):
+            assert not sessions.view(request(1)).inserted
+            searched(sessions, request(1), said)
+        assert not sessions.view(request(1)).inserted
+    (put,) = sessions.view(request(2)).inserted.values()
+    assert put.said == "Now."
 
 
 # ── many threads ──

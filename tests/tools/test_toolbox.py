@@ -418,6 +418,11 @@ def test_a_long_result_is_read_page_by_page() -> None:
     ]
 
 
+def test_a_result_that_was_short_has_no_pages_and_need_not_be_made_again() -> None:
+    told = asyncio.run(refused(box_of(returning("short")), "more_output", output="short", page=1))
+    assert told == "Error: 'short' names no long result, what was shown is all of it: answer with it."
+
+
 def test_pages_belong_to_whom_they_were_made_for() -> None:
     async def read() -> str:
         box = box_of(returning("x" * 1000), chars=300)

@@ -105,7 +105,7 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, text: str, reason: str) -
 
 
 def test_a_file_that_is_not_there_or_no_python_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="There is no file"):
         tools_in_file(tmp_path / "missing.py")
     with pytest.raises(ConfigError, match=r"end in \.py"):
         tools_in_file(file(tmp_path, "{}", "mine.json"))

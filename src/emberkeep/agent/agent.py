@@ -154,6 +154,8 @@ class Agent:
                     yield PermissionAsked(call, function.group)
                     if await question:
                         allowed.add(call.id)
+                    else:
+                        refused[call.id] = _REFUSED
 
         async def run(call: ToolCall) -> Outcome:
             # Looked at again: an answer may take a person minutes, in which tools come and change.

@@ -39,9 +39,10 @@ class Permissions:
 
         async def allowed() -> bool:
             decision = await future
-            if decision is not Decision.ONCE:
-                self._settled[function.name] = decision is Decision.ALWAYS
-            return decision is not Decision.NEVER
+            is_yes = decision in (Decision.ONCE, Decision.ALWAYS)
+            if decision in (Decision.ALWAYS, Decision.NEVER):
+                self._settled[function.name] = is_yes
+            return is_yes
 
         question = allowed()
         try:

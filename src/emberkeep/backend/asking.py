@@ -110,10 +110,16 @@ class Asking:
     def run(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
         """`answer` with the tools, again and again until none of them is called."""
         limit_s = request.deadline_s or self._deadline_s
-        rounds = self._rounds(request, answer)
+        rounds = self._answered(request, answer)
         return timed(rounds, limit_s) if limit_s else rounds
 
-    async def _rounds(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
+    async def _answered(self, request: Request, answer: Answer) -> AsyncGenerator[Event, None]:
+        with self._sessions.answering(request):
+            async with aclosing(self._rounds(request, answer)) as events:
+                async for event in events:
+                    yield event
+
+    async def _rounds(self, request: Request, answer: Answer) -> AsyncGenerator[Event, None]:
         asked = self.equipped(request)
         bills: list[Completed] = []
         repeats, was_urged = Repeats(request.messages), False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from emberkeep.chat.grammar import Constraint, Grammars
+from emberkeep.chat.seams import SeamedTemplate
 from emberkeep.chat.segments import (
     CacheKeys,
     Place,
@@ -80,7 +81,7 @@ class PromptMaker:
     ) -> None:
         """`wants_borders`: the engine's state can be resumed only where it was stored as a whole."""
         self._vocab = vocab
-        self._template = template
+        self._template = SeamedTemplate(template, vocab)
         self._store = store
         self._recent = recent
         self._context = context
@@ -282,7 +283,7 @@ def _common_suffix(a: str, b: str) -> int:
 class _Ender:
     """Renders the beginning of a conversation as `segments` wants it."""
 
-    def __init__(self, template: ChatTemplate, request: Request) -> None:
+    def __init__(self, template: SeamedTemplate, request: Request) -> None:
         self._template = template
         self._args = request.template_args
 

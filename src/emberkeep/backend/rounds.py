@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import cast
 from uuid import uuid4
 
@@ -35,6 +36,8 @@ SAME_CALLS = 2
 _REPEATED = 1000
 _BESIDE = 8
 """Calls that run at the same time."""
+MOST_CALLS = 64
+"""Of one answer; a model that writes more goes round in circles."""
 
 
 @dataclass(slots=True)
@@ -47,6 +50,8 @@ class Round:
     reasoning: str = ""
     finished: Finished | None = None
     _ours: dict[int, ToolCall] = field(default_factory=dict)
+    _arguments: dict[int, list[str]] = field(default_factory=dict)
+    """Of ours, in the pieces that they came in."""
     _others: set[int] = field(default_factory=set)
 
     @property
@@ -55,7 +60,8 @@ class Round:
         nobody knows what the last one would have been."""
         if self._others or self._is_cut:
             return ()
-        return tuple(self._ours[place] for place in sorted(self._ours))
+        ours = sorted(self._ours.items())
+        return tuple(replace(call, arguments="".join(self._arguments[place])) for place, call in ours)
 
     @property
     def _is_cut(self) -> bool:
@@ -66,11 +72,11 @@ class Round:
         match event:
             case ToolCallDelta(call_index=place, name=name):
                 if place in self._ours:
-                    call = self._ours[place]
-                    self._ours[place] = replace(call, arguments=call.arguments + event.arguments)
+                    self._arguments[place].append(event.arguments)
                     return None
                 if name is not None and self.is_ours(name):
-                    self._ours[place] = ToolCall(event.id or "", name, event.arguments)
+                    self._ours[place] = ToolCall(event.id or "", name, "")
+                    self._arguments[place] = [event.arguments]
                     return None
                 self._others.add(place)
                 return replace(event, call_index=len([i for i in self._others if i < place]))
@@ -210,8 +216,9 @@ class Repeats:
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def told_apart(self, calls: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
-        """Each with an id of its own: some servers begin to count anew with every answer."""
-        return tuple(self._named(call) for call in calls)
+        """Each with an id of its own, for some servers begin to count anew with every answer; the first of very
+        many."""
+        return tuple(self._named(call) for call in islice(calls, MOST_CALLS))
 
     def _named(self, call: ToolCall) -> ToolCall:
         if not call.id or call.id in self._ids:

@@ -31,7 +31,7 @@ CHATML = (
 )
 
 _PROBE_SECONDS = 0.25
-_NO_ARGS: Final[Mapping[str, Json]] = MappingProxyType({})
+NO_ARGS: Final[Mapping[str, Json]] = MappingProxyType({})
 
 
 class ChatTemplate:
@@ -71,7 +71,7 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
-        args: Mapping[str, Json] = _NO_ARGS,
+        args: Mapping[str, Json] = NO_ARGS,
     ) -> str:
         """The prompt; the same for the same input, unless the template asks for the date.
 

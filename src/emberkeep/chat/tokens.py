@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,6 +18,9 @@ and where it ends, one of the borders; ((), start) if nothing is known.
 The ids before are the list being built: read it, do not keep it. The text may begin with the template's own
 words (ChatML: `assistant`, a line break, `Hello`), which the answer has to cover as well.
 """
+
+SEAM = "\ufdd0"
+"""A character that Unicode keeps for programs' own use: no token goes over it, and it has none itself."""
 
 _REMEMBERED_CHARS = 8 << 20
 
@@ -52,7 +55,7 @@ class PromptTokenizer:
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._border = _border(vocab)
+        self._border = alternatives([SEAM, *(vocab.specials if vocab.splits_at_specials else ())])
         self._known = _Fragments(_REMEMBERED_CHARS)
         # Some vocabularies put a blank before every stretch of text.
         first = vocab.tokenize("a")[:1]
@@ -78,28 +81,26 @@ class PromptTokenizer:
             if begin < covered:
                 spelled.skip_to(at, end == covered)
                 continue
-            if special is not None:
-                spelled.add((special,), at)
+            if special is not None or fragment == SEAM:
+                spelled.add(() if special is None else (special,), at)
                 continue
             replayed, covered = replay(spelled.ids, data, begin, borders) if replay else ((), begin)
             spelled.add(replayed or self._tokenize(fragment), at, is_whole=covered <= end)
         return spelled
 
     def _as_spelled(self, fragment: str, special: int | None) -> bytes:
-        """The bytes that its tokens stand for."""
+        """The bytes that its tokens stand for. A seam's own are there so that nothing is replayed over it."""
         data = fragment.encode("utf-8", "surrogatepass")
-        return data if special is not None else self._blank + data
+        return data if special is not None or fragment == SEAM else self._blank + data
 
     def _fragments(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Text fragments (with None) and special tokens (with their id), in order."""
-        if not self._vocab.splits_at_specials or self._border is None:
-            yield text, None
-            return
+        """Text fragments and seams (with None) and special tokens (with their id), in order."""
+        assert self._border is not None
         start = 0
         for match in self._border.finditer(text):
             if match.start() > start:
                 yield text[start : match.start()], None
-            yield match[0], self._vocab.specials[match[0]]
+            yield match[0], self._vocab.specials.get(match[0])
             start = match.end()
         if start < len(text):
             yield text[start:], None
@@ -112,9 +113,10 @@ class PromptTokenizer:
         return known
 
 
-def _border(vocab: Vocab) -> re.Pattern[str] | None:
-    texts = sorted((text for text in vocab.specials if text), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
+def alternatives(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Whichever of them comes first, the longest where several begin there; None where there are none."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 class _Fragments:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +12,7 @@ import typer
 
 from emberkeep.cli.api_table import print_remotes, print_tested
 from emberkeep.cli.common import ConfigFlag, DataDirFlag, JsonFlag, console, load_config
+from emberkeep.config.tables import public_remotes
 from emberkeep.models.remotes import Remotes
 from emberkeep.types import Message, RemoteModel, Request
 
@@ -65,10 +65,10 @@ def add_model(
     config: ConfigFlag = None,
 ) -> None:
     """Register a model. Its key stays where it is: only the name of its variable is kept."""
-    from emberkeep.backend.remote.kinds import settled
+    from emberkeep.backend.remote.kinds import check_address
 
     remote = RemoteModel(name, backend, model, base_url, api_key_env, max_tokens, ctx, description)
-    settled(remote)
+    check_address(remote)
     _remotes(data_dir, config).add(remote)
     print(f"{name} is added: `emberkeep api test {name}` asks it something.")
 
@@ -78,7 +78,7 @@ def list_models(as_json: JsonFlag = False, data_dir: DataDirFlag = None, config:
     """Every registered model, and whether its key is set. Keys are never shown."""
     remotes = _remotes(data_dir, config).list()
     if as_json:
-        print(json.dumps([asdict(remote) for remote in remotes], indent=2, ensure_ascii=False))
+        print(json.dumps(public_remotes(remotes), indent=2, ensure_ascii=False))
     elif remotes:
         print_remotes(remotes, os.environ)
     else:

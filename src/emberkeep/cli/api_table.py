@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from emberkeep.cli.tables import counted, show, show_facts, texts
+from emberkeep.config.tables import public_url
 from emberkeep.types import RemoteModel
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, 
     try:
         usual = settled(remote)
     except ConfigError:
-        return f"{remote.backend} (not installed)", remote.model, remote.base_url or "", ""
+        return f"{remote.backend} (not installed)", remote.model, public_url(remote.base_url or ""), ""
     variable = usual.api_key_env
     key = f"{variable} is {'set' if has_key(remote, env) else 'not set'}" if variable else "none needed"
-    return remote.backend, usual.model or "(the first there)", usual.base_url or "the vendor's own", key
+    return remote.backend, usual.model or "(the first there)", _address(usual), key
+
+
+def _address(remote: RemoteModel) -> str:
+    return public_url(remote.base_url) if remote.base_url else "the vendor's own"
 
 
 def _figures(remote: RemoteModel, about: RemoteAbout, answer: Gathered) -> Iterator[tuple[str, str]]:

@@ -17,8 +17,13 @@ _ARGUMENT_CHARS = 60
 _CALL_CHARS = 160
 _RESULT_CHARS = 100
 _WHOLE = 10**6
-_QUESTION = "Allow? [o]nce, [a]lways for this session, [n]ever: "
-_ANSWERS = {"o": Decision.ONCE, "y": Decision.ONCE, "a": Decision.ALWAYS, "n": Decision.NEVER}
+_QUESTION = "Allow? [y]es, [n]o, [a]lways or ne[v]er in this session: "
+_ANSWERS = {
+    **dict.fromkeys(("y", "yes", "o", "once"), Decision.ONCE),
+    **dict.fromkeys(("n", "no"), Decision.NO),
+    **dict.fromkeys(("a", "always"), Decision.ALWAYS),
+    **dict.fromkeys(("v", "never"), Decision.NEVER),
+}
 
 
 class CallView:
@@ -50,9 +55,9 @@ class CallView:
             try:
                 answer = self._ask(_QUESTION).strip().lower()
             except EOFError:
-                return Decision.NEVER
-            if answer[:1] in _ANSWERS:
-                return _ANSWERS[answer[:1]]
+                return Decision.NO
+            if answer in _ANSWERS:
+                return _ANSWERS[answer]
 
 
 def ask_aloud(question: str) -> str:

@@ -91,6 +91,9 @@ Examples:
   emberkeep chat --continue                    go on with the latest
   emberkeep chat --continue 3f2a               or with another one; ids may be abbreviated
   emberkeep chat --export 3f2a talk.md         take one along
+  emberkeep chat --tools-from mine.py          the model may call functions of yours
+  emberkeep chat --disable-tools http          and none of these
+  emberkeep chat --backend gpt,local           a model of `emberkeep api list`, the one here if it is down
   echo "Why is the sky blue?" | emberkeep chat --no-save
 """
 
@@ -193,7 +196,7 @@ def _remind(session: ChatSession, config: Config, saved: SavedConversation) -> N
 def tools_of(keeper: Emberkeep, config: Config) -> Generator[Acting | None, None, None]:
     """Those of a chat with this model, which is asked only if it knows what tools are. Raises ConfigError."""
     if config.tools == "off" or (config.tools == "auto" and not keeper.card.calls_tools):
-        if config.enable_tools and config.tools == "auto":
+        if (config.enable_tools or config.tools_from or config.mcp) and config.tools == "auto":
             complain(
                 "This model's chat template knows no tools, so it gets none: --tools on gives them all the same."
             )

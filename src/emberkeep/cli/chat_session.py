@@ -83,7 +83,7 @@ class ChatSession:
 
     def aside(self, text: str) -> None:
         self._out.flush()
-        console(stderr=True).print(text, style="dim", markup=False, soft_wrap=True)
+        console(stderr=True).print(printable(text), style="dim", markup=False, soft_wrap=True)
 
     def say(self, *messages: Message) -> None:
         """As the user, who may have said more than one thing: get an answer. Raises EmberkeepError."""

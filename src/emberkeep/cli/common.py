@@ -118,8 +118,10 @@ def install_model(config: Config) -> None:
 def open_model(config: Config) -> Emberkeep:
     """Load a model that is here, with a word about it where a person waits. Raises ModelError, EngineError."""
     from emberkeep.library import Emberkeep
+    from emberkeep.runtime import backend_names
 
-    with console(stderr=True).status(f"Loading {config.model} ..."):
+    first = backend_names(config)[0]
+    with console(stderr=True).status(f"Loading {config.model if first == 'local' else first} ..."):
         return Emberkeep.open(config)
 
 
@@ -146,6 +148,9 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def complain(sentence: str) -> None:
-    """One sentence on stderr, red where a person reads it."""
+    """One sentence on stderr, red where a person reads it. What others have said in it stays text."""
+    from emberkeep.cli.tables import printable
+
+    sentence = printable(sentence)
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     print(f"\033[31m{sentence}\033[0m" if red else sentence, file=sys.stderr)

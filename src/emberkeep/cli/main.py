@@ -72,11 +72,21 @@ Examples:
   emberkeep cache ls                           which prompts are kept, where and for how long
   emberkeep memory search "my boat"            what was said about it, long ago
   emberkeep tools list                         what a model can do here
+  emberkeep mcp list                           MCP servers of the settings, and whether they work
+  emberkeep api add gpt openai                 a model that runs elsewhere, for `chat --backend gpt`
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
 
 \b
 Settings can also be variables (EMBERKEEP_PORT=9000) and keys in emberkeep.toml (port = 9000).
+"""
+
+SERVE_EXAMPLES = """\b
+Examples:
+  emberkeep serve --model mine --port 9000     a model that was pulled before
+  emberkeep serve --warm system.txt            with this system prompt ready before anybody asks
+  emberkeep serve --server-tools --enable-tools memory,read_file
+  emberkeep serve --backend gpt,local          a model of `emberkeep api list`, the one here if it is down
 """
 
 app = typer.Typer(
@@ -106,7 +116,7 @@ def emberkeep(
     pass
 
 
-@app.command()
+@app.command(epilog=SERVE_EXAMPLES)
 def serve(
     model: ModelFlag = None,
     host: HostFlag = None,

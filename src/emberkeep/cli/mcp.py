@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -22,6 +23,7 @@ from emberkeep.cli.common import (
     ToolsRootFlag,
     YesFlag,
     ask_first,
+    complain,
     console,
     load_config,
 )
@@ -71,7 +73,7 @@ def list_servers(json_: JsonFlag = False, data_dir: DataDirFlag = None, config: 
     async def states(clients: McpClients) -> list[dict[str, object]]:
         return [server_json(state) for state in clients.states()]
 
-    found = _with_servers(settled, states)
+    found = _with_servers(settled, states) if settled.mcp else []
     if json_:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     elif found:
@@ -156,6 +158,8 @@ def _serve(config: Config, owner: str, *, http: bool) -> None:
 
             serve_mcp(host, config)
         else:
+            if sys.stdin.isatty():
+                complain("This speaks MCP with the program that starts it: --http listens instead. Ctrl-C stops.")
             host.serve_stdio()
     finally:
         if memory is not None:

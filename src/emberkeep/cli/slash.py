@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.memory_table import NOTHING_FOUND, told
+from emberkeep.cli.tables import aligned
+from emberkeep.cli.tools_table import gist
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, Message, Recollection
 
@@ -48,20 +50,19 @@ def run_command(chat: Chat, line: str) -> str:
     """Carry out a line beginning with a slash. Returns what to tell the user. Raises Quit, EmberkeepError."""
     name, _, argument = line[1:].partition(" ")
     command = COMMANDS.get(name)
-    prompts = chat.acting.prompts() if command is None and chat.acting else []
-    if any(prompt.name == name for prompt in prompts):
-        return _prompt(chat, next(prompt for prompt in prompts if prompt.name == name), argument)
     if command is None:
+        for prompt in _prompts(chat):
+            if prompt.name == name:
+                return _prompt(chat, prompt, argument)
         return f"There is no command /{name}: /help lists them; a message may begin with a slash after a space."
     return command.run(chat, argument.strip())
 
 
 def _help(chat: Chat, argument: str) -> str:
-    commands = [f"{command.usage:<16} {command.help}" for command in COMMANDS.values()]
-    prompts = chat.acting.prompts() if chat.acting else []
-    commands += [f"{usage_of(prompt):<16} {prompt.description}" for prompt in prompts]
+    commands = aligned([(command.usage, command.help) for command in COMMANDS.values()])
+    prompts = aligned([(usage_of(prompt), prompt.description) for prompt in _prompts(chat)])
     keys = ["Alt-Enter begins a new line; Ctrl-C stops an answer; Ctrl-D quits."]
-    return "\n".join(commands + keys)
+    return "\n".join(commands + prompts + keys)
 
 
 def _stats(chat: Chat, argument: str) -> str:
@@ -101,33 +102,52 @@ def _memory(chat: Chat, argument: str) -> str:
 def _tools(chat: Chat, argument: str) -> str:
     if chat.acting is None:
         return "This chat has no tools: begin it with --tools on."
-    found = [function for function in chat.acting.functions() if argument in ("", function.group, function.name)]
-    lines = [
-        f"{function.name:<24} {function.group:<8} {'asks first' if function.is_dangerous else '':<11}"
-        f"{function.definition.description.partition('. ')[0]}"
-        for function in found
+    from emberkeep.tools.choosing import ALL, Choice
+
+    named = Choice((argument or ALL,))
+    rows = [
+        (function.name, function.group, "asks first" if function.is_dangerous else "", gist(function.definition))
+        for function in chat.acting.functions()
+        if named.takes(function)
     ]
-    lines += [f"{state.name}: {state.status}. {state.reason}".rstrip() for state in chat.acting.servers()]
-    return "\n".join(lines) or "There is no such tool or group: /tools lists them."
+    servers = [
+        f"{state.name}: {state.status}. {state.reason}".rstrip()
+        for state in chat.acting.servers()
+        if argument in ("", "mcp", state.name)
+    ]
+    nothing = f"There is no tool, group or server {argument!r}: /tools lists them." if argument else "No tools."
+    return "\n".join(aligned(rows) + servers) or nothing
+
+
+def _prompts(chat: Chat) -> Sequence[McpPrompt]:
+    return chat.acting.prompts() if chat.acting else ()
 
 
 def usage_of(prompt: McpPrompt) -> str:
-    return " ".join([f"/{prompt.name}", *(f"{argument.name}=…" for argument in prompt.arguments)])
+    arguments = (f"{one.name}=…" if one.is_required else f"[{one.name}=…]" for one in prompt.arguments)
+    return " ".join([f"/{prompt.name}", *arguments])
 
 
 def _prompt(chat: Chat, prompt: McpPrompt, line: str) -> str:
-    """Fill a server's prompt and say it; one argument needs no name."""
+    """Fill a server's prompt and say it."""
     assert chat.acting is not None
+    chat.say(*chat.acting.prompt(prompt.name, _arguments(prompt, line)))
+    return ""
+
+
+def _arguments(prompt: McpPrompt, line: str) -> dict[str, str]:
+    """One alone needs no name. Raises EmberkeepError."""
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise EmberkeepError(f"{usage_of(prompt)}: {error}.") from error
     if len(prompt.arguments) == 1 and "=" not in line and words:
-        given = {prompt.arguments[0].name: " ".join(words)}
-    else:
-        given = dict(word.partition("=")[::2] for word in words)
-    chat.say(*chat.acting.prompt(prompt.name, given))
-    return ""
+        return {prompt.arguments[0].name: " ".join(words)}
+    given = dict(word.partition("=")[::2] for word in words)
+    required = {one.name for one in prompt.arguments if one.is_required}
+    if not required <= set(given) <= {one.name for one in prompt.arguments}:
+        raise EmberkeepError(f"These arguments do not fit: write {usage_of(prompt)}.")
+    return given
 
 
 def _clear(chat: Chat, argument: str) -> str:
@@ -145,7 +165,7 @@ COMMANDS: Mapping[str, Command] = {
     "system": Command("/system [TEXT]", "show or set the system message", _system),
     "save": Command("/save PATH", "write the conversation as .md or .json", _save),
     "memory": Command("/memory QUERY", "search what has left the context, now or before", _memory),
-    "tools": Command("/tools [GROUP]", "what the model can do here", _tools),
+    "tools": Command("/tools [NAME]", "what the model can do here", _tools),
     "clear": Command("/clear", "begin a new conversation", _clear),
     "quit": Command("/quit", "leave", _quit),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from emberkeep.cli.common import console
@@ -29,6 +29,12 @@ def printable(text: str) -> str:
 
 def counted(number: int, one: str = "entry", many: str = "entries") -> str:
     return f"{number:,} {one if number == 1 else many}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines in columns that are as wide as they have to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def ago(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -99,9 +100,12 @@ def show(
 ) -> None:
     """What a tool does, its parameters, and how to call it by hand."""
     settled = load_config(tools_from=tools_from, tools_root=tools_root, data_dir=data_dir, config=config)
-    row = next((row for row in _rows(settled) if row.name == name), None)
-    if row is None:
-        raise NoSuchEntry(f"There is no tool {name!r}: `emberkeep tools list --all` shows them.")
+    rows = {row.name: row for row in _rows(settled)}
+    if name not in rows:
+        near = difflib.get_close_matches(name, rows, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`emberkeep tools list --all` shows them."
+        raise NoSuchEntry(f"There is no tool {name!r}: {hint}")
+    row = rows[name]
     if json_:
         print(json.dumps(as_json(row), indent=2, ensure_ascii=False))
     else:

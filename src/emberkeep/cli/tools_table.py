@@ -61,8 +61,12 @@ def print_tools(rows: Sequence[Row]) -> None:
 
 
 def _cells(row: Row) -> list[Text]:
-    sentence = row.definition.description.partition(". ")[0].rstrip(".")
-    return texts(row.name, row.group, row.chat, row.server, f"{sentence}.")
+    return texts(row.name, row.group, row.chat, row.server, gist(row.definition))
+
+
+def gist(tool: Tool) -> str:
+    """The first sentence of what a tool says about itself."""
+    return f"{tool.description.partition('. ')[0].rstrip('.')}."
 
 
 def print_tool(row: Row) -> None:

@@ -13,6 +13,7 @@ from emberkeep.config.tables import (
     parse_servers,
     public_remotes,
     public_servers,
+    public_url,
     settle_servers,
     show_names,
 )
@@ -162,7 +163,10 @@ def or_word(kind: Kind, word: str, stands_for: Callable[[], Any]) -> Kind:
     def show(value: Any) -> str:
         return word if value is None else kind.show(value)
 
-    return Kind(parse, f"{kind.accepts}, or {word}", kind.type, show, word)
+    def public(value: Any) -> Json:
+        return None if value is None else kind.public(value)
+
+    return Kind(parse, f"{kind.accepts}, or {word}", kind.type, show, word, public=public)
 
 
 def one_of(*words: str) -> Kind:
@@ -206,6 +210,7 @@ def _show_names(value: tuple[str, ...]) -> str:
 
 
 TEXT = Kind(_parse_text, "a text that is not empty", "text")
+URL = Kind(_parse_text, TEXT.accepts, TEXT.type, public_url, public=public_url)
 SECRET = Kind(
     _parse_secret,
     "a text",

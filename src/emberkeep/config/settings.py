@@ -21,6 +21,7 @@ from emberkeep.config.kinds import (
     SERVERS,
     SWITCH,
     TEXT,
+    URL,
     Kind,
     clamped_seconds,
     one_number_of,
@@ -287,7 +288,7 @@ class Config:
     )
     base_url: str | None = field(
         default=None,
-        metadata=_about(or_word(TEXT, "none", lambda: None), "Address of a backend that is named by its kind."),
+        metadata=_about(or_word(URL, "none", lambda: None), "Address of a backend that is named by its kind."),
     )
     consult_depth: int = field(
         default=1,

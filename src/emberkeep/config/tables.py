@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from emberkeep.errors import ConfigError
 from emberkeep.types import Json, RemoteModel
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _MASK = "***"
+_OURS = ("auto", "local")
+"""What `backend` can be besides the name of a model that runs elsewhere."""
 
 T = TypeVar("T")
 Parsers = Mapping[str, tuple[Callable[[Any], Any], str]]
@@ -48,7 +51,8 @@ class McpServer:
 
 def check_name(name: str) -> str:
     """Of a server or a model: it becomes part of tools' names. Raises ValueError."""
-    if _NAME.fullmatch(name) is None or "__" in name:
+    # With a _ at its end, one server's tools could be called as another's.
+    if _NAME.fullmatch(name) is None or "__" in name or name.endswith("_"):
         raise ValueError
     return name
 
@@ -69,6 +73,8 @@ def parse_remotes(value: object) -> tuple[RemoteModel, ...]:
     if not isinstance(value, Mapping):
         raise ValueError
     for name, entry in value.items():
+        if name in _OURS:
+            raise ConfigError(f"[backends.{name}] cannot have this name: --backend {name} means something else.")
         if isinstance(entry, Mapping) and "backend" not in entry:
             raise ConfigError(f"[backends.{name}] needs backend: what the model is spoken to with.")
     return _parse_table("backends", value, RemoteModel, _REMOTE_PARSERS)
@@ -90,11 +96,24 @@ def public_servers(servers: tuple[McpServer, ...]) -> Json:
 def _public(server: McpServer) -> dict[str, Json]:
     masked = {name: dict.fromkeys(getattr(server, name), _MASK) for name in ("env", "headers")}
     cwd = None if server.cwd is None else str(server.cwd)
-    return {**_values(server), **masked, "cwd": cwd, "command": list(server.command), "tools": list(server.tools)}
+    url = None if server.url is None else public_url(server.url)
+    lists = {"command": list(server.command), "tools": list(server.tools)}
+    return {**_values(server), **masked, **lists, "cwd": cwd, "url": url}
 
 
 def public_remotes(remotes: tuple[RemoteModel, ...]) -> Json:
-    return [_values(remote) for remote in remotes]
+    return [
+        {**_values(remote), "base_url": None if remote.base_url is None else public_url(remote.base_url)}
+        for remote in remotes
+    ]
+
+
+def public_url(url: str) -> str:
+    """An address without what may be a key in it."""
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    shown = parts._replace(netloc=f"{_MASK}@{host}" if user else host, query=_MASK if parts.query else "")
+    return shown.geturl()
 
 
 def _values(entry: Any) -> dict[str, Any]:
@@ -202,7 +221,7 @@ def _variable(value: object) -> str:
 
 def _url(value: object) -> str:
     text = _text(value)
-    if not re.match(r"https?://\S+$", text):
+    if not re.match(r"https?://\S+$", text) or not text.isprintable():
         raise ValueError
     return text.rstrip("/")
 

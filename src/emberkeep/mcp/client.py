@@ -20,6 +20,7 @@ from emberkeep.mcp.link import Link
 from emberkeep.mcp.listing import ListedTool, McpPrompt, read_resources
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.tools.base import ToolFunction, tool, tools_of
+from emberkeep.tools.choosing import ALL, Choice
 from emberkeep.types import Caller, Json, Message
 
 GROUP = "mcp"
@@ -51,20 +52,25 @@ class ServerState:
 
 def open_clients(config: Config) -> McpClients:
     """All servers of the settings. Nothing is started."""
-    return McpClients(config.mcp, config.data_dir / "mcp-pins.json")
+    return McpClients(config.mcp, config.data_dir / "mcp-pins.json", disabled=config.disable_tools)
 
 
 class McpClients:
     """A `ToolSource`. Belongs to the event loop. Close it: servers that are programs live until then."""
 
     def __init__(
-        self, servers: Sequence[McpServer], pins: Path, *, clock: Callable[[], float] = time.monotonic
+        self,
+        servers: Sequence[McpServer],
+        pins: Path,
+        *,
+        disabled: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pins`: the file that knows which definitions were approved."""
+        """`pins`: the file that knows which definitions were approved. `disabled`: as in `Choice`."""
         _quiet_sdk()
         shared = Pins(pins)
         self._links = {server.name: Link(server, shared, clock) for server in servers}
-        self._own = tools_of(_McpTools(self._links)) if servers else []
+        self._own = tools_of(_McpTools(self._links, Choice((ALL,), disabled))) if servers else []
 
     async def start(self) -> None:
         """One that takes long goes on starting, and its tools come later. Never raises."""
@@ -132,8 +138,9 @@ ServerName = Annotated[str, Field(description="Name of the MCP server.")]
 class _McpTools:
     """What can be done with every server."""
 
-    def __init__(self, links: Mapping[str, Link]) -> None:
+    def __init__(self, links: Mapping[str, Link], choice: Choice) -> None:
         self._links = links
+        self._choice = choice
 
     @tool(group=GROUP)
     async def mcp_list_resources(
@@ -160,7 +167,12 @@ class _McpTools:
         arguments: Annotated[dict[str, Json], Field(description="What the tool takes.")],
     ) -> str:
         """Call a tool of an MCP server by its own name."""
-        return await self._link(server).call(tool, arguments)
+        link = self._link(server)
+        listed = await link.find(tool)
+        # Who was told not to use one must not get at it by its other name.
+        if not self._choice.takes(_function(link, listed)):
+            raise ToolFailed(f"{listed.definition.name} is disabled: use another tool.")
+        return await link.call(tool, arguments)
 
     def _link(self, name: str) -> Link:
         if name not in self._links:

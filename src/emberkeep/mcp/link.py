@@ -67,11 +67,17 @@ class Link:
         """All tools as they are now. Raises OSError."""
         self._pins.approve(self.server.name, self.listing.tools)
 
-    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
-        """Raises ToolFailed."""
+    async def find(self, name: str) -> ListedTool:
+        """One that may be called. Raises ToolFailed."""
         # What it offers may be another thing after a new start.
         await self._connected()
-        self._check_approved(self._find(name))
+        tool = self._find(name)
+        self._check_approved(tool)
+        return tool
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
+        """Raises ToolFailed."""
+        await self.find(name)
         params = wire.CallToolRequestParams(name=name, arguments=dict(arguments))
         # Not the session's own way: it would check results by the server's schema, whose patterns may never end.
         return result_text(

@@ -4,16 +4,14 @@ A server that says something else afterwards does not get it past anybody."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
-from collections.abc import Container, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 
-from emberkeep.files import private_folder, replace_file
+from emberkeep.files import locked, private_folder, replace_file
 from emberkeep.mcp.listing import ListedTool
 
 log = logging.getLogger("emberkeep.mcp")
@@ -92,21 +90,15 @@ class Pins:
             return None
         return found.st_mtime_ns, found.st_ino
 
-    @contextmanager
-    def _locked(self) -> Generator[None, None, None]:
+    def _locked(self) -> ExitStack:
         """Others may be writing: none of what was approved may get lost."""
+        held = ExitStack()
         try:
             private_folder(self._path.parent)
-            lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            held.enter_context(locked(self._path.with_suffix(".lock")))
         except OSError as error:
             log.debug("no lock for %s: %s", self._path, error)
-            yield
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(lock)
+        return held
 
 
 def _standing(pinned: str | None, tool: ListedTool) -> Standing:

@@ -8,7 +8,8 @@ from emberkeep.types import Json
 
 # Control characters drive terminals; invisible ones and tags hide instructions from the person who approves.
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"
+    "\ufe00-\ufe0e\ufeff\U000e0000-\U000e01ef]"
 )
 
 

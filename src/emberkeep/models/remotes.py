@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 from emberkeep.config import Config
 from emberkeep.config.tables import parse_remotes
 from emberkeep.errors import ConfigError
-from emberkeep.files import private_folder, replace_file
+from emberkeep.files import locked, private_folder, replace_file
 from emberkeep.types import Json, RemoteModel
 
 _FILE = "backends.json"
@@ -45,22 +46,25 @@ class Remotes:
     def add(self, remote: RemoteModel) -> None:
         """Raises ConfigError, without repeating what may be a key, for what is no good or there already."""
         parse_remotes({remote.name: _row(remote)})
-        added = self._added()
-        if remote.name in added or any(one.name == remote.name for one in self._configured):
-            raise ConfigError(
-                f"There is a model {remote.name} already: take another name, or `emberkeep api remove` it first."
-            )
-        self._write({**added, remote.name: remote})
+        with self._locked():
+            added = self._added()
+            if remote.name in added or any(one.name == remote.name for one in self._configured):
+                raise ConfigError(
+                    f"There is a model {remote.name} already: take another name, "
+                    "or `emberkeep api remove` it first."
+                )
+            self._write({**added, remote.name: remote})
 
     def remove(self, name: str) -> None:
         """Raises ConfigError for one that was not added."""
-        added = self._added()
-        if name in added:
-            self._write({other: remote for other, remote in added.items() if other != name})
-        elif any(remote.name == name for remote in self._configured):
+        with self._locked():
+            added = self._added()
+            if name in added:
+                self._write({other: remote for other, remote in added.items() if other != name})
+                return
+        if any(remote.name == name for remote in self._configured):
             raise ConfigError(f"{name} is in the configuration: remove [backends.{name}] there.")
-        else:
-            self.get(name)
+        self.get(name)
 
     def _added(self) -> dict[str, RemoteModel]:
         try:
@@ -73,8 +77,12 @@ class Remotes:
                 f"{self._path} cannot be read ({error}): repair it, or remove it and add its models again."
             ) from error
 
-    def _write(self, remotes: dict[str, RemoteModel]) -> None:
+    def _locked(self) -> AbstractContextManager[None]:
+        """Others may be adding at the same time: none of them may get lost."""
         private_folder(self._path.parent)
+        return locked(self._path.with_suffix(".lock"))
+
+    def _write(self, remotes: dict[str, RemoteModel]) -> None:
         table = {name: _row(remotes[name]) for name in sorted(remotes)}
         replace_file(self._path, json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n")
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
@@ -114,6 +115,9 @@ class Sessions:
         self._lock = threading.Lock()
         self._unwritten: OrderedDict[tuple[str, bytes, NoteKind], _Unwritten] = OrderedDict()
         self._counters = _Counters()
+        self._answering: Counter[tuple[str, bytes]] = Counter()
+        self._told: set[tuple[str, bytes]] = set()
+        """Of those, the places where tools have answered since."""
 
     def applies(self, request: Request) -> bool:
         """It is a conversation, of which something may be known here."""
@@ -145,6 +149,8 @@ class Sessions:
         view = read_view(history, notes)
         if not is_rehearsal:
             self._write_again(owner, view, waiting)
+        if history.keys and (owner, history.keys[-1]) not in self._told:
+            view = view.unanswered()
         return view if self.may_evict(request) else replace(view, gone=Gone())
 
     # ── leaving ──
@@ -260,13 +266,30 @@ class Sessions:
             self._counters.searches += 1
         return search(self._memory, _owner(request), call.arguments) if self._memory else NOTHING
 
+    @contextmanager
+    def answering(self, request: Request) -> Generator[None, None, None]:
+        """Within it the conversation ends with what was `exchanged`. Without it that belongs to an earlier answer
+        to the same words, and the world may have changed since."""
+        keys = read_history(request.messages, request.conversation_id).keys
+        place = _owner(request), keys[-1] if keys else b""
+        with self._lock:
+            self._answering[place] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._answering[place] -= 1
+                if not self._answering[place]:
+                    del self._answering[place]
+                    self._told.discard(place)
+
     def exchanged(
         self, request: Request, bill: Usage, said: str, calls: Sequence[ToolCall], results: Sequence[str]
     ) -> None:
         """From now on the conversation has these calls and their results, which its client does not know of.
 
         `bill`: of the answer that made them; `said`: what the client has of what the model said in the same
-        breath. Never raises.
+        breath. Only within `answering`. Never raises.
         """
         view = self.view(request)
         place = len(view.history.spoken) - 1
@@ -278,6 +301,7 @@ class Sessions:
         put = replace(known, after=after, said=known.said + said)
         self._written(_owner(request), view, [], put.note(view.history.keys[place]))
         with self._lock:
+            self._told.add((_owner(request), view.history.keys[place]))
             self._counters.calls += len(calls)
 
     def shortened(self, request: Request) -> bool:

@@ -74,6 +74,15 @@ class View:
             said = put.said
         return tuple(shown)
 
+    def unanswered(self) -> View:
+        """Without what was asked and told after its last message."""
+        place = len(self.history.spoken) - 1
+        put = self.inserted.get(place, Inserted())
+        if not put.after:
+            return self
+        kept = {i: one for i, one in self.inserted.items() if i != place}
+        return replace(self, inserted={**kept, place: replace(put, after=(), said="")} if put.before else kept)
+
     def leaving(self) -> list[frozenset[int]]:
         """Which of the spoken messages may leave next, in groups that leave together."""
         kept = self.kept

@@ -47,7 +47,7 @@ class JsonTools:
     @tool(group=GROUP)
     def json_pretty(self, text: Text, sort_keys: bool = False) -> str:
         """Lay JSON out over indented lines."""
-        return json.dumps(_read(text), indent=2, sort_keys=sort_keys, ensure_ascii=False)
+        return _laid_out(_read(text), json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False))
 
     @tool(group=GROUP)
     async def json_validate(self, text: Text, schema: Schema) -> Json:
@@ -74,6 +74,18 @@ def _read(text: str) -> Json:
     if _is_deep(value):
         raise _too_deep()
     return value
+
+
+def _laid_out(value: Json, encoder: json.JSONEncoder) -> str:
+    """Raises ToolFailed where most of it would be blanks: deep down, every value has a line full of them."""
+    parts: list[str] = []
+    left = _MOST_CHARS
+    for part in encoder.iterencode(value):
+        parts.append(part)
+        left -= len(part)
+        if left < 0:
+            raise ToolFailed(f"Laid out it has more than {_MOST_CHARS} characters: take a part with json_query.")
+    return "".join(parts)
 
 
 def _check_size(text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from emberkeep.errors import ToolFailed
 from emberkeep.types import Caller, Json, Tool
 
+_NAME = "output-"
 _KEPT = 64
 _KEPT_CHARS = 32 << 20
 _LONGEST = 8 << 20
@@ -42,7 +43,7 @@ class Pages:
         if len(text) > _LONGEST:
             text = f"{text[:_LONGEST]}\n[Cut: {len(text) - _LONGEST} more characters are lost.]"
         self._count += 1
-        name = f"output-{self._count}"
+        name = f"{_NAME}{self._count}"
         self._kept[caller.owner, name] = text
         while len(self._kept) > 1 and (len(self._kept) > _KEPT or self._size() > _KEPT_CHARS):
             self._kept.popitem(last=False)
@@ -52,6 +53,8 @@ class Pages:
         """Raises ToolFailed."""
         name, page = str(arguments.get("output")), str(arguments.get("page", 2))
         text = self._kept.get((caller.owner, name))
+        if text is None and not name.startswith(_NAME):
+            raise ToolFailed(f"{name[:64]!r} names no long result, what was shown is all of it: answer with it.")
         if text is None:
             raise ToolFailed(f"There is no output {name[:64]!r} any more: call the tool again.")
         # As a text: models write numbers in quotes too.

@@ -77,6 +77,8 @@ def _run(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file: tools come from files that end in .py.")
+    if not path.exists():
+        raise ConfigError(f"There is no file {path}: --tools-from names Python files.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their types up there
     try:

@@ -12,6 +12,7 @@ class Decision(StrEnum):
     """What a person says to a call that may do harm."""
 
     ONCE = "once"
+    NO = "no"  # not this one
     ALWAYS = "always"  # of this tool, for this session
     NEVER = "never"  # neither
 

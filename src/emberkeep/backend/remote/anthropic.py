@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
-from anthropic import AnthropicError, APIConnectionError, APIStatusError, AsyncAnthropic
+from anthropic import (
+    AnthropicError,
+    APIConnectionError,
+    APIStatusError,
+    AsyncAnthropic,
+    DefaultAsyncHttpxClient,
+)
 
 from emberkeep.backend.remote.anthropic_wire import Block, written
 from emberkeep.backend.remote.asking import CONNECT_S, READ_S, Keepsakes, service_of
@@ -60,11 +66,14 @@ class AnthropicProvider:
     def __init__(self, remote: RemoteModel, key: str) -> None:
         self._remote = remote
         self._service = Service(remote.model, service_of(remote, "Anthropic"), remote.api_key_env, key)
+        timeout = httpx2.Timeout(READ_S, connect=CONNECT_S)
         self._client = AsyncAnthropic(
             api_key=key,
             base_url=remote.base_url,
             max_retries=0,
-            timeout=httpx2.Timeout(READ_S, connect=CONNECT_S),
+            timeout=timeout,
+            # A conversation is for whom it was sent to, and not for whom that one points to.
+            http_client=DefaultAsyncHttpxClient(timeout=timeout, follow_redirects=False),
         )
         self._kept: Keepsakes[list[Block]] = Keepsakes()
 

@@ -44,7 +44,8 @@ def turn_start(messages: Sequence[Message]) -> int:
 
 def service_of(remote: RemoteModel, vendor: str) -> str:
     """How messages call a service: by its vendor, or by the host where it stands elsewhere."""
-    return vendor if remote.base_url is None else urlsplit(remote.base_url).netloc or vendor
+    # Without a user's name and password, which may stand before it.
+    return vendor if remote.base_url is None else urlsplit(remote.base_url).netloc.rpartition("@")[2] or vendor
 
 
 def arguments_of(text: str) -> Mapping[str, Json]:

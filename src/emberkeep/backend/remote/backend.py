@@ -44,6 +44,7 @@ from emberkeep.types import (
     Timings,
     Tool,
     ToolCallDelta,
+    Usage,
     Verified,
     Warmed,
 )
@@ -52,6 +53,9 @@ log = logging.getLogger("emberkeep.remote")
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 20.0
+_LONGEST = 4 << 20
+"""Characters of an answer: several times what any model writes."""
+_MOST_TOKENS = 10**9
 _SHORTER = 4
 """How often a conversation that the service finds too long is shortened again."""
 
@@ -184,7 +188,7 @@ class RemoteBackend:
 
     async def _once(self, fitted: Fitted) -> AsyncGenerator[Event, None]:
         begin = monotonic()
-        first, is_billed = 0.0, False
+        first, length, is_billed = 0.0, 0, False
         self._counters.requests += 1
         with faults_of(self.name):
             async with aclosing(closable(self._provider.answer(fitted.shown))) as events:
@@ -192,14 +196,17 @@ class RemoteBackend:
                     if isinstance(event, Completed):
                         is_billed = True
                         event = self._billed(event, fitted, first, monotonic() - begin)
-                    elif not first and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
-                        first = monotonic() - begin
+                    elif isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
+                        first = first or monotonic() - begin
+                        length += _length(event)
+                    if length > _LONGEST:
+                        raise RemoteError(f"{self.name} does not come to an end: ask for less, or set max_tokens.")
                     yield event
         if not is_billed:
             raise RemoteError(f"{self.name} ended its answer without a bill: its backend has to give one.")
 
     def _billed(self, bill: Completed, fitted: Fitted, first: float, seconds: float) -> Completed:
-        usage = bill.usage
+        usage = _believable(bill.usage)
         self._last_error = ""
         self._fitter.learn(fitted, usage.prompt_tokens)
         self._counters.prompt_tokens += usage.prompt_tokens
@@ -282,6 +289,21 @@ class RemoteBackend:
             await self._losses.close()
         if self._memory is not None:
             await asyncio.to_thread(self._memory.close)
+
+
+def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:
+    """In characters. Raises TypeError for what is no text: not every SDK checks what it reads."""
+    parts = (event.id, event.name, event.arguments) if isinstance(event, ToolCallDelta) else (event.text,)
+    return len("".join(part for part in parts if part is not None))
+
+
+def _believable(said: Usage) -> Usage:
+    """Services are free to write anything there, and it is added up for as long as we run."""
+    prompt, completion, cached, reasoning = (
+        min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0
+        for count in (said.prompt_tokens, said.completion_tokens, said.cached_tokens, said.reasoning_tokens)
+    )
+    return Usage(prompt, completion, min(cached, prompt), min(reasoning, completion))
 
 
 def _wait(attempt: int) -> float:

@@ -91,8 +91,10 @@ class Service:
         return RequestError(f"{self} declined to answer{self.quoted(reason)}: ask in another way.")
 
     def quoted(self, said: str) -> str:
-        """In brackets, on one line, not too long, and never with the key. Nothing where nothing was said."""
+        """In brackets, on one line, not too long, and never with the key, nor with what drives terminals. Nothing
+        where nothing was said."""
         line = " ".join((said.replace(self.key, "***") if self.key else said).split()).rstrip(".")
+        line = "".join(filter(str.isprintable, line))
         return f" ({line[:_LONGEST]}{'…' if len(line) > _LONGEST else ''})" if line else ""
 
     @property

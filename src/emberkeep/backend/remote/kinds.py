@@ -57,11 +57,16 @@ def open_provider(remote: RemoteModel, env: Mapping[str, str]) -> Provider:
     kind = KINDS.get(remote.backend)
     if kind is None:
         return _own(remote.backend)(known, _key(known, env))
-    if kind.needs_url and known.base_url is None:
-        raise ConfigError(f"{remote.name} needs an address: give it a base_url.")
+    check_address(known)
     if not has_key(remote, env):
         raise RemoteRefused(f"{remote.name} needs a key: set the variable {known.api_key_env}.")
     return _load(kind)(known, _key(known, env))
+
+
+def check_address(remote: RemoteModel) -> None:
+    """Raises ConfigError where none is usual and none is given, and for an unknown kind."""
+    if _kind(remote.backend).needs_url and remote.base_url is None:
+        raise ConfigError(f"{remote.name} needs an address: give it a base_url (--base-url).")
 
 
 def settled(remote: RemoteModel) -> RemoteModel:

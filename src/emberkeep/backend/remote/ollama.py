@@ -47,6 +47,7 @@ class OllamaProvider:
             remote.base_url or _USUAL_URL,
             timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
             verify=trusted(),
+            follow_redirects=False,  # a conversation is for whom it was sent to
             auth=_authorized(key),
             event_hooks={"response": [self._check]},
         )

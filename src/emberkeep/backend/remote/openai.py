@@ -150,7 +150,8 @@ def _client(remote: RemoteModel, key: str | None, dialect: Dialect) -> AsyncOpen
         max_retries=0,
         timeout=timeout,
         default_headers=None if dialect.is_vendor else private,
-        http_client=DefaultAsyncHttpxClient(verify=trusted(), timeout=timeout),
+        # A conversation is for whom it was sent to, and not for whom that one points to.
+        http_client=DefaultAsyncHttpxClient(verify=trusted(), timeout=timeout, follow_redirects=False),
     )
 
 
