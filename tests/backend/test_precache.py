@@ -95,7 +95,11 @@ def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
     backend._precache.sweep = swept  # type: ignore[method-assign]
     backend.keep_warm(prefixes)
     assert done.wait(20)
-    # Its sequence is put to rest a moment after the answer.
+    settle(backend)
+
+
+def settle(backend: LocalBackend) -> None:
+    """A sequence is put to rest a moment after its answer."""
     while backend.loop.stats()["active"]:
         backend.loop.call(lambda: None).result()
 
@@ -189,6 +193,7 @@ def test_warming_over_messages_and_tools_says_what_it_did(house):
     tool = Tool("find_book", "Finds a book.", {"type": "object"})
     request = Request(messages=(Message("system", SYSTEM),), tools=(tool,), namespace=ALICE, ttl=Ttl.EXTENDED)
     first = asyncio.run(backend.warm(request))
+    settle(backend)
     again = asyncio.run(backend.warm(request))
     assert first.tokens == engine.evaluated_tokens - (again.tokens - again.cached_tokens)
     assert (first.cached_tokens, first.error) == (0, None)
