@@ -90,7 +90,18 @@ def test_definitions_stay_the_callers_to_carry_out() -> None:
         result = llm.chat("When does it leave?", tools=[FERRY, depth])
     assert [call.name for call in result.tool_calls] == ["ferry"]
     assert result.finish_reason is FinishReason.TOOL_CALLS
-    assert {one.name for one in backend.requests[0].tools} == {"ferry", "depth", "more_output"}
+    assert {one.name for one in backend.requests[0].tools} == {"ferry", "depth"}
+
+
+def test_what_a_function_gives_reaches_the_model_whole() -> None:
+    def log(day: int) -> str:
+        """Read the harbour's log."""
+        return "x" * 9000
+
+    llm, backend = keeper(calling("log", '{"day": 1}'), answer("Long."))
+    with llm:
+        llm.chat("Read it.", tools=[log])
+    assert len(backend.requests[1].messages[-1].content) == 9000
 
 
 def test_a_function_that_is_no_tool_says_what_is_missing() -> None:

@@ -85,10 +85,11 @@ def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolB
     """Of what a program hands over itself: nobody has to be asked. Raises ConfigError for what is no tool."""
     from emberkeep.tools.base import ToolFunction, as_tool
     from emberkeep.tools.choosing import ALL, Choice
-    from emberkeep.tools.toolbox import ToolBox
+    from emberkeep.tools.toolbox import ToolBox, ToolLimits
 
     made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in functions]
-    return ToolBox(made, Choice(enabled=(ALL,)))
+    # How long a result is, is up to the program too; and a small model calls whatever it is told of.
+    return ToolBox(made, Choice(enabled=(ALL,)), limits=ToolLimits(output_chars=None))
 
 
 def is_runnable(tool: object) -> bool:

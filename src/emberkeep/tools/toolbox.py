@@ -22,8 +22,8 @@ from emberkeep.types import Caller, Json, Outcome, Tool, ToolCall
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
     timeout_s: float = 60.0
-    output_chars: int = 8000
-    """Of one result; the rest can be asked for."""
+    output_chars: int | None = 8000
+    """Of one result; the rest can be asked for. None: results are whole."""
 
 
 _LIMITS = ToolLimits()
@@ -45,7 +45,7 @@ class ToolBox:
         self._choice = choice
         self._limits = limits
         self._sources = sources
-        self._pages = Pages(limits.output_chars)
+        self._pages = None if limits.output_chars is None else Pages(limits.output_chars)
 
     async def start(self) -> None:
         """Returns when tools of other servers are known, or will not be soon. Never raises."""
@@ -71,13 +71,13 @@ class ToolBox:
     @property
     def definitions(self) -> tuple[Tool, ...]:
         chosen = tuple(function.definition for function in self.functions())
-        return (*chosen, MORE) if chosen else ()
+        return (*chosen, MORE) if chosen and self._pages else chosen
 
     def find(self, name: str) -> ToolFunction | None:
         return next((function for function in self.functions() if function.name == name), None)
 
     def is_ours(self, name: str) -> bool:
-        return name == MORE.name or self.find(name) is not None
+        return (name == MORE.name and self._pages is not None) or self.find(name) is not None
 
     def may_run_beside(self, name: str) -> bool:
         """While other calls run."""
@@ -95,11 +95,12 @@ class ToolBox:
             raise
         except BaseException as error:
             text, remark, failed = explained(error, call.name), "", True
-        cut = text if call.name == MORE.name else self._pages.first(text, caller)
-        return Outcome(call, cut, failed, 1e3 * (perf_counter() - begin), remark)
+        if self._pages is not None and call.name != MORE.name:
+            text = self._pages.first(text, caller)
+        return Outcome(call, text, failed, 1e3 * (perf_counter() - begin), remark)
 
     async def _called(self, call: ToolCall, caller: Caller) -> Any:
-        if call.name == MORE.name:
+        if self._pages is not None and call.name == MORE.name:
             return self._pages.more(_arguments(call), caller)
         function = self.find(call.name)
         if function is None:
