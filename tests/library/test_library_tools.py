@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -96,12 +97,13 @@ def test_definitions_stay_the_callers_to_carry_out() -> None:
 def test_what_a_function_gives_reaches_the_model_whole() -> None:
     def log(day: int) -> str:
         """Read the harbour's log."""
-        return "x" * 9000
+        return "x" * 20_000
 
     llm, backend = keeper(calling("log", '{"day": 1}'), answer("Long."))
+    backend.card = replace(backend.card, context=100_000)
     with llm:
         llm.chat("Read it.", tools=[log])
-    assert len(backend.requests[1].messages[-1].content) == 9000
+    assert len(backend.requests[1].messages[-1].content) == 20_000
 
 
 def test_a_function_that_is_no_tool_says_what_is_missing() -> None:
