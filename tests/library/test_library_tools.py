@@ -94,13 +94,13 @@ def test_definitions_stay_the_callers_to_carry_out() -> None:
     assert {one.name for one in backend.requests[0].tools} == {"ferry", "depth"}
 
 
-def test_what_a_function_gives_reaches_the_model_whole() -> None:
+def test_what_a_function_gives_reaches_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def log(day: int) -> str:
         """Read the harbour's log."""
         return "x" * 20_000
 
     llm, backend = keeper(calling("log", '{"day": 1}'), answer("Long."))
-    backend.card = replace(backend.card, context=100_000)
+    monkeypatch.setattr(ScriptedBackend, "card", replace(backend.card, context=100_000))
     with llm:
         llm.chat("Read it.", tools=[log])
     assert len(backend.requests[1].messages[-1].content) == 20_000
