@@ -16,14 +16,13 @@ from emberkeep.backend.rounds import (
     Repeats,
     Round,
     carried_out,
-    exchange,
     further,
     heard,
     in_order,
     together,
     urged,
 )
-from emberkeep.chat.turns import bearable, room_for_results, shorter
+from emberkeep.chat.turns import bearable, exchange, room_for_results, shorter
 from emberkeep.errors import RequestError
 from emberkeep.session.sessions import about_tokens
 from emberkeep.tools.toolbox import ToolBox
@@ -124,7 +123,8 @@ class Agent:
                     if isinstance(event, CallEnded):
                         outcomes.append(event.outcome)
                     yield event
-            new = exchange(current.text, current.reasoning, in_order(calls, outcomes))
+            results = [outcome.text for outcome in in_order(calls, outcomes)]
+            new = exchange(current.text, calls, results, current.reasoning)
             yield Exchanged(new)
             turn.goes_on(following, new, bills[-1].usage, self._backend)
             if left == 1:

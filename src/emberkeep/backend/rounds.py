@@ -193,14 +193,6 @@ def together(bills: Sequence[Completed]) -> Completed:
     )
 
 
-def exchange(said: str, reasoning: str, outcomes: Iterable[Outcome]) -> tuple[Message, ...]:
-    """What a conversation says about calls and their results."""
-    listed = list(outcomes)
-    asked = Message("assistant", said, reasoning, tool_calls=tuple(outcome.call for outcome in listed))
-    results = (Message("tool", one.text, tool_call_id=one.call.id, name=one.call.name) for one in listed)
-    return (asked, *results)
-
-
 def in_order(calls: Sequence[ToolCall], outcomes: Iterable[Outcome]) -> list[Outcome]:
     """As they were called, whatever ended first."""
     by_id = {outcome.call.id: outcome for outcome in outcomes}

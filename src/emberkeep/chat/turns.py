@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from emberkeep.types import Message, Usage
+from emberkeep.types import Message, ToolCall, Usage
 
 _STAYS = ("system", "developer")
 _LEFT_OUT = "[This result was left out to make room.]"
@@ -74,6 +74,15 @@ def shorter(messages: Sequence[Message]) -> tuple[Message, ...] | None:
         text = messages[longest].content.removesuffix(_CUT)
         return _with(messages, longest, text[: max(len(text) // 2, _SHORTEST)] + _CUT)
     return None
+
+
+def exchange(
+    said: str, calls: Sequence[ToolCall], results: Sequence[str], reasoning: str = ""
+) -> tuple[Message, ...]:
+    """What a conversation says about calls and their results."""
+    told = zip(calls, results, strict=True)
+    asked = Message("assistant", said, reasoning, tuple(calls))
+    return (asked, *(Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in told))
 
 
 def bearable(messages: Sequence[Message], room: int, count: Callable[[str], int]) -> tuple[Message, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.texts import fitting, listed
-from emberkeep.types import Message, Tool, ToolCall
+from emberkeep.types import Tool
 
 MOST_RESULTS = 10
 _RESULTS = 3
@@ -59,10 +58,3 @@ def _read(arguments: str) -> tuple[str, int]:
     most = asked.get("max_results", _RESULTS)
     is_number = isinstance(most, int) and not isinstance(most, bool)
     return query[:_QUERY_CHARS], min(max(most, 1), MOST_RESULTS) if is_number else _RESULTS
-
-
-def exchange(text: str, calls: Sequence[ToolCall], results: Sequence[str]) -> tuple[Message, ...]:
-    """What the conversation says about searches."""
-    asked = Message("assistant", text, tool_calls=tuple(calls))
-    told = zip(calls, results, strict=True)
-    return (asked, *(Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in told))

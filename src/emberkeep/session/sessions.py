@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
-from emberkeep.chat.turns import bearable, leaving_turns, room_for_results, shorter
+from emberkeep.chat.turns import bearable, exchange, leaving_turns, room_for_results, shorter
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.archiving import archived
-from emberkeep.session.asking import NOTHING, exchange, search
+from emberkeep.session.asking import NOTHING, search
 from emberkeep.session.history import read_history
 from emberkeep.session.texts import fitting, notice, quoted
 from emberkeep.session.view import Gone, Inserted, View, read_gone, read_view
