@@ -7,7 +7,8 @@ import functools
 import logging
 import re
 
-import llama_cpp
+from emberkeep.engine.llamacpp import api
+from emberkeep.engine.llamacpp.shared_library import llama
 
 log = logging.getLogger("emberkeep.llamacpp")
 
@@ -17,7 +18,7 @@ _BUFFER = re.compile(r"buffer size =\s*([\d.]+) MiB")
 _buffers: list[float] = []
 
 
-@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+@api.LogCallback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     line = text.decode("utf-8", "replace").rstrip()
     if level == 4 and line:
@@ -33,8 +34,8 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
 @functools.cache
 def start() -> None:
     """Bring llama.cpp up once per process. Its log goes to our debug log."""
-    llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
-    llama_cpp.llama_backend_init()
+    llama().llama_log_set(_on_log, ctypes.c_void_p(0))
+    llama().llama_backend_init()
 
 
 def take_errors() -> str:
@@ -55,9 +56,10 @@ def take_buffers() -> int:
 def system_info() -> str:
     """llama.cpp's list of CPU features and backends it was built with."""
     start()
-    info: bytes = llama_cpp.llama_print_system_info()
+    info: bytes = llama().llama_print_system_info()
     return info.decode().strip()
 
 
 def version() -> str:
-    return str(llama_cpp.__version__)
+    said: bytes = llama().llama_version()
+    return said.decode()

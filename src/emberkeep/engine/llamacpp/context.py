@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import llama_cpp
+from typing import Any
 
 from emberkeep.engine.llamacpp import binding, cores
+from emberkeep.engine.llamacpp.api import FLASH_ATTENTION_ON, TYPES, Handle, defaults
 from emberkeep.engine.llamacpp.layout import Layout
 from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
-
-_F16 = 1
-_FLASH_ON = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +31,23 @@ class LlamaSettings:
     """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
 
 
-def open_context(
-    model: LlamaModel, settings: LlamaSettings, on_node: Callable[..., bool] | None
-) -> llama_cpp.llama_context_p:
-    params = llama_cpp.llama_context_default_params()
+def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Handle:
+    params = defaults(llama().llama_context_default_params)
     params.n_ctx = settings.cells
     params.n_batch = params.n_ubatch = settings.batch
     params.n_seq_max = settings.sequences + 1
     params.n_outputs_max = settings.sequences + 1
     params.n_threads = params.n_threads_batch = settings.threads or cores.available()
-    params.flash_attn_type = _FLASH_ON
-    params.type_k = params.type_v = _F16
+    params.flash_attn_type = FLASH_ATTENTION_ON
+    params.type_k = params.type_v = TYPES["f16"]
     params.kv_unified = True
     # Layers with a window keep what they see, and not the whole context.
     params.swa_full = False
     params.no_perf = True
     if on_node is not None:
-        params.cb_eval = on_node
+        params.cb_eval = ctypes.cast(on_node, ctypes.c_void_p)
     binding.take_errors()
-    context = llama_cpp.llama_init_from_model(model.handle, params)
+    context: Handle | None = llama().llama_init_from_model(model.handle, params)
     if not context:
         raise EngineError(
             f"llama.cpp could not make room for {settings.cells} tokens of context, "
@@ -64,19 +60,19 @@ def fingerprint(
     model: LlamaModel,
     weights_digest: str,
     settings: LlamaSettings,
-    context: llama_cpp.llama_context_p,
+    context: Handle,
     layout: Layout | None,
 ) -> bytes:
     """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build."""
-    cells = llama_cpp.llama_n_ctx_seq(context)
+    cells = llama().llama_n_ctx_seq(context)
     parts = [
         "llama.cpp",
         binding.version(),
         platform.machine(),
         weights_digest,
         model.metadata("general.architecture"),
-        llama_cpp.llama_model_rope_type(model.handle),
-        llama_cpp.llama_model_rope_freq_scale_train(model.handle),
+        llama().llama_model_rope_type(model.handle),
+        llama().llama_model_rope_freq_scale_train(model.handle),
         settings.rope_switches and cells > _original_context(model),
         "flash, unified, windows cut off",
         layout,
@@ -84,15 +80,15 @@ def fingerprint(
     return hashlib.sha256("\0".join(repr(part) for part in parts).encode()).digest()
 
 
-def windows_suffice(context: llama_cpp.llama_context_p, layout: Layout, settings: LlamaSettings) -> bool:
+def windows_suffice(context: Handle, layout: Layout, settings: LlamaSettings) -> bool:
     """Whether sequences may share the cells of windows.
 
     llama.cpp never gives up a shared cell, although all who share it may have left it behind. That is harmless
     where windows have as many cells as the whole context; otherwise they have just those that all sequences
     together can see.
     """
-    seen = layout.window * (settings.sequences + 1) + llama_cpp.llama_n_ubatch(context)
-    return not layout.windows or bool(seen >= llama_cpp.llama_n_ctx_seq(context))
+    seen = layout.window * (settings.sequences + 1) + llama().llama_n_ubatch(context)
+    return not layout.windows or bool(seen >= llama().llama_n_ctx_seq(context))
 
 
 def _original_context(model: LlamaModel) -> int:

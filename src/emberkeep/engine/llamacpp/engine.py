@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
@@ -23,6 +22,7 @@ from emberkeep.engine.llamacpp.moving import moves_rightly
 from emberkeep.engine.llamacpp.packed import pack_range, packs, unpack_range
 from emberkeep.engine.llamacpp.places import Places
 from emberkeep.engine.llamacpp.rows import BatchBuffer
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.state import PARTIAL, read_state, shared, write_state
 from emberkeep.engine.packing import is_packed
 from emberkeep.engine.splicing import check_splice
@@ -70,7 +70,7 @@ class LlamaEngine:
         for rows in batch:
             self._require(rows.sequence, end=rows.start)
         llama_batch, self._last_rows = self._batch.fill(batch)
-        code = llama_cpp.llama_decode(self._context, llama_batch)
+        code = llama().llama_decode(self._context, llama_batch)
         if code == 0:
             for rows in batch:
                 self._places.grow(rows.sequence, rows.start + len(rows.tokens))
@@ -83,7 +83,7 @@ class LlamaEngine:
         raise EngineError(f"llama.cpp could not evaluate a batch: {binding.take_errors() or f'code {code}'}.")
 
     def logits(self, index: int) -> Logits:
-        pointer = llama_cpp.llama_get_logits_ith(self._context, self._last_rows[index])
+        pointer = llama().llama_get_logits_ith(self._context, self._last_rows[index])
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if address is None:
             raise EngineError("llama.cpp has no logits for that row.")
@@ -144,8 +144,8 @@ class LlamaEngine:
     def _import_range(self, sequence: int, start: int, end: int, payload: Payload) -> bool:
         has_room = write_state(self._context, _SCRATCH, np.frombuffer(payload, np.uint8))
         if has_room:
-            llama_cpp.llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, start, end)
-        llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+            llama().llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, start, end)
+        llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
         return has_room
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
@@ -161,7 +161,7 @@ class LlamaEngine:
         place = self._places[source]
         if self._unit.has_snapshots and end != place.end:
             raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
-        llama_cpp.llama_memory_seq_cp(self._memory, source + 1, target + 1, 0, end)
+        llama().llama_memory_seq_cp(self._memory, source + 1, target + 1, 0, end)
         is_whole = place.is_whole
         if is_whole and not self._share_windows:
             is_whole = write_state(self._context, target + 1, self._read_rest(source), PARTIAL)
@@ -171,7 +171,7 @@ class LlamaEngine:
     def trim(self, sequence: int, start: int) -> None:
         place = self._places[sequence]
         is_possible = not self._unit.has_snapshots or start == 0 or start >= place.end
-        if not is_possible or not llama_cpp.llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
+        if not is_possible or not llama().llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
             raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
         self._places.cut(sequence, start)
 
@@ -182,18 +182,18 @@ class LlamaEngine:
         shared = length - end - self._places.alone(sequence, end, length)
         more = len(insert) + shared - self._places.alone(sequence, start, end)
         # Asked before anything changes: llama.cpp finds out when it has already rotated, which cannot be undone.
-        if self._places.used + more > llama_cpp.llama_n_ctx(self._context):
+        if self._places.used + more > llama().llama_n_ctx(self._context):
             return Outcome.NO_ROOM
         try:
             self._set_aside(sequence, start, end, is_shared=shared > 0)
             self._insert(sequence, start, insert, by=start + len(insert) - end)
-            llama_cpp.llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, -1, -1)
+            llama().llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, -1, -1)
             self._places.grow(sequence, length + start + len(insert) - end)
         except EngineError as error:
             self.trim(sequence, 0)
             raise StepFailed(f"State that was being moved is lost, so evaluate it again: {error}") from error
         finally:
-            llama_cpp.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+            llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
         return Outcome.DONE
 
     def _set_aside(self, sequence: int, start: int, end: int, *, is_shared: bool) -> None:
@@ -208,7 +208,7 @@ class LlamaEngine:
             if not write_state(self._context, _SCRATCH, followers):
                 raise EngineError("llama.cpp has fewer free cells than were counted.")
         else:
-            llama_cpp.llama_memory_seq_cp(self._memory, sequence + 1, _SCRATCH, end, -1)
+            llama().llama_memory_seq_cp(self._memory, sequence + 1, _SCRATCH, end, -1)
             self.trim(sequence, start)
 
     def _insert(self, sequence: int, start: int, insert: npt.NDArray[np.int32], *, by: int) -> None:
@@ -217,7 +217,7 @@ class LlamaEngine:
         llama.cpp only notes what is to move; it rotates the keys in the next step, before anything else.
         """
         binding.take_errors()
-        llama_cpp.llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, by)
+        llama().llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, by)
         step = self._settings.batch
         for begin in range(0, len(insert), step):
             rows = Rows(sequence, start + begin, insert[begin : begin + step], want_logits=False)
@@ -258,13 +258,13 @@ class LlamaEngine:
     def _open(self) -> None:
         on_node = self.experts.callback if self.experts is not None else None
         self._context = open_context(self._model, self._settings, on_node)
-        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._memory = llama().llama_get_memory(self._context)
         self._places = Places()
 
     def _free(self) -> None:
         if self._context:
-            llama_cpp.llama_free(self._context)
-            self._context = None
+            llama().llama_free(self._context)
+            self._context = 0
 
     def _reopen(self) -> None:
         self._free()  # before the other is opened: there may not be room for both
@@ -281,10 +281,10 @@ class LlamaEngine:
         exports = self._exports()
         # A step with logits touches what the first real one would otherwise have to wait for.
         self.evaluate([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), want_logits=True)])
-        llama_cpp.llama_memory_clear(self._memory, True)
+        llama().llama_memory_clear(self._memory, True)
         self._places = Places()
         try:
-            return learn(empty, exports, llama_cpp.llama_model_n_swa(self._model.handle))
+            return learn(empty, exports, llama().llama_model_n_swa(self._model.handle))
         except EngineError:
             return None
 

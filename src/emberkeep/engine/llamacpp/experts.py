@@ -8,17 +8,15 @@ and whoever begins to watch opens another one.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
-from llama_cpp._ctypes_extensions import load_shared_library
 
+from emberkeep.engine.llamacpp.api import NodeCallback, Tensor
 from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.types import ExpertStats, LayerExperts
 
 log = logging.getLogger("emberkeep.engine")
@@ -30,26 +28,7 @@ _Totals = npt.NDArray[np.int64]
 """Per expert how many tokens chose it, and after that the number of tokens."""
 
 
-class _Tensor(ctypes.Structure):
-    """The part of a `ggml_tensor` up to its name."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-    )
-
-
-_NAME = _Tensor.name.offset
+_NAME = Tensor.name.offset
 
 
 class ExpertCounter:
@@ -61,7 +40,7 @@ class ExpertCounter:
         self._reopen = reopen
         self._step: dict[int, _Totals] = {}
         self._totals: Mapping[int, _Totals] = {}
-        self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._see)
+        self._on_node = NodeCallback(self._see)
         self.enabled = False
 
     @classmethod
@@ -104,12 +83,12 @@ class ExpertCounter:
         if is_question:
             return ctypes.string_at(address + _NAME, len(_CHOSEN)) == _CHOSEN
         try:
-            self._count(_Tensor.from_address(address))
+            self._count(Tensor.from_address(address))
         except BaseException:
             log.exception("the experts of a step were not counted")
         return True  # anything else, an exception included, would leave the rest of the graph uncomputed
 
-    def _count(self, tensor: _Tensor) -> None:
+    def _count(self, tensor: Tensor) -> None:
         chosen = _read(tensor)
         if len(chosen):
             layer = int(tensor.name.removeprefix(_CHOSEN))
@@ -117,7 +96,7 @@ class ExpertCounter:
             self._step[layer] = self._step.get(layer, 0) + seen
 
 
-def _read(tensor: _Tensor) -> npt.NDArray[np.int32]:
+def _read(tensor: Tensor) -> npt.NDArray[np.int32]:
     """One row per token. The last layer has none in a step that nobody wants logits from."""
     used, tokens = tensor.ne[:2]
     if not tokens:
@@ -126,19 +105,5 @@ def _read(tensor: _Tensor) -> npt.NDArray[np.int32]:
     step, row = tensor.nb[:2]
     size = (tokens - 1) * row + used * step
     buffer = np.empty(size, np.uint8)
-    _ggml().ggml_backend_tensor_get(ctypes.byref(tensor), buffer.ctypes.data_as(ctypes.c_void_p), 0, size)
+    llama().ggml_backend_tensor_get(ctypes.byref(tensor), buffer.ctypes.data_as(ctypes.c_void_p), 0, size)
     return np.ndarray((tokens, used), np.int32, buffer, strides=(row, step))
-
-
-@functools.cache
-def _ggml() -> ctypes.CDLL:
-    library = load_shared_library("ggml-base", Path(llama_cpp.__file__).parent / "lib")
-    library.ggml_backend_tensor_get.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-    )
-    library.ggml_backend_tensor_get.restype = None
-    assert isinstance(library, ctypes.CDLL)
-    return library

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import llama_cpp
-
 from emberkeep.config import total_ram
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.shared_library import llama
 
 
 def footprint_of(model: LlamaModel, cells: int, kv_bytes_per_token: int) -> Footprint | None:
@@ -15,7 +14,7 @@ def footprint_of(model: LlamaModel, cells: int, kv_bytes_per_token: int) -> Foot
     told = binding.take_buffers()
     if model.offloads:
         return None
-    least = int(llama_cpp.llama_model_size(model.handle)) + cells * kv_bytes_per_token
+    least = int(llama().llama_model_size(model.handle)) + cells * kv_bytes_per_token
     return Footprint(
         device="cpu",
         capacity=total_ram(),

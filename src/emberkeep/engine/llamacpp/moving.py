@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.llamacpp import binding
+from emberkeep.engine.llamacpp.api import Handle
 from emberkeep.engine.llamacpp.blob import Bytes
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context
 from emberkeep.engine.llamacpp.layout import Layout
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.rows import BatchBuffer
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.state import read_state
 from emberkeep.errors import EngineError
 
@@ -34,25 +35,25 @@ def moves_rightly(model: LlamaModel, layout: Layout, threads: int | None) -> boo
         return False
     settings = LlamaSettings(_CELLS, _CELLS, sequences=2, batch=8, threads=threads)
     context = open_context(model, settings, None)
-    memory = llama_cpp.llama_get_memory(context)
+    memory = llama().llama_get_memory(context)
     try:
-        if not llama_cpp.llama_memory_can_shift(memory):
+        if not llama().llama_memory_can_shift(memory):
             return False
         _evaluate(context, _MOVED, _FROM)
         _evaluate(context, _BYSTANDER, _TO)
         before = read_state(context, _BYSTANDER)
-        llama_cpp.llama_memory_seq_add(memory, _MOVED, -1, -1, _TO - _FROM)
+        llama().llama_memory_seq_add(memory, _MOVED, -1, -1, _TO - _FROM)
         _evaluate(context, _FRESH, _TO)
         fresh, moved, bystander = (read_state(context, sequence) for sequence in range(3))
     finally:
-        llama_cpp.llama_free(context)
+        llama().llama_free(context)
     return np.array_equal(bystander, before) and all(map(_is_close, _keys(layout, moved), _keys(layout, fresh)))
 
 
-def _evaluate(context: llama_cpp.llama_context_p, sequence: int, position: int) -> None:
+def _evaluate(context: Handle, sequence: int, position: int) -> None:
     rows = Rows(sequence - 1, position, np.zeros(1, np.int32), want_logits=False)
     batch, _ = BatchBuffer(1).fill([rows])
-    if llama_cpp.llama_decode(context, batch):
+    if llama().llama_decode(context, batch):
         raise EngineError(f"llama.cpp could not evaluate a token: {binding.take_errors()}.")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import llama_cpp
 import numpy as np
 
 from emberkeep.engine.base import Rows
+from emberkeep.engine.llamacpp.api import Batch
 
 
 class BatchBuffer:
@@ -21,7 +21,7 @@ class BatchBuffer:
         self._sequence_counts = np.ones(capacity, np.int32)
         self._sequence_pointers = self._sequences.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
         self._wanted = np.zeros(capacity, np.int8)
-        self._batch = llama_cpp.llama_batch(
+        self._batch = Batch(
             n_tokens=0,
             token=_pointer(self._tokens, ctypes.c_int32),
             embd=None,
@@ -31,7 +31,7 @@ class BatchBuffer:
             logits=_pointer(self._wanted, ctypes.c_int8),
         )
 
-    def fill(self, batch: Sequence[Rows]) -> tuple[llama_cpp.llama_batch, list[int]]:
+    def fill(self, batch: Sequence[Rows]) -> tuple[Batch, list[int]]:
         """The filled batch and, for each of `batch`, the row of its last token."""
         end = 0
         last_rows = []

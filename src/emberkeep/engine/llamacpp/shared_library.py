@@ -1,0 +1,120 @@
+"""Which llama.cpp is used: one compiled on this machine, or the ready-made one, or one that was named.
+
+Both come as Python packages that are never imported: only the shared library in them is opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emberkeep.engine.llamacpp import api
+from emberkeep.errors import EngineError
+
+AUTO = "auto"
+NATIVE, READY_MADE = "native", "ready-made"
+_SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+_INSTALL = {
+    NATIVE: "`make native`, or `pip install 'emberkeep[native]'`, compiles it",
+    READY_MADE: "`pip install xllamacpp` brings it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryFile:
+    kind: str
+    """`native`, `ready-made`, or `named` for a path that somebody gave."""
+    path: Path
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.path}"
+
+
+def candidates(choice: str = AUTO) -> list[LibraryFile]:
+    """What `choice` (auto, native, ready-made, a path) stands for here, the fastest first. Raises EngineError."""
+    if choice not in (AUTO, NATIVE, READY_MADE):
+        path = Path(choice).expanduser()
+        if not path.is_file():
+            raise EngineError(f"There is no library at {path}: set llama_library to a file, or to auto.")
+        return [LibraryFile("named", path.resolve())]
+    found = [each for each in _installed() if choice in (AUTO, each.kind)]
+    if not found:
+        ways = [way for kind, way in _INSTALL.items() if choice in (AUTO, kind)]
+        raise EngineError(f"llama.cpp ({choice}) is not installed: {'; '.join(reversed(ways))}.")
+    return found
+
+
+def _installed() -> Iterator[LibraryFile]:
+    if native := _package_file("llama_cpp", f"lib/libllama{_SUFFIX}"):
+        yield LibraryFile(NATIVE, native)
+    if ready_made := _package_file("xllamacpp", "xllamacpp*.so"):
+        yield LibraryFile(READY_MADE, ready_made)
+
+
+def _package_file(package: str, pattern: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    return next((file for folder in folders for file in sorted(folder.glob(pattern))), None)
+
+
+_used: list[LibraryFile] = []
+
+
+def use(library: LibraryFile) -> None:
+    """Let everything in this process run on `library`. Raises EngineError when another one is in use already."""
+    if _used and _used[0] != library:
+        raise EngineError(f"This process runs on {_used[0]} already: start another one for {library}.")
+    _used[:] = [library]
+
+
+def used() -> LibraryFile:
+    """The one that was chosen with `use`, else the first that the environment allows. Raises EngineError."""
+    if not _used:
+        use(candidates(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", AUTO))[0])
+    return _used[0]
+
+
+@functools.cache
+def llama() -> Any:
+    """The C functions. Raises EngineError."""
+    return api.bind(used().path)
+
+
+def files(library: LibraryFile) -> list[Path]:
+    """Everything that `library` consists of: ggml's parts stand beside it, if they are not inside."""
+    beside = (path.resolve() for path in library.path.parent.iterdir() if "ggml" in path.name)
+    return sorted({library.path.resolve(), *(path for path in beside if path.is_file())})
+
+
+@functools.cache
+def digest(library: LibraryFile) -> str:
+    """Of all its files. Blocks for as long as reading them takes (a tenth of a second). Raises EngineError."""
+    total = hashlib.sha256()
+    try:
+        for path in files(library):
+            with path.open("rb") as file:
+                total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
+    except OSError as error:
+        raise EngineError(f"{library.path} cannot be read: {error.strerror}.") from error
+    return total.hexdigest()
+
+
+@functools.cache
+def cpu() -> str:
+    """What tells this machine's CPU from another that may lack some of its instructions."""
+    facts = [platform.machine(), platform.processor()]
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+        facts += [line for line in first if line.startswith(wanted)]
+    except OSError:
+        pass
+    return "\n".join(facts)
