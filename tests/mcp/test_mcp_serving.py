@@ -57,7 +57,7 @@ def http_server(folder, *flags, **env):
         assert found is not None
         yield found[1]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert process.wait(20) in (0, 128 + signal.SIGTERM)
     finally:
         process.kill()
         process.wait()

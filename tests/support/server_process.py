@@ -66,6 +66,10 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
 
+    def hang_up(self) -> None:
+        """As a terminal does that is closed."""
+        self._process.send_signal(signal.SIGHUP)
+
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 

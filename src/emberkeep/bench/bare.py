@@ -15,6 +15,7 @@ import numpy.typing as npt
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.errors import EmberkeepError, EngineError
+from emberkeep.signals import with_default_signals
 
 Tokens = npt.NDArray[np.int32]
 
@@ -56,7 +57,8 @@ def decode_seconds(engine: Engine, prompts: Sequence[Tokens], lengths: Sequence[
 def decode_seconds_elsewhere(model: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
     """`decode_seconds` in a process of its own; loading the model is not counted. Raises EmberkeepError."""
     work = json.dumps({"model": str(model), "prompts": [list(p) for p in prompts], "lengths": list(lengths)})
-    done = subprocess.run([sys.executable, "-m", __name__], input=work, capture_output=True, text=True)
+    program = with_default_signals([sys.executable, "-m", __name__])
+    done = subprocess.run(program, input=work, capture_output=True, text=True)
     if done.returncode:
         raise EmberkeepError(f"The bare loop failed: {done.stderr.strip()}")
     return float(done.stdout)

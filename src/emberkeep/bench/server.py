@@ -16,6 +16,7 @@ from types import TracebackType
 
 from emberkeep.config.loading import ENV_PREFIX
 from emberkeep.errors import EmberkeepError
+from emberkeep.signals import with_default_signals
 
 _READY = re.compile(rb"ready at http://[^:]+:(\d+)/")
 _POLL_S = 0.02
@@ -42,7 +43,7 @@ class ServerProcess:
         self._log = data_dir / "serve.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "emberkeep", "serve", "--config", str(file)],
+                with_default_signals([sys.executable, "-m", "emberkeep", "serve", "--config", str(file)]),
                 env={key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)},
                 stdout=log,
                 stderr=log,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -318,8 +316,6 @@ def _run(workloads: dict[str, Workload], flags: Flags) -> None:
     from emberkeep.bench.report import report_json
     from emberkeep.bench.stage import require_context
 
-    # A stopped benchmark must not leave servers and stores behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if flags.json_file is not None:
         # Tried before anything is measured: an hour's figures need a place to go.
         flags.json_file.open("a").close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -60,6 +61,7 @@ from emberkeep.cli.memory import app as memory_app
 from emberkeep.cli.models import app as models_app
 from emberkeep.cli.tools import app as tools_app
 from emberkeep.errors import EmberkeepError
+from emberkeep.signals import ending_signals
 
 EXAMPLES = """\b
 Examples:
@@ -177,7 +179,9 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Exit status: 0 done, 1 an error that has been explained, 2 wrong usage, 130 interrupted."""
+    """Exit status: 0 done, 1 an error that has been explained, 2 wrong usage, 128 and a signal's number (130:
+    interrupted)."""
+    _leave_in_order()
     try:
         try:
             app()
@@ -195,6 +199,18 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _leave_in_order() -> None:
+    """SIGTERM, and SIGHUP when the terminal closes, end a command as Ctrl-C does: with all that it has started."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)  # who asks twice does not want to wait
+        sys.exit(128 + number)
+
+    for number in ending_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, leave)
 
 
 def _explained(error: OSError) -> str:

@@ -19,6 +19,7 @@ from mcp.types import JSONRPCError, JSONRPCMessage, JSONRPCResponse, jsonrpc_mes
 from emberkeep.config import McpServer
 from emberkeep.mcp.text import cleaned, shortened
 from emberkeep.mcp.variables import masked
+from emberkeep.signals import with_default_signals
 
 log = logging.getLogger("emberkeep.mcp")
 
@@ -44,7 +45,7 @@ async def program(
     `on_end` gets the reason when it ends by itself, or has to be given up. Raises OSError.
     """
     process = await asyncio.create_subprocess_exec(
-        *server.command,
+        *with_default_signals(server.command),
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,

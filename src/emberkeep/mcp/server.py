@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 from emberkeep.errors import MemoryFailed, NoSuchEntry
 from emberkeep.mcp.memory import TEMPLATE, TEXTS, read
 from emberkeep.memory.memory import Memory
+from emberkeep.signals import ending_signals
 from emberkeep.tools.running import in_thread
 from emberkeep.tools.toolbox import ToolBox
 from emberkeep.types import Caller, ToolCall
@@ -65,7 +65,7 @@ class McpHost:
 
     async def _serve_stdio(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._hurry, 128 + number)
         async with stdio_server() as (incoming, outgoing):
             await self._server.run(incoming, outgoing, self._server.create_initialization_options())

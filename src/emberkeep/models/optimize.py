@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from emberkeep.errors import EngineError
+from emberkeep.signals import with_default_signals
 
 SLOW_FORMATS = frozenset({"Q4_1", "Q5_0", "Q5_1"})
 """llama.cpp repacks Q4_0, Q8_0 and the K formats for the CPU's dot-product instructions, but not these."""
@@ -19,10 +20,9 @@ def requantize_apart(source: Path, target: Path) -> None:
 
     In a process of its own: C code cannot be interrupted, and a crash in it must not end the caller.
     """
-    program = [sys.executable, "-m", "emberkeep.engine.llamacpp.quantize"]
-    arguments = [str(source), str(target), FAST_FORMAT]
+    program = [sys.executable, "-m", "emberkeep.engine.llamacpp.quantize", str(source), str(target), FAST_FORMAT]
     try:
-        done = subprocess.run([*program, *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(with_default_signals(program), capture_output=True, text=True, check=False)
     except BaseException:
         target.unlink(missing_ok=True)
         raise

@@ -20,6 +20,7 @@ from emberkeep.server.drain import Drain
 from emberkeep.server.metrics.requests import Metered
 from emberkeep.server.rehearsal import rehearse
 from emberkeep.server.request_log import RequestLog
+from emberkeep.signals import ending_signals
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Server(uvicorn.Server):
 
 
 def run_until_stopped(server: Server, backend: Backend, listener: socket.socket) -> None:
-    """Blocks until SIGINT or SIGTERM, then drains and closes the backend. Call it in the main thread."""
+    """Blocks until SIGINT, SIGTERM or SIGHUP, then drains and closes the backend. Call it in the main thread."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_run(server, backend, listener))
 
@@ -144,8 +145,7 @@ async def _close(backend: Backend, hurry: asyncio.Event) -> None:
 @contextmanager
 def _signals(stop: Callable[[], None]) -> Generator[None, None, None]:
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGINT, signal.SIGTERM)
-    before = {sig: signal.signal(sig, lambda *_: loop.call_soon_threadsafe(stop)) for sig in handled}
+    before = {sig: signal.signal(sig, lambda *_: loop.call_soon_threadsafe(stop)) for sig in ending_signals()}
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from emberkeep.errors import ToolFailed
+from emberkeep.signals import with_default_signals
 from emberkeep.tools import json_work
 from emberkeep.tools.base import tool
 from emberkeep.types import Json
@@ -119,9 +120,8 @@ async def _worked(text: str, **asked: Json) -> Json:
     if len(question) > 2 * _MOST_CHARS:
         raise ToolFailed(f"This is too large: give at most {_MOST_CHARS} characters.")
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-I",  # nothing of the current folder is imported
-        str(Path(json_work.__file__)),
+        # -I: nothing of the current folder is imported.
+        *with_default_signals([sys.executable, "-I", str(Path(json_work.__file__))]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

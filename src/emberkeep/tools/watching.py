@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from signal import Signals
 
+from emberkeep.signals import with_default_signals
 from emberkeep.tools.processes import Family, Mark
 from emberkeep.tools.texts import decoded
 
@@ -77,7 +78,7 @@ def run(order: Order, stop: threading.Event) -> Ran:
 def _started(order: Order) -> Iterator[tuple[subprocess.Popen[bytes], Family]]:
     mark = Mark()
     program = subprocess.Popen(
-        mark.applied(order.argv),
+        with_default_signals(mark.applied(order.argv)),
         bufsize=0,
         cwd=order.folder,
         env={**order.environment, **mark.environment},

