@@ -12,6 +12,7 @@ from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, experts
 from emberkeep.engine.llamacpp.experts import ExpertCounter
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
 from emberkeep.types import LayerExperts
 from helpers import tiny_gguf
@@ -168,7 +169,7 @@ def test_what_goes_wrong_while_counting_does_not_touch_the_answer(monkeypatch, t
 
 
 def test_a_context_that_cannot_be_opened_again_is_an_error_and_can_be_closed(monkeypatch, engine):
-    monkeypatch.setattr("llama_cpp.llama_init_from_model", lambda *_: None)
+    monkeypatch.setattr(llama(), "llama_init_from_model", lambda *_: None)
     with pytest.raises(EngineError, match="make room"):
         engine.experts.track(True)
     engine.close()

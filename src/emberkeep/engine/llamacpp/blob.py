@@ -4,7 +4,7 @@ Numbers are little-endian. A part of attention layers, which is over after `cell
 
     u32 n_stream = 1, u32 cell_count
     cell_count x { i32 pos, u32 n_seq_id = 1, [i32 x, i32 y, i32 token,] i32 seq_id }
-    u32 v_trans = 0, u32 n_layer
+    u32 v_trans = 0, u32 n_layer [, 8 bytes since release 0.6]
     n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } K
     n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } V
 
@@ -26,7 +26,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ _TENSOR = struct.Struct("<iQ")
 _RECURRENT_HEAD = struct.Struct("<III")
 _RECURRENT_CELL = struct.Struct("<iI")
 _CELL_BYTES = (12, 24)
+VARIANTS = tuple(product((True, False), (0, 8)))
+"""Whether a part has values, and how many bytes stand between its head and its tensors."""
 
 UNKNOWN = "llama.cpp exported a state in a layout this version does not know."
 EMPTY = _PAIR.pack(1, 0)
@@ -70,9 +72,11 @@ class Attention:
     layers: int
     tensors: tuple[Tensor, ...]
     """Of each K layer, then of each V layer."""
+    extra: bytes = b""
+    """What stands between the head and the tensors."""
 
     @classmethod
-    def read(cls, part: Bytes, cells: int, *, has_values: bool) -> Attention | None:
+    def read(cls, part: Bytes, cells: int, *, has_values: bool, extra: int) -> Attention | None:
         """What `part` begins with, if that can be a part with `cells` cells at positions 0 .."""
         if bytes(part[: _PAIR.size]) != _PAIR.pack(1, cells):
             return None
@@ -80,22 +84,24 @@ class Attention:
         for size in _CELL_BYTES:
             table = part[_PAIR.size :][: cells * size]
             if len(table) == cells * size and np.array_equal(_words(table.reshape(cells, size))[:, 0], positions):
-                return cls._read_tensors(part, cells, size, has_values)
+                return cls._read_tensors(part, cells, size, has_values, extra)
         return None
 
     @classmethod
-    def _read_tensors(cls, part: Bytes, cells: int, cell_bytes: int, has_values: bool) -> Attention | None:
+    def _read_tensors(
+        cls, part: Bytes, cells: int, cell_bytes: int, has_values: bool, extra: int
+    ) -> Attention | None:
         offset = _PAIR.size + cells * cell_bytes
         tensors: list[Tensor] = []
         try:
             _, layers = _PAIR.unpack_from(part, offset)
-            offset += _PAIR.size
+            begin, offset = offset + _PAIR.size, offset + _PAIR.size + extra
             while len(tensors) < layers * (1 + has_values):
                 tensors.append(_TENSOR.unpack_from(part, offset))
                 offset += _TENSOR.size + cells * tensors[-1][1]
         except (struct.error, OverflowError):
             return None
-        return cls(cell_bytes, layers, tuple(tensors))
+        return cls(cell_bytes, layers, tuple(tensors), bytes(part[begin : begin + extra]))
 
     @property
     def row_bytes(self) -> int:
@@ -107,7 +113,7 @@ class Attention:
 
     def runs(self, cells: int) -> Iterator[tuple[int, Run]]:
         """What the rows of a part with `cells` cells consist of, each with where its first row begins."""
-        offset = 2 * _PAIR.size + cells * self.cell_bytes
+        offset = 2 * _PAIR.size + len(self.extra) + cells * self.cell_bytes
         kinds = ((index < self.layers, row) for index, (_, row) in enumerate(self.tensors))
         for (is_key, row), same in groupby(kinds):
             run = Run(is_key, row, len(list(same)))
@@ -115,7 +121,8 @@ class Attention:
             offset += run.count * run.stride(cells)
 
     def size(self, cells: int) -> int:
-        return 2 * _PAIR.size + _TENSOR.size * len(self.tensors) + cells * (self.cell_bytes + self.row_bytes)
+        skeleton = 2 * _PAIR.size + len(self.extra) + _TENSOR.size * len(self.tensors)
+        return skeleton + cells * (self.cell_bytes + self.row_bytes)
 
     def check(self, part: Bytes, cells: int) -> None:
         """`part` has the size of one with `cells` cells. Raises EngineError unless it is one."""
@@ -147,7 +154,7 @@ class Attention:
         offset = 0
         for skeleton, row in (
             (_PAIR.size, self.cell_bytes),
-            (_PAIR.size, 0),
+            (_PAIR.size + len(self.extra), 0),
             *((_TENSOR.size, row) for _, row in self.tensors),
         ):
             begin = offset + skeleton
@@ -164,7 +171,7 @@ def _skeleton(attention: Attention, cells: int) -> tuple[npt.NDArray[np.intp], B
     """
     pieces = [
         (_PAIR.pack(1, cells), attention.cell_bytes),
-        (_PAIR.pack(0, attention.layers), 0),
+        (_PAIR.pack(0, attention.layers) + attention.extra, 0),
         *((_TENSOR.pack(*tensor), tensor[1]) for tensor in attention.tensors),
     ]
     places, offset = [], 0

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import KvUnit, Payload
-from emberkeep.engine.llamacpp.blob import EMPTY, UNKNOWN, Attention, Bytes, Recurrent, Run, cell_count
+from emberkeep.engine.llamacpp.blob import EMPTY, UNKNOWN, VARIANTS, Attention, Bytes, Recurrent, Run, cell_count
 from emberkeep.errors import EngineError
 
 Order = npt.NDArray[np.intp] | None
@@ -203,8 +203,8 @@ def _read_parts(state: Bytes, count: int) -> tuple[Attention, ...]:
     """The `count` parts that `state` consists of, from first to last byte."""
     if count == 0 and len(state) == 0:
         return ()
-    for has_values in (True, False) if count else ():
-        part = Attention.read(state, PROBE, has_values=has_values)
+    for has_values, extra in VARIANTS if count else ():
+        part = Attention.read(state, PROBE, has_values=has_values, extra=extra)
         if part is not None and part.size(PROBE) <= len(state):
             with suppress(EngineError):
                 return part, *_read_parts(state[part.size(PROBE) :], count - 1)
