@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 COMMIT = "c" * 40
+LARGE = (".safetensors", ".gguf")
+"""For these the hub promises a SHA-256."""
 
 
 @dataclass
@@ -20,6 +23,8 @@ class ServedRepo:
     promised: dict[str, str] = field(default_factory=dict)
     """Other SHA-256 than the files have."""
     status: int = 200
+    refused: set[str] = field(default_factory=set)
+    """Files that are listed and cannot be had now."""
     downloads: list[str] = field(default_factory=list)
     """The files that were sent so far."""
     url: str = ""
@@ -38,7 +43,7 @@ class ServedRepo:
     def _sibling(self, name: str) -> Mapping[str, object]:
         size = len(self.files[name])
         sibling: dict[str, object] = {"rfilename": name, "size": size, "blobId": "b" * 40}
-        if name.endswith(".safetensors"):
+        if name.endswith(LARGE):
             sibling["lfs"] = {"size": size, "sha256": self.sha256(name), "pointerSize": 130}
         return sibling
 
@@ -69,7 +74,7 @@ def _handler(repo: ServedRepo) -> type[BaseHTTPRequestHandler]:
             self._answer(with_body=True)
 
         def _answer(self, *, with_body: bool) -> None:
-            path = self.path.partition("?")[0]
+            path = unquote(self.path.partition("?")[0])
             api, files = f"/api/models/{repo.repo}", f"/{repo.repo}/resolve/{COMMIT}/"
             if repo.status != 200:
                 self._send(repo.status, b"", {})
@@ -77,10 +82,12 @@ def _handler(repo: ServedRepo) -> type[BaseHTTPRequestHandler]:
                 self._send_json(repo.about())
             elif path == f"{api}/tree/{COMMIT}":
                 self._send_json(repo.tree())
-            elif path.startswith(files) and (name := path.removeprefix(files)) in repo.files:
+            elif path.startswith(files) and (name := path.removeprefix(files)) in repo.refused:
+                self._send(403, b"", {})
+            elif path.startswith(files) and name in repo.files:
                 if with_body:
                     repo.downloads.append(name)
-                etag = repo.sha256(name) if name.endswith(".safetensors") else "e" * 40
+                etag = repo.sha256(name) if name.endswith(LARGE) else "e" * 40
                 headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'}
                 self._send(200, repo.files[name], headers, with_body=with_body)
             else:

@@ -43,8 +43,17 @@ Shapes = dict[str, tuple[int, ...]]
 Metadata = Mapping[str, int | float | list[int]]
 
 
-def dense(path: Path, *, seed: int = 0, template: str | None = None) -> Path:
-    return _write(path, "llama", _attention_metadata(), _attention_shapes(), seed, template)
+def dense(path: Path, *, seed: int = 0, template: str | None = None, tensors_per_part: int = 0) -> Path:
+    """`tensors_per_part`: split it, and return the path of the first part; 0: one file."""
+    return _write(
+        path,
+        "llama",
+        _attention_metadata(),
+        _attention_shapes(),
+        seed,
+        template,
+        tensors_per_part=tensors_per_part,
+    )
 
 
 def scaled_keys(path: Path, *, seed: int = 0) -> Path:
@@ -310,9 +319,10 @@ def _write(
     seed: int,
     template: str | None = None,
     change: Callable[[str, np.ndarray], None] = lambda name, weights: None,
+    tensors_per_part: int = 0,
 ) -> Path:
     """`change` may alter the random weights of a tensor in place."""
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     for key, value in metadata.items():
         add = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[type(value)]
         add(f"{architecture}.{key}", value)
@@ -333,7 +343,7 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not tensors_per_part else writer.format_shard_names(path)[0]
 
 
 def _weights(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +17,18 @@ KV_HEADS = 2
 LAYERS = 2
 FEED_FORWARD = 128
 VOCAB = 96
+PARTS = 3
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 KV_BYTES_PER_TOKEN = LAYERS * KV_HEADS * 2 * (EMBEDDING // HEADS) * 2
 
 
-def tiny_llama(path: Path, *, weights: str = "F32", **extra: Any) -> Path:
-    """A complete llama with random weights in the given format; `extra` adds or replaces `llama.*` keys."""
+def tiny_llama(
+    path: Path, *, weights: str = "F32", seed: int = 0, tensors_per_part: int = 0, **extra: Any
+) -> Path:
+    """A complete llama with random weights in the given format; `extra` adds or replaces `llama.*` keys.
+
+    `tensors_per_part`: split it, and return the path of the first part; 0: one file.
+    """
     metadata = {
         "block_count": LAYERS,
         "context_length": 256,
@@ -32,23 +39,40 @@ def tiny_llama(path: Path, *, weights: str = "F32", **extra: Any) -> Path:
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.dimension_count": EMBEDDING // HEADS,
     }
-    return tiny_model(path, "llama", metadata | extra, weights=weights)
+    shape = {"weights": weights, "seed": seed, "tensors_per_part": tensors_per_part}
+    return tiny_model(path, "llama", metadata | extra, **shape)
 
 
-def tiny_model(path: Path, architecture: str, metadata: Mapping[str, Any], *, weights: str = "F32") -> Path:
+def split_llama(path: Path, *, seed: int = 0, weights: str = "F32") -> list[Path]:
+    """A llama in `PARTS` files, by number."""
+    first = tiny_llama(path, weights=weights, seed=seed, tensors_per_part=7)
+    parts = sorted(first.parent.glob(f"{glob.escape(path.stem)}-*-of-{PARTS:05}.gguf"))
+    assert len(parts) == PARTS
+    return parts
+
+
+def tiny_model(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    *,
+    weights: str = "F32",
+    seed: int = 0,
+    tensors_per_part: int = 0,
+) -> Path:
     """`metadata` without the architecture's prefix; keys of `general`, `tokenizer` and `split` as they are."""
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     writer.add_name(f"tiny {architecture}")
     writer.add_token_list([f"t{i}" for i in range(VOCAB)])
     for key, value in {"tokenizer.chat_template": TEMPLATE, **metadata}.items():
         full = key if key.startswith(("general.", "tokenizer.", "split.")) else f"{architecture}.{key}"
         _add(writer, full, value)
-    _add_tensors(writer, GGMLQuantizationType[weights])
+    _add_tensors(writer, GGMLQuantizationType[weights], seed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if not tensors_per_part else writer.format_shard_names(path)[0]
 
 
 def write_mutated(path: Path, header: bytes, size: int) -> None:
@@ -68,8 +92,8 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
-def _add_tensors(writer: GGUFWriter, weights: GGMLQuantizationType) -> None:
-    random = np.random.default_rng(0)
+def _add_tensors(writer: GGUFWriter, weights: GGMLQuantizationType, seed: int) -> None:
+    random = np.random.default_rng(seed)
     kv = KV_HEADS * EMBEDDING // HEADS
     matrices = {"token_embd.weight": (VOCAB, EMBEDDING)}
     for layer in range(LAYERS):

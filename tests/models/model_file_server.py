@@ -1,10 +1,10 @@
-"""A web server for one file, with the faults that real ones have."""
+"""A web server for one file, or several, with the faults that real ones have."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +20,7 @@ class ServedFile:
     """Ranges begin one byte later than asked."""
     announces: int | None = None
     """A Content-Length other than the true one, with the connection closed at the true end."""
+    answers_head: bool = True
     extra_headers: dict[str, str] = field(default_factory=dict)
     cuts: list[int] = field(default_factory=list)
     """After how many bytes of the body the next answers break off, one each."""
@@ -32,35 +33,63 @@ class ServedFile:
 
 @contextmanager
 def serving(file: ServedFile) -> Iterator[ServedFile]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(file))
+    """The same file at every address."""
+    with _serving(lambda _: file) as url:
+        file.url = url
+        yield file
+
+
+@contextmanager
+def serving_folder(files: Mapping[str, ServedFile]) -> Iterator[str]:
+    """By name, in the folder whose address it gives."""
+    with _serving(lambda path: files.get(path.rpartition("/")[2])) as url:
+        yield f"{url}/folder"
+
+
+@contextmanager
+def _serving(find: Callable[[str], ServedFile | None]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(find))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    file.url = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield file
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
-def _handler(file: ServedFile) -> type[BaseHTTPRequestHandler]:
+def _handler(find: Callable[[str], ServedFile | None]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            self._send_head(file.statuses.pop(0) if file.statuses else 200, len(file.content))
+            file = self._file()
+            if not file.answers_head:
+                self._send_status(405)
+            elif file.statuses:
+                self._send_status(file.statuses.pop(0))
+            else:
+                self._send_head(200, len(file.content))
 
         def do_GET(self) -> None:
+            file = self._file()
             file.ranges.append(self.headers.get("Range"))
             if file.statuses:
-                self.send_response(file.statuses.pop(0))
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            self._send(self._start())
+                self._send_status(file.statuses.pop(0))
+            else:
+                self._send(self._start())
+
+        def _file(self) -> ServedFile:
+            return find(self.path.partition("?")[0]) or ServedFile(b"", statuses=[404])
+
+        def _send_status(self, status: int) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def _start(self) -> int:
             """Where the answer begins: the range counts only for the version the client knows."""
+            file = self._file()
             wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
             current = file.etag or file.last_modified
             if not file.understands_ranges or wanted is None or self.headers["If-Range"] not in (None, current):
@@ -68,6 +97,7 @@ def _handler(file: ServedFile) -> type[BaseHTTPRequestHandler]:
             return int(wanted[1]) + file.shifts_ranges
 
         def _send(self, start: int) -> None:
+            file = self._file()
             body = file.content[start:]
             total = len(file.content)
             if start and not body:
@@ -79,6 +109,7 @@ def _handler(file: ServedFile) -> type[BaseHTTPRequestHandler]:
             self.close_connection = True
 
         def _send_head(self, status: int, length: int, extra: dict[str, str] | None = None) -> None:
+            file = self._file()
             self.send_response(status)
             self.send_header("Content-Length", str(length))
             if file.etag:

@@ -123,6 +123,14 @@ def test_a_path_to_nothing_is_not_found(library: ModelLibrary, name: str) -> Non
         library.resolve(name)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "b" * 5000 + ".gguf", "x\0y.gguf"])
+def test_a_name_that_no_file_can_have_is_not_found(library: ModelLibrary, name: str) -> None:
+    with pytest.raises(ModelNotFound):
+        library.resolve(name)
+    with pytest.raises(ModelNotFound):
+        parse(name)
+
+
 HOSTILE = ["..", ".", "", "../m", "a/b", "/etc/passwd", "a\\b", "a\0b", ".hidden", "A", "a b", "é", "a" * 129]
 
 

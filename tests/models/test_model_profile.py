@@ -114,11 +114,6 @@ def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
     assert found.chat_template is None
 
 
-def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelBroken, match="one of 3 parts"):
-        _profile(tmp_path, "llama", **{"split.count": 3})
-
-
 def test_a_projector_is_not_a_language_model(tmp_path: Path) -> None:
     path = tiny_model(tmp_path / "m.gguf", "clip", {"vision.block_count": 4})
     with pytest.raises(ModelBroken, match=r"clip\.block_count"):

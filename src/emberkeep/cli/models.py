@@ -11,13 +11,14 @@ from typing import Annotated
 
 import typer
 
-from emberkeep.cli.common import DataDirFlag, JsonFlag, YesFlag, load_config
+from emberkeep.cli.common import DataDirFlag, JsonFlag, YesFlag, complain, load_config
 from emberkeep.cli.reporters import pull_reporter
 from emberkeep.cli.tables import printable, show, show_facts, texts
 from emberkeep.config import readable_size
 from emberkeep.models.digest import model_digest
 from emberkeep.models.folder import profile_of
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
+from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile
 from emberkeep.types import Json
 
@@ -31,7 +32,10 @@ app = typer.Typer(help="List, pull, show and remove models.", no_args_is_help=Tr
 @app.command("list")
 def list_models(data_dir: DataDirFlag = None, as_json: JsonFlag = False) -> None:
     """Every model on this machine."""
-    models = _library(data_dir).list()
+    library = _library(data_dir)
+    models = library.list()
+    for damage in library.damages():
+        complain(str(damage))
     if as_json:
         print(json.dumps([_facts(model) for model in models], indent=2))
     elif models:
@@ -45,8 +49,9 @@ def pull_model(
     spec: Annotated[
         str,
         typer.Argument(
-            help="smollm2-135m, hf:owner/repo/file.gguf[@revision], hf:owner/repo[@revision] for safetensors, "
-            "an http(s) address, or the path of a file or folder"
+            help="smollm2-135m, hf:owner/repo/file.gguf[@revision], hf:owner/repo:Q4_K_M[@revision] for the GGUF "
+            "with that quantisation, hf:owner/repo[@revision] for safetensors, an http(s) address, or the path of "
+            "a file or folder; any part of a split GGUF stands for the whole model"
         ),
     ],
     name: Annotated[str | None, typer.Option("--name", help="Name to keep it under.")] = None,
@@ -107,7 +112,7 @@ def _library(data_dir: Path | None) -> ModelLibrary:
 
 
 def _facts(file: ModelFile) -> dict[str, Json]:
-    facts = {"id": file.id, "file": str(file.path)}
+    facts = {"id": file.id, "file": str(file.path), "parts": len(part_files(file.path))}
     return facts | asdict(file.record) if isinstance(file, InstalledModel) else facts
 
 
@@ -134,13 +139,18 @@ def _lines(file: ModelFile, found: ModelProfile, digest: str) -> Iterator[tuple[
     yield "context", f"{found.context_length} tokens"
     yield "vocabulary", f"{found.vocab_size} tokens"
     yield "KV per token", f"{readable_size(found.kv_bytes_per_token)} at 16 bits"
-    yield "file", f"{file.path} ({readable_size(found.size)})"
+    yield "file", f"{file.path} ({readable_size(found.size)}{_in_parts(file)})"
     yield "sha256", digest
     if isinstance(file, InstalledModel):
         yield "from", file.record.source
         if file.record.optimized_from:
             yield "optimised", f"requantised from {file.record.optimized_from}"
     yield "chat template", _beginning(found.chat_template)
+
+
+def _in_parts(file: ModelFile) -> str:
+    parts = len(part_files(file.path))
+    return f" in {parts} parts" if parts > 1 else ""
 
 
 def _kind(found: ModelProfile) -> str:

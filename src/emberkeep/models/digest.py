@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.files import private_folder, replace_file
 from emberkeep.models.folder import SHAPING, folder_files
+from emberkeep.models.parts import part_files
 
 BLOCK = 4 << 20
 
@@ -48,14 +49,39 @@ def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None
 
 
 def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
-    """`weights_digest` of a file; of a folder, one digest over all files that shape what its model computes.
+    """`weights_digest` of a file; else one digest over all files that shape what a model computes, in a folder or
+    the parts of a split model, each of which is cached for itself.
 
-    Blocks and raises as `weights_digest`.
+    Blocks and raises as `weights_digest`, and as `part_files`.
     """
-    if not path.is_dir():
-        return weights_digest(path, cache_dir, progress)
-    files = folder_files(path, SHAPING)
-    return folder_digest({file.name: weights_digest(file, cache_dir, progress) for file in files})
+    files = folder_files(path, SHAPING) if path.is_dir() else part_files(path)
+    told = told_of_all(files, progress or _tell_nobody)
+    digests = [weights_digest(file, cache_dir, tell) for file, tell in zip(files, told, strict=True)]
+    if path.is_dir():
+        return folder_digest({file.name: digest for file, digest in zip(files, digests, strict=True)})
+    return parts_digest(digests)
+
+
+def parts_digest(digests: Sequence[str]) -> str:
+    """One digest for those of a GGUF model's files, by number; whatever the files are called."""
+    if len(digests) == 1:
+        return digests[0]
+    lines = [f"{number} of {len(digests)} {digest}" for number, digest in enumerate(digests, 1)]
+    return hashlib.sha256("\n".join(["split GGUF", *lines]).encode()).hexdigest()
+
+
+def told_of_all(files: Sequence[Path], progress: Progress) -> list[Progress]:
+    """For each of the files what tells `progress` how much of all of them is done when it is told of that one."""
+    sizes = [_version(file).size for file in files]
+    return [_told(progress, sum(sizes[:before]), sum(sizes)) for before in range(len(files))]
+
+
+def _told(progress: Progress, before: int, total: int) -> Progress:
+    return lambda done, _: progress(before + done, total)
+
+
+def _tell_nobody(_done: int, _total: int) -> None:
+    pass
 
 
 def folder_digest(digests: Mapping[str, str]) -> str:

@@ -6,8 +6,10 @@
     padding to the alignment
     tensor data
 
+A split model has its metadata in the first file, and in every file tensors; `read_header` puts them together.
+
 Files come from strangers, so every count and length is checked before it is used: time and memory are
-bounded by `MAX_HEADER`, whatever the file says.
+bounded by `MAX_HEADER`, whatever the files of a model say.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from emberkeep.errors import ModelBroken, ModelNotFound
+from emberkeep.models.parts import numbered, part_files
 from emberkeep.models.tensor_types import TENSOR_TYPES, TensorType
 
 MAX_HEADER = 64 << 20
@@ -30,6 +33,7 @@ MAX_KEY = 1 << 16
 MAX_STRING = 4 << 20
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
+SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 KEPT_ARRAY = 1024
 """Longer arrays (vocabulary, merges) are skipped: only their element type and length are kept."""
 
@@ -50,7 +54,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     type: TensorType
     offset: int
-    """Where its bytes begin, counted from the header's `data_offset`."""
+    """Where its bytes begin, counted from the `data_offset` of its own file."""
 
     @property
     def elements(self) -> int:
@@ -66,23 +70,47 @@ class GgufHeader:
     version: int
     metadata: Mapping[str, Value]
     tensors: tuple[TensorInfo, ...]
+    """Of a split model: those of all its parts."""
     data_offset: int
+    """Of a split model: in its first part."""
+    file_size: int
+    """The fewest bytes that files with this header have."""
 
     @property
-    def file_size(self) -> int:
-        """The fewest bytes a file with this header has."""
-        return self.data_offset + max((t.offset + t.size for t in self.tensors), default=0)
+    def parts(self) -> int:
+        """How many files the model has, as its metadata says."""
+        return self._number(SPLIT_COUNT) or 1
+
+    @property
+    def part(self) -> int:
+        """Which of them this is, from 1 on."""
+        return (self._number(SPLIT_NO) or 0) + 1
+
+    def _number(self, key: str) -> int | None:
+        value = self.metadata.get(key)
+        return value if type(value) is int else None
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of the file at `path`, whose tensors all lie inside the file.
+    """The header of the model at `path`, or of the one it is a part of; its tensors all lie inside its files.
 
-    Blocks for one pass over the header. Raises ModelNotFound when the file cannot be read and ModelBroken
-    when it is not a complete GGUF file.
+    Blocks for one pass over the header. Raises ModelNotFound when a file cannot be read and ModelBroken
+    when they are not one complete GGUF model.
     """
+    headers: list[GgufHeader] = []
+    files = part_files(path)
+    for number, file in enumerate(files, 1):
+        header = _read_file(file, MAX_HEADER - sum(before.data_offset for before in headers))
+        _require_part(header, file.name, number, len(files))
+        headers.append(header)
+    return headers[0] if len(headers) == 1 else _joined(headers, files)
+
+
+def _read_file(path: Path, most: int) -> GgufHeader:
+    """The header of one file, which has at most so many bytes."""
     try:
         with path.open("rb") as file:
-            header = _Reader(file, path.name).header()
+            header = _Reader(file, path.name, most).header()
             missing = header.file_size - os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
@@ -91,6 +119,28 @@ def read_header(path: Path) -> GgufHeader:
             f"{path.name} is broken: the file is {missing} bytes shorter than its header says; pull it again."
         )
     return header
+
+
+def _require_part(header: GgufHeader, name: str, number: int, count: int) -> None:
+    if (header.part, header.parts) == (number, count) or (header.parts == count == 1):
+        return
+    if count == 1:
+        raise ModelBroken(
+            f"{name} is {numbered([header.part], header.parts)} of a split model, which are found by their names: "
+            f"name them NAME-00001-of-{header.parts:05}.gguf and so on."
+        )
+    raise ModelBroken(
+        f"{name} says inside that it is {numbered([header.part], header.parts)}: "
+        "its name is wrong or it belongs to another model; pull the model again."
+    )
+
+
+def _joined(headers: Sequence[GgufHeader], files: Sequence[Path]) -> GgufHeader:
+    first, name = headers[0], files[0].name
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    if first.metadata.get(SPLIT_TENSORS) != len(tensors) or len({t.name for t in tensors}) != len(tensors):
+        raise ModelBroken(f"The parts of {name} do not belong to one model; pull the model again.")
+    return replace(first, tensors=tensors, file_size=sum(header.file_size for header in headers))
 
 
 _STRING, _ARRAY = 8, 9
@@ -110,6 +160,9 @@ _SCALARS = {
         (12, "f64", "d"),
     )
 }
+_U16_KEYS = (SPLIT_NO, SPLIT_COUNT)
+"""llama.cpp ends the process when another part than the first has them as another type."""
+_U16 = 2
 _U32 = _SCALARS[4][1]
 _U64 = _SCALARS[10][1]
 
@@ -117,9 +170,10 @@ _U64 = _SCALARS[10][1]
 class _Reader:
     """A cursor over the header that knows how much it has consumed."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
+    def __init__(self, file: BinaryIO, name: str, most: int) -> None:
         self._file = file
         self._name = name
+        self._most = most
         self._position = 0
 
     def header(self) -> GgufHeader:
@@ -130,7 +184,9 @@ class _Reader:
         tensors = tuple(self._tensor(alignment) for _ in range(tensor_count))
         if len({t.name for t in tensors}) != tensor_count:
             raise self._broken("two tensors have the same name")
-        return GgufHeader(version, metadata, tensors, -(-self._position // alignment) * alignment)
+        data_offset = -(-self._position // alignment) * alignment
+        end = max((tensor.offset + tensor.size for tensor in tensors), default=0)
+        return GgufHeader(version, metadata, tensors, data_offset, data_offset + end)
 
     def _version(self) -> int:
         if self._take(4) != b"GGUF":
@@ -154,8 +210,14 @@ class _Reader:
             key = self._string(MAX_KEY)
             if key in metadata:
                 raise self._broken(f"the metadata key {key[:64]!r} appears twice")
-            metadata[key] = self._value(self._u32())
+            metadata[key] = self._value(self._kind(key))
         return metadata
+
+    def _kind(self, key: str) -> int:
+        kind = self._u32()
+        if key in _U16_KEYS and kind != _U16:
+            raise self._broken(f"its {key} is no number of 16 bits")
+        return kind
 
     def _value(self, kind: int) -> Value:
         return self._array() if kind == _ARRAY else self._scalar(kind)
@@ -249,7 +311,7 @@ class _Reader:
 
     def _consume(self, count: int) -> None:
         self._position += count
-        if self._position > MAX_HEADER:
+        if self._position > self._most:
             raise self._broken(f"its header is larger than {MAX_HEADER >> 20} MiB")
 
     def _ended(self) -> ModelBroken:

@@ -2,6 +2,7 @@
 
 <root>/<id>/model.json      the record: written before the folder gets its name, so a folder is complete
 <root>/<id>/<id>.gguf       the weights, or
+<root>/<id>/<id>-00001-of-0000N.gguf and so on, where they are split, or
 <root>/<id>/model/          a folder with config.json, safetensors and a tokenizer
 <root>/.pulls/<key>/        work in progress of one pull, kept for resuming
 <root>/.digests/            digests of the weights, for `weights_digest`
@@ -23,6 +24,7 @@ from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models.digest import remember
 from emberkeep.models.folder import is_model_folder
+from emberkeep.models.parts import MAX_PARTS, PartName, model_in, numbered, part_files, part_name
 
 RECORD = "model.json"
 FOLDER = "model"
@@ -36,7 +38,7 @@ class ModelFile:
 
     id: str
     path: Path
-    """A GGUF file, or a folder with config.json, safetensors and a tokenizer."""
+    """A GGUF file, the first part of a split one, or a folder with config.json, safetensors and a tokenizer."""
 
     @property
     def is_folder(self) -> bool:
@@ -79,12 +81,13 @@ class ModelLibrary:
         return self._root / ".digests"
 
     def list(self) -> Sequence[InstalledModel]:
-        """Every usable model, by id. Folders with a damaged record are left out."""
-        if not self._root.is_dir():
-            return []
-        ids = sorted(p.name for p in self._root.iterdir() if is_model_id(p.name))
-        found = (self._read(id) for id in ids)
+        """Every usable model, by id. Damaged ones are left out."""
+        found = (self._read(id) for id in self._ids())
         return [model for model in found if model is not None]
+
+    def damages(self) -> Sequence[ModelBroken]:
+        """For every model that `list` leaves out, what `get` raises."""
+        return [self._broken(id) for id in self._ids() if self._read(id) is None]
 
     def holds(self, id: str) -> bool:
         """Whether there is a model called `id`, be it damaged."""
@@ -94,7 +97,7 @@ class ModelLibrary:
         """Raises ModelNotFound, or ModelBroken when the folder is there and its content is not usable."""
         model = self._read(self._known(id))
         if model is None:
-            raise ModelBroken(f"The folder of {id} is damaged; `emberkeep models remove {id}` and pull it again.")
+            raise self._broken(id)
         return model
 
     def resolve(self, name_or_path: str) -> ModelFile:
@@ -105,12 +108,15 @@ class ModelLibrary:
         path = Path(name_or_path)
         if self.holds(name_or_path):
             return self.get(name_or_path)
-        if path.is_file():
-            return ModelFile(id_from(path.name), path)
+        found = weights_at(path)
+        if found is not None:
+            return ModelFile(id_from(found.name), part_files(found)[0])
         if is_model_folder(path):
             return ModelFile(id_from(path.resolve().name), path)
         if path.is_dir():
-            raise ModelNotFound(f"{path} holds no model: config.json and *.safetensors are needed there.")
+            raise ModelNotFound(
+                f"{path} holds no model: a GGUF file is needed there, or config.json and *.safetensors."
+            )
         if is_repo(name_or_path):
             return self._from_hub(name_or_path)
         if path.suffix == ".gguf" or path.name != name_or_path:
@@ -122,20 +128,25 @@ class ModelLibrary:
         self._discard(self._folder(self._known(id)))
 
     def install(self, id: str, weights: Path, record: Record) -> InstalledModel:
-        """Move `weights`, a file or folder in a `workspace`, in as model `id`, in place of any with that id."""
+        """Move `weights` in as model `id`, in place of any with that id.
+
+        They are a file, the first of several parts or a folder, in a `workspace`.
+        """
         staged = weights.parent / "ready"
         shutil.rmtree(staged, ignore_errors=True)
-        for file in weights.iterdir() if weights.is_dir() else (weights,):
+        names = _names_of(checked_id(id), weights)
+        for file in weights.iterdir() if weights.is_dir() else names:
             _make_private(file)
-        name = FOLDER if weights.is_dir() else f"{checked_id(id)}.gguf"
-        weights.rename(private_folder(staged) / name)
+        private_folder(staged)
+        for file, name in names.items():
+            file.rename(staged / name)
         replace_file(staged / RECORD, json.dumps(asdict(record), indent=2).encode())
         if self.holds(id):
             self._discard(self._folder(id))
         staged.rename(self._folder(id))
         sync(self._root)
-        model = InstalledModel(id, self._folder(id) / name, record)
-        if not model.is_folder:
+        model = InstalledModel(id, self._folder(id) / next(iter(names.values())), record)
+        if len(names) == 1 and not model.is_folder:
             remember(model.path, record.sha256, self.digests)
         return model
 
@@ -162,14 +173,37 @@ class ModelLibrary:
         )
 
     def _read(self, id: str) -> InstalledModel | None:
-        file, folder = self._folder(id) / f"{id}.gguf", self._folder(id) / FOLDER
         try:
             record = Record(**json.loads((self._folder(id) / RECORD).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
+        path = self._weights(id)
+        return None if path is None else InstalledModel(id, path, record)
+
+    def _weights(self, id: str) -> Path | None:
+        """Where a complete model lies in its folder."""
+        file, folder = self._folder(id) / f"{id}.gguf", self._folder(id) / FOLDER
         if file.is_file():
-            return InstalledModel(id, file, record)
-        return InstalledModel(id, folder, record) if is_model_folder(folder) else None
+            return file
+        parts = self._parts(id)
+        if parts and len(parts) == parts[0].count:
+            return self._folder(id) / str(parts[0])
+        return folder if is_model_folder(folder) else None
+
+    def _parts(self, id: str) -> tuple[PartName, ...]:
+        """The parts of a split model that are there, by number."""
+        names = (part_name(file.name) for file in sorted(self._folder(id).glob("*.gguf")) if file.is_file())
+        return tuple(part for part in names if part and part.stem == id and part.count <= MAX_PARTS)
+
+    def _broken(self, id: str) -> ModelBroken:
+        damage, parts = "is damaged", self._parts(id)
+        if missing := [part.number for part in parts[0].all() if part not in parts] if parts else []:
+            damage = f"lacks {numbered(missing, parts[0].count)}"
+        return ModelBroken(f"The folder of {id} {damage}; `emberkeep models remove {id}` and pull it again.")
+
+    def _ids(self) -> Sequence[str]:
+        folders = self._root.iterdir() if self._root.is_dir() else ()
+        return sorted(folder.name for folder in folders if self.holds(folder.name))
 
     def _discard(self, folder: Path) -> None:
         # Renamed first: a half-deleted folder must never be found under its id.
@@ -180,6 +214,30 @@ class ModelLibrary:
     def _folder(self, id: str) -> Path:
         """The only place where an id becomes a path."""
         return self._root / checked_id(id)
+
+
+def weights_at(path: Path) -> Path | None:
+    """The GGUF file that is meant by a path: itself, any part of a split model, or the only model in a folder.
+
+    Raises ModelBroken, naming them, where parts are missing, and ModelNotFound for a folder with several models
+    and for what cannot be looked at.
+    """
+    try:
+        if path.is_dir():
+            return None if is_model_folder(path) else model_in(path)
+        return path if part_files(path)[0].is_file() else None
+    except OSError as error:
+        raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def _names_of(id: str, weights: Path) -> dict[Path, str]:
+    """What the files of a model, or its folder, are called in the library."""
+    if weights.is_dir():
+        return {weights: FOLDER}
+    files = part_files(weights)
+    if len(files) == 1:
+        return {weights: f"{id}.gguf"}
+    return {file: str(PartName(id, number, len(files))) for number, file in enumerate(files, 1)}
 
 
 def _spec_for(id: str) -> str:
@@ -216,5 +274,6 @@ def is_repo(text: str) -> bool:
 
 def id_from(file_name: str) -> str:
     """The id that a file gets when nobody gives it one: its name, as far as an id allows it."""
-    stem = file_name.lower().removesuffix(".gguf")
+    part = part_name(file_name)
+    stem = part.stem.lower() if part else file_name.lower().removesuffix(".gguf")
     return re.sub(r"[^a-z0-9._-]+", "-", stem).strip(".-_")[:128] or "model"

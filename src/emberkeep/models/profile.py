@@ -36,7 +36,7 @@ class ModelProfile:
     quantisation: str
     """The weight format that holds most of the bytes."""
     size: int
-    """Bytes of the file, as its header accounts for them."""
+    """Bytes of its files, as their headers account for them."""
     context_length: int
     layers: int
     kv_heads: tuple[int, ...]
@@ -54,7 +54,7 @@ class ModelProfile:
 
 
 def profile(header: GgufHeader) -> ModelProfile:
-    """Pure. Raises ModelBroken when the metadata does not describe a language model in one file."""
+    """Pure. Raises ModelBroken when the metadata does not describe a language model."""
     return _Metadata(header).profile()
 
 
@@ -69,7 +69,6 @@ class _Metadata:
             raise ModelBroken("The file does not name its architecture; pull a complete GGUF model instead.")
 
     def profile(self) -> ModelProfile:
-        self._refuse_parts()
         keys, values = self._head_lengths()
         kv_heads = self._kv_heads()
         return ModelProfile(
@@ -91,14 +90,6 @@ class _Metadata:
             expert_count=self._int("expert_count") or 0,
             short_rope_context=self._short_rope_context(),
         )
-
-    def _refuse_parts(self) -> None:
-        parts = self._values.get("split.count", 1)
-        if isinstance(parts, int) and parts > 1:
-            raise ModelBroken(
-                f"This file is one of {parts} parts of a split model; "
-                "join them with `llama-gguf-split --merge` and pull the result."
-            )
 
     def _kind(self, kv_heads: tuple[int, ...]) -> ModelKind:
         attends = any(kv_heads)

@@ -5,24 +5,37 @@ Everything happens in a workspace of this pull; the library sees a model only wh
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from emberkeep.config import readable_size
 from emberkeep.errors import EngineError, ModelBroken
-from emberkeep.files import sync
-from emberkeep.models.digest import sha256_of
+from emberkeep.files import private_folder, sync
+from emberkeep.models.digest import parts_digest, remember, sha256_of, told_of_all
 from emberkeep.models.folder import profile_of
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary, Record, checked_id
 from emberkeep.models.optimize import FAST_FORMAT, SLOW_FORMATS, requantize_apart
+from emberkeep.models.parts import PartName, part_files
 from emberkeep.models.pull_folder import pull_folder
 from emberkeep.models.reporting import Reporter, Silent
+from emberkeep.models.sources import Fetched
 from emberkeep.models.sources.hub import fetch_hub
 from emberkeep.models.sources.local import fetch_local
 from emberkeep.models.sources.url import fetch_url
 from emberkeep.models.sources.wheel import fetch_wheel
-from emberkeep.models.spec import DEFAULT_SOURCE, FileSource, FolderSource, HubFile, LocalFile, UrlFile, parse
+from emberkeep.models.spec import (
+    DEFAULT_SOURCE,
+    FileSource,
+    FolderSource,
+    HubFile,
+    HubQuantisation,
+    LocalFile,
+    UrlFile,
+    parse,
+)
 from emberkeep.models.workspace import already_here, workspace
 
 
@@ -57,6 +70,8 @@ class _Pull:
         self._optimize = optimize
         self._library = library
         self._reporter = reporter
+        self._digests: list[str] | None = None
+        """The SHA-256 of the fetched files, where they were read already."""
 
     def run(self) -> InstalledModel:
         here = already_here(self._id, self._source, self._library)
@@ -72,31 +87,45 @@ class _Pull:
         return self._optimize and here.record.quantisation in SLOW_FORMATS
 
     def _fetch(self, source: FileSource, folder: Path) -> Path:
-        """The weights in `folder`: complete, on disk, and what the source promised."""
-        weights = folder / f"{self._id}.gguf"
+        """The weights in `folder`, or the first part of them: complete, on disk, and what the source promised."""
+        whole = folder / "whole"
         # A local file is cheap to link again and may have changed since.
-        if isinstance(source, LocalFile) or not weights.exists():
-            path, promised = self._download(source, folder)
-            if promised is not None and self._digest(path) != promised:
-                raise ModelBroken(f"{source.label} does not have the SHA-256 it should have; pull it again.")
-            sync(path)
-            path.rename(weights)
-        return weights
+        if isinstance(source, LocalFile) or not whole.exists():
+            shutil.rmtree(whole, ignore_errors=True)
+            files = self._checked(source, self._download(source, folder))
+            _gather(dict(zip(files, self._names(len(files)), strict=True)), whole)
+        return min(whole.glob("*.gguf"))
 
-    def _download(self, source: FileSource, folder: Path) -> tuple[Path, str | None]:
-        """The file, and the SHA-256 it must have where that is known."""
+    def _names(self, count: int) -> list[str]:
+        """Messages name the files: they are called as they will be."""
+        parts = [str(part) for part in PartName(self._id, 1, count).all()]
+        return [f"{self._id}.gguf"] if count == 1 else parts
+
+    def _download(self, source: FileSource, folder: Path) -> list[Fetched]:
         self._reporter.say(f"Fetching {source.label}")
         match source:
-            case HubFile():
+            case HubFile() | HubQuantisation():
                 return fetch_hub(source, folder)
             case UrlFile():
-                return fetch_url(source, folder, self._reporter), None
+                return [(file, None) for file in fetch_url(source, folder, self._reporter)]
             case LocalFile():
                 # Looked at where it lies: a message about the copy would name a file nobody knows.
                 read_header(source.path)
-                return fetch_local(source, folder, self._reporter), None
+                return [(file, None) for file in fetch_local(source, folder, self._reporter)]
             case _:
-                return fetch_wheel(source, folder), source.sha256
+                return [(fetch_wheel(source, folder), source.sha256)]
+
+    def _checked(self, source: FileSource, fetched: Sequence[Fetched]) -> list[Path]:
+        """The files, which are on disk and have the SHA-256 that was promised for them, if there is one."""
+        files = [file for file, _ in fetched]
+        if any(promised for _, promised in fetched):
+            self._digests = self._read(files)
+        for (_, promised), digest in zip(fetched, self._digests or (), strict=False):
+            if promised not in (None, digest):
+                raise ModelBroken(f"{source.label} does not have the SHA-256 it should have; pull it again.")
+        for file in files:
+            sync(file)
+        return files
 
     def _make_fast(self, weights: Path) -> tuple[Path, str | None]:
         """The weights to install, and the format they came in where that was changed."""
@@ -114,7 +143,7 @@ class _Pull:
         return self._requantize(weights, slow)
 
     def _requantize(self, weights: Path, slow: str) -> tuple[Path, str | None]:
-        fast = weights.with_name("fast.gguf")
+        fast = weights.parent.with_name("fast.gguf")
         self._reporter.progress(f"Requantising {slow} to {FAST_FORMAT}", 0, None)
         try:
             requantize_apart(weights, fast)
@@ -129,19 +158,37 @@ class _Pull:
 
     def _install(self, weights: Path, optimized_from: str | None) -> InstalledModel:
         quantisation = _quantisation(weights)
-        sync(weights)
+        files = part_files(weights)
+        for file in files:
+            sync(file)
+        digests = (None if optimized_from else self._digests) or self._read(files)
         record = Record(
             source=self._source.label,
-            sha256=self._digest(weights),
-            size=weights.stat().st_size,
+            sha256=parts_digest(digests),
+            size=sum(file.stat().st_size for file in files),
             quantisation=quantisation,
             pulled_at=int(time.time()),
             optimized_from=optimized_from,
         )
-        return self._library.install(self._id, weights, record)
+        model = self._library.install(self._id, weights, record)
+        for file, digest in zip(part_files(model.path), digests, strict=True):
+            remember(file, digest, self._library.digests)
+        return model
 
-    def _digest(self, path: Path) -> str:
-        return sha256_of(path, lambda done, total: self._reporter.progress("Checking", done, total))
+    def _read(self, files: Sequence[Path]) -> list[str]:
+        """The SHA-256 of each."""
+        told = told_of_all(files, lambda done, total: self._reporter.progress("Checking", done, total))
+        return [sha256_of(file, tell) for file, tell in zip(files, told, strict=True)]
+
+
+def _gather(names: Mapping[Path, str], whole: Path) -> None:
+    """Move files to their names in a folder that is complete as soon as it is there."""
+    unfinished = whole.with_name("gathering")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    private_folder(unfinished)
+    for file, name in names.items():
+        file.rename(unfinished / name)
+    unfinished.rename(whole)
 
 
 def _quantisation(weights: Path) -> str:
@@ -150,4 +197,4 @@ def _quantisation(weights: Path) -> str:
 
 
 def _size(path: Path) -> str:
-    return readable_size(path.stat().st_size)
+    return readable_size(sum(file.stat().st_size for file in part_files(path)))

