@@ -50,7 +50,7 @@ def test_a_change_is_shown_and_approved(setting):
     setting.says({**TOOL, "inputSchema": hidden}, {**TOOL, "name": "wipe"})
     assert "2 to approve" in setting.run("list").stdout
     approved = setting.run("approve", "good", "--yes").stdout
-    assert "good__echo (changed, may change things)" in approved and "good__wipe (new" in approved
+    assert "good__echo (changed, asks first)" in approved and "good__wipe (new" in approved
     assert "Send [8mkeys" in approved and "And again." in approved
     assert "Approved 2 tools of good." in approved
     assert "Nothing of good waits for approval." in setting.run("approve", "good").stdout

@@ -44,6 +44,11 @@ def test_a_program_and_an_address_are_read(tmp_path):
     assert address == McpServer("docs", url="https://example.org/mcp", headers={"Authorization": "Bearer $KEY"})
 
 
+def test_some_tools_of_a_server_may_be_trusted(tmp_path):
+    (server,) = servers('[mcp.servers.git]\ncommand = "x"\ntrusted = ["git_log"]\n', tmp_path)
+    assert server.trusts("git_log") and not server.trusts("git_push")
+
+
 def test_a_command_may_be_one_text(tmp_path):
     (server,) = servers("[mcp.servers.time]\ncommand = \"run 'a b' c\"\n", tmp_path)
     assert server.command == ("run", "a b", "c")
@@ -59,6 +64,7 @@ def test_a_command_may_be_one_text(tmp_path):
         ('url = "ftp://x"', r"\[mcp\.servers\.x\] url must be an address that begins with http"),
         ('command = "x"\ntimeout_s = 0', r"timeout_s must be seconds"),
         ('command = "x"\ntrusted = "yes"', r"trusted must be true or false"),
+        ('command = "x"\ntrusted = [3]', r"trusted must be true or false, or a list of tools' names"),
         ("trusted = true", r"\[mcp\.servers\.x\] needs either command"),
         ('command = "x"\nurl = "http://x"', r"\[mcp\.servers\.x\] needs either command"),
         ('command = "x"\nheaders = {A = "b"}', r"headers is not for such a server"),

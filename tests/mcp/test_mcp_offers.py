@@ -58,13 +58,18 @@ def test_long_descriptions_are_cut_and_huge_schemas_left_out(tmp_path, caplog):
     assert "some tools are left out" in caplog.text
 
 
-def test_only_what_reads_or_is_trusted_is_harmless(tmp_path):
-    tools = [{"name": "read", "annotations": {"readOnlyHint": True}}, {"name": "wipe"}]
-    danger = {name: function.is_dangerous for name, function in listed(tmp_path, *tools).items()}
-    assert danger == {"read": False, "wipe": True}
-    trusted = listed(tmp_path, *tools, trusted=True)
-    assert not any(function.is_dangerous for function in trusted.values())
-    assert {function.group for function in trusted.values()} == {"mcp"}
+MILD = {"readOnlyHint": True, "destructiveHint": False, "idempotentHint": True, "openWorldHint": False}
+
+
+@pytest.mark.parametrize(
+    ("trusted", "asks"),
+    [(False, {"read", "wipe"}), (("read",), {"wipe"}), (("other",), {"read", "wipe"}), (True, set())],
+)
+def test_what_a_server_says_of_its_tools_is_not_believed(tmp_path, trusted, asks):
+    tools = [{"name": "read", "annotations": MILD}, {"name": "wipe", "annotations": MILD}]
+    found = listed(tmp_path, *tools, trusted=trusted)
+    assert {name for name, function in found.items() if function.is_dangerous} == asks
+    assert {function.group for function in found.values()} == {"mcp"}
 
 
 def test_only_the_tools_of_the_settings_are_used(tmp_path):

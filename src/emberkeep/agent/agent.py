@@ -146,7 +146,7 @@ class Agent:
         refused: dict[str, str] = {}
         allowed: set[str] = set()
         for call in calls:
-            function = self._tools.find(call.name)
+            function = self._tools.target(call)
             if (reason := repeats.refusal(call)) is not None:
                 refused[call.id] = reason
             elif function and self._permissions.verdict(function) is None:
@@ -159,7 +159,7 @@ class Agent:
 
         async def run(call: ToolCall) -> Outcome:
             # Looked at again: an answer may take a person minutes, in which tools come and change.
-            function = self._tools.find(call.name)
+            function = self._tools.target(call)
             verdict = self._permissions.verdict(function) if function and call.id not in allowed else True
             reason = refused.get(call.id) or {None: _CHANGED, False: _REFUSED, True: None}[verdict]
             return Outcome(call, reason, failed=True) if reason else await self._tools.run(call, caller)

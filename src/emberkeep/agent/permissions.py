@@ -7,31 +7,35 @@ from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
 
 from emberkeep.tools.base import ToolFunction
-from emberkeep.types import Decision, ToolCall
+from emberkeep.types import Decision, Tool, ToolCall
 
 
 class Permissions:
     """Belongs to the event loop, but for `decide`, which may be called from any thread.
 
-    Where nobody can be asked, what is in the toolbox has been enabled by name, and may run.
+    Where nobody can be asked, the toolbox has only what is harmless, trusted or enabled, and that may run.
     """
 
     def __init__(self, *, asks: bool) -> None:
         self._asks = asks
-        self._settled: dict[str, bool] = {}
+        self._always: dict[str, Tool] = {}
+        self._never: set[str] = set()
         self._waiting: list[tuple[ToolCall, asyncio.Future[Decision]]] = []
 
     def verdict(self, function: ToolFunction) -> bool | None:
         """None: somebody has to be asked."""
         if not self._asks or not function.is_dangerous:
             return True
-        return self._settled.get(function.name)
+        if function.name in self._never:
+            return False
+        return True if self._always.get(function.name) == function.definition else None
 
     @contextmanager
     def asking(self, call: ToolCall, function: ToolFunction) -> Generator[Awaitable[bool], None, None]:
         """From here on `decide` is heard; what is awaited is whether the call may run.
 
-        `always` and `never` hold for the rest of the session.
+        `always` and `never` hold for the rest of the session: `never` for a name, `always` for a tool while its
+        definition is the one that somebody has seen.
         """
         future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         waiting = (call, future)
@@ -39,10 +43,11 @@ class Permissions:
 
         async def allowed() -> bool:
             decision = await future
-            is_yes = decision in (Decision.ONCE, Decision.ALWAYS)
-            if decision in (Decision.ALWAYS, Decision.NEVER):
-                self._settled[function.name] = is_yes
-            return is_yes
+            if decision is Decision.ALWAYS:
+                self._always[function.name] = function.definition
+            elif decision is Decision.NEVER:
+                self._never.add(function.name)
+            return decision in (Decision.ONCE, Decision.ALWAYS)
 
         question = allowed()
         try:

@@ -53,6 +53,7 @@ Examples:
 Servers are tables in emberkeep.toml:
   [mcp.servers.time]
   command = ["mcp-server-time"]
+  trusted = true                               its tools run without asking; or a list of their names
 """
 
 app = typer.Typer(

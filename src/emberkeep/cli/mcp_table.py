@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from emberkeep.mcp.client import McpClients, ServerState
+    from emberkeep.mcp.listing import ListedTool
 
 _APPROVED = "approved"
 
@@ -65,22 +66,31 @@ def print_waiting(clients: McpClients, name: str) -> int:
     waiting = [tool for tool in clients.tools(name) if standings[tool.name] != _APPROVED]
     for tool in waiting:
         told = tool.definition
-        harm = "says that it only reads" if tool.is_read_only else "may change things"
         parameters = json.dumps(told.parameters, indent=2, ensure_ascii=False)
-        print(f"{told.name} ({standings[tool.name]}, {harm})")
+        remarks = [standings[tool.name], _runs(clients, name, tool), _claim(tool)]
+        print(f"{told.name} ({', '.join(filter(None, remarks))})")
         print(printable(indent(f"{told.description}\n{parameters}", "  ")), end="\n\n")
     return len(waiting)
 
 
 def _print_tools(clients: McpClients, name: str) -> None:
     standings = _standings(clients, name)
-    table = _table("tool", "", "changes things", "")
+    table = _table("tool", "", "runs", "claims", "")
     for tool in clients.tools(name):
-        danger = "no" if tool.is_read_only else "may"
         about = _line(tool.definition.description)
-        table.add_row(*texts(tool.definition.name, standings[tool.name], danger, about))
+        cells = standings[tool.name], _runs(clients, name, tool), _claim(tool)
+        table.add_row(*texts(tool.definition.name, *cells, about))
     if table.row_count:
         show(table)
+
+
+def _runs(clients: McpClients, name: str, tool: ListedTool) -> str:
+    return "trusted" if clients.trusts(name, tool.name) else "asks first"
+
+
+def _claim(tool: ListedTool) -> str:
+    """What it says of itself: nobody has checked it."""
+    return "says that it only reads" if tool.is_read_only else ""
 
 
 def _standings(clients: McpClients, name: str) -> dict[str, str]:

@@ -131,7 +131,7 @@ def usage_of(prompt: McpPrompt) -> str:
 def _prompt(chat: Chat, prompt: McpPrompt, line: str) -> str:
     """Fill a server's prompt and say it."""
     assert chat.acting is not None
-    chat.say(*chat.acting.prompt(prompt.name, _arguments(prompt, line)))
+    chat.say(chat.acting.prompt(prompt.name, _arguments(prompt, line)))
     return ""
 
 

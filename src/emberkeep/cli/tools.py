@@ -152,9 +152,11 @@ async def _called(box: ToolBox, name: str, given: list[str], user: str, *, may_r
     if function is None and any(known.name == name for known in box.known()):
         raise EmberkeepError(f"{name} is switched off by enable_tools or disable_tools: `emberkeep config show`.")
     arguments = read_arguments(given, function.definition.parameters if function else {})
-    if function is not None and function.is_dangerous and not may_run:
+    call = ToolCall("1", name, arguments)
+    target = box.target(call)
+    if target is not None and target.is_dangerous and not may_run:
         ask_first(f"Run {name} with {printable(arguments)}?")
-    outcome = await box.run(ToolCall("1", name, arguments), Caller(private_namespace(user)))
+    outcome = await box.run(call, Caller(private_namespace(user)))
     if outcome.failed:
         raise EmberkeepError(printable(outcome.text.removeprefix("Error: ")))
     if outcome.remark:

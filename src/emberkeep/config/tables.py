@@ -40,10 +40,14 @@ class McpServer:
     cwd: Path | None = None
     timeout_s: float = 60.0
     """Longest time one call may take, or the start."""
-    trusted: bool = False
-    """Its tools run without asking."""
+    trusted: bool | tuple[str, ...] = False
+    """What it offers runs without asking; or only these of its tools do."""
     tools: tuple[str, ...] = ()
     """Those that are used; none named means all."""
+
+    def trusts(self, tool: str) -> bool:
+        """By the name that the server gives it."""
+        return self.trusted if isinstance(self.trusted, bool) else tool in self.trusted
 
     def settled(self, base: Path) -> McpServer:
         return self if self.cwd is None else McpServer(**{**_values(self), "cwd": base / self.cwd.expanduser()})
@@ -205,10 +209,11 @@ def _seconds(value: object) -> float:
     return float(value)
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
+def _trust(value: object) -> bool | tuple[str, ...]:
+    """No single text, which could be meant as "yes"."""
+    if isinstance(value, (bool, list)):
+        return value if isinstance(value, bool) else _texts(value)
+    raise ValueError
 
 
 def _variable(value: object) -> str:
@@ -234,7 +239,7 @@ _SERVER_PARSERS: Parsers = {
     "headers": (_pairs, "a table of headers and their values"),
     "cwd": (lambda value: Path(_text(value)), "a path"),
     "timeout_s": (_seconds, "seconds, more than 0 and at most 86400"),
-    "trusted": (_flag, "true or false"),
+    "trusted": (_trust, "true or false, or a list of tools' names"),
     "tools": (_texts, "a list of tools' names"),
 }
 _REMOTE_PARSERS: Parsers = {

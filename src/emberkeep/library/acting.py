@@ -56,7 +56,7 @@ class Acting:
         """Those of MCP servers."""
         return [prompt for clients in self._mcp() for prompt in clients.prompts()]
 
-    def prompt(self, name: str, arguments: Mapping[str, str]) -> list[Message]:
+    def prompt(self, name: str, arguments: Mapping[str, str]) -> Message:
         """One of them, filled. Raises NoSuchEntry, ToolFailed."""
         (clients,) = self._mcp()
         return self._bridge.run(clients.get_prompt(name, arguments))

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +16,13 @@ from pydantic import Field
 
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import NoSuchEntry, ToolFailed
-from emberkeep.mcp.content import prompt_messages, resource_text
+from emberkeep.mcp.content import prompt_message, resource_text
 from emberkeep.mcp.link import Link
 from emberkeep.mcp.listing import ListedTool, McpPrompt, read_resources
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.tools.base import ToolFunction, tool, tools_of
 from emberkeep.tools.choosing import ALL, Choice
-from emberkeep.types import Caller, Json, Message
+from emberkeep.types import Caller, Json, Message, Tool
 
 GROUP = "mcp"
 
@@ -70,7 +71,7 @@ class McpClients:
         _quiet_sdk()
         shared = Pins(pins)
         self._links = {server.name: Link(server, shared, clock) for server in servers}
-        self._own = tools_of(_McpTools(self._links, Choice((ALL,), disabled))) if servers else []
+        self._own = _McpTools(self._links, Choice((ALL,), disabled)).functions() if servers else []
 
     async def start(self) -> None:
         """One that takes long goes on starting, and its tools come later. Never raises."""
@@ -100,13 +101,13 @@ class McpClients:
     def prompts(self) -> list[McpPrompt]:
         return [prompt for link in self._links.values() for prompt in link.listing.prompts]
 
-    async def get_prompt(self, name: str, arguments: Mapping[str, str]) -> list[Message]:
+    async def get_prompt(self, name: str, arguments: Mapping[str, str]) -> Message:
         """A prompt, by the name that `prompts` gives it, filled. Raises NoSuchEntry, ToolFailed."""
         prompt = next((prompt for prompt in self.prompts() if prompt.name == name), None)
         if prompt is None:
             raise NoSuchEntry(f"There is no prompt {name}: `emberkeep mcp show SERVER` lists them.")
         ask = self._links[prompt.server].ask
-        return prompt_messages(
+        return prompt_message(
             await ask(lambda client: client.session.get_prompt(prompt.original, dict(arguments)))
         )
 
@@ -116,6 +117,10 @@ class McpClients:
     def tools(self, name: str) -> list[ListedTool]:
         """What one server offers, approved or not. Raises NoSuchEntry."""
         return list(self._link(name).listing.tools)
+
+    def trusts(self, name: str, tool: str) -> bool:
+        """Whether one server's tool runs without asking. Raises NoSuchEntry."""
+        return self._link(name).server.trusts(tool)
 
     async def resources(self, name: str) -> list[dict[str, str]]:
         """Raises NoSuchEntry, ToolFailed."""
@@ -136,11 +141,30 @@ ServerName = Annotated[str, Field(description="Name of the MCP server.")]
 
 
 class _McpTools:
-    """What can be done with every server."""
+    """What can be done with every server. Whether a call has to be allowed is up to the server that it goes to."""
 
     def __init__(self, links: Mapping[str, Link], choice: Choice) -> None:
         self._links = links
         self._choice = choice
+
+    def functions(self) -> list[ToolFunction]:
+        made = [replace(function, is_dangerous=not self._is_of_use(function)) for function in tools_of(self)]
+        return [replace(function, acts_as=partial(self._target, function)) for function in made]
+
+    def _is_of_use(self, function: ToolFunction) -> bool:
+        """Where nobody can be asked: there is a call of it that goes to somebody who is trusted."""
+        trusts = [link.server.trusted for link in self._links.values()]
+        return any(trusts) if function.name == _CALL else True in trusts
+
+    def _target(self, function: ToolFunction, arguments: Mapping[str, Json]) -> ToolFunction:
+        name, tool = str(arguments.get("server") or ""), str(arguments.get("tool"))
+        links = [link for link in self._links.values() if name in ("", link.server.name)]
+        if function.name != _CALL:
+            return _reading(function, links, name)
+        if not (name and links):
+            return replace(function, is_dangerous=False)  # it can only fail
+        # The tool itself: who allows or forbids it by one name does so by the other.
+        return _function(links[0], links[0].listed(tool))
 
     @tool(group=GROUP)
     async def mcp_list_resources(
@@ -159,7 +183,7 @@ class _McpTools:
         link = self._link(server)
         return resource_text(await link.ask(lambda client: client.session.read_resource(uri)))
 
-    @tool(group=GROUP, dangerous=True)
+    @tool(group=GROUP)
     async def mcp_call_tool(
         self,
         server: ServerName,
@@ -180,6 +204,20 @@ class _McpTools:
         return self._links[name]
 
 
+_CALL = _McpTools.mcp_call_tool.__name__
+
+
+def _reading(function: ToolFunction, links: Sequence[Link], server: str) -> ToolFunction:
+    """`function` for these servers alone: what is read tells them what the model is after."""
+    return replace(
+        function,
+        # In characters that no tool's name has.
+        definition=Tool(f"{server}__({function.name})" if server else function.name),
+        is_dangerous=not all(link.server.trusted is True for link in links),
+        allowed_by=_trust_of(links[0].server) if server and links else "",
+    )
+
+
 async def _resources(link: Link) -> Json:
     """One server that fails must not hide the others."""
     try:
@@ -196,10 +234,16 @@ def _function(link: Link, listed: ListedTool) -> ToolFunction:
         listed.definition,
         GROUP,
         run,
-        is_dangerous=not (listed.is_read_only or link.server.trusted),
+        # Whatever it says of itself: a server that means harm says that it only reads.
+        is_dangerous=not link.server.trusts(listed.name),
         # It limits itself; this is for a new start and the call.
         timeout_s=2 * link.server.timeout_s + 5,
+        allowed_by=_trust_of(link.server),
     )
+
+
+def _trust_of(server: McpServer) -> str:
+    return f"trusted = true in [mcp.servers.{server.name}]"
 
 
 def _state(link: Link) -> ServerState:

@@ -38,13 +38,18 @@ def resource_text(result: ReadResourceResult) -> str:
     return _joined(map(_resource_text, result.contents))
 
 
-def prompt_messages(result: GetPromptResult) -> list[Message]:
-    return [
-        Message(message.role, images=(Image(f"data:{content.mime_type};base64,{content.data}"),))
-        if isinstance(content := message.content, ImageContent)
-        else Message(message.role, _block_text(content))
+def prompt_message(result: GetPromptResult) -> Message:
+    """One message of the user who asked for it. What the server has the assistant say is quoted in it: as a
+    message of the assistant its control tokens would be taken for the model's own, and forge whole turns."""
+    contents = [message.content for message in result.messages]
+    images = [content for content in contents if isinstance(content, ImageContent)]
+    said = [
+        f"Assistant: {text}" if message.role == "assistant" else text
         for message in result.messages
+        if not isinstance(message.content, ImageContent) and (text := _block_text(message.content))
     ]
+    pictures = tuple(Image(f"data:{image.mime_type};base64,{image.data}") for image in images)
+    return Message("user", "\n\n".join(said), images=pictures)
 
 
 def _joined(parts: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from emberkeep.config import McpServer
 from emberkeep.errors import ToolFailed
 from emberkeep.mcp.connection import Connection
 from emberkeep.mcp.content import result_text
-from emberkeep.mcp.listing import ListedTool, Listing
+from emberkeep.mcp.listing import ListedTool, Listing, unlisted
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.mcp.text import cleaned, shortened
 from emberkeep.types import Json
@@ -66,6 +66,10 @@ class Link:
     def approve(self) -> None:
         """All tools as they are now. Raises OSError."""
         self._pins.approve(self.server.name, self.listing.tools)
+
+    def listed(self, name: str) -> ListedTool:
+        """As it was last offered; one that was not is known by its name alone."""
+        return next((tool for tool in self.listing.tools if tool.name == name), unlisted(self.server.name, name))
 
     async def find(self, name: str) -> ListedTool:
         """One that may be called. Raises ToolFailed."""

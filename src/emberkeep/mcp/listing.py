@@ -37,6 +37,7 @@ class ListedTool:
     definition: Tool
     """What models are told, under the name that they call it by."""
     is_read_only: bool
+    """It says so; nobody has to believe it."""
     digest: str
     """Of all that a person approves by using it, as the server said it."""
 
@@ -130,10 +131,15 @@ def _tool(tool: wire.Tool, name: str) -> ListedTool:
     is_read_only = bool(tool.annotations and tool.annotations.read_only_hint)
     description = shortened(cleaned(tool.description or ""), _DESCRIPTION_CHARS)
     definition = Tool(name, description, {"type": "object", **cleaned_json(tool.input_schema)})
-    # Without the hint in it, a tool that deletes could later call itself harmless, and nobody would be asked.
+    # With the hint: who approves a tool is shown it.
     approved = [tool.name, tool.description or "", tool.input_schema, is_read_only]
     digest = hashlib.sha256(json.dumps(approved, sort_keys=True).encode()).hexdigest()
     return ListedTool(tool.name, definition, is_read_only, digest)
+
+
+def unlisted(server: str, name: str) -> ListedTool:
+    """One that the server has not told of."""
+    return ListedTool(name, Tool(_names(server, [name])[0]), False, "")
 
 
 def _prompts(server: McpServer, listed: Sequence[wire.Prompt]) -> tuple[McpPrompt, ...]:

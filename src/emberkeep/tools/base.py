@@ -47,10 +47,18 @@ class ToolFunction:
     """It may run while others do."""
     timeout_s: float | None = None
     """None: the usual one."""
+    acts_as: Callable[[Mapping[str, Json]], ToolFunction] | None = None
+    """What a call with these arguments really does, where that is another tool's to allow."""
+    allowed_by: str = ""
+    """A setting that lets it run without asking."""
 
     @property
     def name(self) -> str:
         return self.definition.name
+
+    def target(self, arguments: Mapping[str, Json]) -> ToolFunction:
+        """The tool that has to be allowed for such a call: itself, mostly."""
+        return self if self.acts_as is None else self.acts_as(arguments)
 
 
 class ToolSource(Protocol):

@@ -30,6 +30,14 @@ class Choice:
             return _any(self.enabled, function)
         return self.asks or not function.is_dangerous
 
+    def allows(self, function: ToolFunction, target: ToolFunction) -> bool:
+        """A call of `function`, which is taken, that acts as `target`."""
+        return self.takes(target) or (_any(self.enabled, function) and not _any(self.disabled, target))
+
+    def would_ask(self, function: ToolFunction) -> bool:
+        """It is left out for one reason only: nobody can be asked."""
+        return not (self.enabled or self.asks or _any(self.disabled, function)) and function.is_dangerous
+
     def check(self, functions: Sequence[ToolFunction], later: Iterable[str] = ()) -> None:
         """Raises ConfigError for an entry that fits nothing; `later`: groups whose tools are not known yet."""
         known = {ALL, *later, *(function.group for function in functions)}

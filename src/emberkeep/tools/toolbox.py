@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,6 +18,8 @@ from emberkeep.tools.pages import MORE, Pages
 from emberkeep.tools.results import explained, spelled
 from emberkeep.tools.running import TookTooLong, within
 from emberkeep.types import Caller, Json, Outcome, Tool, ToolCall
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class ToolBox:
     async def start(self) -> None:
         """Returns when tools of other servers are known, or will not be soon. Never raises."""
         await asyncio.gather(*(source.start() for source in self._sources))
+        self._tell_left_out()
 
     async def close(self) -> None:
         await asyncio.gather(*(source.close() for source in self._sources), return_exceptions=True)
@@ -75,6 +79,14 @@ class ToolBox:
 
     def find(self, name: str) -> ToolFunction | None:
         return next((function for function in self.functions() if function.name == name), None)
+
+    def target(self, call: ToolCall) -> ToolFunction | None:
+        """The tool that has to be allowed for this call; None where there is none of that name."""
+        function = self.find(call.name)
+        try:
+            return None if function is None else function.target(_arguments(call))
+        except ToolFailed:  # nothing is going to run
+            return function
 
     def is_ours(self, name: str) -> bool:
         return (name == MORE.name and self._pages is not None) or self.find(name) is not None
@@ -105,16 +117,39 @@ class ToolBox:
         function = self.find(call.name)
         if function is None:
             raise ToolFailed(self._unknown(call.name))
+        arguments = _arguments(call)
+        target = function.target(arguments)
+        if not self._choice.allows(function, target):
+            raise ToolFailed(self._not_allowed(call.name, target))
         limit = function.timeout_s or self._limits.timeout_s
         try:
-            return await within(limit, function.run(_arguments(call), caller))
+            return await within(limit, function.run(arguments, caller))
         except TookTooLong as error:
             # Not that it was stopped: a thread cannot be.
             raise ToolFailed(f"{call.name} took longer than {limit:g} s: nobody waits for it any more.") from error
 
+    def _not_allowed(self, name: str, target: ToolFunction) -> str:
+        if not self._choice.would_ask(target):
+            return f"{target.name} is disabled: use another tool."
+        way = target.allowed_by or f"--enable-tools {name}"
+        return (
+            f"{name} asks before it runs, and nobody can be asked here: whoever runs this can allow it with {way}."
+        )
+
+    def _tell_left_out(self) -> None:
+        """What other servers offer and nobody has allowed, once for each of them."""
+        offered = [function for source in self._sources for function in source.functions()]
+        left_out = [function for function in offered if function.allowed_by and self._choice.would_ask(function)]
+        for way in dict.fromkeys(function.allowed_by for function in left_out):
+            names = [function.name for function in left_out if function.allowed_by == way]
+            log.warning("left out, as nobody can be asked here: %s; allow them with %s", ", ".join(names), way)
+
     def _unknown(self, name: str) -> str:
         if reason := next((why for source in self._sources if (why := source.withdrawn(name))), None):
             return reason
+        known = next((function for function in self.known() if function.name == name), None)
+        if known is not None and self._choice.would_ask(known):
+            return self._not_allowed(name, known)
         names = [tool.name for tool in self.definitions]
         near = difflib.get_close_matches(name, names, n=1)
         if near:
