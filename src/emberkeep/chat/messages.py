@@ -68,6 +68,17 @@ CALL_FORMS = tuple(
 )
 
 
+def values_for(
+    messages: Sequence[Message], tools: Sequence[Tool], form: CallForm, *, has_empty_list: bool
+) -> dict[str, Json]:
+    """The variables `messages` and `tools`; `has_empty_list`: where there are no tools, instead of none."""
+    no_tools: list[Json] | None = [] if has_empty_list else None
+    return {
+        "messages": [as_dict(message, form) for message in messages],
+        "tools": canonical_tools(tools) or no_tools,
+    }
+
+
 def as_dict(message: Message, form: CallForm) -> dict[str, Json]:
     """The object that templates know from Hugging Face: only keys that have something to say."""
     role = "system" if message.role == "developer" else message.role

@@ -137,7 +137,7 @@ def place_of(render: Render, request: Request, text: str, offset: int) -> Place:
 
 
 def _end(render: Render, request: Request, text: str, count: int) -> int:
-    return _common(render(request.messages[:count], request.tools), text)
+    return common_prefix(render(request.messages[:count], request.tools), text)
 
 
 def _tool_at(render: Render, request: Request, offset: int) -> str | None:
@@ -145,8 +145,8 @@ def _tool_at(render: Render, request: Request, offset: int) -> str | None:
     if not request.tools:
         return None
     text, without = render(request.messages, request.tools), render(request.messages, ())
-    begin = _common(without, text)
-    end = len(text) - _common(without[::-1], text[::-1])
+    begin = common_prefix(without, text)
+    end = len(text) - common_prefix(without[::-1], text[::-1])
     if not begin <= offset < end:
         return None
     starts = {tool.name: text.find(f'"{tool.name}"', begin) for tool in request.tools}
@@ -154,11 +154,16 @@ def _tool_at(render: Render, request: Request, offset: int) -> str | None:
     return max(before, key=lambda name: before[name]) if before else request.tools[0].name
 
 
-def _common(a: str, b: str) -> int:
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    return next(i for i in range(length) if a[i] != b[i])
+def common_prefix(a: str, b: str) -> int:
+    """In characters; found by halving, because comparing slices is quick and comparing characters is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _plain(request: Request, messages: Sequence[Message]) -> Json:

@@ -1,0 +1,315 @@
+"""Processes in which foreign templates run, and are stopped when they take too long (`render_worker`).
+
+One is started when it is first needed, and stays: it costs a tenth of a second and 25 MB once, and each prompt a
+little more than it would here. It gets no file, no socket but its own and no secret of the environment, and ends
+when this process does, because nobody holds the other end of its socket any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import hashlib
+import json
+import marshal
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import markupsafe
+
+from emberkeep.chat.budget import MAX_OUTPUT, MAX_SECONDS
+from emberkeep.chat.jinja import stopped
+from emberkeep.chat.render_worker import ANSWERED, ASKED, Answer, Question, fill
+from emberkeep.chat.traits import Traits
+from emberkeep.errors import Overloaded, TemplateFailed
+from emberkeep.signals import with_default_signals
+from emberkeep.types import Json
+
+MOST_WORKERS = 4
+_KEPT = 2
+_PATIENCE_S = 0.05
+"""A worker is soon free again, sooner than another one has started."""
+_START_S = 30.0
+_GRACE_S = 0.5
+"""For a template that stops by itself when its time is over, and has to say so."""
+_CHUNK = 1 << 16
+_ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""Dates are to be the same, and some Pythons do not start without their libraries. The rest may hold secrets."""
+_PROGRAM = "import sys; sys.path += sys.argv[1:]; from emberkeep.chat.render_worker import serve; serve()"
+
+
+class IsolatedTemplate:
+    """A template that runs in a worker. Safe to use from several threads.
+
+    Raises TemplateFailed; Overloaded when no worker can be started.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+
+    def render(self, values: Mapping[str, Json], seconds: float) -> str:
+        return self._ask(("render", self._key, dict(values)), seconds)
+
+    def traits(self, specials: Mapping[str, str], seconds: float) -> Traits:
+        text = self._ask(("traits", self._key, dict(specials)), seconds)
+        try:
+            return Traits.from_json(text)
+        except ValueError as error:
+            raise _broken() from error
+
+    def _ask(self, question: Question, seconds: float) -> str:
+        data = _plain(question)
+        with _POOL.worker() as worker:
+            answer = worker.ask(data, seconds)
+            if answer.kind is Answer.UNKNOWN:
+                answer = worker.ask(_plain(("load", self._key, self._source)), MAX_SECONDS)
+                if answer.kind is Answer.TEXT:
+                    answer = worker.ask(data, seconds)
+        if answer.kind is Answer.TEXT:
+            return answer.text
+        raise TemplateFailed(answer.text, "messages")
+
+
+def _plain(question: Question) -> bytes:
+    """Raises TemplateFailed where it holds something that is no JSON."""
+    try:
+        return marshal.dumps(question)
+    except ValueError:
+        pass  # subclasses, which are written as what they stand for
+    try:
+        kind, key, *about = question
+        return marshal.dumps((kind, key, *json.loads(json.dumps(about))))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise stopped(f"it cannot be given these values ({error})") from error
+
+
+def _broken() -> TemplateFailed:
+    return stopped("it ended the process that it ran in")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    kind: Answer
+    text: str
+
+
+class _Worker:
+    """A process, and this end of its socket. For one thread at a time.
+
+    After anything but an answer it has to be ended: what it says next would be taken for the answer to
+    another question.
+    """
+
+    def __init__(self) -> None:
+        """Raises Overloaded."""
+        try:
+            self._channel, self._process = _started()
+        except OSError as error:
+            raise _unavailable(error.strerror or str(error)) from error
+        self.is_spent = False
+        try:
+            self._answer(time.monotonic() + _START_S)
+        except (TemplateFailed, OSError) as error:
+            self.end()
+            raise _unavailable("it does not start") from error
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def is_waiting(self) -> bool:
+        """It is alive and has said nothing that nobody asked for."""
+        self._channel.setblocking(False)
+        try:
+            self._channel.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def ask(self, data: bytes, seconds: float) -> _Answered:
+        """Blocks for `seconds`, and a moment. Raises TemplateFailed."""
+        deadline = time.monotonic() + seconds + _GRACE_S
+        try:
+            self._wait_until(deadline)
+            self._channel.sendall(ASKED.pack(seconds, len(data)))
+            self._channel.sendall(data)
+            answer = self._answer(deadline)
+        except TimeoutError:
+            raise stopped("it takes too long") from None
+        except OSError as error:
+            raise self._ending() from error
+        self.is_spent = answer.kind is Answer.SPENT
+        return answer
+
+    def end(self) -> None:
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+    def leave(self) -> None:
+        """To the process that this one was forked from."""
+        self._channel.close()
+        self._process.returncode = 0  # not ours to wait for
+
+    def _answer(self, deadline: float) -> _Answered:
+        """Raises TemplateFailed, OSError."""
+        header = bytearray(ANSWERED.size)
+        try:
+            self._fill(memoryview(header), deadline)
+            kind, size = ANSWERED.unpack(header)
+            if size > 4 * MAX_OUTPUT:
+                raise _broken()
+            return _Answered(Answer(kind), self._text(size, deadline))
+        except EOFError:
+            raise self._ending() from None
+        except ValueError as error:  # no answer, or no UTF-8
+            raise _broken() from error
+
+    def _text(self, size: int, deadline: float) -> str:
+        """In pieces: lone surrogates take a microsecond each, all with the interpreter's lock."""
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+        parts: list[str] = []
+        chunk = bytearray(min(size, _CHUNK))
+        while size:
+            view = memoryview(chunk)[: min(size, _CHUNK)]
+            self._fill(view, deadline)
+            parts.append(decoder.decode(view))
+            size -= len(view)
+        return "".join(parts) + decoder.decode(b"", final=True)
+
+    def _fill(self, view: memoryview, deadline: float) -> None:
+        """Raises EOFError, OSError."""
+
+        def receive(rest: memoryview) -> int:
+            self._wait_until(deadline)
+            return self._channel.recv_into(rest)
+
+        fill(view, receive)
+
+    def _wait_until(self, deadline: float) -> None:
+        """How long the next operation may block. Raises TimeoutError."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left)
+
+    def _ending(self) -> TemplateFailed:
+        """It closed its end, and is as good as gone."""
+        self.end()
+        return stopped("it takes too long") if self._process.returncode == -signal.SIGXCPU else _broken()
+
+
+def _started() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Raises OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                with_default_signals([sys.executable, "-I", "-S", "-X", "utf8", "-c", _PROGRAM, *_folders()]),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+                start_new_session=True,  # Ctrl-C ends this process, which may have prompts to render until then
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return ours, process
+
+
+def _folders() -> dict[str, None]:
+    """Where what the worker imports was found here."""
+    theirs = [Path(module.__file__ or "").parents[1] for module in (jinja2, markupsafe)]
+    return dict.fromkeys(map(str, [Path(__file__).parents[2], *theirs]))
+
+
+def _unavailable(reason: str) -> Overloaded:
+    return Overloaded(f"There is no process for the model's chat template ({reason}): try again later.")
+
+
+class _Pool:
+    """Workers of this process. Safe to use from several threads; blocks while all of them are busy."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._free: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def worker(self) -> Iterator[_Worker]:
+        """One that nobody else has until the block ends. Ended if the block raises. Raises Overloaded."""
+        worker = self._take()
+        try:
+            if worker is None or not worker.is_waiting:
+                self._end(worker)
+                worker = self._start()
+            yield worker
+        except BaseException:
+            self._end(worker)
+            self._give_back(None)
+            raise
+        self._give_back(worker)
+
+    def close(self) -> None:
+        """End those that are not in use. The others end with their question, or this process."""
+        with self._changed:
+            free, self._free = self._free, []
+        for worker in free:
+            self._end(worker)
+
+    def after_fork(self) -> None:
+        """Two processes with one worker would read each other's prompts."""
+        for worker in self._workers:
+            worker.leave()
+        self._reset()
+
+    def _take(self) -> _Worker | None:
+        """None: start another one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or not self._taken, _PATIENCE_S)
+            self._changed.wait_for(lambda: self._free or self._taken < MOST_WORKERS)
+            self._taken += 1
+            return self._free.pop() if self._free else None
+
+    def _start(self) -> _Worker:
+        worker = _Worker()
+        self._workers.add(worker)
+        return worker
+
+    def _end(self, worker: _Worker | None) -> None:
+        if worker is not None:
+            worker.end()
+            self._workers.discard(worker)
+
+    def _give_back(self, worker: _Worker | None) -> None:
+        with self._changed:
+            self._taken -= 1
+            if worker and not worker.is_spent and len(self._free) < _KEPT:
+                self._free.append(worker)
+                worker = None
+            self._changed.notify()
+        self._end(worker)
+
+
+_POOL = _Pool()
+atexit.register(_POOL.close)
+os.register_at_fork(after_in_child=_POOL.after_fork)

@@ -1,0 +1,346 @@
+"""Processes that foreign templates run in: they answer only who asked, hold nothing of ours, and end with us."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+
+from emberkeep.chat import render_pool, template
+from emberkeep.chat.jinja import JinjaTemplate
+from emberkeep.chat.render_pool import MOST_WORKERS, IsolatedTemplate
+from emberkeep.chat.template import ChatTemplate
+from emberkeep.errors import Overloaded, TemplateFailed
+from emberkeep.types import Message
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ECHO = IsolatedTemplate("{{ text }}")
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[render_pool._Pool]:
+    pool = render_pool._Pool()
+    monkeypatch.setattr(render_pool, "_POOL", pool)
+    yield pool
+    pool.close()
+
+
+def pids(pool: render_pool._Pool) -> list[int]:
+    return [worker._process.pid for worker in pool._free]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(pid: int, within_s: float = 30.0) -> None:
+    """What others have started is not ours to wait for."""
+    deadline = time.monotonic() + within_s
+    while is_running(pid):
+        assert time.monotonic() < deadline, "it is still running"
+        time.sleep(0.02)
+
+
+# ── the same text as here ──
+
+
+class Mode(StrEnum):
+    LOUD = "loud"
+    QUIET = "quiet"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "plain",
+        "\ud83d\ude00 \ud800 lone \udc00 😀 日本語 \x00 \ufdd0",
+        "é" * 3_000_000,
+        "a" + "😀" * 700_000,
+        "a\udcff" * 90_000,
+        [1, 2.5, None, True, float("inf"), 2**200, {"a": [], "b": {"c": ()}}],
+        [Mode.LOUD, Mode.QUIET],
+    ],
+    ids=["plain", "surrogates", "wide", "wider", "many surrogates", "values", "subclasses"],
+)
+def test_values_and_texts_arrive_as_they_are(value: object) -> None:
+    source = "{% for x in value %}{{ x }},{% endfor %}" if isinstance(value, list) else "{{ value }}"
+    values = {"value": value}
+    assert IsolatedTemplate(source).render(values, 20.0) == JinjaTemplate(source).render(values, 20.0)
+
+
+def test_a_value_that_no_template_can_read_is_refused() -> None:
+    with pytest.raises(TemplateFailed, match="cannot be given these values"):
+        ECHO.render({"text": object()}, 2.0)
+    assert ECHO.render({"text": "x"}, 2.0) == "x"
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "Pacific/Pago_Pago"])
+def test_the_date_is_that_of_our_time_zone(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        now = IsolatedTemplate("{{ strftime_now('%Y-%m-%d %H:%M') }}").render({}, 2.0)
+        assert abs((datetime.now() - datetime.strptime(now, "%Y-%m-%d %H:%M")).total_seconds()) < 120
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: render_pool._Pool) -> None:
+    templates = [IsolatedTemplate(f"{i}{{{{ text }}}}") for i in range(20)]
+    for _ in range(2):
+        assert [one.render({"text": "x"}, 2.0) for one in templates] == [f"{i}x" for i in range(20)]
+    assert len(pids(pool)) == 1
+
+
+def test_everybody_gets_the_answer_to_what_they_asked(pool: render_pool._Pool) -> None:
+    def ask(i: int) -> bool:
+        text = f"{i} " * (1 + i * 37 % 400)
+        return ECHO.render({"text": text}, 20.0) == text
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(ask, range(400)))
+    assert pool._taken == 0
+
+
+# ── faults ──
+
+
+def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool._Pool) -> None:
+    assert ECHO.render({"text": "a"}, 2.0) == "a"
+    [pid] = pids(pool)
+    os.kill(pid, signal.SIGKILL)
+    pool._free[0]._process.wait()
+    assert ECHO.render({"text": "b"}, 2.0) == "b"
+    assert pids(pool) != [pid]
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_over_a_template_is_replaced(pool: render_pool._Pool) -> None:
+    assert ECHO.render({"text": "a"}, 2.0) == "a"
+    [pid] = pids(pool)
+    failures: list[TemplateFailed] = []
+
+    def loop() -> None:
+        try:
+            IsolatedTemplate(LOOPS).render({}, 600.0)
+        except TemplateFailed as failure:
+            failures.append(failure)
+
+    looping = threading.Thread(target=loop)
+    looping.start()
+    while pool._free:  # until it is at it
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    looping.join()
+    assert "ended the process that it ran in" in str(failures[0])
+    assert ECHO.render({"text": "b"}, 2.0) == "b"
+
+
+@pytest.mark.slow
+def test_a_worker_that_ran_out_of_memory_is_replaced(pool: render_pool._Pool) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("macOS does not count address space")
+    assert ECHO.render({"text": "a"}, 2.0) == "a"
+    before = pids(pool)
+    with pytest.raises(TemplateFailed, match="needs too much memory"):
+        IsolatedTemplate("{{ ('ab' * 99000000) | list | length }}").render({}, 20.0)
+    assert not pids(pool)
+    assert ECHO.render({"text": "b"}, 2.0) == "b"
+    assert pids(pool) != before
+
+
+def test_an_interrupted_question_leaves_no_answer_behind(
+    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ECHO.render({"text": "a"}, 2.0) == "a"
+
+    def interrupt(self: object, deadline: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(render_pool._Worker, "_answer", interrupt)
+        ECHO.render({"text": "somebody else's"}, 2.0)
+    assert ECHO.render({"text": "b"}, 2.0) == "b"
+    assert pool._taken == 0
+
+
+def test_no_descriptors_left_means_later_and_loses_nothing(
+    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(render_pool, "_started", fail)
+        for _ in range(MOST_WORKERS + 1):
+            with pytest.raises(Overloaded, match="Too many open files"):
+                ECHO.render({"text": "a"}, 2.0)
+    assert ECHO.render({"text": "b"}, 2.0) == "b"
+    assert pool._taken == 0
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_program_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_pool, "_PROGRAM", "raise SystemExit(1)")
+    with pytest.raises(Overloaded, match="does not start"):
+        ECHO.render({"text": "a"}, 2.0)
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"\xff" * 9,
+        b"\x01" + (1 << 60).to_bytes(8, "little"),
+        b"\x01" + (2).to_bytes(8, "little") + b"\xff\xff",
+        b"\x01" + (9).to_bytes(8, "little") + b"cut",
+    ],
+    ids=["no kind", "endless", "no UTF-8", "cut"],
+)
+def test_a_worker_that_was_taken_over_can_only_fail(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    hello = bytes([1]) + bytes(8)
+    program = f"import os; os.write(0, {hello!r}); os.read(0, 1); os.write(0, {says!r})"
+    monkeypatch.setattr(render_pool, "_PROGRAM", program)
+    with pytest.raises(TemplateFailed, match="was stopped"):
+        ECHO.render({"text": "a"}, 20.0)
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.slow
+def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = ChatTemplate(
+        "{% if messages[0].content == 'go' %}{{ 5 | round(-40000000) }}{% endif %}ok", bos="", eos=""
+    )
+    assert chat.render([Message("user", "hi")]) == "ok"
+    monkeypatch.setattr(template, "MAX_SECONDS", 600.0)
+    with ThreadPoolExecutor(2) as threads:
+        stuck = [threads.submit(chat.render, [Message("user", "go")]) for _ in range(2)]
+        monkeypatch.setattr(template, "MAX_SECONDS", 2.0)
+        for i in range(5):
+            assert ECHO.render({"text": str(i)}, 20.0) == str(i)
+        assert not any(one.done() for one in stuck)
+        for worker in list(render_pool._POOL._workers):
+            worker._process.kill()
+    assert all(isinstance(one.exception(), TemplateFailed) for one in stuck)
+
+
+# ── what it inherits, and when it ends ──
+
+
+@ON_LINUX
+def test_a_worker_has_no_file_socket_or_secret_of_ours(
+    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EMBERKEEP_API_KEY", "canary-7f3a")
+    with socket.socket() as ours, (tmp_path / "file").open("w") as file:
+        ours.set_inheritable(True)
+        os.set_inheritable(file.fileno(), True)
+        assert ECHO.render({"text": "a"}, 2.0) == "a"
+        [pid] = pids(pool)
+        inside = Path(f"/proc/{pid}")
+        assert b"canary" not in (inside / "environ").read_bytes()
+        held = sorted(str(link.readlink()) for link in (inside / "fd").iterdir())
+        assert held[:2] == ["/dev/null", "/dev/null"]
+        assert len(held) == 3
+        assert held[2].startswith("socket:")
+        assert (inside / "cwd").readlink() == Path("/")
+        assert os.getsid(pid) != os.getsid(0)
+
+
+@ON_LINUX
+def test_a_worker_has_limits_of_its_own(pool: render_pool._Pool) -> None:
+    assert ECHO.render({"text": "a"}, 2.0) == "a"
+    [pid] = pids(pool)
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    soft = {line[:25].strip(): line[25:].split()[0] for line in limits.splitlines()[1:]}
+    assert int(soft["Max address space"]) < 300 << 20
+    assert int(soft["Max cpu time"]) < 10
+    assert soft["Max file size"] == soft["Max core file size"] == "0"
+
+
+PARENT = """
+import os, sys, threading
+from emberkeep.chat import render_pool
+from emberkeep.chat.render_pool import IsolatedTemplate
+IsolatedTemplate("{{ 1 }}").render({}, 2.0)
+[worker] = render_pool._POOL._free
+if sys.argv[1] == "busy":
+    threading.Thread(target=IsolatedTemplate("{{ 5 | round(-40000000) }}").render, args=({}, 2.0)).start()
+    while render_pool._POOL._free:
+        pass
+print(worker._process.pid, flush=True)
+if sys.argv[1] == "exits":
+    sys.exit()
+sys.stdin.read()
+"""
+
+
+def started(program: str, *arguments: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["idle", "exits", "busy"])
+def test_a_worker_ends_with_who_started_it(how: str) -> None:
+    with started(PARENT, how) as parent:
+        assert parent.stdout and parent.stderr
+        pid = int(parent.stdout.readline())
+        if how != "exits":
+            parent.kill()
+        parent.wait()
+        wait_until_gone(pid)
+        assert parent.stderr.read() == ""
+
+
+FORKED = """
+import os
+from emberkeep.chat import render_pool
+from emberkeep.chat.render_pool import IsolatedTemplate
+echo = IsolatedTemplate("{{ text }}")
+echo.render({"text": "a"}, 2.0)
+pid = render_pool._POOL._free[0]._process.pid
+if child := os.fork():
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert echo.render({"text": "c"}, 2.0) == "c"
+    assert render_pool._POOL._free[0]._process.pid == pid
+    print("good")
+else:
+    assert not render_pool._POOL._free
+    assert echo.render({"text": "b"}, 2.0) == "b"
+    assert render_pool._POOL._free[0]._process.pid != pid
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_never_share_a_worker() -> None:
+    with started(FORKED) as parent:
+        said, errors = parent.communicate()
+    assert (said, errors) == ("good\n", "")
