@@ -13,6 +13,7 @@ from emberkeep import __version__
 from emberkeep.bench.disk import folder_bytes
 from emberkeep.config import total_ram
 from emberkeep.engine.llamacpp import system_info
+from emberkeep.models.parts import part_files
 from emberkeep.types import Json
 
 _PACKAGES = ("llama-cpp-python", "numpy", "fastapi", "uvicorn", "apsw")
@@ -41,7 +42,7 @@ def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
 
 
 def _size(model: Path) -> int:
-    return folder_bytes(model) if model.is_dir() else model.stat().st_size
+    return folder_bytes(model) if model.is_dir() else sum(file.stat().st_size for file in part_files(model))
 
 
 def _cpu() -> str:

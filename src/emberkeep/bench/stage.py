@@ -60,7 +60,8 @@ def open_stage(model: Path, parent: Path | None, say: Callable[[str], None]) -> 
 @contextmanager
 def open_place(model: Path, parent: Path | None, say: Callable[[str], None]) -> Iterator[ModelPlace]:
     with open_folder(parent, say) as place:
-        yield ModelPlace(place.folder, say, model.resolve())
+        # Not without its links: the parts of a split model are found by the names that these have.
+        yield ModelPlace(place.folder, say, model.absolute())
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def part_files(path: Path) -> tuple[Path, ...]:
     missing = [number for number, file in enumerate(files, 1) if not file.is_file()]
     if missing and len(missing) < len(files):
         raise ModelBroken(
-            f"{part.stem} in {named.parent} lacks {numbered(missing, part.count)}: "
+            f"{part.stem} in {named.parent.absolute()} lacks {numbered(missing, part.count)}: "
             "put all parts into one folder, under the names that they were published with."
         )
     return files

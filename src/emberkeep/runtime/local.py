@@ -25,6 +25,7 @@ from emberkeep.kv.store import Keeping, KvStore
 from emberkeep.models.digest import model_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
+from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile
 from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
 from emberkeep.runtime.tools import server_tools
@@ -244,7 +245,7 @@ def _hf_source(model: ModelFile) -> HfSource:
     prefix = "tokenizer.ggml."
     metadata = read_header(model.path).metadata
     facts = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    return HfSource(model.path.parent, model.path.name, facts)
+    return HfSource(model.path.parent, model.path.name, facts, part_files(model.path)[1:])
 
 
 def _context(config: Config, trained: int) -> int:

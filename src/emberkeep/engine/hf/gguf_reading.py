@@ -7,9 +7,10 @@ of tensors anew for every module. Both are avoided for as long as a model is bei
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,13 +26,23 @@ _NOTHING = np.zeros(1, np.uint8)
 
 
 @contextmanager
-def quick_reading() -> Iterator[None]:
-    """Until it ends, transformers loads GGUF files quickly and without a bar on stderr. One thread at a time."""
+def quick_reading(rest: Sequence[Path] = ()) -> Iterator[None]:
+    """Until it ends, transformers loads GGUF files quickly and without a bar on stderr. One thread at a time.
+
+    `rest`: the other parts of a split model, of which transformers reads the first and knows nothing.
+    """
     with ExitStack() as replaced:
-        replaced.enter_context(patch.object(gguf, "GGUFReader", _Reader))
+        replaced.enter_context(patch.object(gguf, "GGUFReader", partial(_read, rest)))
         replaced.enter_context(patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
         replaced.enter_context(patch.object(transformers_gguf, "tqdm", _without_bar))
         yield
+
+
+def _read(rest: Sequence[Path], path: str) -> _Reader:
+    reader = _Reader(path)
+    for part in rest:
+        reader.tensors.extend(_Reader(part).tensors)
+    return reader
 
 
 class _Reader(gguf.GGUFReader):

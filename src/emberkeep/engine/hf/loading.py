@@ -32,9 +32,11 @@ _CONTEXT_IF_UNKNOWN = 32_768
 class HfSource:
     folder: Path
     gguf: str | None = None
-    """The name of a GGUF file in the folder; None: the folder itself is the model."""
+    """The name of a GGUF file in the folder, or of its first part; None: the folder itself is the model."""
     facts: Mapping[str, Json] = field(default_factory=dict)
     """Of a GGUF file: its `tokenizer.ggml.*` without that prefix, as far as they are single values."""
+    rest: tuple[Path, ...] = ()
+    """Of a split GGUF file: the other parts, by number."""
 
     @property
     def name(self) -> str:
@@ -204,7 +206,7 @@ def _reading(source: HfSource) -> AbstractContextManager[None]:
     # Imported here because it needs a package that only GGUF files need.
     from emberkeep.engine.hf.gguf_reading import quick_reading
 
-    return quick_reading()
+    return quick_reading(source.rest)
 
 
 @contextmanager
