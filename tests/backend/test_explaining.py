@@ -11,9 +11,11 @@ import pytest
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
+from emberkeep.chat.render_pool import IsolatedTemplate
 from emberkeep.config import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import Overloaded
 from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Message, MissReason, Request, Sampling, Tool, private_namespace
 
@@ -102,6 +104,22 @@ def test_the_response_says_the_same(backend):
     assert lookup.reason is MissReason.EDITED
     assert lookup.divergence is not None
     assert lookup.divergence.where == "message 2 (user)"
+
+
+def test_an_answer_does_without_an_explanation_that_cannot_be_rendered_now(backend, monkeypatch):
+    ask(backend, CHAT)
+    render = IsolatedTemplate.render
+
+    def busy(self, values, seconds):
+        if not values["add_generation_prompt"]:
+            raise Overloaded("There is no process for it.")
+        return render(self, values, seconds)
+
+    monkeypatch.setattr(IsolatedTemplate, "render", busy)
+    answer = ask(backend, edited(1, "Which ships wait at the fourth pier, and how long?"))
+    assert answer.usage.completion_tokens == 2
+    assert answer.lookup.divergence is not None
+    assert not answer.lookup.divergence.where
 
 
 def test_a_new_question_is_no_edit(backend):

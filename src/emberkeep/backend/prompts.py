@@ -24,7 +24,7 @@ from emberkeep.chat.segments import (
 )
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.chat.tokens import PromptTokenizer, Spelled
-from emberkeep.errors import ContextExceeded, InvalidField, TemplateFailed
+from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.kv.entries import Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.store import KvStore
@@ -37,6 +37,8 @@ from emberkeep.types import EntryKind, Message, Request, Tool, Vocab
 _REMEMBERED_PREFIXES = 64
 _BORDERS = 4
 """Ends of messages, counted from the last, where a conversation may be taken up again."""
+_NOT_RENDERED = (TemplateFailed, Overloaded)
+"""No failures where an answer can do without: it is there already, or on its way."""
 _PROBES = ("1", "x")
 """First letters of a user's message that no tokenizer joins with each other."""
 
@@ -157,7 +159,7 @@ class PromptMaker:
             return None
         try:
             ids = self._stable_prefix(request)
-        except TemplateFailed:
+        except _NOT_RENDERED:
             return None
         is_there = 0 < len(ids) < len(tokens) and common_prefix(ids, tokens) == len(ids)
         return Stable(_stable_label(request, key), len(ids)) if is_there else None
@@ -181,7 +183,7 @@ class PromptMaker:
         if request.prompt is not None:
             return None
         offset = prompt.spelled.offset_of(token_index, self.detokenize)
-        with suppress(TemplateFailed):
+        with suppress(*_NOT_RENDERED):
             return place_of(self._ender(request), request, prompt.text, offset)
         return None
 
@@ -258,7 +260,7 @@ class PromptMaker:
         ends: list[int] = []
         stable = self.stable(request, tokens)
         if request.prompt is None:
-            with suppress(TemplateFailed):
+            with suppress(*_NOT_RENDERED):
                 ends = message_ends(self._ender(request), request, text, _BORDERS)
         position_at = dict(spelled.ends)
         found = [position_at[end] for end in ends if end in position_at]
