@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from emberkeep.chat.template import NO_ARGS, ChatTemplate
-from emberkeep.chat.tokens import SEAM, alternatives
+from emberkeep.chat.tokens import SEAM
 from emberkeep.types import Json, Message, Tool, Vocab
+from emberkeep.types.alternatives import alternatives
 
 _QUOTED = ("user", "tool")
 """Who speaks for others. The system's words are the owner's, and an assistant's are the model's own tokens."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
 from emberkeep.types import Vocab
+from emberkeep.types.alternatives import alternatives
 
 Replay = Callable[[Sequence[int], bytes, int, Set[int]], tuple[tuple[int, ...], int]]
 """(ids before, the whole text, a start, borders) to the ids that were really sampled for the text from that start,
@@ -111,12 +111,6 @@ class PromptTokenizer:
             known = tuple(self._vocab.tokenize(fragment))
             self._known.put(fragment, known)
         return known
-
-
-def alternatives(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Whichever of them comes first, the longest where several begin there; None where there are none."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 class _Fragments:

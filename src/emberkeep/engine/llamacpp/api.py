@@ -40,6 +40,7 @@ VERSIONS = ("0.5", "0.6")
 TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_LSTRIP, TOKEN_RSTRIP = 1, 8, 16, 128, 256
 """Bits of a token's attributes."""
 
+VOCAB_BPE = 2
 FLASH_ATTENTION_ON = 1
 TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """ggml's numbers for the types that live KV may have."""
@@ -190,6 +191,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_adapter_lora_init": (c_void_p, (c_void_p, c_char_p)),
     "llama_set_adapters_lora": (c_int32, (c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float))),
     # vocabularies
+    "llama_vocab_type": (c_int, (c_void_p,)),
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
     "llama_vocab_get_attr": (c_int, (c_void_p, c_int32)),
     "llama_vocab_is_eog": (c_bool, (c_void_p, c_int32)),

@@ -35,7 +35,8 @@ class LlamaModel:
         if not self.handle:
             raise ModelBroken(f"llama.cpp cannot load {path.name}: {binding.take_errors() or 'unknown format'}.")
         self.offloads = gpu_layers > 0 and bool(llama().llama_supports_gpu_offload())
-        self.vocab = LlamaVocab(llama().llama_model_get_vocab(self.handle))
+        pre = self.metadata("tokenizer.ggml.pre") or ""
+        self.vocab = LlamaVocab(llama().llama_model_get_vocab(self.handle), pre)
         self.train_context: int = llama().llama_model_n_ctx_train(self.handle)
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 from emberkeep.engine.llamacpp import api
 from emberkeep.engine.llamacpp.api import Handle
+from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, SLOW_WITH_RUNS, on_large_stack
 from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.text_cutter import RUN, TextCutter
 
 _STRIPS = api.TOKEN_LSTRIP | api.TOKEN_RSTRIP
 _UNSEEN = api.TOKEN_CONTROL | api.TOKEN_UNKNOWN
@@ -16,10 +18,11 @@ _WHOLE = _UNSEEN | api.TOKEN_USER_DEFINED
 
 
 class LlamaVocab:
-    """`handle` belongs to the model, which must outlive this object."""
+    """`handle` belongs to the model, which must outlive this object; `pre` is its name for its pre-tokenizer."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Handle, pre: str = "") -> None:
         self._handle = handle
+        self._pre = pre
         self.size: int = llama().llama_vocab_n_tokens(handle)
         self._attrs = [int(llama().llama_vocab_get_attr(handle, i)) for i in range(self.size)]
         self.pieces: Sequence[bytes] = _read_pieces(handle, self.size)
@@ -43,6 +46,32 @@ class LlamaVocab:
         return not any(attr & _WHOLE and attr & _STRIPS for attr in self._attrs)
 
     def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+        if len(text) <= CALLER_CHARS:
+            return self._tokenize_piece(text, parse_special)
+        pieces = (self._cutter if parse_special else self._blind_cutter).pieces(text)
+        return on_large_stack(lambda: self._tokenize_pieces(pieces, parse_special))
+
+    @cached_property
+    def _cutter(self) -> TextCutter:
+        return self._cutter_for(self.specials.keys())
+
+    @cached_property
+    def _blind_cutter(self) -> TextCutter:
+        """For texts in which control tokens are not looked for."""
+        return self._cutter_for([text for text, token in self.specials.items() if token not in self.controls])
+
+    def _cutter_for(self, specials: Collection[str]) -> TextCutter:
+        # The other kinds have no pre-tokenizer, and some put a blank before whatever is cut off.
+        is_bpe = llama().llama_vocab_type(self._handle) == api.VOCAB_BPE
+        run = RUN if is_bpe and self._pre in SLOW_WITH_RUNS else None
+        return TextCutter(specials, strips=not self.splits_at_specials, run=run, limits_matches=is_bpe)
+
+    def _tokenize_pieces(self, pieces: Sequence[str], parse_special: bool) -> list[int]:
+        # A long run gives the same piece many times, and the library compiles its patterns anew for every one.
+        ids = {piece: self._tokenize_piece(piece, parse_special) for piece in dict.fromkeys(pieces)}
+        return [token for piece in pieces for token in ids[piece]]
+
+    def _tokenize_piece(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
         # A token is at least one byte, but a vocabulary may put a blank before the text.
         room = len(data) + 8

@@ -1,0 +1,129 @@
+"""No text of any length or shape ends the process, and ordinary texts get the ids that one call gives them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, on_large_stack
+from emberkeep.engine.llamacpp.vocab import LlamaVocab
+from emberkeep.engine.text_cutter import MAX_MATCH, MAX_SPECIALS
+from helpers.long_texts import COMMON, SHAPES
+from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, load
+
+LENGTHS = [int(chars) for chars in os.environ.get("EMBERKEEP_TOKENIZER_LENGTHS", "40000").split(",")]
+"""In characters. All shapes are tried up to 200,000, the common ones with every length."""
+
+FEW = (*COMMON, "kana", "words", "slashes and newlines", "specials")
+VOCABULARIES = (*(f"gpt2:{pre}" for pre in PRE_TOKENIZERS), *OTHER_TOKENIZERS)
+
+Load = Callable[[str], LlamaVocab]
+
+LETTERS = st.sampled_from(
+    [*"abIT017 \n\t.,!/'é好か・€", "the ", "  ", "\r\n", "'s", "a\u0301", "👩‍👧", "<|im_end|>"]
+)
+TEXTS = st.lists(LETTERS, max_size=60).map("".join)
+
+
+@pytest.fixture(scope="module")
+def vocab_of(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    known: dict[str, LlamaVocab] = {}
+
+    def vocab_of(name: str) -> LlamaVocab:
+        if name not in known:
+            model, _, pre = name.partition(":")
+            found = load(tmp_path_factory.mktemp("vocab"), model, pre or "default")
+            if found is None:
+                pytest.skip(f"this llama.cpp does not know {name}")
+            known[name] = found
+        return known[name]
+
+    return vocab_of
+
+
+def tokenize_elsewhere(folder: Path, chars: int, shapes: tuple[str, ...], *vocabularies: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "helpers.long_texts",
+        str(folder),
+        str(chars),
+        ",".join(shapes),
+        *vocabularies,
+    ]
+    tests = Path(__file__).parent.parent
+    path = os.pathsep.join([str(tests), *sys.path])
+    child = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert child.returncode == 0, f"{child.returncode} after {child.stdout[-80:]!r}: {child.stderr[-2000:]}"
+
+
+def test_forty_thousand_letters_do_not_end_the_process(tmp_path: Path) -> None:
+    tokenize_elsewhere(tmp_path, 40_000, ("letters", "words"), "gpt2:exaone-moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_no_long_text_ends_the_process(tmp_path: Path, name: str) -> None:
+    for chars in LENGTHS:
+        shapes = FEW if LENGTHS == [40_000] else SHAPES if chars <= 200_000 else COMMON
+        tokenize_elsewhere(tmp_path, chars, shapes, name)
+
+
+@pytest.mark.parametrize("name", ["gpt2:tekken", "gpt2:gpt-2", "gpt2:bloom", "llama"])
+@settings(max_examples=20)
+@given(text=TEXTS, times=st.integers(1, 40))
+def test_an_ordinary_text_has_the_ids_of_one_call(vocab_of: Load, name: str, text: str, times: int) -> None:
+    vocab = vocab_of(name)
+    for parse_special in (True, False):
+        ids = vocab.tokenize(text * times, parse_special=parse_special)
+        assert ids == in_one_call(vocab, text * times, parse_special)
+
+
+@pytest.mark.parametrize("name", ["gpt2:tekken", "gpt2:exaone-moe", "gpt2:gpt-2", "llama"])
+def test_a_long_text_of_lines_or_sentences_has_the_ids_of_one_call(vocab_of: Load, name: str) -> None:
+    vocab = vocab_of(name)
+    for text in ("It's the 42nd line,  好!\n\n", "This is the one that. Or is it, then? "):
+        long = text * (3 * MAX_MATCH // len(text))
+        assert vocab.tokenize(long) == in_one_call(vocab, long)
+
+
+@pytest.mark.parametrize("name", ["gpt2:llama-bpe", "llama"])
+def test_many_special_tokens_have_the_ids_of_one_call(vocab_of: Load, name: str) -> None:
+    vocab = vocab_of(name)
+    text = "<|im_end|><s>\n the" * (3 * MAX_SPECIALS) + "a\n" * MAX_MATCH
+    assert vocab.tokenize(text) == in_one_call(vocab, text)
+    assert vocab.tokenize(text, parse_special=False) == in_one_call(vocab, text, parse_special=False)
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "7", "Q9+/", "<|im_end|", "👩‍👧"])
+def test_a_long_run_keeps_its_bytes_and_the_ids_of_its_beginning(vocab_of: Load, unit: str) -> None:
+    vocab = vocab_of("gpt2:gpt-4o")
+    text = "so: " + unit * (2 * MAX_MATCH // len(unit)) + "<|im_end|>."
+    ids = vocab.tokenize(text)
+    assert b"".join(vocab.pieces[token] for token in ids) == text.encode()
+    assert ids.count(vocab.specials["<|im_end|>"]) == 1
+    grown = vocab.tokenize(text + " and more")
+    assert grown[: len(ids) - 1] == ids[:-1]
+    assert vocab.tokenize(text[: MAX_MATCH + MAX_MATCH // 2])[:1000] == ids[:1000]
+
+
+def test_a_failure_on_the_large_stack_is_the_callers() -> None:
+    with pytest.raises(ZeroDivisionError):
+        on_large_stack(lambda: 1 // 0)
+
+
+def test_texts_beyond_the_callers_stack_are_tokenized_on_another_thread(vocab_of: Load) -> None:
+    vocab = vocab_of("gpt2:tekken")
+    text = "a" * (CALLER_CHARS + 1)
+    assert vocab.tokenize(text) == in_one_call(vocab, text)
+
+
+def in_one_call(vocab: LlamaVocab, text: str, parse_special: bool = True) -> list[int]:
+    return on_large_stack(lambda: vocab._tokenize_piece(text, parse_special))
