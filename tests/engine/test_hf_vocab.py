@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.engine.hf.gguf import repair
 from emberkeep.engine.hf.loading import HfSource, load_model
 from emberkeep.engine.hf.vocab import HfVocab
 from emberkeep.engine.llamacpp import LlamaModel
+from emberkeep.engine.text_cutter import MAX_MATCH
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import read_header
 from helpers import tiny_gguf, tiny_hf
@@ -128,6 +130,50 @@ def test_a_tokenizer_that_cuts_or_pads_does_neither_here() -> None:
 
 def test_half_a_surrogate_pair_is_replaced() -> None:
     assert bytes_of(KINDS["byte level"], "a\ud83cb") == "a\N{REPLACEMENT CHARACTER}b".encode()
+
+
+def split_by(*patterns: str) -> HfVocab:
+    made = byte_level()
+    by_pattern = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*by_pattern, made.pre_tokenizer])
+    return HfVocab(made, tiny_hf.VOCAB)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    started, ticks = threading.Event(), 0
+
+    def tick() -> None:
+        nonlocal ticks
+        started.set()
+        while not is_done.wait(0.001):
+            ticks += 1
+
+    is_done = threading.Event()
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started.wait()
+    KINDS["byte level"].tokenize("some text, " * 50_000)
+    is_done.set()
+    ticking.join()
+    assert ticks > 5
+
+
+@pytest.mark.parametrize("pattern", [r"\s+$", r"\d{1,3}(?=(?:\d{3})*\b)", r"(?=(\d{3})+(?!\d))"])
+def test_long_runs_take_no_longer_than_their_length(pattern: str) -> None:
+    """Without an end after some of it, a million of them would take hours."""
+    vocab = split_by(pattern)
+    for unit in (" ", "7"):
+        text = "a" + unit * 100_000 + "é<|im_end|>"
+        ids = vocab.tokenize(text)
+        assert b"".join(vocab.pieces[token] for token in ids) == text.encode()
+        assert ids[-1] == vocab.specials["<|im_end|>"]
+
+
+def test_no_match_of_a_pattern_is_longer_than_it_may_be() -> None:
+    """One that is given up after ten million steps ends in a panic, which is no Exception."""
+    vocab = split_by(r"\p{Lu}*\p{Ll}+|\p{Lu}+|\s+|[^\s\p{L}]+")
+    assert max(map(len, vocab._cutter.pieces("A" * 100_000))) == MAX_MATCH
+    assert vocab.tokenize("A" * 100_000) == vocab.tokenize("A") * 100_000
 
 
 def test_a_tokenizer_that_loses_blanks_is_refused() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from emberkeep.engine.text_cutter import RUN, TextCutter
 from emberkeep.errors import ModelBroken
 from emberkeep.types import Json
 
@@ -32,6 +34,9 @@ _ENDINGS = frozenset(
     }
 )
 """Models end a turn with these even where their files name another token as the end."""
+
+# Its threads, one for each core, are for batches of texts; here a text is tokenized on the thread that asks.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -82,8 +87,14 @@ class HfVocab:
 
     def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
         tokenizer = self._tokenizer if parse_special else self._blind
-        ids: list[int] = tokenizer.encode(_encodable(text), add_special_tokens=False).ids
-        return ids
+        pieces = self._cutter.pieces(_encodable(text))
+        # `encode` would hold the interpreter lock: a long text would stop every other thread for seconds.
+        encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        return [token for encoding in encodings for token in encoding.ids]
+
+    @cached_property
+    def _cutter(self) -> TextCutter:
+        return _cutter_for(self._tokenizer, self.specials.keys())
 
     @cached_property
     def _blind(self) -> Tokenizer:
@@ -100,6 +111,18 @@ def _make_exact(tokenizer: Tokenizer) -> None:
     if _is_byte_level(tokenizer) and set(_types(tokenizer.normalizer)) <= _UNICODE_FORMS | {"Sequence"}:
         # Text that comes back from a client must give the tokens that it was sampled as.
         tokenizer.normalizer = None
+
+
+def _cutter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextCutter:
+    parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
+    patterns = [str(part["pattern"].get("Regex", "")) for part in parts if part["type"] == "Split"]
+    puts_blanks = any(part.get("add_prefix_space") or part["type"] in ("Prepend", "Metaspace") for part in parts)
+    if puts_blanks or not any(patterns):
+        return TextCutter()
+    # What is looked for at the end of a run (DeepSeek's `\s+$`, Cohere's `(?=(?:\d{3})*\b)`) is so from all of it,
+    # and a match that is given up after ten million letters ends in a panic.
+    looks_far = any("$" in pattern or "(?=" in pattern for pattern in patterns)
+    return TextCutter(specials, strips=True, run=RUN if looks_far else None, limits_matches=True)
 
 
 def _encodable(text: str) -> str:
