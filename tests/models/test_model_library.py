@@ -132,6 +132,7 @@ def test_a_name_that_no_file_can_have_is_not_found(library: ModelLibrary, name: 
 
 
 HOSTILE = ["..", ".", "", "../m", "a/b", "/etc/passwd", "a\\b", "a\0b", ".hidden", "A", "a b", "é", "a" * 129]
+HOSTILE += ["m-00001-of-00002"]  # would be taken for a part of a split model
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -146,7 +147,20 @@ def test_a_hostile_name_never_becomes_a_path(library: ModelLibrary, tmp_path: Pa
     assert sorted(p.name for p in tmp_path.rglob("*.gguf")) == ["w.gguf"]
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "....gguf", "-_.GGUF", "模型.gguf", "x" * 300, "İ.gguf", "\ud800"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *HOSTILE,
+        "....gguf",
+        "-_.GGUF",
+        "模型.gguf",
+        "x" * 300,
+        "İ.gguf",
+        "\ud800",
+        "a" * 111 + "-00001-of-00002x",
+        "a-00001-of-00002._-00001-of-00002.gguf",
+    ],
+)
 def test_every_file_name_gives_a_valid_id(name: str) -> None:
     assert is_model_id(id_from(name))
     assert checked_id(id_from(name)) == id_from(name)

@@ -62,7 +62,7 @@ def test_a_file_that_is_not_there_is_called_missing(spec: str) -> None:
         parse(spec)
 
 
-@pytest.mark.parametrize("spec", ["qwen", "hf:o", "hf:o/m.gguf", "hf:o/r/model.bin", ""])
+@pytest.mark.parametrize("spec", ["qwen", "hf:o", "hf:o/m.gguf", "hf:o/r/model.bin", "hf:o/r/../../m.gguf", ""])
 def test_anything_else_is_explained(spec: str) -> None:
     with pytest.raises(ModelNotFound, match=f"^{spec} cannot be pulled: give .*hf:owner/repo/file"):
         parse(spec)

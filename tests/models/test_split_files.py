@@ -19,7 +19,7 @@ from emberkeep.models import digest, gguf, parts
 from emberkeep.models.digest import model_digest
 from emberkeep.models.folder import profile_of
 from emberkeep.models.gguf import read_header
-from emberkeep.models.library import ModelLibrary
+from emberkeep.models.library import ModelLibrary, id_at
 from emberkeep.models.parts import MAX_PARTS, PartName, part_files, part_name
 
 
@@ -96,6 +96,17 @@ def test_the_parts_are_read_as_one_model(files: list[Path], tmp_path: Path) -> N
         assert header.file_size == sum(part.stat().st_size for part in files)
         assert header.parts == PARTS
         assert whole.metadata.items() <= header.metadata.items()
+
+
+def test_the_first_part_may_hold_no_tensors(tmp_path: Path) -> None:
+    for number, tensors in enumerate((0, 1)):
+        entries = [
+            ("split.no", "uint16", number),
+            ("split.count", "uint16", 2),
+            ("split.tensors.count", "int32", 1),
+        ]
+        _written(tmp_path / f"m-0000{number + 1}-of-00002.gguf", entries, tensors=tensors)
+    assert [tensor.name for tensor in read_header(tmp_path / "m-00001-of-00002.gguf").tensors] == ["t0"]
 
 
 def test_the_profile_is_that_of_the_whole_model(files: list[Path], tmp_path: Path) -> None:
@@ -261,6 +272,7 @@ def test_any_part_and_the_folder_lead_to_the_first_part(files: list[Path], libra
     for path in [*files, files[0].parent]:
         found = library.resolve(str(path))
         assert (found.id, found.path) == ("big.q4_0", files[0])
+        assert id_at(path) == "big.q4_0"
 
 
 def test_a_folder_with_one_file_is_that_model(tmp_path: Path, library: ModelLibrary) -> None:

@@ -15,7 +15,7 @@ from emberkeep.config import Config, ttls
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, store_folders
-from emberkeep.models.library import id_from
+from emberkeep.models.library import id_at
 from emberkeep.server.wire.cache import asked_body, asked_request, shown_json
 from emberkeep.types import CacheEntry, Explanation, Json, Removed, Verified
 
@@ -131,8 +131,8 @@ def full_ids(entries: Sequence[CacheEntry], ids: Sequence[str]) -> set[str]:
 
 
 def is_called(name: str, wanted: str | None) -> bool:
-    """Whether a model of that name is meant by a name, or by the path of its file."""
-    return wanted is None or wanted == name or id_from(Path(wanted).name) == name
+    """Whether a model of that name is meant by a name, or by the path of its file or folder."""
+    return wanted is None or wanted == name or id_at(Path(wanted)) == name
 
 
 class _Loaded:

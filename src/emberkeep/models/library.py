@@ -29,6 +29,7 @@ from emberkeep.models.parts import MAX_PARTS, PartName, model_in, numbered, part
 RECORD = "model.json"
 FOLDER = "model"
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_PART_NUMBERS = re.compile(r"([._-]*-[0-9]{5}-of-[0-9]{5})+$")
 _REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)")
 
 
@@ -110,7 +111,7 @@ class ModelLibrary:
             return self.get(name_or_path)
         found = weights_at(path)
         if found is not None:
-            return ModelFile(id_from(found.name), part_files(found)[0])
+            return ModelFile(id_at(path), part_files(found)[0])
         if is_model_folder(path):
             return ModelFile(id_from(path.resolve().name), path)
         if path.is_dir():
@@ -255,7 +256,9 @@ def _make_private(weights: Path) -> None:
 
 
 def is_model_id(text: str) -> bool:
-    return _ID.fullmatch(text) is not None
+    """Whether files can be called like this, and be taken for a model of their own."""
+    part = part_name(f"{text}.gguf")
+    return _ID.fullmatch(text) is not None and (part is None or part.count == 1)
 
 
 def checked_id(text: str) -> str:
@@ -273,7 +276,15 @@ def is_repo(text: str) -> bool:
 
 
 def id_from(file_name: str) -> str:
-    """The id that a file gets when nobody gives it one: its name, as far as an id allows it."""
-    part = part_name(file_name)
-    stem = part.stem.lower() if part else file_name.lower().removesuffix(".gguf")
-    return re.sub(r"[^a-z0-9._-]+", "-", stem).strip(".-_")[:128] or "model"
+    """The id that a file gets when nobody gives it one: its name, without a part's number, as far as ids allow it."""
+    stem = re.sub(r"[^a-z0-9._-]+", "-", file_name.lower().removesuffix(".gguf")).strip(".-_")[:128]
+    return _PART_NUMBERS.sub("", stem).strip(".-_") or "model"
+
+
+def id_at(path: Path) -> str:
+    """The id of the model at a path."""
+    try:
+        found = weights_at(path)
+    except ModelError:
+        found = None
+    return id_from((found or path.absolute()).name)

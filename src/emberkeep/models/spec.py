@@ -121,7 +121,7 @@ def parse(spec: str) -> tuple[str, Source]:
     """
     if spec == DEFAULT_MODEL:
         return DEFAULT_MODEL, DEFAULT_SOURCE
-    if hub := _HUB.fullmatch(spec):
+    if (hub := _HUB.fullmatch(spec)) and ".." not in hub["file"].split("/"):
         file = whole_name(hub["file"])
         return id_from(file.rpartition("/")[2]), HubFile(hub["repo"], file, hub["revision"])
     if (repo := _HUB_REPO.fullmatch(spec)) and not repo["repo"].endswith(".gguf"):

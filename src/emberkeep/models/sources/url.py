@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> list[Path]:
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S) as client:
         if len(parts) == 1:
             return [_fetch_one(source, folder, client, reporter)]
-        whole = _Whole(reporter, _total(source, [_asked(part, client) for part in parts]))
+        whole = _Whole(reporter, _total(source, client))
         return [
             whole.done(_fetch_one(part, private_folder(folder / f"part-{number}"), client, whole))
             for number, part in enumerate(parts, 1)
@@ -65,28 +64,26 @@ def _fetch_one(source: UrlFile, folder: Path, client: httpx.Client, reporter: Re
         raise DownloadFailed(f"{source.label} cannot be fetched ({error}); check the address.") from error
 
 
-def _asked(source: UrlFile, client: httpx.Client) -> httpx.Response | None:
-    """What the server says about a file without sending it; None where it cannot be asked now."""
-    try:
-        return client.head(source.url, headers={"Accept-Encoding": "identity"})
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return None
-
-
-def _total(source: UrlFile, answers: Sequence[httpx.Response | None]) -> int | None:
+def _total(source: UrlFile, client: httpx.Client) -> int | None:
     """How many bytes all parts have, where the server says so. Raises DownloadFailed when some are not there.
 
     Only an answer that says so counts: many servers refuse to be asked, and send the file all the same.
     """
+    answers: list[httpx.Response] = []
+    for part in source.parts():
+        try:
+            answers.append(client.head(part.url, headers={"Accept-Encoding": "identity"}))
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return None  # what is wrong with it is said when the file is fetched
     gone = (httpx.codes.NOT_FOUND, httpx.codes.GONE)
-    missing = [number for number, answer in enumerate(answers, 1) if answer and answer.status_code in gone]
+    missing = [number for number, answer in enumerate(answers, 1) if answer.status_code in gone]
     if missing:
         raise DownloadFailed(
             f"{numbered(missing, len(answers)).capitalize()} of {source.label} cannot be found on the server: "
             "check the address; all parts must lie beside each other."
         )
-    sizes = [_content_length(answer) if answer and answer.is_success else None for answer in answers]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
+    sizes = [_content_length(answer) for answer in answers if answer.is_success]
+    return sum(filter(None, sizes)) if len(sizes) == len(answers) and None not in sizes else None
 
 
 class _Whole:
