@@ -276,7 +276,7 @@ def is_repo(text: str) -> bool:
 
 
 def id_from(file_name: str) -> str:
-    """The id that a file gets when nobody gives it one: its name, without a part's number, as far as ids allow it."""
+    """The id of a file that nobody gives one: its name, without a part's number, as far as an id allows it."""
     stem = re.sub(r"[^a-z0-9._-]+", "-", file_name.lower().removesuffix(".gguf")).strip(".-_")[:128]
     return _PART_NUMBERS.sub("", stem).strip(".-_") or "model"
 
