@@ -12,6 +12,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.lifecycle import Server
+from emberkeep.server.limits import Limits
 from emberkeep.server.listener import bind
 from emberkeep.types import (
     Completed,
@@ -112,15 +113,23 @@ class ScriptedBackend:
 class Running:
     """A server in a thread of its own."""
 
-    def __init__(self, backend: ScriptedBackend, config: Config) -> None:
+    def __init__(self, backend: ScriptedBackend, config: Config, limits: Limits | None = None) -> None:
         self.backend = backend
         self._listener = bind("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = Server(create_app(backend, config), config)
+        self._server = Server(create_app(backend, config, limits), config)
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    @property
+    def tasks(self) -> int:
+        return len(self._server.server_state.tasks)
 
     def stop(self) -> None:
         """Like one signal; nothing happens when the server has already stopped by itself."""
@@ -133,8 +142,8 @@ class Running:
 
 
 @contextmanager
-def running(backend: ScriptedBackend, config: Config) -> Iterator[Running]:
-    server = Running(backend, config)
+def running(backend: ScriptedBackend, config: Config, limits: Limits | None = None) -> Iterator[Running]:
+    server = Running(backend, config, limits)
     try:
         yield server
     finally:

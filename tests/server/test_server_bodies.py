@@ -8,8 +8,9 @@ import httpx
 import pytest
 from scripted import ScriptedBackend
 
-from emberkeep.server.reading import MAX_BODY_BYTES
+from emberkeep.server.limits import Limits
 
+MAX_BODY_BYTES = Limits().body_bytes
 CHAT = "/v1/chat/completions"
 
 

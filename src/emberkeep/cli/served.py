@@ -40,7 +40,14 @@ class ServedStore:
         """The name of its folder under `<data_dir>/kv`."""
 
     def entries(self) -> list[CacheEntry]:
-        return [_entry(listed) for listed in self._ask("GET", "/v1/cache")["data"]]
+        """Page by page: what moves from one to the next meanwhile is told once."""
+        found: dict[str, CacheEntry] = {}
+        offset, has_more = 0, True
+        while has_more:
+            page = self._ask("GET", "/v1/cache", params={"offset": offset})
+            found |= {listed["id"]: _entry(listed) for listed in page["data"]}
+            offset, has_more = offset + len(page["data"]), page["has_more"]
+        return list(found.values())
 
     def stats(self) -> Json:
         return self._ask("GET", "/v1/stats")["store"]

@@ -183,6 +183,13 @@ class Config:
             "Requests that one user may have here at a time, running or waiting.",
         ),
     )
+    connections: int = field(
+        default=1000,
+        metadata=_about(
+            whole(1, 100_000),
+            "Connections that may be open; never more than half of the files the process may open.",
+        ),
+    )
     evict: bool = field(
         default=True,
         metadata=_about(

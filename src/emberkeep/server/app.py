@@ -19,8 +19,10 @@ from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.checking import refusal
+from emberkeep.server.bodies import BodyBounds
 from emberkeep.server.drain import Drain, DrainMiddleware
 from emberkeep.server.feed import ClientGone
+from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.metrics.collector import StatsCollector
 from emberkeep.server.metrics.requests import RequestMetrics
 from emberkeep.server.openapi import DescribedApp
@@ -34,30 +36,34 @@ from emberkeep.server.routes.native import native_routes
 from emberkeep.server.routes.openai import openai_routes
 from emberkeep.server.routes.warm import warm_routes
 from emberkeep.server.security import SecurityMiddleware
+from emberkeep.server.side_work import SideWork
 from emberkeep.server.wire.errors import Failure, failure_of
 
 log = logging.getLogger(__name__)
 
 
-def create_app(backend: Backend, config: Config) -> FastAPI:
+def create_app(backend: Backend, config: Config, limits: Limits | None = None) -> FastAPI:
     """The caller keeps the backend and closes it.
 
-    `app.state` has the application's own `drain` and `metrics`, for the server around it to begin and to feed.
+    `app.state` has the application's own `drain`, `metrics` and `limits`, for the server around it to begin, to
+    feed and to keep.
     """
-    drain, registry = Drain(), CollectorRegistry()
+    drain, registry, side = Drain(), CollectorRegistry(), SideWork()
     registry.register(StatsCollector(backend))
     app = DescribedApp(
         title="Emberkeep", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.drain = drain
+    app.state.limits = limits or Limits(connections=affordable(config.connections))
     app.state.metrics = RequestMetrics(registry)
     app.include_router(openai_routes(backend))
-    app.include_router(native_routes(backend, drain, is_public=config.api_key is not None))
-    app.include_router(cache_routes(backend))
+    app.include_router(native_routes(backend, drain, side, is_public=config.api_key is not None))
+    app.include_router(cache_routes(backend, side))
     app.include_router(warm_routes(backend))
-    app.include_router(memory_routes(backend))
+    app.include_router(memory_routes(backend, side))
     app.include_router(expert_routes(backend))
     app.include_router(metrics_routes(registry))
+    app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)
     app.add_middleware(DrainMiddleware, drain=drain)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,15 +16,34 @@ from emberkeep.server.wire.errors import failure_of
 RETRY_AFTER_S = 5.0
 
 
+def stopping() -> Overloaded:
+    return Overloaded("The server is shutting down: try again in a moment.", RETRY_AFTER_S)
+
+
 class Drain:
     """Shared by the server, which begins it, and the middleware, which keeps count."""
 
     def __init__(self) -> None:
         self.draining = False
         self.running = 0
+        self._uploads: set[asyncio.Timeout] = set()
 
     def begin(self) -> None:
+        """What has not been asked to its end yet is new work too: it is not waited for."""
         self.draining = True
+        for upload in self._uploads:
+            upload.reschedule(0)
+
+    @contextmanager
+    def waiting(self, upload: asyncio.Timeout) -> Iterator[None]:
+        """For a client to send more of its request; the drain ends that."""
+        if self.draining:
+            upload.reschedule(0)
+        self._uploads.add(upload)
+        try:
+            yield
+        finally:
+            self._uploads.discard(upload)
 
 
 class DrainMiddleware:
@@ -36,8 +57,7 @@ class DrainMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif self._drain.draining and scope["method"] in ("POST", "PUT", "DELETE"):
-            error = Overloaded("The server is shutting down: try again in a moment.", RETRY_AFTER_S)
-            await failure_response(failure_of(error))(scope, receive, send)
+            await failure_response(failure_of(stopping()))(scope, receive, send)
         else:
             await self._counted(scope, receive, send)
 

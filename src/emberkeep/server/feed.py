@@ -1,7 +1,8 @@
 """The events of one HTTP request, read as they come and taken in batches.
 
 One task per source reads ahead, so that a slow client never slows an engine step down, and whatever has piled
-up goes out in one write. One more task waits for the client to leave.
+up goes out in one write. It piles up only so far: a client that does not read on in time loses its answer, and the
+engine's slot with it. One more task waits for the client to leave.
 """
 
 from __future__ import annotations
@@ -14,11 +15,26 @@ from typing import cast
 
 from starlette.types import Receive
 
-from emberkeep.types import Completed, Event
+from emberkeep.server.limits import Limits
+from emberkeep.server.wire.errors import Failure, Refused
+from emberkeep.types import Completed, Event, ReasoningDelta, TextDelta, ToolCallDelta
+
+_LIMITS = Limits()
+_EVENT_BYTES = 256
+"""Of an event and its frame, besides the text."""
+_LOGPROB_BYTES = 128
 
 
 class ClientGone(Exception):
     """Nobody is left to answer."""
+
+
+class ReadTooSlowly(Refused):
+    """What piled up for a client was not read in time."""
+
+    def __init__(self) -> None:
+        message = "The answer was not read in time, and was given up: ask again, and read it as it comes."
+        super().__init__(Failure(408, "invalid_request_error", message, "read_timeout"))
 
 
 def closing(source: AsyncIterator[Event]) -> aclosing[AsyncGenerator[Event, None]]:
@@ -36,9 +52,16 @@ class Feed:
     """Starts reading at once; needs a running loop. Close it, also after an error."""
 
     def __init__(
-        self, sources: Sequence[AsyncIterator[Event]], receive: Receive, bills: list[Completed] | None = None
+        self,
+        sources: Sequence[AsyncIterator[Event]],
+        receive: Receive,
+        bills: list[Completed] | None = None,
+        limits: Limits = _LIMITS,
     ) -> None:
         """`bills` gets the Completed of every source."""
+        self._limits = limits
+        self._unsent = 0
+        self._taken = asyncio.Event()
         self._bills = [] if bills is None else bills
         self._events: list[Event] = []
         self._error: Exception | None = None
@@ -59,6 +82,8 @@ class Feed:
         """
         await self._news.wait()
         batch, self._events = self._events, []
+        self._unsent = 0
+        self._taken.set()
         if self._error is not None and not batch:
             raise self._error
         if self._reading and self._error is None:
@@ -93,12 +118,37 @@ class Feed:
         async for event in source:
             self._events.append(event)
             self._news.set()
+            self._unsent += _size(event)
+            if self._unsent > self._limits.unsent_bytes:
+                await self._room()
             if type(event) is Completed:
                 self._bills.append(event)
                 return
         raise RuntimeError("the backend's events ended without Completed")
 
+    async def _room(self) -> None:
+        """Waits until what has piled up was taken. Raises ReadTooSlowly."""
+        self._taken.clear()
+        try:
+            async with asyncio.timeout(self._limits.stalled_s):
+                await self._taken.wait()
+        except TimeoutError:
+            raise ReadTooSlowly from None
+
     async def _watch(self, receive: Receive) -> None:
         await disconnected(receive)
         self._error = ClientGone()
         self._news.set()
+
+
+def _size(event: Event) -> int:
+    """About as much as it takes here and on the wire."""
+    match event:
+        case TextDelta():
+            shown = sum(1 + len(token.top) for token in event.logprobs)
+            return _EVENT_BYTES + len(event.text) + _LOGPROB_BYTES * shown
+        case ReasoningDelta():
+            return _EVENT_BYTES + len(event.text)
+        case ToolCallDelta():
+            return _EVENT_BYTES + len(event.arguments)
+    return _EVENT_BYTES

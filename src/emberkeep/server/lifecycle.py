@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
+from emberkeep.server.connection import Connections, bounded
 from emberkeep.server.drain import Drain
 from emberkeep.server.metrics.requests import Metered
 from emberkeep.server.rehearsal import rehearse
@@ -43,6 +44,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 log_level="debug" if config.log_level == "debug" else "warning",
                 access_log=False,
+                http=bounded(Connections(app.state.limits, app.state.metrics.refused)),
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,

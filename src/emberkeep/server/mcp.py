@@ -8,7 +8,11 @@ import uvicorn
 
 from emberkeep.config import Config, check_exposure
 from emberkeep.mcp.server import HTTP_PATH, McpHost
+from emberkeep.server.bodies import BodyBounds
+from emberkeep.server.connection import Connections, bounded
+from emberkeep.server.drain import Drain
 from emberkeep.server.lifecycle import KEEP_ALIVE_S, LAST_WORDS_S
+from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.listener import bind
 from emberkeep.server.presence import reachable_url
 from emberkeep.server.security import SecurityMiddleware
@@ -17,11 +21,13 @@ from emberkeep.server.security import SecurityMiddleware
 def serve_mcp(host: McpHost, config: Config) -> None:
     """Blocks until SIGINT or SIGTERM. Raises EmberkeepError when it cannot start."""
     check_exposure(config)
+    limits = Limits(connections=affordable(config.connections))
     settings = uvicorn.Config(
-        SecurityMiddleware(host.http_app(), config),
+        SecurityMiddleware(BodyBounds(host.http_app(), Drain(), limits), config),
         log_config=None,
         log_level="debug" if config.log_level == "debug" else "warning",
         access_log=False,
+        http=bounded(Connections(limits)),
         ws="none",
         lifespan="on",
         proxy_headers=False,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Annotated, TypeVar
 
+from fastapi import Query
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError
+from emberkeep.library.fields import INT32_MAX
 from emberkeep.server.account import account_of
-from emberkeep.server.feed import ClientGone, Feed, closing
+from emberkeep.server.feed import ClientGone, Feed, ReadTooSlowly, closing
 from emberkeep.server.wire.answer import Answer
 from emberkeep.server.wire.errors import Failure, failure_of
 from emberkeep.server.wire.frames import Frames
@@ -22,9 +25,32 @@ from emberkeep.types import Event, Finished, Json, ReasoningDelta, Request, Text
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+PAGE = 1000
+"""Items that are listed at a time."""
+Limit = Annotated[int, Query(ge=1, le=PAGE)]
+Offset = Annotated[int, Query(ge=0, le=INT32_MAX)]
+
 
 def json_response(value: Json, status: int = 200) -> Response:
     return Response(json.dumps(value).encode(), status, media_type="application/json")
+
+
+def list_response(name: str, items: Iterable[Json], **more: Json) -> Response:
+    """An object with a list under `name`, which may be long: each item is written by itself, so that other threads
+    go on in between."""
+    written = ", ".join(map(json.dumps, items))
+    rest = "".join(f", {json.dumps(key)}: {json.dumps(value)}" for key, value in more.items())
+    return Response(f"{{{json.dumps(name)}: [{written}]{rest}}}", media_type="application/json")
+
+
+def page_response(
+    items: Sequence[T], to_json: Callable[[T], Json], limit: int, offset: int, **more: Json
+) -> Response:
+    shown = items[offset : offset + limit]
+    has_more = offset + len(shown) < len(items)
+    return list_response("data", map(to_json, shown), object="list", has_more=has_more, **more)
 
 
 def failure_response(failure: Failure) -> Response:
@@ -89,6 +115,8 @@ class EventStream(Response):
                 await self._write(send)
             except ClientGone:
                 pass
+            except ReadTooSlowly as slow:
+                await send(_part(slow.failure.frame(), last=True))
             except Exception as error:
                 if not isinstance(error, EmberkeepError):
                     log.exception("A stream failed.")
@@ -114,7 +142,7 @@ def _part(body: bytes, *, last: bool) -> dict[str, Json]:
 def _feed(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Feed:
     account = account_of(http.scope)
     account.prompts = len(requests)
-    return Feed(_sources(backend, requests), http.receive, account.bills)
+    return Feed(_sources(backend, requests), http.receive, account.bills, http.app.state.limits)
 
 
 def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterator[Event]]:

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emberkeep.server.account import Account, Outcome, account_of
 from emberkeep.server.metrics.figures import PREFIX
+from emberkeep.server.wire.errors import Failure
 from emberkeep.types import Completed, MissReason
 
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -42,14 +43,20 @@ class RequestMetrics:
 
     def observe(self, account: Account, seconds: float) -> None:
         """Of a request that has ended and took that long."""
-        if outcome := account.outcome:
-            self._requests.labels(outcome).inc()
+        outcome = account.outcome
         if outcome is Outcome.REFUSED and account.failure:
-            self._refused.labels(account.failure.code or account.failure.type).inc()
+            self.refused(account.failure)
+        elif outcome:
+            self._requests.labels(outcome).inc()
         if outcome is Outcome.FINISHED:
             self._whole.observe(seconds)
         for bill in account.bills:
             self._observe_bill(bill)
+
+    def refused(self, failure: Failure) -> None:
+        """Before it became a request."""
+        self._requests.labels(Outcome.REFUSED).inc()
+        self._refused.labels(failure.code or failure.type).inc()
 
     def _observe_bill(self, bill: Completed) -> None:
         timings, reason = bill.timings, bill.lookup.reason

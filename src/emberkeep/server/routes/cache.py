@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -16,8 +15,9 @@ from emberkeep.library.fields import INT32_MAX, Label
 from emberkeep.server.leaving import while_there
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.reading import read, read_object
-from emberkeep.server.respond import json_response
+from emberkeep.server.respond import PAGE, Limit, Offset, json_response, page_response
 from emberkeep.server.routes.openai import check_model
+from emberkeep.server.side_work import SideWork
 from emberkeep.server.wire.cache import (
     SAMPLE,
     TOKENS,
@@ -27,9 +27,9 @@ from emberkeep.server.wire.cache import (
     asked_request,
     entry_json,
     explained_json,
-    list_json,
     removed_json,
     shown_json,
+    totals_json,
     verified_json,
 )
 from emberkeep.server.wire.chat import ChatBody
@@ -41,7 +41,6 @@ SHOWN_CHARS = 2000
 _ACTIONS = ("pin", "unpin", "gc", "explain", "verify")
 
 Kind = Literal["conversation", "prefix"]
-Limit = Annotated[int, Query(ge=1, le=INT32_MAX)]
 Chars = Annotated[int, Query(ge=0, le=INT32_MAX)]
 
 
@@ -54,73 +53,77 @@ class _EntryId(StringConvertor):
 register_url_convertor("entry_id", _EntryId())
 
 
-def cache_routes(backend: Backend) -> APIRouter:
+def cache_routes(backend: Backend, side: SideWork) -> APIRouter:
     router = APIRouter()
-    _looking(router, backend)
-    _changing(router, backend)
-    _checking(router, backend)
+    _looking(router, backend, side)
+    _changing(router, backend, side)
+    _checking(router, backend, side)
     return router
 
 
-def _looking(router: APIRouter, backend: Backend) -> None:
+def _looking(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/cache")
     async def entries(
-        user_id: Label | None = None, kind: Kind | None = None, limit: Limit | None = None
+        user_id: Label | None = None, kind: Kind | None = None, limit: Limit = PAGE, offset: Offset = 0
     ) -> Response:
-        stored = await asyncio.to_thread(backend.cache.entries)
-        return json_response(list_json(_selected(stored, user_id, kind), limit))
+        return await side.run(_listed, backend, user_id, kind, limit, offset)
 
     @router.get("/v1/cache/{entry_id:entry_id}")
     async def entry(entry_id: str, chars: Chars = SHOWN_CHARS) -> Response:
-        return json_response(shown_json(await asyncio.to_thread(backend.cache.show, entry_id), chars))
+        return json_response(shown_json(await side.run(backend.cache.show, entry_id), chars))
 
 
-def _changing(router: APIRouter, backend: Backend) -> None:
+def _changing(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
     async def pin(http: HttpRequest) -> Response:
         body = await read(http, EntryBody)
-        return json_response(entry_json(await asyncio.to_thread(backend.cache.pin, body.id, True)))
+        return json_response(entry_json(await side.run(backend.cache.pin, body.id, True)))
 
     @router.post("/v1/cache/unpin", openapi_extra=takes(EntryBody))
     async def unpin(http: HttpRequest) -> Response:
         body = await read(http, EntryBody)
-        return json_response(entry_json(await asyncio.to_thread(backend.cache.pin, body.id, False)))
+        return json_response(entry_json(await side.run(backend.cache.pin, body.id, False)))
 
     @router.post("/v1/cache/gc")
     async def gc() -> Response:
-        return json_response(removed_json(await asyncio.to_thread(backend.cache.gc)))
+        return json_response(removed_json(await side.run(backend.cache.gc)))
 
     @router.delete("/v1/cache")
     async def remove_user(user_id: Label) -> Response:
-        return json_response(removed_json(await asyncio.to_thread(backend.cache.remove_user, user_id)))
+        return json_response(removed_json(await side.run(backend.cache.remove_user, user_id)))
 
     @router.delete("/v1/cache/{entry_id:entry_id}")
     async def remove(entry_id: str) -> Response:
-        return json_response(removed_json(await asyncio.to_thread(backend.cache.remove, entry_id)))
+        return json_response(removed_json(await side.run(backend.cache.remove, entry_id)))
 
 
-def _checking(router: APIRouter, backend: Backend) -> None:
+def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
         body = asked_body(await read_object(http))
         check_model(body.model, backend.card)
-        explanation = await asyncio.to_thread(backend.cache.explain, asked_request(body))
+        explanation = await side.run(backend.cache.explain, asked_request(body))
         return json_response(explained_json(explanation))
 
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
     async def verify(http: HttpRequest) -> Response:
         body = await read(http, VerifyBody)
         body.check()
-        return json_response(verified_json(await while_there(http, _verified(backend, body))))
+        return json_response(verified_json(await while_there(http, _verified(backend, side, body))))
 
 
-async def _verified(backend: Backend, body: VerifyBody) -> list[Verified]:
+async def _verified(backend: Backend, side: SideWork, body: VerifyBody) -> list[Verified]:
     """One after the other, so that others are held up little."""
     ids = body.ids
     if ids is None:
-        latest = await asyncio.to_thread(backend.cache.entries)
+        latest = await side.run(backend.cache.entries)
         ids = [entry.id for entry in latest[: body.sample or SAMPLE]]
     return [await backend.verify(entry_id, body.tokens or TOKENS) for entry_id in ids]
+
+
+def _listed(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:
+    entries = _selected(backend.cache.entries(), user, kind)
+    return page_response(entries, entry_json, limit, offset, totals=totals_json(entries))
 
 
 def _selected(entries: Sequence[CacheEntry], user: str | None, kind: Kind | None) -> list[CacheEntry]:

@@ -22,7 +22,8 @@ from emberkeep.library.lines import line
 from emberkeep.library.memory import check_fact, switched_on
 from emberkeep.server.openapi import takes
 from emberkeep.server.reading import read
-from emberkeep.server.respond import json_response
+from emberkeep.server.respond import PAGE, Limit, Offset, json_response, page_response
+from emberkeep.server.side_work import SideWork
 from emberkeep.server.wire.errors import failure_of
 from emberkeep.server.wire.fields import UserFields, UserId
 from emberkeep.server.wire.memory import (
@@ -32,7 +33,6 @@ from emberkeep.server.wire.memory import (
     conversation_json,
     conversations_json,
     fact_json,
-    facts_json,
     forgotten_json,
     found_json,
     one_owner,
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 LINES: dict[int | str, dict[str, Json]] = {200: {"content": {"application/x-ndjson": {}}}}
 
 _ROWS = 256
-"""Of an export, at a time."""
+_BYTES = 1 << 20
+"""Of an export, at a time: whichever is reached first."""
 
 
 class _AnyText(StringConvertor):
@@ -70,25 +71,27 @@ def _whose(
 Whose = Annotated[UserFields, Depends(_whose)]
 
 
-def memory_routes(backend: Backend) -> APIRouter:
+def memory_routes(backend: Backend, side: SideWork) -> APIRouter:
     router = APIRouter()
-    _searching(router, backend)
-    _facts(router, backend)
-    _conversations(router, backend)
-    _keeping(router, backend)
+    _searching(router, backend, side)
+    _facts(router, backend, side)
+    _conversations(router, backend, side)
+    _keeping(router, backend, side)
     return router
 
 
-def _searching(router: APIRouter, backend: Backend) -> None:
+def _searching(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/search")
     async def search(
         query: Question, whose: Whose, max_results: MaxResults = 5, conversation_id: Label | None = None
     ) -> Response:
         memory, owner = switched_on(backend.memory), whose.to_namespace()
-        found = await asyncio.to_thread(
-            memory.search, owner, query, max_results=max_results, conversation=conversation_id or None
-        )
-        return json_response(found_json(found))
+
+        def found() -> Response:
+            of = conversation_id or None
+            return json_response(found_json(memory.search(owner, query, max_results=max_results, conversation=of)))
+
+        return await side.run(found)
 
     example = {"question": "Where is the spare key?", "answer": "Under the blue pot."}
 
@@ -96,70 +99,72 @@ def _searching(router: APIRouter, backend: Backend) -> None:
     async def store_answer(http: HttpRequest, whose: Whose) -> Response:
         memory, body = switched_on(backend.memory), await read(http, AnswerBody)
         owner = one_owner(body, whose)
-        return json_response(
-            answer_json(await asyncio.to_thread(memory.store_answer, owner, body.question, body.answer))
-        )
+        return json_response(answer_json(await side.run(memory.store_answer, owner, body.question, body.answer)))
 
 
-def _facts(router: APIRouter, backend: Backend) -> None:
+def _facts(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/facts")
-    async def facts(whose: Whose) -> Response:
-        memory = switched_on(backend.memory)
-        return json_response(facts_json(await asyncio.to_thread(memory.facts, whose.to_namespace())))
+    async def facts(whose: Whose, limit: Limit = PAGE, offset: Offset = 0) -> Response:
+        memory, owner = switched_on(backend.memory), whose.to_namespace()
+        return await side.run(lambda: page_response(memory.facts(owner), fact_json, limit, offset))
 
     @router.get("/v1/memory/facts/{name:any_text}")
     async def fact(name: FactName, whose: Whose) -> Response:
         memory = switched_on(backend.memory)
-        return json_response(fact_json(await asyncio.to_thread(_fact, memory, whose.to_namespace(), name)))
+        return json_response(fact_json(await side.run(_fact, memory, whose.to_namespace(), name)))
 
     @router.put("/v1/memory/facts/{name:any_text}", openapi_extra=takes(FactBody, value="Ada"))
     async def set_fact(http: HttpRequest, name: FactName, whose: Whose) -> Response:
         memory, body = switched_on(backend.memory), await read(http, FactBody)
         check_fact(name, body.value)
-        told = await asyncio.to_thread(_set_fact, memory, one_owner(body, whose), name, body.value)
+        told = await side.run(_set_fact, memory, one_owner(body, whose), name, body.value)
         return json_response(fact_json(told))
 
     @router.delete("/v1/memory/facts/{name:any_text}")
     async def delete_fact(name: FactName, whose: Whose) -> Response:
         memory = switched_on(backend.memory)
-        if not await asyncio.to_thread(memory.delete_fact, whose.to_namespace(), name):
+        if not await side.run(memory.delete_fact, whose.to_namespace(), name):
             raise _no_fact(name)
         return json_response(forgotten_json(Forgotten(facts=1)))
 
 
-def _conversations(router: APIRouter, backend: Backend) -> None:
+def _conversations(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/conversations")
     async def conversations(whose: Whose, limit: MaxConversations = 50) -> Response:
         memory = switched_on(backend.memory)
-        saved = await asyncio.to_thread(memory.conversations, whose.to_namespace(), limit)
+        saved = await side.run(memory.conversations, whose.to_namespace(), limit)
         return json_response(conversations_json(saved))
 
     @router.get("/v1/memory/conversations/{conversation_id:any_text}")
     async def conversation(conversation_id: Name, whose: Whose) -> Response:
         memory = switched_on(backend.memory)
-        saved = await asyncio.to_thread(memory.conversation, whose.to_namespace(), conversation_id)
-        if saved is None:
-            raise NoSuchEntry("No such conversation is saved: GET /v1/memory/conversations lists those that are.")
-        return json_response(conversation_json(saved))
+        return await side.run(_conversation, memory, whose.to_namespace(), conversation_id)
 
 
-def _keeping(router: APIRouter, backend: Backend) -> None:
+def _keeping(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/stats")
     async def stats(whose: Whose) -> Response:
         memory = switched_on(backend.memory)
-        return json_response(stats_json(await asyncio.to_thread(memory.stats, whose.to_namespace())))
+        return json_response(stats_json(await side.run(memory.stats, whose.to_namespace())))
 
     @router.get("/v1/memory/export", responses=LINES)
     async def export(whose: Whose) -> Response:
         rows = switched_on(backend.memory).export(whose.to_namespace())
         # The status goes out with the first lines: what is wrong from the beginning still gets its own.
-        first = await asyncio.to_thread(_lines, rows)
+        first = await side.run(_lines, rows)
         return StreamingResponse(_from(first, rows), media_type="application/x-ndjson")
 
     @router.delete("/v1/memory")
     async def forget(whose: Whose, conversation_id: Name | None = None) -> Response:
         memory, owner = switched_on(backend.memory), _named(whose)
-        return json_response(forgotten_json(await asyncio.to_thread(memory.forget, owner, conversation_id)))
+        return json_response(forgotten_json(await side.run(memory.forget, owner, conversation_id)))
+
+
+def _conversation(memory: Memory, owner: str, conversation_id: str) -> Response:
+    saved = memory.conversation(owner, conversation_id)
+    if saved is None:
+        raise NoSuchEntry("No such conversation is saved: GET /v1/memory/conversations lists those that are.")
+    return json_response(conversation_json(saved))
 
 
 def _fact(memory: Memory, owner: str, name: str) -> Fact:
@@ -187,7 +192,13 @@ def _named(whose: UserFields) -> str:
 
 def _lines(rows: Iterator[Mapping[str, Json]]) -> bytes:
     """The next few, empty at the end."""
-    return "".join(map(line, islice(rows, _ROWS))).encode()
+    lines, size = [], 0
+    for row in islice(rows, _ROWS):
+        lines.append(line(row).encode())
+        size += len(lines[-1])
+        if size >= _BYTES:
+            break
+    return b"".join(lines)
 
 
 async def _from(lines: bytes, rows: Iterator[Mapping[str, Json]]) -> AsyncIterator[bytes]:

@@ -10,16 +10,22 @@ from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.backend.base import Backend
+from emberkeep.errors import InvalidField
 from emberkeep.library.messages import to_messages
 from emberkeep.server.drain import Drain
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.reading import read
-from emberkeep.server.respond import json_response
+from emberkeep.server.respond import json_response, list_response
+from emberkeep.server.side_work import SideWork
 from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
 from emberkeep.types import Json
 
+MAX_PIECES = 128 << 10
+_SLICE = 10_000
+"""Tokens that are written without letting other threads go on."""
 
-def native_routes(backend: Backend, drain: Drain, *, is_public: bool) -> APIRouter:
+
+def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: bool) -> APIRouter:
     """`is_public`: who asks may not know the key."""
     router = APIRouter()
 
@@ -36,26 +42,23 @@ def native_routes(backend: Backend, drain: Drain, *, is_public: bool) -> APIRout
 
     @router.get("/v1/stats")
     async def stats() -> Response:
-        return json_response(backend.stats())
-
-    # Long texts take a while: a thread keeps the loop free for the streams.
+        # The figures may have to wait for locks: not in the loop that serves the streams.
+        return await asyncio.to_thread(lambda: json_response(backend.stats()))
 
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody, content="hello world"))
     async def tokenize(http: HttpRequest) -> Response:
         body = await read(http, TokenizeBody)
-        return json_response({"tokens": await asyncio.to_thread(_tokens, backend, body)})
+        return await side.run(_tokens, backend, body)
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody, tokens=[1, 2]))
     async def detokenize(http: HttpRequest) -> Response:
         body = await read(http, DetokenizeBody)
-        return json_response({"content": await asyncio.to_thread(backend.detokenize, body.tokens)})
+        return await side.run(lambda: json_response({"content": backend.detokenize(body.tokens)}))
 
     @router.post("/apply-template", openapi_extra=takes(TemplateBody, messages=[HELLO]))
     async def apply_template(http: HttpRequest) -> Response:
         body = await read(http, TemplateBody)
-        tools = [tool.to_tool() for tool in body.tools or ()]
-        prompt = await asyncio.to_thread(backend.apply_template, to_messages(body.messages), tools)
-        return json_response({"prompt": prompt})
+        return await side.run(_prompt, backend, body)
 
     return router
 
@@ -69,10 +72,19 @@ def _for_anybody(health: Json) -> Json:
     return {key: _for_anybody(value) for key, value in health.items() if key != "error"}
 
 
-def _tokens(backend: Backend, body: TokenizeBody) -> list[Json]:
+def _tokens(backend: Backend, body: TokenizeBody) -> Response:
     ids = backend.tokenize(
         body.content, add_special=bool(body.add_special), parse_special=body.parse_special is not False
     )
-    if body.with_pieces:
-        return [{"id": token, "piece": backend.detokenize([token])} for token in ids]
-    return list(ids)
+    if not body.with_pieces:
+        slices = (ids[i : i + _SLICE] for i in range(0, len(ids), _SLICE))
+        written = ", ".join(", ".join(map(str, part)) for part in slices)
+        return Response(f'{{"tokens": [{written}]}}', media_type="application/json")
+    if len(ids) > MAX_PIECES:
+        raise InvalidField("with_pieces", f"is for {MAX_PIECES} tokens at most: send less, or leave it out.")
+    return list_response("tokens", ({"id": token, "piece": backend.detokenize([token])} for token in ids))
+
+
+def _prompt(backend: Backend, body: TemplateBody) -> Response:
+    tools = [tool.to_tool() for tool in body.tools or ()]
+    return json_response({"prompt": backend.apply_template(to_messages(body.messages), tools)})

@@ -9,6 +9,8 @@ from emberkeep.library.checking import HALF_A_CHARACTER, B, checked
 from emberkeep.types import Json
 
 MAX_DEPTH = 64
+MAX_VALUES = 1_000_000
+"""As many token ids as the longest contexts have. Others wait for the parser, which takes a fifth of a second."""
 
 
 def parse_body(model: type[B], raw: bytes) -> B:
@@ -25,6 +27,8 @@ def parse_object(raw: bytes) -> dict[str, Json]:
 
 
 def _parse_json(raw: bytes) -> Json:
+    if _values(raw) > MAX_VALUES and _values(_without_strings(raw)) > MAX_VALUES:
+        raise RequestError(f"The body has more than {MAX_VALUES:,} values: send less.")
     try:
         text = raw.decode("utf-8")
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -44,6 +48,17 @@ def _parse_json(raw: bytes) -> Json:
         raise RequestError(f"The body is not valid JSON: {error}.") from None
     _check_depth(value)
     return value
+
+
+def _values(raw: bytes) -> int:
+    """No fewer than the values and keys that are there: each but the first follows one of these."""
+    return raw.count(b",") + raw.count(b"[") + raw.count(b"{") + raw.count(b":")
+
+
+def _without_strings(raw: bytes) -> bytes:
+    """Texts may have as many commas as they like. More strings than values are allowed are not looked at."""
+    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(unescaped.split(b'"', 2 * MAX_VALUES)[::2])
 
 
 def _refuse_constant(name: str) -> Json:

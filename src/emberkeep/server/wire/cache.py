@@ -55,16 +55,11 @@ def asked_request(body: ChatBody | CompletionBody) -> Request:
 # ── answers ──
 
 
-def list_json(entries: Sequence[CacheEntry], limit: int | None) -> dict[str, Json]:
-    """Totals are of all `entries`, also of those beyond `limit`."""
+def totals_json(entries: Sequence[CacheEntry]) -> dict[str, Json]:
     return {
-        "object": "list",
-        "data": [entry_json(entry) for entry in entries[:limit]],
-        "totals": {
-            "entries": len(entries),
-            "tokens": sum(entry.tokens for entry in entries),
-            "bytes": sum(entry.bytes for entry in entries),
-        },
+        "entries": len(entries),
+        "tokens": sum(entry.tokens for entry in entries),
+        "bytes": sum(entry.bytes for entry in entries),
     }
 
 

@@ -42,10 +42,6 @@ def _recollection_json(found: Recollection) -> dict[str, Json]:
     return {**told, "conversation": found.conversation or None}
 
 
-def facts_json(facts: Sequence[Fact]) -> dict[str, Json]:
-    return {"object": "list", "data": [fact_json(fact) for fact in facts]}
-
-
 def fact_json(fact: Fact) -> dict[str, Json]:
     return {"object": "memory.fact", **asdict(fact)}
 

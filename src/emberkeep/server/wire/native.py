@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from emberkeep.library.checking import Body
 from emberkeep.library.fields import Count
 from emberkeep.library.messages import MessageList, ToolList
 
+MAX_CHARS = 4 << 20
+MAX_TOKENS = 1 << 20
+
 
 class TokenizeBody(Body):
-    content: str
+    content: Annotated[str, Field(max_length=MAX_CHARS)]
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
 
 
 class DetokenizeBody(Body):
-    tokens: list[Count]
+    tokens: Annotated[list[Count], Field(max_length=MAX_TOKENS)]
 
 
 class TemplateBody(Body):

@@ -1,0 +1,328 @@
+"""One HTTP connection, within limits.
+
+uvicorn's protocol takes heads of any size, waits for them without end, and queues any number of pipelined
+requests. This one counts, and looks at its clocks now and then: what is too much is refused in OpenAI's error
+shape where an answer is possible, and cut off where it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from emberkeep.server.limits import Limits
+from emberkeep.server.respond import failure_response
+from emberkeep.server.security import OPEN_PATHS
+from emberkeep.server.wire.errors import Failure
+
+log = logging.getLogger(__name__)
+
+_ERROR = "invalid_request_error"
+_BAD_HTTP = Failure(400, _ERROR, "This is not valid HTTP/1.1: check what was sent.", "bad_http")
+_SLOW_HEAD = Failure(
+    408, _ERROR, "The request's headers did not arrive in time: send them at once.", "head_timeout"
+)
+_LONG_TARGET = Failure(414, _ERROR, "The path and query are too long: send less.", "target_too_long")
+_LARGE_HEAD = Failure(431, _ERROR, "The headers are too large or too many: send fewer.", "headers_too_large")
+_PIPELINED = Failure(429, _ERROR, "Too many requests were sent ahead: wait for answers.", "too_many_pipelined")
+_CROWDED = Failure(
+    503,
+    "overloaded",
+    "Too many connections are open: try again in a moment.",
+    "overloaded",
+    headers={"Retry-After": "1", "Connection": "close"},
+)
+
+
+@dataclass(slots=True)
+class Connections:
+    """What all connections of one server share. Belongs to the event loop's thread."""
+
+    limits: Limits = field(default_factory=Limits)
+    on_refusal: Callable[[Failure], None] = lambda failure: None
+    """Is told what was refused before the application heard of it."""
+    unfinished: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    """Connections whose client has not sent all of a request, the one that waits longest first."""
+
+
+def bounded(connections: Connections) -> type[Connection]:
+    """For `uvicorn.Config(http=...)`, which takes a class."""
+    return type("BoundedConnection", (Connection,), {"shared": connections})
+
+
+class Connection(HttpToolsProtocol):
+    shared = Connections()
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = self.shared.limits
+        self._served = self.app
+        self._cycles: deque[RequestResponseCycle] = deque()
+        """Requests that were not answered yet; the first one runs."""
+        self._head = _Head()
+        self._head_since: float | None = None
+        """None while the client has begun no request, and is in no hurry to."""
+        self._in_body = False
+        self._ends_in_this_data = False
+        self._is_deaf = False
+        """Refused: whatever else comes is not looked at."""
+        self._failure = _BAD_HTTP
+        self._close_at: float | None = None
+        self._unread: tuple[float, int] | None = None
+        """Since when the client has been watched reading, and how many bytes were left for it then."""
+        self._check_timer: asyncio.TimerHandle | None = None
+
+    # ── the connection ──
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_since = self.loop.time()
+        self._check_timer = self.loop.call_later(self._limits.check_s, self._check)
+        if len(self.connections) > self._limits.connections:
+            self._make_room()
+        self.shared.unfinished[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.shared.unfinished.pop(self, None)
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+        self.pipeline.clear()
+        # uvicorn tells the request that came last; the one that runs is the first.
+        for cycle in self._cycles:
+            _disconnect(cycle)
+        self._cycles.clear()
+        super().connection_lost(exc)
+
+    def _make_room(self) -> None:
+        if self.shared.unfinished:
+            oldest, _ = self.shared.unfinished.popitem(last=False)
+            self.shared.on_refusal(_CROWDED)
+            oldest.transport.abort()
+        elif len(self.connections) > self._limits.connections + self._limits.spare_connections:
+            self.shared.on_refusal(_CROWDED)
+            self.transport.abort()
+
+    # ── what comes in ──
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        if self._head_since is None and not self._in_body:
+            self._head_since = self.loop.time()
+        self._ends_in_this_data = False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_without_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self._refuse(self._failure)
+            return
+        if not self._in_body and not self._ends_in_this_data:
+            self._count_unfinished_head(len(data))
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        """WebSockets and HTTP/2 are not spoken here, and who asks for them is answered without. The parser would
+        not see the body: it gets the request again, without that wish."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # which is nothing but such a wish
+            self._refuse(_BAD_HTTP)
+            return
+        self.parser = httptools.HttpRequestParser(self)
+        headers = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
+        self._head.raw_bytes = 0
+        self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, self.url, headers, rest))
+
+    def _count_unfinished_head(self, size: int) -> None:
+        """The parser tells of a header when it is complete; what is too long never gets there."""
+        self._head.raw_bytes += size
+        if self._head.raw_bytes > self._limits.target_bytes + self._limits.header_bytes:
+            self._refuse(_LARGE_HEAD)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head.headers = self._head.header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.target_bytes:
+            self._give_up(_LONG_TARGET)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also called for trailers, which follow a chunked body."""
+        super().on_header(name, value)
+        self._head.headers += 1
+        self._head.header_bytes += len(name) + len(value) + 4
+        if self._head.headers > self._limits.headers or self._head.header_bytes > self._limits.header_bytes:
+            self._give_up(_LARGE_HEAD)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        if len(self._cycles) > self._limits.pipelined:
+            self._give_up(_PIPELINED)
+        self._in_body = True
+        self._head_since = None
+        is_crowded = len(self.connections) > self._limits.connections
+        self.app = _crowded(self._served) if is_crowded else self._served
+        super().on_headers_complete()
+        self._cycles.append(self.cycle)
+        if len(self._cycles) > 1:
+            # uvicorn would stop reading, and not notice that the client leaves while its first request runs.
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if len(self._cycles) > 1 and self.flow.read_paused:  # a large one
+            self._give_up(_PIPELINED)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self._head.raw_bytes = 0
+        self._in_body = False
+        self._ends_in_this_data = True
+        if self._cycles:
+            self.shared.unfinished.pop(self, None)
+        else:  # the answer was faster than the rest of the question
+            self._close_at = None
+
+    def _give_up(self, failure: Failure) -> None:
+        """Call it in a callback of the parser, which stops there."""
+        self._failure = failure
+        raise _GivenUp
+
+    # ── what goes out ──
+
+    def on_response_complete(self) -> None:
+        if self._cycles:
+            self._cycles.popleft()
+        if not self._cycles:
+            self.shared.unfinished[self] = None
+            if self._head_since is not None:
+                self._head_since = self.loop.time()
+            if self._in_body:
+                self._close_at = self.loop.time() + self._limits.linger_s
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread = None
+
+    def _watch_reading(self) -> None:
+        self._unread = self.loop.time(), self.transport.get_write_buffer_size()
+
+    def _refuse(self, failure: Failure) -> None:
+        """An answer that is on its way stays whole, and is the last one here."""
+        log.debug("Refused a request: %s", failure.message)
+        self.shared.on_refusal(failure)
+        self._is_deaf = True
+        self.flow.resume_reading()
+        self.pipeline.clear()
+        while len(self._cycles) > 1:
+            self._cycles.pop()
+        if self._cycles and (self._cycles[0].response_started or not self._cycles[0].more_body):
+            self._cycles[0].keep_alive = False
+            return
+        if self._cycles:  # the rest of its body will not be understood
+            _disconnect(self._cycles.pop())
+        self._close_at = self.loop.time() + self._limits.linger_s
+        self.transport.write(_raw(failure))
+        if self.transport.can_write_eof():
+            # Closing now would reset the connection, and the client might never read why.
+            self.transport.write_eof()
+
+    # ── the clocks ──
+
+    def _check(self) -> None:
+        now = self.loop.time()
+        if (self._close_at is not None and now >= self._close_at) or self._has_stalled(now):
+            self.transport.abort()
+        elif self._head_since is not None and not self._cycles and now - self._head_since > self._limits.head_s:
+            self._head_since = None
+            self._end_slow_head()
+        self._check_timer = self.loop.call_later(self._limits.check_s, self._check)
+
+    def _end_slow_head(self) -> None:
+        if self._head.raw_bytes:
+            self._refuse(_SLOW_HEAD)
+        else:
+            self.transport.abort()  # nothing was asked
+
+    def _has_stalled(self, now: float) -> bool:
+        """Nothing is written to a client that is behind: what is left for it can only become less."""
+        if self._unread is None:
+            if self.transport.is_closing():
+                self._watch_reading()
+            return False
+        since, before = self._unread
+        if now - since < self._limits.stalled_s:
+            return False
+        left = self.transport.get_write_buffer_size()
+        if before - left < self._limits.read_bytes_per_s * self._limits.stalled_s:
+            log.debug("Let go of a client that did not read its answer.")
+            return True
+        self._watch_reading()
+        return False
+
+
+@dataclass(slots=True)
+class _Head:
+    """What has come of the request that is being read."""
+
+    raw_bytes: int = 0
+    headers: int = 0
+    header_bytes: int = 0
+
+
+class _GivenUp(Exception):
+    """Ends the parser; the failure is kept with the connection."""
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    if not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+
+def _crowded(served: Callable[..., Any]) -> Callable[..., Any]:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await served(scope, receive, send)
+        else:
+            await failure_response(_CROWDED)(scope, receive, send)
+
+    return app
+
+
+def _raw(failure: Failure) -> bytes:
+    body = json.dumps(failure.json()).encode()
+    head = (
+        f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

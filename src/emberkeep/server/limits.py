@@ -1,0 +1,60 @@
+"""What clients may take before they have been answered: sizes, counts and times of HTTP itself."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+_FILES_PER_CONNECTION = 2
+"""Open files that the process may have for each connection: the store, memory and tools need some too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    connections: int = 1000
+    """At a time. Beyond them the one that has waited longest with an unfinished request gives way."""
+    spare_connections: int = 32
+    """On top of these: if all are busy, others are still told so, and `/health` still answers."""
+
+    target_bytes: int = 64_000
+    """Of a request line's path and query: a question to the memory has up to 4096 characters, of 12 bytes each."""
+    header_bytes: int = 32 << 10
+    headers: int = 128
+    head_s: float = 10.0
+    """From the first byte of a request, or from the connection, to the end of the headers."""
+    pipelined: int = 16
+    """Requests sent on a connection before the one in front of them was answered."""
+
+    body_bytes: int = 16 << 20
+    """Several times the text of the longest contexts."""
+    bodies_bytes: int = 256 << 20
+    """Bodies of all requests that are being received or answered."""
+    body_s: float = 20.0
+    body_bytes_per_s: float = 16 << 10
+    """A body gets `body_s`, and another second for each of these that have come."""
+
+    stalled_s: float = 30.0
+    read_bytes_per_s: float = 1 << 10
+    """A client that has more to read takes this much on average, or is let go after `stalled_s`."""
+    unsent_bytes: int = 4 << 20
+    """Of a stream's events that wait for their client to read the ones before."""
+
+    linger_s: float = 2.0
+    """Time to read a refusal while the rest of what was refused still comes."""
+
+    @property
+    def check_s(self) -> float:
+        """How often a connection is looked at."""
+        return min(1.0, self.head_s / 4, self.stalled_s / 4, self.linger_s / 4)
+
+
+def affordable(connections: int) -> int:
+    """No more than half of the files that this process may open: without one, nothing is answered."""
+    if sys.platform == "win32":
+        return connections
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return connections
+    return max(1, min(connections, files // _FILES_PER_CONNECTION))

@@ -1,0 +1,39 @@
+"""Work beside the answers: it may take a while, and must hold up neither them nor the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from emberkeep.errors import Overloaded
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS = 4
+WAITING = 64
+RETRY_AFTER_S = 1.0
+
+
+class SideWork:
+    """Threads of its own: answers use those of the loop, and must not wait behind this."""
+
+    def __init__(self, threads: int = THREADS, waiting: int = WAITING) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="emberkeep-side")
+        self._most = threads + waiting
+        self._here = 0
+
+    async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Raises what `work` raises, and Overloaded. Not stopped when the client leaves, only forgotten."""
+        if self._here >= self._most:
+            raise Overloaded("Too many requests of this kind wait: try again in a moment.", RETRY_AFTER_S)
+        self._here += 1
+        working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
+        working.add_done_callback(self._ended)
+        return await asyncio.shield(working)  # a place is free when the thread is
+
+    def _ended(self, working: asyncio.Future[T]) -> None:
+        self._here -= 1
