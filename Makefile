@@ -11,6 +11,9 @@ DEVELOPING := .venv/.emberkeep-dev-installed
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 export CMAKE_ARGS
 
+# Not auto: that counts two threads of one core as one.
+ON_ALL_CORES := -n logical --dist worksteal
+
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 HAS_LLAMA_CPP := import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)
@@ -25,11 +28,12 @@ run: $(RUNNING) ## install what is missing and serve on http://127.0.0.1:8080
 chat: $(RUNNING) ## install what is missing and chat in this terminal
 	@$(BIN)/emberkeep chat $(ARGS)
 
-test: check test-fast ## every check and every test
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test: check ## every check and every test
+	$(BIN)/python -m pytest -m "not serial" $(ON_ALL_CORES) $(ARGS)
+	$(BIN)/python -m pytest -m serial $(ARGS)
 
 test-fast: $(DEVELOPING) ## the tests that need neither a real model nor other processes
-	$(BIN)/python -m pytest -m "not slow" -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not serial" $(ON_ALL_CORES) $(ARGS)
 
 check: $(DEVELOPING) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check src tests

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import settings
 from platformdirs import user_cache_path
 
 from emberkeep.config import DEFAULT_MODEL
+from emberkeep.files import locked, private_folder
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 
@@ -60,6 +63,12 @@ _SLOW_FILES = (
 )
 """Files of tests that begin like this are not in the inner loop."""
 
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and sys.platform == "linux":
+    # A core for each worker, for its engines and for what it starts: compute threads of two workers that share
+    # cores wait for each other by spinning, and take ten times as long.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
 # A busy machine is no failure.
 settings.register_profile("emberkeep", deadline=None)
 settings.load_profile("emberkeep")
@@ -68,7 +77,7 @@ settings.load_profile("emberkeep")
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without slow tests what they need is not even imported."""
     is_slow = collection_path.name.startswith(_SLOW_FILES)
-    return True if is_slow and config.getoption("-m") == "not slow" else None
+    return True if is_slow and "not slow" in config.getoption("-m") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,4 +103,5 @@ def model_cache() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(model_cache: Path) -> Path:
     """The default model's file, pulled by Emberkeep itself the first time. For tests marked slow."""
-    return pull(DEFAULT_MODEL, ModelLibrary(model_cache)).path
+    with locked(private_folder(model_cache.parent) / "pull.lock"):  # workers that come second find it there
+        return pull(DEFAULT_MODEL, ModelLibrary(model_cache)).path

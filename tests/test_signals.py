@@ -154,7 +154,8 @@ def test_every_child_is_started_with_default_signals() -> None:
     starts = [
         (f"{path.relative_to(root)}:{call.lineno}", _is_safe(call, tree))
         for path in sorted(root.rglob("*.py"))
-        for tree in [ast.parse(path.read_text())]
+        if "subprocess" in (text := path.read_text())
+        for tree in [ast.parse(text)]
         for call in _started_in(tree)
     ]
     assert len(starts) >= 7

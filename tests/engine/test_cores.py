@@ -14,9 +14,10 @@ from emberkeep.engine.llamacpp.cores import available
 from emberkeep.sched.thread import EngineThread
 from helpers import tiny_gguf
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or available() < 2, reason="needs Linux and more than one core"
-)
+pytestmark = [
+    pytest.mark.serial,
+    pytest.mark.skipif(sys.platform != "linux" or available() < 2, reason="needs Linux and more than one core"),
+]
 
 
 def open_and_look(model: Path, threads: int) -> dict[int, set[int]]:
