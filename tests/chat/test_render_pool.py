@@ -272,7 +272,7 @@ def test_a_worker_has_limits_of_its_own(pool: render_pool._Pool) -> None:
     [pid] = pids(pool)
     limits = Path(f"/proc/{pid}/limits").read_text()
     soft = {line[:25].strip(): line[25:].split()[0] for line in limits.splitlines()[1:]}
-    assert int(soft["Max address space"]) < 300 << 20
+    assert int(soft["Max address space"]) < 1 << 30
     assert int(soft["Max cpu time"]) < 10
     assert soft["Max file size"] == soft["Max core file size"] == "0"
 

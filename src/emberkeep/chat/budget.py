@@ -1,7 +1,8 @@
 """What one template rendering may cost: a deadline, and a number of characters built on the way.
 
-Templates come out of model files, so they are foreign code. Nothing here interrupts anything: every operation
-of the sandbox that can loop or grow pays first, and the one that cannot pay raises.
+Templates come out of model files, so they are foreign code. Nothing here interrupts anything: operations of the
+sandbox that loop or grow pay first, and the one that cannot pay raises, with a sentence that says why. Those that
+nobody thought of are stopped from outside, with the process that they run in (`render_pool`).
 """
 
 from __future__ import annotations

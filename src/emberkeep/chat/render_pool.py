@@ -42,7 +42,9 @@ _PATIENCE_S = 0.05
 _START_S = 30.0
 _GRACE_S = 0.5
 """For a template that stops by itself when its time is over, and has to say so."""
-_CHUNK = 1 << 16
+_CHUNK = 1 << 20
+_PIECE = 1 << 16
+"""Bytes that are decoded at once: a lone surrogate takes a microsecond, with the interpreter's lock."""
 _ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """Dates are to be the same, and some Pythons do not start without their libraries. The rest may hold secrets."""
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; from emberkeep.chat.render_worker import serve; serve()"
@@ -179,14 +181,13 @@ class _Worker:
             raise _broken() from error
 
     def _text(self, size: int, deadline: float) -> str:
-        """In pieces: lone surrogates take a microsecond each, all with the interpreter's lock."""
         decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
         parts: list[str] = []
-        chunk = bytearray(min(size, _CHUNK))
+        chunk = memoryview(bytearray(min(size, _CHUNK)))
         while size:
-            view = memoryview(chunk)[: min(size, _CHUNK)]
+            view = chunk[:size]
             self._fill(view, deadline)
-            parts.append(decoder.decode(view))
+            parts += (decoder.decode(view[i : i + _PIECE]) for i in range(0, len(view), _PIECE))
             size -= len(view)
         return "".join(parts) + decoder.decode(b"", final=True)
 

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 from struct import Struct
 from typing import Any
 
@@ -35,6 +36,7 @@ _CHARS_PER_BYTE = 16
 _MEMORY = 256 << 20
 _MEMORY_PER_BYTE = 32
 _MOST_MEMORY = 2 << 30
+"""What it may need: beyond what the program itself does, and by the size of what it is given."""
 
 
 class Answer(IntEnum):
@@ -55,7 +57,7 @@ def serve() -> None:
     """Says that it is ready with an empty text, then answers until nobody asks any more."""
     _allow(resource.RLIMIT_CORE, 0)
     _allow(resource.RLIMIT_FSIZE, 0)
-    worker = Worker()
+    worker, own = Worker(), _address_space()
     with suppress(EOFError, OSError), socket.socket(fileno=0) as channel:
         answer, data = Answer.TEXT, b""
         while answer is not Answer.SPENT:
@@ -63,7 +65,7 @@ def serve() -> None:
             channel.sendall(data)
             del data  # not to be held while nobody asks
             seconds, size = ASKED.unpack(_received(channel, ASKED.size))
-            _limit(seconds, size)
+            _limit(seconds, own + min(_MEMORY + _MEMORY_PER_BYTE * size, _MOST_MEMORY))
             answer, data = _answered(worker, channel, seconds, size)
         channel.sendall(ANSWERED.pack(answer, len(data)) + data)
 
@@ -107,10 +109,18 @@ class Worker:
             self._templates.popitem(last=False)
 
 
-def _limit(seconds: float, size: int) -> None:
+def _limit(seconds: float, memory: int) -> None:
     """Also when nobody is left who would stop it. The system counts whole seconds."""
     _allow(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds) + 1)
-    _allow(resource.RLIMIT_AS, min(_MEMORY + _MEMORY_PER_BYTE * size, _MOST_MEMORY))
+    _allow(resource.RLIMIT_AS, memory)
+
+
+def _address_space() -> int:
+    """Of this process: on some systems most of it are tables of languages. 0 where it is not limited anyway."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def _allow(what: int, amount: int) -> None:

@@ -1,8 +1,8 @@
-"""The Jinja dialect of chat templates, made safe to run: no growth and no loop without a bound.
+"""The Jinja dialect of chat templates: away from Python, and no growth and no loop without a bound.
 
 Jinja's immutable sandbox keeps templates away from Python. What it leaves open is cost, so on top of it
 filters and string methods are allow-lists, operators and calls pay before they build (`budget`), and loops
-pay for every turn.
+pay for every turn. That is not all that can cost: what is left is stopped from outside (`render_pool`).
 """
 
 from __future__ import annotations
