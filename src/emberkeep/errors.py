@@ -12,6 +12,7 @@
     │   ├── TooLarge           there is not enough memory for the prompt
     │   ├── NoSuchEntry        nothing of that name is stored
     │   └── TemplateFailed     the chat template refused these messages
+    ├── StoreFailed            what is stored could not be removed
     ├── MemoryFailed           what should be remembered cannot be written or read
     │   └── MemoryOff          nothing is remembered here
     ├── ToolFailed             a tool could not do what it was called for
@@ -101,6 +102,10 @@ class NoSuchEntry(RequestError):
 
 
 class TemplateFailed(RequestError):
+    pass
+
+
+class StoreFailed(EmberkeepError):
     pass
 
 

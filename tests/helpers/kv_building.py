@@ -138,6 +138,15 @@ def check_books(store: KvStore) -> None:
         assert books.cold.bytes == sum(c.bytes for c in chunks if c.on_disk)
         assert all(c.pins >= 0 for c in chunks)
         assert all(c.on_disk or c.payload is not None for c in chunks)
+        assert all(root.branches for root in books._roots.values())
+        assert books.leaving_bytes == sum(books.leaving.values())
+        waiting = [row for rows in books._orphans.values() for row in rows.values()]
+        assert books._orphan_bytes == sum(row.bytes for row in waiting)
+        on_disk = [*(c.key for c in chunks if c.on_disk), *(row.key for row in waiting), *books.leaving]
+        assert len(on_disk) == len(set(on_disk))
+        assert books.unwritten <= {c.key for c in chunks}
+        ending = {(tail.chunk, entry.id) for entry in books.entries.values() for tail in entry.tails}
+        assert ending == {(key, id_) for key, ids_ in books._ending.items() for id_ in ids_}
         reachable = [c for root in books._roots.values() for c in _below(root)]
         assert {id(c) for c in reachable} == {id(c) for c in chunks}
 

@@ -11,10 +11,12 @@ from helpers.kv_building import (
     LONG,
     check_books,
     chunk_files,
+    exported,
     fetched,
     file_of,
     load,
     new_store,
+    no_space,
     only_on_disk,
     prompt,
     put,
@@ -83,26 +85,55 @@ def test_chunks_whose_parent_is_lost_are_removed_when_the_disk_is_tended(store, 
     again.close()
 
 
-def test_a_file_that_cannot_be_opened_is_a_miss(tmp_path, monkeypatch):
+PASSING = [OSError(24, "Too many open files"), OSError(5, "I/O error"), OSError(11, "Try again"), MemoryError()]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_a_read_that_fails_in_a_way_that_may_pass_is_a_miss_now_and_found_again_later(
+    tmp_path, monkeypatch, error
+):
     store = only_on_disk(tmp_path, LONG)
+    held = store.held_bytes()
 
     def refuse(*_):
-        raise OSError(24, "Too many open files")
+        raise error
 
     with monkeypatch.context() as broken:
         broken.setattr("emberkeep.kv.chunkfile.read", refuse)
         assert load(store, LONG) == 0
-    assert store.counters.vanished_chunks == 1
+    assert store.counters.unreadable_chunks == 1
+    assert store.held_bytes() == held
+    check_books(store)
+    assert load(store, LONG) == 1000
     store.close()
 
 
-def test_a_file_too_large_for_memory_is_a_miss(tmp_path, monkeypatch):
+def test_what_follows_a_damaged_file_is_found_again_when_that_was_computed_again(tmp_path):
     store = only_on_disk(tmp_path, LONG)
+    match = store.match("", LONG)
+    first = match.segments[0].chunk
+    damage(file_of(tmp_path, first.key))
+    store.release(match)
+    assert load(store, LONG) == 0
+    check_books(store)
+    store.insert(store.origin(""), LONG[:128], exported(LONG, 0, 128), (), fork=False)
+    assert load(store, LONG) == 1000
+    check_books(store)
+    store.close()
 
-    def refuse(*_):
-        raise MemoryError
 
+def test_a_damaged_file_that_cannot_be_put_away_counts_until_it_is_gone(tmp_path, monkeypatch):
+    store = only_on_disk(tmp_path, LONG[:128])
+    (path,) = chunk_files(tmp_path)
+    damage(path)
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.chunkfile.read", refuse)
+        broken.setattr(Path, "rename", no_space)
+        broken.setattr(Path, "unlink", no_space)
         assert load(store, LONG) == 0
+        check_books(store)
+        assert store._books.disk_bytes == path.stat().st_size
+    store.sweep()
+    store.flush()
+    assert not path.exists()
+    assert store._books.disk_bytes == 0
     store.close()

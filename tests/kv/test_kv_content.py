@@ -129,7 +129,7 @@ def test_nothing_is_left_of_chunks_that_are_gone():
     index.add([chunk])
     assert index._places[""]
     index.remove(chunk)
-    assert not index._places[""]
+    assert not index._places
 
 
 def test_a_phrase_that_is_everywhere_is_remembered_at_a_few_places_only():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from emberkeep.kv.forgotten import of_user
 from helpers.kv_building import (
     CHUNK_BYTES,
     LONG,
@@ -87,7 +88,7 @@ def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monk
     store, real = new_store(tmp_path), chunkfile.write
 
     def forgotten_meanwhile(path, *rest):
-        store._books.forget("")
+        store._books.forget(of_user(""))
         return real(path, *rest)
 
     with monkeypatch.context() as racing:

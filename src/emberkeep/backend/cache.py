@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 
 from emberkeep.backend.fitting import Fitter
 from emberkeep.backend.marks import Lineages
 from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.books import of_user
 from emberkeep.kv.catalogue import spelled
+from emberkeep.kv.forgotten import of_user
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor
@@ -43,22 +44,23 @@ class StoreCache:
         lineages: Lineages,
         fitter: Fitter,
         *,
+        forget_beside: Callable[[Container[str]], Future[None]],
         equipped: Callable[[Request], Request] = lambda request: request,
-        on_forget: Callable[[set[str]], None] = lambda namespaces: None,
     ) -> None:
-        """`equipped`: a request with the tools that its model gets besides. `on_forget` is called with the
-        namespaces of a user of whom nothing may stay."""
+        """`equipped`: a request with the tools that its model gets besides. `forget_beside` lets go of everything
+        of these namespaces that is not in the store."""
         self._store = store
         self._loop = loop
         self._prompts = prompts
         self._lineages = lineages
         self._fitter = fitter
         self._equipped = equipped
-        self._on_forget = on_forget
+        self._forget_beside = forget_beside
 
     # ── what is kept ──
 
     def entries(self) -> list[CacheEntry]:
+        self._store.notice_forgotten()
         hot = self._loop.resting()
         return [_with_hot(entry, hot) for entry in self._store.catalogue.entries()]
 
@@ -86,9 +88,8 @@ class StoreCache:
         return removed
 
     def remove_user(self, user: str) -> Removed:
-        mine = set(of_user(self._store.catalogue.namespaces(), user))
-        self._on_forget(mine)
-        self._loop.forget(mine).result()
+        # First what could be stored again.
+        self._forget_beside(of_user(user)).result()
         return self._store.catalogue.forget_user(user)
 
     def gc(self) -> Removed:
@@ -96,6 +97,7 @@ class StoreCache:
         return self._store.catalogue.gc()
 
     def _entry(self, entry_id: str) -> CacheEntry:
+        self._store.notice_forgotten()
         entry = self._store.catalogue.entry(entry_id)
         if entry is None:
             raise _unknown(entry_id)

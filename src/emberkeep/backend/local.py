@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from emberkeep.backend.channel import Channel, Outbox
 from emberkeep.backend.choices import Choice, Full, Item, until_completed
 from emberkeep.backend.evicting import Evictor
 from emberkeep.backend.fitting import Fitted, Fitter, Planning
+from emberkeep.backend.forgotten import ForgottenUsers
 from emberkeep.backend.lookups import RecentLookups
 from emberkeep.backend.marks import Lineages, stored_namespace
 from emberkeep.backend.places import Place, Places
@@ -29,7 +31,7 @@ from emberkeep.chat.dialects import Reasoning, open_reasoning
 from emberkeep.chat.stream import TextStream
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import ExpertTracking
-from emberkeep.errors import EmberkeepError, RequestError, TemplateFailed
+from emberkeep.errors import EmberkeepError, Overloaded, RequestError, TemplateFailed
 from emberkeep.kv.entries import entry_id
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
@@ -58,6 +60,7 @@ from emberkeep.types import (
     Vocab,
     Warmed,
     bits_of,
+    exact_namespace,
 )
 
 log = logging.getLogger("emberkeep.backend")
@@ -105,6 +108,7 @@ class LocalBackend:
         self._drain_s = drain_s
         self._tracking = asyncio.Lock()
         self._lookups = RecentLookups()
+        self._forgotten = ForgottenUsers()
         self._prompts = PromptMaker(
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
@@ -132,8 +136,9 @@ class LocalBackend:
             lineages,
             self._fitter,
             equipped=self._asking.equipped,
-            on_forget=self._precache.forget,
+            forget_beside=self._forget,
         )
+        store.on_forget(self._forget_quietly)
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
         if any(message.images for message in request.messages):
@@ -147,39 +152,48 @@ class LocalBackend:
         """With the tools that run here. It has one place: an answer is not refused in the middle."""
         place = self._places.take(request.user)
         try:
-            answer = self._asking.run(request, partial(self._answer, held=place))
+            answer = self._asking.run(request, partial(self._answer, held=place, asked_at=monotonic()))
             async with aclosing(closable(answer)) as events:
                 async for event in events:
                     yield event
         finally:
             place.leave()
 
-    async def _answer(self, request: Request, held: Place | None = None) -> AsyncGenerator[Event, None]:
-        """In its own place, or in one that is `held` for more than this."""
+    async def _answer(
+        self, request: Request, held: Place | None = None, asked_at: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """In its own place, or in one that is `held` for more than this, which began at `asked_at`."""
         arrived = monotonic()
+        asked_at = asked_at or arrived
         may_cut = self._lineages.may_cut(request)
         request = self._lineages.settle(request)
         place = held or self._places.take(request.user, request.n)
         jobs: list[tuple[Job, Choice]] = []
         try:
             fitted = await asyncio.to_thread(self._fitter.fit, request, may_cut=may_cut)
+            if self._forgotten.since(asked_at, request.namespace):
+                fitted = replace(fitted, request=replace(fitted.request, is_kept=False))
             request, prompt = fitted.request, fitted.prompt
             channel: Channel[Item] = Channel(self._outbox)
             notes = Notes(prompt.label if request.is_kept else None)
             jobs = self._jobs(fitted, channel, place, notes, arrived)
             for job, _ in jobs:
                 self.loop.submit(job)
+            if self._forgotten.since(asked_at, request.namespace):
+                self.loop.forget({exact_namespace(request.namespace)})
             if request.echo:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
             if prompt.keys.stable and request.is_kept:
-                await asyncio.to_thread(self._note_stable, request, prompt, notes)
+                await asyncio.to_thread(self._note_stable, request, prompt, notes, asked_at)
             async for event in until_completed(channel, len(jobs)):
                 if isinstance(event, Full):
                     fitted = await asyncio.to_thread(self._make_room, jobs[event.index][0], fitted)
                     continue
                 if isinstance(event, Completed):
-                    event = replace(await self._explained(request, prompt, event), fit=_timed(fitted.fit, event))
+                    event = replace(
+                        await self._explained(request, prompt, event, asked_at), fit=_timed(fitted.fit, event)
+                    )
                 yield event
         finally:
             for job, choice in jobs:
@@ -274,6 +288,7 @@ class LocalBackend:
         return self._template.render(messages, tools)
 
     def stats(self) -> dict[str, Json]:
+        self._store.notice_forgotten()
         costs = self._store.costs
         return {
             "model": self.card.id,
@@ -359,12 +374,26 @@ class LocalBackend:
     def _tokens_in_ram(self, namespace: str, tokens: TokenArray) -> int:
         return self._store.peek(namespace, tokens, snapshots=self.loop.kv_unit.has_snapshots).warm_tokens
 
-    def _note_stable(self, request: Request, prompt: Prompt, notes: Notes) -> None:
+    def _note_stable(self, request: Request, prompt: Prompt, notes: Notes, asked_at: float) -> None:
         """Off the critical path: the prompt is being evaluated meanwhile."""
         notes.stable = self._prompts.stable(request, prompt.tokens)
         self._precache.seen(request, prompt.keys)
+        if self._forgotten.since(asked_at, request.namespace):
+            self._precache.forget({exact_namespace(request.namespace)})
 
-    async def _explained(self, request: Request, prompt: Prompt, bill: Completed) -> Completed:
+    def _forget(self, namespaces: Container[str]) -> Future[None]:
+        """Leave nothing of these beside the store: what rests in the engine, answers, prefixes, figures."""
+        self._forgotten.add(namespaces)
+        self._precache.forget(namespaces)
+        self._lookups.forget(namespaces)
+        return self.loop.forget(namespaces)
+
+    def _forget_quietly(self, namespaces: Container[str]) -> None:
+        """Another process has forgotten them. Nobody waits for it."""
+        with suppress(Overloaded):  # the engine is being closed
+            self._forget(namespaces)
+
+    async def _explained(self, request: Request, prompt: Prompt, bill: Completed, asked_at: float) -> Completed:
         """The bill, with the part of the request in which it left what was stored."""
         lookup = bill.lookup
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
@@ -374,6 +403,8 @@ class LocalBackend:
 
     # ── jobs ──
 
+        if self._forgotten.since(asked_at, request.namespace):
+            self._lookups.forget({exact_namespace(request.namespace)})
     def _jobs(
         self, fitted: Fitted, channel: Channel[Item], place: Place, notes: Notes, arrived: float
     ) -> list[tuple[Job, Choice]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Container
 from dataclasses import asdict
 
-from emberkeep.types import Json, LookupRecord, Request
+from emberkeep.types import Json, LookupRecord, Request, exact_namespace
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -14,10 +15,10 @@ _REMEMBERED = 32
 
 
 class RecentLookups:
-    """Added to and read by any thread."""
+    """Added to and read by any thread. Whoever looks may be somebody else: no text of a request is in it."""
 
     def __init__(self) -> None:
-        self._latest: deque[dict[str, Json]] = deque(maxlen=_REMEMBERED)
+        self._latest: deque[tuple[str, dict[str, Json]]] = deque(maxlen=_REMEMBERED)
 
     def add(self, request: Request, lookup: LookupRecord) -> None:
         record = {
@@ -25,10 +26,15 @@ class RecentLookups:
             "user": request.user or None,
             "reused_tokens": lookup.reused_tokens,
             **asdict(lookup),
+            "divergence": {"token_index": lookup.divergence.token_index} if lookup.divergence else None,
         }
-        self._latest.append(record)
+        self._latest.append((exact_namespace(request.namespace), record))
         log.debug("lookup: %s", record)
+
+    def forget(self, namespaces: Container[str]) -> None:
+        for latest in [latest for latest in list(self._latest) if latest[0] in namespaces]:
+            self._latest.remove(latest)
 
     def json(self) -> list[Json]:
         """The latest first."""
-        return list(self._latest)[::-1]
+        return [record for _, record in list(self._latest)][::-1]

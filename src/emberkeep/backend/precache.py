@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -99,7 +99,7 @@ class Precache:
             for key in passing[: -self._settings.tracked]:
                 del self._prefixes[key]
 
-    def forget(self, namespaces: set[str]) -> None:
+    def forget(self, namespaces: Container[str]) -> None:
         with self._changed:
             for key in [key for key in self._prefixes if exact_namespace(key[0]) in namespaces]:
                 del self._prefixes[key]

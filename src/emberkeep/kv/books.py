@@ -5,7 +5,10 @@ No locks and no I/O: `KvStore` calls everything here with its lock held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -17,13 +20,16 @@ from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
 from emberkeep.kv.news import News
 from emberkeep.kv.tree import Chunk, Cursor, common_prefix, descend, new_root, path_to
-from emberkeep.types import SHARED, MissReason, Ttl, exact_namespace, user_of
+from emberkeep.types import SHARED, MissReason, Ttl, exact_namespace
 
 Worth = Callable[[Chunk, int, float], float]
 """A chunk, the logical clock and the store's rhythm to what it is worth."""
 
 LOW_WATER = 0.99
 """Eviction goes down to this share of a budget: a hundred chunks are looked at for each that comes, in 0.1 ms."""
+
+MOST_ENTRIES = 50_000
+"""Many may end in one chunk: what they are called takes more room than their state then. About 1 kB each."""
 
 
 @dataclass(slots=True)
@@ -54,13 +60,25 @@ class Books:
         """Ticks once per lookup: the order of uses, whatever the machine's clock does."""
         self.warm = Tally()
         self.cold = Tally()
+        self.leaving: dict[ChunkKey, int] = {}
+        """Bytes of files that are still there and that nothing here leads to any more: they are to be removed."""
+        self.leaving_bytes = 0
+        self.unwritten: set[ChunkKey] = set()
+        """In RAM only, because they were not worth writing when their turn came."""
         self.ghosts = Ghosts()
-        self.entries: dict[EntryId, Entry] = {}
         self.news = News()
+        self._entries: OrderedDict[EntryId, Entry] = OrderedDict()
+        """The latest used last."""
+        self._ending: dict[ChunkKey, set[EntryId]] = {}
+        """Which entries have a tail in a chunk."""
+        self._maybe_empty: set[EntryId] = set()
         self._roots: dict[str, Chunk] = {}
+        """Of those who have something here."""
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._warm: dict[ChunkKey, Chunk] = {}
-        self._orphans: dict[ChunkKey, list[Row]] = {}
+        self._orphans: dict[ChunkKey, dict[ChunkKey, Row]] = {}
+        """On disk, by the parent without whom no lookup can reach them."""
+        self._orphan_bytes = 0
         self._content: ContentIndex | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -70,20 +88,33 @@ class Books:
         """By identity: a chunk that was dropped and stored anew is another one under the same key."""
         return chunk.is_root or self._chunks.get(chunk.key) is chunk
 
+    @property
+    def entries(self) -> Mapping[EntryId, Entry]:
+        return self._entries
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of every file that is known, whether a lookup can reach it or not."""
+        return self.cold.bytes + self.leaving_bytes + self._orphan_bytes
+
     def get(self, key: ChunkKey) -> Chunk | None:
         return self._chunks.get(key)
 
     def root(self, namespace: str) -> Chunk:
+        """Where what is exact in `namespace` begins. One under which nothing hangs is not remembered: who hangs
+        something there asks again."""
         namespace = exact_namespace(namespace)  # what is approximate grows on what is not
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = new_root(namespace)
-        return root
+        return self._roots.get(namespace) or new_root(namespace)
+
+    def anchored(self, parent: Chunk) -> Chunk:
+        """The chunk to hang something under: for a root, the one that is in use now."""
+        return self.root(parent.namespace) if parent.is_root else parent
 
     def namespaces(self) -> list[str]:
-        """Of everybody who has something here, or had."""
-        waiting = (row.namespace for rows in self._orphans.values() for row in rows)
-        return [*{*self._roots, *(chunk.namespace for chunk in self), *waiting}]
+        """Of everybody who has something here."""
+        waiting = (row.namespace for rows in self._orphans.values() for row in rows.values())
+        entered = (entry.namespace for entry in self._entries.values())
+        return [*{*(chunk.namespace for chunk in self), *waiting, *entered, *self.ghosts.namespaces()}]
 
     # ── finding ──
 
@@ -92,6 +123,7 @@ class Books:
 
     def deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
         """The deepest place at or below `cursor` that spells `tokens`; from the beginning, also what is shared."""
+        cursor = cursor.moved(self.anchored(cursor.chunk), cursor.used)
         if cursor.chunk not in self:
             cursor = self.origin(cursor.namespace)
         best = descend(cursor, tokens)
@@ -123,6 +155,8 @@ class Books:
             self.rhythm.heard(self.clock - ghost.last_used)
         self._warmed(chunk, payload)
         self._enter(chunk)
+        if self._orphans:
+            self.adopt(self._returning(chunk.key), chunk.expires)
 
     def adopt(self, rows: Iterable[Row], wanted_until: float) -> None:
         """Enter chunks that are on disk; those whose parent is not known yet wait for it.
@@ -132,20 +166,34 @@ class Books:
         todo = list(rows)[::-1]  # the oldest is taken first: parents come before their children
         while todo:
             row = todo.pop()
+            if row.key in self._chunks or row.key in self.leaving:
+                continue
             parent = self.root(row.namespace) if row.parent == ROOT else self._chunks.get(row.parent)
             if parent is None:
-                self._orphans.setdefault(row.parent, []).append(row)
+                self._wait_for_parent(row)
                 continue
-            if row.key not in self._chunks and row.take <= len(parent.tokens):
+            if row.take <= len(parent.tokens):
                 self._hang(row, parent, wanted_until)
+            else:
+                self.leave(row.key, row.bytes)  # nothing leads to it, and nothing ever will
             if self._orphans:
-                todo += self._orphans.pop(row.key, ())
+                todo += self._returning(row.key)
 
-    def take_orphans(self) -> list[ChunkKey]:
-        """Chunks on disk that no lookup can reach because their parent was lost; they are forgotten here."""
-        lost = [row.key for rows in self._orphans.values() for row in rows]
-        self._orphans.clear()
-        return lost
+    def take_orphans(self) -> None:
+        """Let chunks go that no lookup can reach because their parent was lost."""
+        for parent in list(self._orphans):
+            for row in self._returning(parent):
+                self.leave(row.key, row.bytes)
+
+    def leave(self, key: ChunkKey, size: int) -> None:
+        """There is a file that nothing here leads to. It counts until it `left`."""
+        self.leaving_bytes += size - self.leaving.get(key, 0)
+        self.leaving[key] = size
+
+    def left(self, keys: Iterable[ChunkKey]) -> None:
+        """Their files are gone."""
+        for key in keys:
+            self.leaving_bytes -= self.leaving.pop(key, 0)
 
     def became_warm(self, chunk: Chunk, payload: memoryview) -> None:
         if chunk.payload is None and chunk in self:
@@ -159,20 +207,36 @@ class Books:
             chunk.bytes = size
             self.cold.add(chunk, size)
 
+    def put_back(self, unsaved: News) -> None:
+        """The index would not take it."""
+        self.news.put_back(unsaved, self._entries, self._chunks)
+
     # ── entries ──
 
     def turn_ended(self, label: Label, cursor: Cursor, now: float, ttl_s: Mapping[Ttl, float]) -> Entry:
         """A request has left its state at `cursor`: it is wanted for its TTL from now on."""
         entry = Entry.new(label, cursor.namespace)
-        entry = self.entries.setdefault(entry.id, entry)
-        entry.forget_tails(key for key in {tail.chunk for tail in entry.tails} if key not in self._chunks)
-        entry.turn_ended(label, cursor, self.clock, now)
-        self.news.entries[entry.id] = entry
+        entry = self._entries.setdefault(entry.id, entry)
+        self._entries.move_to_end(entry.id)
+        with self._retailing(entry):
+            entry.forget_tails(key for key in {tail.chunk for tail in entry.tails} if key not in self._chunks)
+            entry.turn_ended(label, cursor, self.clock, now)
+        self._shorten_entries()
         for chunk in _on_the_way(cursor):
             chunk.expires = max(chunk.expires, now + ttl_s[entry.ttl])
             chunk.is_pinned |= entry.is_pinned
             self.news.used[chunk.key] = chunk
         return entry
+
+    def restore_entries(self, entries: Iterable[Entry]) -> None:
+        """Those of a store that is being opened: of those whose chunks are gone nothing stays."""
+        for entry in sorted(entries, key=lambda entry: entry.used_at):
+            self._entries[entry.id] = entry
+            self._note_tails(entry)
+        self._maybe_empty = set(self._entries)
+        self.forget_empty_entries()
+        self._shorten_entries()
+        self.apply_pins()
 
     def tail_of(self, entry: Entry) -> Cursor | None:
         """Where its latest state that still exists ends."""
@@ -190,7 +254,7 @@ class Books:
             self.apply_pins()  # other entries may hold on to the same chunks
 
     def apply_pins(self) -> None:
-        for entry in self.entries.values():
+        for entry in self._entries.values():
             for chunk in self._held_by(entry) if entry.is_pinned else ():
                 chunk.is_pinned = True
 
@@ -213,29 +277,89 @@ class Books:
 
     def _ends_at(self, chunk: Chunk, used: int) -> bool:
         """Some entry ends in `chunk`, at or after that many of its tokens."""
-        tails = (tail for entry in self.entries.values() for tail in entry.tails)
+        tails = (tail for entry in self._ending_in(chunk.key) for tail in entry.tails)
         return any(tail.chunk == chunk.key and tail.used >= used for tail in tails)
 
     def _move_tails(self, gone: Mapping[ChunkKey, Chunk]) -> None:
         """Entries that ended in these chunks end before them now."""
-        for entry in self.entries.values():
-            if any(tail.chunk in gone for tail in entry.tails):
+        for entry in {entry.id: entry for key in gone for entry in self._ending_in(key)}.values():
+            with self._retailing(entry):
                 entry.move_tails(gone)
-                self.news.entries[entry.id] = entry
 
     def forget_empty_entries(self) -> None:
-        """Entries whose last chunk is gone are not listed any more."""
-        for entry in [e for e in self.entries.values() if self.tail_of(e) is None]:
-            self._forget_entry(entry)
+        """Entries whose last chunk is gone are not listed any more. Looks only at those that lost one."""
+        suspects, self._maybe_empty = self._maybe_empty, set()
+        for entry in [entry for id_ in suspects if (entry := self._entries.get(id_))]:
+            if self.tail_of(entry) is None:
+                self._forget_entry(entry)
+
+    def _shorten_entries(self) -> None:
+        """The least recently used go, unless somebody pinned them; their state stays, without a name."""
+        while len(self._entries) > MOST_ENTRIES:
+            oldest = next((entry for entry in self._entries.values() if not entry.is_pinned), None)
+            if oldest is None:
+                return
+            self._forget_entry(oldest)
+
+    @contextmanager
+    def _retailing(self, entry: Entry) -> Iterator[None]:
+        """Around every change of an entry's tails."""
+        self._unnote_tails(entry)
+        yield
+        self._note_tails(entry)
+        self.news.entries[entry.id] = entry
+
+    def _note_tails(self, entry: Entry) -> None:
+        for tail in entry.tails:
+            self._ending.setdefault(tail.chunk, set()).add(entry.id)
+
+    def _unnote_tails(self, entry: Entry) -> None:
+        for key in {tail.chunk for tail in entry.tails}:
+            ids = self._ending.get(key, set())
+            ids.discard(entry.id)
+            if not ids:
+                self._ending.pop(key, None)
+
+    def _ending_in(self, key: ChunkKey) -> list[Entry]:
+        return [self._entries[id_] for id_ in self._ending.get(key, ())]
 
     # ── going ──
 
     def drop(self, chunk: Chunk, reason: MissReason | None) -> list[Chunk]:
-        """Take a chunk and everything below it out of the tree and the books; returns them.
+        """Take a chunk and everything below it out of the tree and the books; returns them. Their files are to be
+        removed.
 
         Without a reason it leaves no trace: something else holds its tokens.
         """
-        chunk.detach()
+        gone = self._take_out(chunk)
+        for victim in gone:
+            if reason is not None:
+                self._remember(ghost_of(victim, reason))
+            if victim.on_disk:
+                self.leave(victim.key, victim.bytes)
+        return gone
+
+    def lose(self, chunk: Chunk, *, is_there: bool) -> list[ChunkKey]:
+        """A chunk's file is missing or damaged. What hangs below it waits on disk until it is computed again:
+        returns that.
+
+        `is_there`: it is damaged and could not be put out of reach.
+        """
+        below = [victim for victim in self._take_out(chunk) if victim.on_disk and victim is not chunk]
+        for victim in below:
+            self._wait_for_parent(_row_of(victim))
+        if chunk.on_disk and is_there:
+            self.leave(chunk.key, chunk.bytes)
+        return [victim.key for victim in below]
+
+    def lose_orphans(self, missing: Container[ChunkKey]) -> None:
+        """Their files are not there either."""
+        for parent, rows in list(self._orphans.items()):
+            for key in [key for key in rows if key in missing]:
+                self._stop_waiting(parent, key)
+
+    def _take_out(self, chunk: Chunk) -> list[Chunk]:
+        self._detach(chunk)
         gone: list[Chunk] = []
         todo = [chunk]
         while todo:
@@ -243,39 +367,52 @@ class Books:
             todo += victim.children()
             if self._chunks.pop(victim.key, None) is None:
                 continue
-            if reason is not None:
-                self._remember(ghost_of(victim, reason))
             self._cool(victim)
             if self._content is not None:
                 self._content.remove(victim)
             if victim.on_disk:
                 self.cold.take(victim, victim.bytes)
             self.news.used.pop(victim.key, None)
+            self.unwritten.discard(victim.key)
+            self._maybe_empty |= self._ending.get(victim.key, set())
             gone.append(victim)
         return gone
 
+    def _detach(self, chunk: Chunk) -> None:
+        chunk.detach()
+        parent = chunk.parent
+        if parent is not None and parent.is_root and parent.is_leaf:
+            self._roots.pop(parent.namespace, None)
+
     def supersede(self, tail: Chunk) -> None:
         """Drop a tail that a longer chunk contains: entries that ended in it end inside that one from now on."""
+        ending = self._ending_in(tail.key)
         self.drop(tail, None)
         heir = _sibling_with(tail)
-        for entry in self.entries.values():
-            if any(known.chunk == tail.key for known in entry.tails):
-                self._inherit(entry, tail, heir)
+        for entry in ending:
+            self._inherit(entry, tail, heir)
 
-    def forget(self, namespace: str) -> list[ChunkKey]:
-        """Drop everything of a namespace, traces included; returns what was there."""
-        gone = [chunk for chunk in self._chunks.values() if chunk.namespace == namespace]
-        for chunk in gone:
-            self.drop(chunk, None)
-        # The root stays: sequences that are running build on it.
-        lost = [row for rows in self._orphans.values() for row in rows if row.namespace == namespace]
-        for row in lost:
-            self._orphans[row.parent].remove(row)
-        for entry in [e for e in self.entries.values() if e.namespace == namespace]:
+    def forget(self, whose: Container[str], *, files_stay: bool = False) -> None:
+        """Drop everything of these namespaces, traces included.
+
+        `files_stay`: another process looks after them, and the index is right about them.
+        """
+        theirs = {namespace for namespace in self.namespaces() if namespace in whose}
+        for chunk in [chunk for chunk in self._chunks.values() if chunk.namespace in theirs]:
+            for victim in self._take_out(chunk) if chunk in self else ():
+                if victim.on_disk and not files_stay:
+                    self.leave(victim.key, victim.bytes)
+        for parent, rows in list(self._orphans.items()):
+            for row in [row for row in rows.values() if row.namespace in theirs]:
+                self._stop_waiting(parent, row.key)
+                if not files_stay:
+                    self.leave(row.key, row.bytes)
+        for entry in [e for e in self._entries.values() if e.namespace in theirs]:
             self._forget_entry(entry)
-        self.ghosts.forget(namespace)
-        self.news.ghosts = [ghost for ghost in self.news.ghosts if ghost.namespace != namespace]
-        return [chunk.key for chunk in gone] + [row.key for row in lost]
+            if files_stay:
+                self.news.forgotten.remove(entry.id)
+        self.ghosts.forget(theirs)
+        self.news.forget_ghosts(theirs)
 
     def shrink_warm(self, budget: int) -> int:
         """Bring RAM under `budget`; returns how many chunks left it. What is also on disk goes first, and of what
@@ -302,14 +439,17 @@ class Books:
             count += 1
         return count
 
-    def shrink_cold(self, target: float, now: float, newcomer: Chunk | None = None) -> list[Chunk]:
-        """Drop leaves that nobody uses or pinned, expired ones first, then by worth, down to `target` bytes.
+    def shrink_cold(
+        self, target: float, now: float, newcomer: Chunk | None = None, *, most_chunks: int = sys.maxsize
+    ) -> list[Chunk]:
+        """Drop leaves that nobody uses or pinned, expired ones first, then by worth, down to `target` bytes and
+        `most_chunks`.
 
         With a `newcomer`, only what is worth less than it goes. A parent that becomes a leaf is weighed with the
         rest. Returns what was dropped.
         """
         victims: list[Chunk] = []
-        if self.cold.bytes <= target:
+        if self.cold.bytes <= target and self.cold.chunks <= most_chunks:
             return victims
 
         def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
@@ -318,7 +458,7 @@ class Books:
         limit = (True, self._worth(newcomer)) if newcomer else (True, float("inf"))
         heap = [ranked(chunk) for chunk in self if chunk.on_disk and _may_go(chunk)]
         heapify(heap)
-        while heap and self.cold.bytes > target and heap[0][:2] < limit:
+        while heap and heap[0][:2] < limit and (self.cold.bytes > target or self.cold.chunks > most_chunks):
             is_wanted, _, _, chunk = heappop(heap)
             victims.append(chunk)
             self.drop(chunk, MissReason.EVICTED if is_wanted else MissReason.EXPIRED)
@@ -359,6 +499,9 @@ class Books:
         return self._policy(chunk, self.clock, self.rhythm.lookups)
 
     def _enter(self, chunk: Chunk) -> None:
+        assert chunk.parent is not None
+        if chunk.parent.is_root:
+            self._roots[chunk.parent.namespace] = chunk.parent
         self._chunks[chunk.key] = chunk
         chunk.attach()
         if self._content is not None:
@@ -379,19 +522,37 @@ class Books:
         self.news.ghosts.append(ghost)
 
     def _forget_entry(self, entry: Entry) -> None:
-        self.entries.pop(entry.id, None)
-        self.news.entries.pop(entry.id, None)
-        self.news.forgotten.append(entry.id)
+        self._unnote_tails(entry)
+        self._entries.pop(entry.id, None)
+        self.news.forget_entry(entry.id)
+
+    def _wait_for_parent(self, row: Row) -> None:
+        waiting = self._orphans.setdefault(row.parent, {})
+        if row.key not in waiting:
+            waiting[row.key] = row
+            self._orphan_bytes += row.bytes
+
+    def _stop_waiting(self, parent: ChunkKey, key: ChunkKey) -> None:
+        waiting = self._orphans[parent]
+        self._orphan_bytes -= waiting.pop(key).bytes
+        if not waiting:
+            del self._orphans[parent]
+
+    def _returning(self, parent: ChunkKey) -> list[Row]:
+        """Those who waited for it, and do not any more."""
+        rows = list(self._orphans.pop(parent, {}).values())
+        self._orphan_bytes -= sum(row.bytes for row in rows)
+        return rows
 
     def _inherit(self, entry: Entry, tail: Chunk, heir: Chunk | None) -> None:
         others = [self._chunks.get(known.chunk) for known in entry.tails if known.chunk != tail.key]
-        if heir is None or any(chunk and _is_at_or_below(chunk, heir) for chunk in others):
-            entry.forget_tails([tail.key])  # another turn of it went on from there
-        else:
-            entry.tails_moved(tail.key, heir.key)
-            heir.expires = max(heir.expires, tail.expires)
-            heir.is_pinned |= entry.is_pinned
-        self.news.entries[entry.id] = entry
+        with self._retailing(entry):
+            if heir is None or any(chunk and _is_at_or_below(chunk, heir) for chunk in others):
+                entry.forget_tails([tail.key])  # another turn of it went on from there
+            else:
+                entry.tails_moved(tail.key, heir.key)
+                heir.expires = max(heir.expires, tail.expires)
+                heir.is_pinned |= entry.is_pinned
 
     def _held_by(self, entry: Entry) -> Iterator[Chunk]:
         cursor = self.tail_of(entry)
@@ -415,9 +576,11 @@ class Books:
         self._enter(chunk)
 
 
-def of_user(namespaces: Iterable[str], user: str) -> list[str]:
-    """Those that belong to `user`, whatever the salt; "" is everybody who gave no name."""
-    return [n for n in namespaces if exact_namespace(n) != SHARED and user_of(n) == user]
+def _row_of(chunk: Chunk) -> Row:
+    assert chunk.parent is not None
+    place = (chunk.key, chunk.namespace, chunk.parent.key, chunk.take, chunk.start)
+    uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
+    return Row(0, *place, chunk.tokens, chunk.sampled, chunk.given, *uses)
 
 
 def _on_the_way(cursor: Cursor) -> Iterator[Chunk]:

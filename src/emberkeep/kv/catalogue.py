@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from emberkeep.kv.books import Books, of_user
-from emberkeep.kv.cold import ColdTier
+from emberkeep.errors import StoreFailed
+from emberkeep.kv.books import Books
 from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, EntryId, Label
+from emberkeep.kv.forgetting import Forgetter
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.tree import Chunk, Cursor, path_to
 from emberkeep.types import (
@@ -38,20 +38,22 @@ class Elsewhere:
 
 
 class Catalogue:
-    """Safe to use from any thread. Removing blocks on disk; the rest is tree work under the store's lock."""
+    """Safe to use from any thread. Removing blocks on disk, and raises StoreFailed when files are still there
+    afterwards; the rest is tree work under the store's lock."""
 
     def __init__(
         self,
         books: Books,
         lock: threading.Lock,
-        cold: ColdTier | None,
         now: Callable[[], float],
         ttl: Mapping[Ttl, float],
         counters: StoreCounters,
+        *,
+        forgetter: Forgetter,
     ) -> None:
         self._books = books
         self._lock = lock
-        self._cold = cold
+        self._forgetter = forgetter
         self._now = now
         self._ttl = ttl
         self._counters = counters
@@ -120,18 +122,8 @@ class Catalogue:
         return self._removed(gone, entries=1)
 
     def forget_user(self, user: str) -> Removed:
-        """Remove everything of one user, under every salt, and what is remembered about it."""
-        with self._lock:
-            mine = of_user(self._books.namespaces(), user)
-            entries = sum(entry.namespace in mine for entry in self._books.entries.values())
-            tokens = sum(len(chunk.tokens) for chunk in self._books if chunk.namespace in mine)
-            size = sum(chunk.bytes for chunk in self._books if chunk.namespace in mine)
-            gone = [key for namespace in mine for key in self._books.forget(namespace)]
-        self._delete(gone)
-        if self._cold:
-            with suppress(OSError):
-                self._cold.erase(mine)
-        return Removed(entries=entries, tokens=tokens, bytes=size)
+        """Leave nothing of one user, under any salt, in any file or process."""
+        return self._forgetter.forget(user)
 
     def gc(self) -> Removed:
         """Remove everything that has outlived its TTL and is not pinned."""
@@ -145,16 +137,15 @@ class Catalogue:
     # ── inside ──
 
     def _removed(self, gone: list[Chunk], entries: int) -> Removed:
-        self._delete(chunk.key for chunk in gone)
+        self._counters.removed_chunks += len(gone)
+        self._forgetter.remove_leaving()
+        with self._lock:
+            left = sum(chunk.key in self._books.leaving for chunk in gone)
+        if left:
+            raise StoreFailed(f"{left} files could not be removed from the disk: they are tried again, and count.")
         return Removed(
             entries=entries, tokens=sum(len(c.tokens) for c in gone), bytes=sum(chunk.bytes for chunk in gone)
         )
-
-    def _delete(self, keys: Iterable[ChunkKey]) -> None:
-        listed = list(keys)
-        self._counters.removed_chunks += len(listed)
-        if self._cold:
-            self._cold.remove(listed)
 
     def _find(self, entry_id: EntryId) -> tuple[Entry, Cursor] | None:
         entry = self._books.entries.get(entry_id)

@@ -15,6 +15,7 @@ description, which a reader compares in full with the chunk it is looking for.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -184,9 +185,45 @@ def read_description(path: Path) -> tuple[Description, int]:
     return Description.unpack(packed), size
 
 
+def namespace_of(path: Path) -> str | None:
+    """Whose a file is by its own words, whatever else is wrong with it; None where it does not say.
+
+    The payload is not read, and need not be there. Blocks on disk. Raises FileNotFoundError, OSError.
+    """
+    try:
+        descriptor = _open(path)
+    except Damaged:
+        return None
+    try:
+        _file_size(descriptor)
+        fixed = os.pread(descriptor, _FIXED.size, 0)
+        if len(fixed) < _FIXED.size:
+            return None
+        length = _FIXED.unpack(fixed)[1]
+        packed = os.pread(descriptor, length, _FIXED.size) if length <= _MAX_DESCRIPTION else b""
+    except Damaged:
+        return None
+    finally:
+        os.close(descriptor)
+    if _FIXED.unpack(fixed)[5] != _head_digest(fixed[:40], packed):
+        return None
+    try:
+        return unpack_fields(packed)[1].decode()
+    except (ValueError, LookupError):
+        return None
+
+
 def _open(path: Path) -> int:
-    # Without O_NONBLOCK, opening a named pipe would wait for somebody to write to it.
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Raises Damaged and FileNotFoundError where that will not pass, and any other OSError where it may."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for somebody to write to it.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise FileNotFoundError(*error.args) from error  # a link of somebody's, or a file where a folder was
+        if error.errno == errno.ENXIO:
+            raise Damaged("it is not a file") from error
+        raise
 
 
 def _file_size(descriptor: int) -> int:

@@ -6,10 +6,14 @@
                    tmp/<owner>/        files being written; removed once their owner is dead
                    in-use              lock: shared by everybody who has the store open
                    opening, evict      locks: held alone while opening, and by the one evictor
+    <root>/forgotten.json              users of whom nothing may be left, for every process and store
 
 A crash at any moment leaves either no file under a chunk's name or the whole file: data is written and
 forced to disk under `tmp/`, then renamed, then the folder is forced to disk. Several processes may share
 a root. All methods block on disk and may be called from any thread.
+
+The files are the truth. An error that may pass (too many open files, an unreadable sector) makes nothing
+disappear: the file counts, and is looked at again. What the index refuses is told to it again.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +35,30 @@ from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
 from emberkeep.kv.entries import Entry, EntryId
+from emberkeep.kv.forgotten import Forgetting, Forgotten, Whose
 from emberkeep.kv.ghosts import Ghost
-from emberkeep.kv.index import Index, Row, Unreadable, Uses, model_with
+from emberkeep.kv.index import Index, Row, Unreadable, Uses, model_with, row_of
 from emberkeep.kv.keys import ChunkKey, store_name
+from emberkeep.kv.quarantine import Quarantine, delete
 from emberkeep.kv.reading import Buffers
+from emberkeep.kv.sweeping import (
+    CHUNKS,
+    OWNER,
+    QUARANTINE,
+    TMP,
+    bytes_below,
+    is_chunk_name,
+    list_folder,
+    sweep_files,
+)
 
 log = logging.getLogger("emberkeep.kv")
 
 INDEX = "index.db"
+_MOST_UNTOLD = 4096
+"""Changes that the index has refused and is told again; of what is left out the files tell at the next opening."""
+_MOST_STRAYS = 1024
+_STRAYS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +68,16 @@ class Notes:
     meta: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What came of writing some chunks."""
+
+    sizes: dict[ChunkKey, int]
+    """Of the files that are in their places."""
+    error: OSError | None = None
+    """Why others are not."""
+
+
 class ColdTier:
     """Raises OSError from the constructor when the folder cannot be used at all."""
 
@@ -55,19 +85,33 @@ class ColdTier:
         self.root = root
         self.folder = root / store_name(fingerprint)
         self._fingerprint = fingerprint
-        self._chunks = self.folder / "chunks"
-        self._quarantine = self.folder / "quarantine"
-        self._tmp = self.folder / "tmp" / uuid.uuid4().hex
-        self._locks = [_hold(self.folder, "in-use", fcntl.LOCK_SH), _hold(self._tmp, "owner", fcntl.LOCK_EX)]
-        private_folder(self._chunks)
-        private_folder(self._quarantine)
-        # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
-        opening = _lock(self.folder / "opening", fcntl.LOCK_EX)
-        try:
-            self._index = Index(self.folder / INDEX, fingerprint)
-        finally:
-            os.close(opening)
+        self._chunks = self.folder / CHUNKS
+        self._tmp = self.folder / TMP / uuid.uuid4().hex
+        self._locks: list[int] = []
         self._index_lock = threading.Lock()
+        self._untold_rows: dict[ChunkKey, tuple[Description, int]] = {}
+        self._untold_removals: set[ChunkKey] = set()
+        self._strays: dict[ChunkKey, int] = {}
+        """Files of which nobody knows what they are: reading them failed, in a way that may pass."""
+        self._unfinished_bytes = self._foreign_bytes = 0
+        """Of files in `tmp`, and of files among the chunks that are no chunks, as of the last look."""
+        self._barred: list[tuple[Forgetting, Whose]] = []
+        """Forgotten users of whom there may be files left."""
+        try:
+            self._locks.append(_hold(self.folder, "in-use", fcntl.LOCK_SH))
+            self._locks.append(_hold(self._tmp, OWNER, fcntl.LOCK_EX))
+            private_folder(self._chunks)
+            self._quarantine = Quarantine(self.folder / QUARANTINE)
+            self.forgotten = Forgotten(root)
+            # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
+            opening = _lock(self.folder / "opening", fcntl.LOCK_EX)
+            try:
+                self._index = Index(self.folder / INDEX, fingerprint)
+            finally:
+                os.close(opening)
+        except BaseException:
+            self._let_go()
+            raise
         self._buffers = Buffers()
         self._news = self._index
         self._news_lock = threading.Lock()
@@ -76,7 +120,9 @@ class ColdTier:
 
     def open_rows(self) -> tuple[list[Row], int]:
         """Every chunk on disk, and how many files were damaged. Brings index and files into agreement."""
-        self._sweep_tmp()
+        self.look_around()
+        self._barred = self.forgotten.unfinished()
+        self.finish_forgetting()
         try:
             rows, damaged = self._reconcile()
         except Unreadable as reason:
@@ -87,35 +133,54 @@ class ColdTier:
         self._news = Index(self.folder / INDEX, self._fingerprint)
         self._seen_seq = max((row.seq for row in rows), default=0)
         self._seen_version = self._news.version()
-        return rows, damaged
+        return self._allowed(rows), damaged
 
-    def news(self) -> list[Row]:
+    def news(self, *, everything: bool = False) -> list[Row]:
         """Chunks that other processes (or we) added since the last call."""
         with self._news_lock:
             version = self._news.version()
-            if version == self._seen_version:
+            if version == self._seen_version and not everything:
                 return []
-            rows = self._news.rows_after(self._seen_seq)
+            rows = self._news.rows_after(0 if everything else self._seen_seq)
             self._seen_version = version
             self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
-            return rows
+            return self._allowed(rows)
 
-    def write(self, entries: Sequence[tuple[Description, memoryview]]) -> dict[ChunkKey, int]:
-        """Make chunks durable; returns the size of each file. Raises OSError: then some may be missing."""
-        staged = []
+    def write(
+        self,
+        entries: Sequence[tuple[Description, memoryview]],
+        is_wanted: Callable[[ChunkKey], bool] = lambda key: True,
+    ) -> Written:
+        """Make chunks durable. Some may be in their places when others could not be written.
+
+        `is_wanted` is asked last of all, while nobody can begin to forget: what is not wanted leaves no trace.
+        """
+        staged: list[tuple[Description, Path, int]] = []
+        sizes: dict[ChunkKey, int] = {}
+        failed: OSError | None = None
         try:
             for description, payload in entries:
-                temporary = self._tmp / description.key.hex()
-                staged.append((description, temporary, chunkfile.write(temporary, description, payload)))
-        except OSError:
-            for description, _ in entries:
+                staged.append((description, *self._stage(description, payload)))
+            with self.forgotten.held():
+                try:
+                    for description, temporary, size in staged:
+                        if is_wanted(description.key):
+                            self._publish(description.key, temporary)
+                            sizes[description.key] = size
+                finally:  # what is in its place counts, whatever became of the others
+                    self._tell_index([(d, size) for d, _, size in staged if d.key in sizes])
+        except OSError as error:
+            failed = error
+        for description, _ in entries:
+            if description.key not in sizes:
                 with suppress(OSError):
-                    (self._tmp / description.key.hex()).unlink()
-            raise
-        self._publish([(description, temporary) for description, temporary, _ in staged])
-        with self._index_lock:
-            self._index.add((description, size) for description, _, size in staged)
-        return {description.key: size for description, _, size in staged}
+                    delete(self._tmp / description.key.hex())
+        for folder in {self._path(key).parent for key in sizes}:
+            try:
+                sync(folder)
+            except OSError as error:
+                failed = failed or error
+        return Written(sizes, failed)
 
     def read(self, expected: Description) -> memoryview:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
@@ -144,24 +209,63 @@ class ColdTier:
         """
         self._buffers.refill(size, limit, readers)
 
-    def remove(self, keys: Iterable[ChunkKey]) -> None:
-        keys = list(keys)
+    def remove(self, keys: Iterable[ChunkKey]) -> tuple[set[ChunkKey], OSError | None]:
+        """Those whose files are gone, and why others are not."""
+        gone: set[ChunkKey] = set()
+        failed: OSError | None = None
         for key in keys:
-            with suppress(FileNotFoundError):
-                self._path(key).unlink()
-        with self._index_lock:
-            self._index.remove(keys)
+            try:
+                delete(self._path(key))
+                gone.add(key)
+            except OSError as error:
+                failed = error
+        self._tell_index_of_removals(gone)
+        return gone, failed
 
-    def quarantine(self, key: ChunkKey) -> None:
-        """Put a damaged file out of reach. Best effort: a file that cannot be moved is deleted."""
-        path = self._path(key)
-        try:
-            path.rename(self._quarantine / f"{key.hex()}.{uuid.uuid4().hex[:8]}")
-        except OSError:
-            with suppress(OSError):
-                path.unlink()
-        with suppress(OSError), self._index_lock:
-            self._index.remove([key])
+    def missing(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those that have no file: others may have evicted them."""
+        gone: set[ChunkKey] = set()
+        for key in keys:
+            try:
+                self._path(key).lstat()
+            except FileNotFoundError:
+                gone.add(key)
+            except OSError:
+                continue
+        self._tell_index_of_removals(gone)
+        return gone
+
+    def quarantine(self, key: ChunkKey) -> bool:
+        """Put a damaged file out of reach; one that cannot be moved is deleted. False: it is still there."""
+        if not self._quarantine.put(self._path(key)):
+            return False
+        self._tell_index_of_removals([key])
+        return True
+
+    @property
+    def side_bytes(self) -> int:
+        """What is in the store's folder besides chunks that are known, as of the last look."""
+        strays = sum(list(self._strays.values()))
+        return self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes + strays
+
+    def look_around(self) -> None:
+        """Count what is no chunk, and remove what dead processes have left."""
+        with suppress(OSError):
+            self._sweep_tmp()
+        self._quarantine.trim()
+        self._unfinished_bytes = bytes_below(self._tmp.parent)
+
+    def adopt_strays(self) -> tuple[list[Row], int]:
+        """Look again at files that could not be read, a few at a time: chunks, and how many were damaged."""
+        some = list(self._strays)[:_STRAYS_AT_ONCE]
+        return self._adopt(some) if some else ([], 0)
+
+    def drop_strays(self) -> bool:
+        """Their room is needed. False: there are none, or they cannot be removed."""
+        gone, _ = self.remove(list(self._strays))
+        for key in gone:
+            self._strays.pop(key, None)
+        return bool(gone)
 
     def notes(self) -> Notes:
         """What is known besides the chunks themselves. Call it after `open_rows`."""
@@ -187,10 +291,72 @@ class ColdTier:
             self._index.add_ghosts(ghosts)
             self._index.save_meta(meta)
 
-    def erase(self, namespaces: Iterable[str]) -> None:
-        """Leave no trace of these in the index, which is not told their chunks are gone by this."""
-        with self._index_lock:
-            self._index.erase(namespaces)
+    # ── forgetting ──
+
+    def sweep(self, whose: Whose) -> int:
+        """Leave no byte of theirs in any store under the root: files, whoever wrote them, rows, and what SQLite
+        keeps of deleted rows. Returns the bytes of files.
+
+        Raises OSError when something may be left: what could be removed is gone all the same.
+        """
+        swept, failed = 0, None
+        for folder in [self.folder, *self._other_stores()]:
+            try:
+                swept += sweep_files(folder, whose)
+            except OSError as error:
+                failed = error
+            try:
+                self._erase_rows(folder, whose)
+            except OSError as error:
+                failed = error
+        self.look_around()
+        if failed is not None:
+            raise failed
+        return swept
+
+    def finish_forgetting(self) -> None:
+        """Sweep again for those for whom somebody began to, and was killed or failed. Never raises."""
+        for forgetting, whose in list(self._barred):
+            try:
+                self.sweep(whose)
+                self.forgotten.done(forgetting)
+                self._barred.remove((forgetting, whose))
+            except OSError as error:
+                log.warning("something of a user who was forgotten is still there: %s", error)
+
+    def owe(self, forgetting: Forgetting, whose: Whose) -> None:
+        """Sweeping failed: `finish_forgetting` tries again, and until then nothing of theirs is news."""
+        self._barred.append((forgetting, whose))
+
+    @property
+    def owes(self) -> bool:
+        return bool(self._barred)
+
+    def _erase_rows(self, folder: Path, whose: Whose) -> None:
+        if folder == self.folder:
+            with self._index_lock:
+                mine = [
+                    key for key, (description, _) in self._untold_rows.items() if description.namespace in whose
+                ]
+                for key in mine:
+                    del self._untold_rows[key]
+                self._index.erase(whose)
+            return
+        path = folder / INDEX
+        if not path.exists():
+            return
+        last_used = path.stat()
+        index = Index(path, self._fingerprint)
+        try:
+            index.erase(whose)
+        finally:
+            index.close()
+        os.utime(path, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
+
+    def _allowed(self, rows: list[Row]) -> list[Row]:
+        if not self._barred:
+            return rows
+        return [row for row in rows if not any(row.namespace in whose for _, whose in self._barred)]
 
     @contextmanager
     def evicting(self) -> Iterator[bool]:
@@ -211,7 +377,7 @@ class ColdTier:
         Returns the bytes that remain. A store that any process has open stays.
         """
         others = self._other_stores()
-        sizes = {path: sum(file.stat().st_size for file in path.glob("chunks/*/*.kv")) for path in others}
+        sizes = {path: sum(bytes_below(path / part) for part in (CHUNKS, QUARANTINE, TMP)) for path in others}
         for path in reversed(others):
             if sum(sizes.values()) <= allowed:
                 break
@@ -229,6 +395,9 @@ class ColdTier:
         with self._news_lock, self._index_lock:
             self._news.close()
             self._index.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         shutil.rmtree(self._tmp, ignore_errors=True)
         for descriptor in self._locks:
             os.close(descriptor)
@@ -241,57 +410,127 @@ class ColdTier:
         name = key.hex()
         return self._chunks / name[:2] / f"{name}.kv"
 
-    def _publish(self, staged: Sequence[tuple[Description, Path]]) -> None:
-        folders = set()
-        for description, temporary in staged:
-            target = self._path(description.key)
-            if target.parent not in folders:
-                target.parent.mkdir(mode=0o700, exist_ok=True)
-                folders.add(target.parent)
+    def _stage(self, description: Description, payload: memoryview) -> tuple[Path, int]:
+        """Write a file that is not in its place yet. Raises OSError."""
+        temporary = self._tmp / description.key.hex()
+        try:
+            return temporary, chunkfile.write(temporary, description, payload)
+        except FileExistsError:  # it could not be removed when writing it failed
+            delete(temporary)
+            return temporary, chunkfile.write(temporary, description, payload)
+
+    def _publish(self, key: ChunkKey, temporary: Path) -> None:
+        target = self._path(key)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
             temporary.rename(target)
-        for folder in folders:
-            sync(folder)
+        except IsADirectoryError:  # somebody has put a folder there
+            delete(target)
+            temporary.rename(target)
+
+    def _tell_index(self, added: Iterable[tuple[Description, int]]) -> None:
+        """Only while nobody can begin to forget. Never raises: the index is a cache, and what it refuses now it is
+        told with the next change."""
+        with self._index_lock:
+            self._untold_rows |= {description.key: (description, size) for description, size in added}
+            try:
+                self._index.remove(self._untold_removals)
+                self._untold_removals.clear()
+                self._index.add(self._untold_rows.values())
+                self._untold_rows.clear()
+            except OSError as error:
+                log.warning("the index of the stored state is behind: %s", error)
+                self._untold_rows = dict(list(self._untold_rows.items())[-_MOST_UNTOLD:])
+
+    def _tell_index_of_removals(self, keys: Iterable[ChunkKey]) -> None:
+        """Never raises, as above."""
+        with self._index_lock:
+            for key in keys:
+                self._untold_rows.pop(key, None)
+                self._untold_removals.add(key)
+            try:
+                self._index.remove(self._untold_removals)
+                self._untold_removals.clear()
+            except OSError as error:
+                log.warning("the index of the stored state is behind: %s", error)
+                self._untold_removals = set(list(self._untold_removals)[-_MOST_UNTOLD:])
+
+    def forget_untold(self, whose: Container[str]) -> None:
+        """What the index has not been told of them, it never is."""
+        with self._index_lock:
+            told = {key: row for key, row in self._untold_rows.items() if row[0].namespace not in whose}
+            self._untold_rows = told
 
     def _reconcile(self) -> tuple[list[Row], int]:
         # The index first: a file that another process adds in between is then seen twice, not never.
         rows = self._index.rows_after(0)
         on_disk = self._scan()
         known = {row.key for row in rows}
-        damaged = self._adopt(on_disk - known)
-        self._index.remove(known - on_disk)
-        present = [row for row in rows if row.key in on_disk]
-        return present + self._index.rows_after(max((row.seq for row in rows), default=0)), damaged
+        adopted, damaged = self._adopt(on_disk - known)
+        self._tell_index_of_removals(known - on_disk)
+        present = {row.key: row for row in rows if row.key in on_disk}
+        present |= {row.key: row for row in adopted}
+        present |= {row.key: row for row in self._index.rows_after(max((row.seq for row in rows), default=0))}
+        return list(present.values()), damaged
 
     def _scan(self) -> set[ChunkKey]:
-        found = set()
-        for folder in os.scandir(self._chunks):
-            for entry in os.scandir(folder.path) if folder.is_dir(follow_symlinks=False) else ():
-                with suppress(ValueError):
+        """Raises OSError: half of what is there is no answer."""
+        found, foreign = set(), 0
+        for folder in list_folder(self._chunks):
+            for entry in list_folder(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else (folder,):
+                if is_chunk_name(entry.name) and not entry.is_symlink():
                     found.add(ChunkKey(bytes.fromhex(entry.name.removesuffix(".kv"))))
+                elif not entry.is_dir(follow_symlinks=False):
+                    foreign += entry.stat(follow_symlinks=False).st_size
+        self._foreign_bytes = foreign
         return found
 
-    def _adopt(self, keys: Iterable[ChunkKey]) -> int:
-        """Add files that the index does not know; returns how many were damaged."""
-        adopted, damaged = [], 0
+    def _adopt(self, keys: Iterable[ChunkKey]) -> tuple[list[Row], int]:
+        """Add files that the index does not know; returns them, and how many were damaged."""
+        described, damaged = [], 0
         for key in keys:
             try:
                 description, size = chunkfile.read_description(self._path(key))
                 if description.key != key or description.fingerprint != self._fingerprint:
                     raise Damaged("it stands under another chunk's name")
-                adopted.append((description, size))
+                described.append((description, size))
+            except FileNotFoundError:
+                self._strays.pop(key, None)
             except OSError as error:
                 log.info("cannot read %s: %s", self._path(key).name, error)
+                self._note_stray(key)
             except Damaged as reason:
                 log.warning("quarantined %s: %s", self._path(key).name, reason)
-                self.quarantine(key)
                 damaged += 1
-        self._index.add(adopted)
-        return damaged
+                if self.quarantine(key):
+                    self._strays.pop(key, None)
+                else:
+                    self._note_stray(key)
+        with self.forgotten.held():
+            # Whoever is just being forgotten has files left, which are about to go.
+            going = self.forgotten.unfinished()
+            allowed = [(d, size) for d, size in described if not any(d.namespace in whose for _, whose in going)]
+            self._tell_index(allowed)
+        for description, _ in described:
+            self._strays.pop(description.key, None)
+        return [row_of(description, size) for description, size in allowed], damaged
+
+    def _note_stray(self, key: ChunkKey) -> None:
+        """It counts, and is looked at again; one more than are counted is removed, as by an eviction."""
+        size = 0
+        with suppress(OSError):
+            size = os.lstat(self._path(key)).st_size
+        self._strays[key] = size
+        if len(self._strays) > _MOST_STRAYS:
+            oldest = next(iter(self._strays))
+            with suppress(OSError):
+                delete(self._path(oldest))
+                del self._strays[oldest]
 
     def _sweep_tmp(self) -> None:
-        for path in self._tmp.parent.iterdir():
-            if path != self._tmp:
-                _remove_if_unused(path, lock_name="owner")
+        for entry in list_folder(self._tmp.parent):
+            if entry.name != self._tmp.name:
+                _remove_if_unused(Path(entry.path), lock_name=OWNER)
 
 
 def _hold(folder: Path, lock_name: str, mode: int) -> int:

@@ -90,6 +90,8 @@ class ContentIndex:
                 table[hashed] = left
             else:
                 table.pop(hashed, None)
+        if not table:
+            del self._places[chunk.namespace]
 
     def find(self, namespace: str, tokens: TokenArray, begin: int, sinks: int) -> list[Moved]:
         """Everything stored for passages of `tokens` at or after `begin`; matches may overlap each other."""

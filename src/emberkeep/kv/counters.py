@@ -17,6 +17,8 @@ class StoreCounters:
     """From RAM into the engine."""
     damaged_chunks: int = 0
     vanished_chunks: int = 0
+    unreadable_chunks: int = 0
+    """Reads that failed in a way that may pass."""
     warm_evictions: int = 0
     cooled_by_turns: int = 0
     cooled_when_idle: int = 0

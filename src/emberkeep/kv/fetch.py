@@ -25,7 +25,8 @@ class FetchState(Enum):
     PENDING = "pending"
     READY = "ready"  # `chunk.payload` is set, and stays while the chunk is pinned and in the store
     DAMAGED = "damaged"  # failed verification; the chunk has left the store
-    GONE = "gone"  # its file disappeared or cannot be read
+    GONE = "gone"  # its file has disappeared; the chunk has left the store
+    UNREADABLE = "unreadable"  # its file cannot be read just now; the chunk stays
 
 
 @dataclass(slots=True)
@@ -44,6 +45,8 @@ class Fetched:
     state: FetchState
     payload: memoryview | None
     seconds: float
+    is_there: bool = False
+    """Its file is damaged, and could not be put out of reach."""
 
 
 class Reader:
@@ -88,8 +91,12 @@ class Reader:
 
     def _run(self, fetch: Fetch) -> None:
         begin = perf_counter()
-        state, payload = self._read(fetch.chunk)
-        self._on_done(fetch, Fetched(state, payload, perf_counter() - begin))
+        try:
+            state, payload, is_there = self._read(fetch.chunk)
+        except Exception:  # whoever waits for it must hear
+            log.exception("cannot read %s.kv", fetch.chunk.key.hex())
+            state, payload, is_there = FetchState.UNREADABLE, None, False
+        self._on_done(fetch, Fetched(state, payload, perf_counter() - begin, is_there))
 
     def _get_ready(self) -> None:
         self._cold.get_ready(self._typical_size, self._ready_bytes, _THREADS)
@@ -101,13 +108,16 @@ class Reader:
         self._preparing.daemon = True
         self._preparing.start()
 
-    def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None]:
+    def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None, bool]:
+        """Only what is missing or fails its check is given up: every other error may pass."""
         try:
-            return FetchState.READY, self._cold.read(describe(chunk, self._fingerprint))
+            return FetchState.READY, self._cold.read(describe(chunk, self._fingerprint)), True
         except Damaged as reason:
             log.warning("quarantined %s.kv: %s", chunk.key.hex(), reason)
-            self._cold.quarantine(chunk.key)
-            return FetchState.DAMAGED, None
+            return FetchState.DAMAGED, None, not self._cold.quarantine(chunk.key)
+        except FileNotFoundError as error:
+            log.info("%s.kv is gone: %s", chunk.key.hex(), error)
+            return FetchState.GONE, None, False
         except (OSError, MemoryError) as error:
-            log.info("cannot read %s.kv: %s", chunk.key.hex(), error)
-            return FetchState.GONE, None
+            log.warning("cannot read %s.kv just now: %s", chunk.key.hex(), error)
+            return FetchState.UNREADABLE, None, False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, token_bytes
@@ -82,9 +82,12 @@ class Ghosts:
                 del self._below[_place(ghost)]
         return ghost
 
-    def forget(self, namespace: str) -> None:
-        for key in [key for key, ghost in self._by_key.items() if ghost.namespace == namespace]:
+    def forget(self, namespaces: Container[str]) -> None:
+        for key in [key for key, ghost in self._by_key.items() if ghost.namespace in namespaces]:
             self.take(key)
+
+    def namespaces(self) -> set[str]:
+        return {ghost.namespace for ghost in self._by_key.values()}
 
     def after(self, fingerprint: bytes, cursor: Cursor, tokens: TokenArray) -> Ghost | None:
         """The longest chunk that went on from `cursor` with what `tokens` (a whole prompt) has there."""

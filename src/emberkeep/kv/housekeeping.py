@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 
 from emberkeep.kv import value
@@ -13,12 +14,20 @@ from emberkeep.kv.chunkfile import most_bytes
 from emberkeep.kv.clock import StoreClock
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.counters import StoreCounters
+from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.news import News
 from emberkeep.kv.tree import Chunk
 from emberkeep.kv.writes import WriteBudget
 
 log = logging.getLogger("emberkeep.kv")
+
+MOST_FILES = 250_000
+"""Chunks on disk, however small they are: each takes 1.5 kB of RAM, and 20 µs when the store is opened."""
+_RETRY_S = 10.0
+"""How long files that could not be removed or read are left alone."""
+_MOST_FAILURES = 16
+"""Of removals one after the other: a disk that refuses these refuses the others."""
 
 
 class Housekeeping:
@@ -35,8 +44,12 @@ class Housekeeping:
         *,
         budget: int,
         about: Mapping[str, Any],
+        notice: Callable[[], None],
+        refresh: Callable[[], None],
+        adopt: Callable[[list[Row]], None],
     ) -> None:
-        """`budget` is for all stores under the same root together."""
+        """`budget` is for all stores under the same root together. `notice`: whom any process has forgotten;
+        `refresh`: what others have stored; `adopt` enters chunks that are on disk."""
         self._books = books
         self._lock = lock
         self._cold = cold
@@ -45,14 +58,13 @@ class Housekeeping:
         self._writes = writes
         self._budget = budget
         self._about = about
+        self._notice = notice
+        self._refresh = refresh
+        self._adopt = adopt
         self._other_stores: int | None = None
         """Bytes of other fingerprints' stores; None until looked at."""
-        self._unwritten: set[ChunkKey] = set()
-
-    @property
-    def unwritten(self) -> set[ChunkKey]:
-        """In RAM only, because they were not worth writing when their turn came."""
-        return self._unwritten
+        self._removing = threading.Lock()
+        self._look_again_at = 0.0
 
     def is_worth_it(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
         """Whether to write a chunk. `batch`: what is about to be written with it, in bytes."""
@@ -62,33 +74,84 @@ class Housekeeping:
             reachable = chunk.parent.is_root or chunk.parent.on_disk or chunk.parent.key in batch
             spent = self._writes.spent + sum(batch.values())
             worth_it = reachable and value.worth_writing(chunk, spent, self._writes.limit)
-        worth_it = worth_it and self._make_room(most_bytes(chunk) + sum(batch.values()), chunk)
+        worth_it = (
+            worth_it
+            and self._is_free(chunk.key)
+            and self._make_room(most_bytes(chunk) + sum(batch.values()), chunk)
+        )
         if not worth_it:
             with self._lock:
                 if chunk in self._books:
-                    self._unwritten.add(chunk.key)
+                    self._books.unwritten.add(chunk.key)
         return worth_it
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        """Whether a file that is written should come into its place, where nobody may be forgotten meanwhile.
+
+        Raises OSError.
+        """
+        self._notice()
+        with self._lock:
+            return self._books.get(key) is not None and key not in self._books.leaving
 
     def became_durable(self, sizes: Mapping[ChunkKey, int]) -> None:
         """Enter what was written; what nobody wants any more is removed again."""
-        unwanted = []
         with self._lock:
             self._writes.spend(sum(sizes.values()))
             for key, size in sizes.items():
-                self._unwritten.discard(key)
+                self._books.unwritten.discard(key)
                 if chunk := self._books.get(key):
                     self._books.became_cold(chunk, size)
                     self._books.news.used[key] = chunk
                 else:
-                    unwanted.append(key)
-        self._cold.remove(unwanted)
+                    self._books.leave(key, size)
+        self.remove_leaving()
 
     def tidy(self) -> None:
         """Whenever there is nothing to write."""
+        self._notice()
+        self.remove_leaving()
+        self._look_at_strays()
         self._make_room(0)
         # Uses alone wait for company: while a prompt is evaluated there are new ones all the time.
         if self._books.news.is_pressing:
             self.save_notes()
+
+    def remove_leaving(self) -> None:
+        """Remove the files that the books have let go of. What cannot be removed counts, and is tried again."""
+        if not self._books.leaving:
+            return
+        with self._removing:  # a key may come back between two who remove it
+            with self._lock:
+                keys = list(self._books.leaving)
+            failures = 0
+            for begin in range(0, len(keys), _MOST_FAILURES):
+                some = keys[begin : begin + _MOST_FAILURES]
+                gone, error = self._cold.remove(some)
+                with self._lock:
+                    self._books.left(gone)
+                if error is not None:
+                    log.warning("a file of the store cannot be removed: %s", error)
+                    failures += len(some) - len(gone)
+                if failures >= _MOST_FAILURES:
+                    return
+
+    def _is_free(self, key: ChunkKey) -> bool:
+        """No old file stands in its place."""
+        if key in self._books.leaving:
+            self.remove_leaving()
+        return key not in self._books.leaving
+
+    def _look_at_strays(self) -> None:
+        """Try again what failed in a way that may pass."""
+        if monotonic() < self._look_again_at:
+            return
+        self._look_again_at = monotonic() + _RETRY_S
+        if self._cold.owes:
+            self._cold.finish_forgetting()
+        rows, damaged = self._cold.adopt_strays()
+        self._counters.damaged_chunks += damaged
+        self._adopt(rows)
 
     def _make_room(self, incoming: int, newcomer: Chunk | None = None) -> bool:
         """Evict until so many bytes more fit into the budget; False when they cannot, or not without giving up
@@ -98,36 +161,61 @@ class Housekeeping:
         """
         if self._other_stores is not None and self._fits(incoming):
             return True
+        self._refresh()
         with self._cold.evicting() as alone:
             if not alone:
                 return True
+            self._cold.look_around()
             with self._lock:
-                lost = self._books.take_orphans()
-            self._cold.remove(lost)
-            allowed = max(self._budget - incoming - self._books.cold.bytes, 0)
-            self._other_stores = self._cold.shrink_other_stores(allowed)
-            self._evict(self._budget - incoming - self._other_stores, newcomer)
+                self._books.take_orphans()
+            self.remove_leaving()
+            own = self._books.disk_bytes + self._cold.side_bytes
+            self._other_stores = self._cold.shrink_other_stores(max(self._budget - incoming - own, 0))
+            if not self._fits(incoming):
+                self._cold.drop_strays()
+            self._evict(incoming, newcomer)
         return self._fits(incoming)
 
     def _fits(self, incoming: int) -> bool:
-        return self._books.cold.bytes + (self._other_stores or 0) + incoming <= self._budget
+        has_place = self._books.cold.chunks < MOST_FILES
+        return has_place and self._beside + self._books.cold.bytes + incoming <= self._budget
 
-    def _evict(self, budget: int, newcomer: Chunk | None) -> None:
+    @property
+    def _beside(self) -> int:
+        """Bytes that evicting chunks cannot make free."""
+        own = self._books.disk_bytes - self._books.cold.bytes + self._cold.side_bytes
+        return own + (self._other_stores or 0)
+
+    def _evict(self, incoming: int, newcomer: Chunk | None) -> None:
         """Nothing while the budget holds; else down to its low-water mark, deepest first."""
-        target = budget * LOW_WATER if self._books.cold.bytes > budget else budget
-        while True:
+        stuck = len(self._books.leaving)
+        while not self._fits(incoming):
             with self._lock:
                 now = self._clock.now()
-                victims = self._books.shrink_cold(target, now, newcomer)
-                self._unwritten.difference_update(chunk.key for chunk in victims)
+                budget = self._budget - incoming - self._beside
+                target = budget * LOW_WATER if self._books.cold.bytes > budget else budget
+                most = int(MOST_FILES * LOW_WATER) if self._books.cold.chunks >= MOST_FILES else MOST_FILES
+                victims = self._books.shrink_cold(target, now, newcomer, most_chunks=most)
                 expired = sum(chunk.expires <= now for chunk in victims)
                 self._counters.expired_evictions += expired
                 self._counters.cold_evictions += len(victims) - expired
             if not victims:
                 return
-            self._cold.remove(chunk.key for chunk in victims)
+            self.remove_leaving()
+            if len(self._books.leaving) > stuck:
+                return  # a disk that gives nothing back: evicting more would only lose it
 
     def save_notes(self) -> None:
+        """Never raises."""
+        try:
+            with self._cold.forgotten.held():
+                self._notice()
+                self._save_notes()
+        except OSError as error:
+            log.warning("cannot save when chunks were last used: %s", error)
+
+    def _save_notes(self) -> None:
+        """Only while nobody can begin to forget."""
         with self._lock:
             self._books.forget_empty_entries()
             if self._books.news.is_empty:
@@ -137,7 +225,7 @@ class Housekeeping:
         meta = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written, **self._about}
         try:
             self._cold.save_notes(uses, news.entries.values(), news.forgotten, news.ghosts, meta)
-        except OSError as error:
-            log.warning("cannot save when chunks were last used: %s", error)
+        except BaseException:
             with self._lock:
-                self._books.news.put_back(news)
+                self._books.put_back(news)
+            raise

@@ -8,7 +8,7 @@ knows (when chunks were used, what people call them, why others went) is then lo
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -105,6 +105,11 @@ class Row(NamedTuple):
     expires: float
 
 
+def row_of(d: Description, size: int) -> Row:
+    """A chunk of which only the file is known."""
+    return Row(0, d.key, d.namespace, d.parent, d.take, d.start, d.tokens, d.sampled, d.given, size, 0, 0, 0.0)
+
+
 class Unreadable(OSError):
     """The database is broken, or says something that cannot be true."""
 
@@ -181,12 +186,22 @@ class Index:
         )
         self._write("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", [(GHOST_LIMIT,)])
 
-    def erase(self, namespaces: Iterable[str]) -> None:
-        """Delete what is known of these, also from the pages and logs that SQLite would keep."""
-        listed = [(namespace,) for namespace in namespaces]
+    def erase(self, whose: Container[str]) -> None:
+        """Delete what is known of them, and write the file anew: SQLite overwrites what it deletes, but not what
+        it has moved before. Raises OSError, also while somebody still reads the old bytes."""
         for table in ("chunk", "entry", "gone"):
-            self._write(f"DELETE FROM {table} WHERE namespace = ?", listed)
-        _translated(lambda: self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+            named = self._namespaces(table)
+            self._write(f"DELETE FROM {table} WHERE namespace = ?", [(name,) for name in named if name in whose])
+        self._db_do("VACUUM")
+        ((busy, *_),) = self._db_do("PRAGMA wal_checkpoint(TRUNCATE)")
+        if busy:
+            raise OSError("the store's index: another program reads it")
+
+    def _namespaces(self, table: str) -> list[str]:
+        return [name for (name,) in self._db_do(f"SELECT DISTINCT namespace FROM {table}")]
+
+    def _db_do(self, sql: str) -> list[tuple[Any, ...]]:
+        return _translated(lambda: list(self._db.execute(sql)))
 
     def meta(self) -> dict[str, Any]:
         return _translated(lambda: dict(self._db.execute("SELECT name, value FROM meta")))

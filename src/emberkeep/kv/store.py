@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +26,9 @@ from emberkeep.kv.cost import CostModel
 from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, Label
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
+from emberkeep.kv.forgetting import Forgetter
 from emberkeep.kv.housekeeping import Housekeeping
+from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
 from emberkeep.kv.lookup import Match, Peek
 from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
@@ -89,10 +91,20 @@ class KvStore:
         self._reader: Reader | None = None
         self._writer: Writer | None = None
         self._house: Housekeeping | None = None
+        self._forgetter = Forgetter(self._books, self._lock, cold, self.counters)
         if cold is not None:
-            self._open(cold, clock, {"fingerprint": fingerprint, **(about or {})})
+            try:
+                self._open(cold, clock, {"fingerprint": fingerprint, **(about or {})})
+            except BaseException:
+                cold.close()
+                raise
         self.catalogue = Catalogue(
-            self._books, self._lock, self._cold, lambda: self._clock.now(), self.keeping.ttl, self.counters
+            self._books,
+            self._lock,
+            lambda: self._clock.now(),
+            self.keeping.ttl,
+            self.counters,
+            forgetter=self._forgetter,
         )
 
     def _open(self, cold: ColdTier, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]) -> None:
@@ -106,9 +118,7 @@ class KvStore:
             self.keeping.writes_per_day, notes.meta.get("write_day", 0), notes.meta.get("written", 0)
         )
         self._books.ghosts.add(notes.ghosts)
-        self._books.entries = {entry.id: entry for entry in notes.entries}
-        self._books.forget_empty_entries()
-        self._books.apply_pins()
+        self._books.restore_entries(notes.entries)
         self.counters.damaged_chunks += damaged
         self._reader = Reader(
             cold,
@@ -126,14 +136,21 @@ class KvStore:
             self._writes,
             budget=self._cold_budget,
             about=about,
+            notice=self._forgetter.notice,
+            refresh=self.refresh,
+            adopt=self._adopt,
         )
         self._writer = Writer(
             cold,
             self.fingerprint,
             is_worth_it=self._house.is_worth_it,
+            is_wanted=self._house.is_wanted,
             on_durable=self._became_durable,
             on_idle=self._house.tidy,
         )
+        self._forgetter.settle = self._writer.settle
+        self._forgetter.remove_leaving = self._house.remove_leaving
+        self._forgetter.adopt = self._adopt
 
     # ── lookup ──
 
@@ -249,16 +266,29 @@ class KvStore:
             return stored_spelling(cursor, text, start, borders, pieces, specials)
 
     def refresh(self) -> None:
-        """Learn what other processes stored. Reads the index: call it outside the engine's thread."""
+        """Learn what other processes stored, and whom they forgot. Reads the index: call it outside the engine's
+        thread."""
         if self._cold is None:
             return
         try:
+            self._forgetter.notice()
             rows = self._cold.news()
         except OSError as error:
-            log.warning("cannot read the store's index: %s", error)
+            log.warning("cannot read what others have stored: %s", error)
             return
-        with self._lock:
-            self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
+        self._adopt(rows)
+
+    def notice_forgotten(self) -> None:
+        """Let go of whoever another process on this folder has forgotten. One system call unless there is one."""
+        try:
+            self._forgetter.notice()
+        except OSError as error:
+            log.warning("cannot read who was forgotten: %s", error)
+
+    def on_forget(self, listener: Callable[[Container[str]], None]) -> None:
+        """`listener` is told the namespaces of everybody who is forgotten, here or by another process, from any
+        thread. It must be quick, and must not call the store."""
+        self._forgetter.on_forget = listener
 
     def readahead(self, namespace: str, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
         """Begin to read from disk what is probably stored for `text`; returns what it began to read.
@@ -295,12 +325,11 @@ class KvStore:
 
     def reject(self, chunk: Chunk) -> None:
         """The engine refused this chunk's bytes: treat its file as damaged."""
+        is_there = chunk.on_disk and self._cold is not None and not self._cold.quarantine(chunk.key)
         with self._lock:
             self.counters.damaged_chunks += 1
             if chunk in self._books:
-                self._books.drop(chunk, None)
-        if self._cold:
-            self._cold.quarantine(chunk.key)
+                self._books.lose(chunk, is_there=is_there)
 
     # ── storing ──
 
@@ -348,6 +377,7 @@ class KvStore:
         with self._lock:
             if cursor.chunk not in self._books:
                 return self._books.origin(cursor.namespace)
+            chunk.parent = self._books.anchored(cursor.chunk)
             if known := self._books.get(chunk.key):
                 known.is_fork |= fork
                 return cursor.moved(known, len(tokens))
@@ -374,6 +404,7 @@ class KvStore:
         with self._lock:
             if cursor.chunk not in self._books or self._books.get(chunk.key):
                 return
+            chunk.parent = self._books.anchored(cursor.chunk)
             self._add(chunk, payload)
             self._make_room()
             is_kept = chunk in self._books
@@ -386,6 +417,7 @@ class KvStore:
             if cursor.chunk.is_root or cursor.chunk not in self._books:
                 return None
             entry = self._books.turn_ended(label, cursor, self._clock.now(), self.keeping.ttl)
+            self._books.forget_empty_entries()
             stale = entry.stale_tails(self.keeping.cold_after)
             self.counters.cooled_by_turns += sum(self._books.cool_branch(tail) for tail in stale)
         if self._writer:
@@ -393,7 +425,9 @@ class KvStore:
         return entry
 
     def sweep(self) -> int:
-        """Give back the RAM of what nobody has wanted for its TTL; returns how many chunks left it."""
+        """Give back the RAM of what nobody has wanted for its TTL; returns how many chunks left it. Blocks on disk
+        for a moment."""
+        self.notice_forgotten()
         with self._lock:
             idle = self._books.cool_expired(self._clock.now())
             self.counters.cooled_when_idle += idle
@@ -414,6 +448,7 @@ class KvStore:
             self._reader.close()
             self._writer.close()
             self._house.save_notes()
+            self._house.remove_leaving()
             self._cold.close()
 
     def held_bytes(self) -> tuple[int, int]:
@@ -445,9 +480,13 @@ class KvStore:
                     "read_seconds": round(counters.read_seconds, 6),
                     "damaged_chunks": counters.damaged_chunks,
                     "vanished_chunks": counters.vanished_chunks,
+                    "unreadable_chunks": counters.unreadable_chunks,
+                    "other_bytes": books.disk_bytes
+                    - books.cold.bytes
+                    + (self._cold.side_bytes if self._cold else 0),
                     "written_today_bytes": self._writes.spent,
                     "daily_write_budget": self._writes.limit,
-                    "unwritten_chunks": len(self._house.unwritten) if self._house else 0,
+                    "unwritten_chunks": len(books.unwritten),
                     **(self._writer.stats() if self._writer else {}),
                 },
             }
@@ -460,8 +499,7 @@ class KvStore:
         for chunk in listed:
             chunk.pins += 1
             self._books.use(chunk)
-        refused = self._house.unwritten if self._house else ()
-        return [chunk for chunk in listed if chunk.key in refused]
+        return [chunk for chunk in listed if chunk.key in self._books.unwritten]
 
     def _start_fetch(self, chunk: Chunk) -> Fetch:
         fetch = self._fetches.get(chunk.key)
@@ -501,6 +539,7 @@ class KvStore:
 
     def _fetched(self, fetch: Fetch, result: Fetched) -> None:
         chunk, counters = fetch.chunk, self.counters
+        below: list[ChunkKey] = []
         with self._lock:
             del self._fetches[chunk.key]
             if result.payload is not None:
@@ -513,9 +552,14 @@ class KvStore:
             else:
                 counters.damaged_chunks += result.state is FetchState.DAMAGED
                 counters.vanished_chunks += result.state is FetchState.GONE
-                if chunk in self._books:
-                    self._books.drop(chunk, None)
-            fetch.state = result.state
+                counters.unreadable_chunks += result.state is FetchState.UNREADABLE
+                if result.state is not FetchState.UNREADABLE and chunk in self._books:
+                    below = self._books.lose(chunk, is_there=result.is_there)
+        if below and self._cold:
+            missing = self._cold.missing(below)
+            with self._lock:
+                self._books.lose_orphans(missing)
+        fetch.state = result.state
         for notify in fetch.waiting:
             notify()
 
@@ -533,8 +577,12 @@ class KvStore:
             if tail.pins or not tail.is_leaf or tail.is_fork or tail not in self._books:
                 return
             self._books.supersede(tail)
-        if tail.on_disk and self._cold:
-            self._cold.remove([tail.key])
+        if self._house:
+            self._house.remove_leaving()
+
+    def _adopt(self, rows: list[Row]) -> None:
+        with self._lock:
+            self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
 
     def _write_after_all(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that were not worth writing have been reused: they are now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Container
 
 from emberkeep.types import exact_namespace
 
@@ -30,6 +31,6 @@ class Affinity:
             self._pinned.popitem(last=False)
         return slot
 
-    def forget(self, namespaces: set[str]) -> None:
+    def forget(self, namespaces: Container[str]) -> None:
         for conversation in [c for c in self._pinned if exact_namespace(c[0]) in namespaces]:
             del self._pinned[conversation]

@@ -6,7 +6,7 @@ quick client's next request is here before that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 
 import numpy as np
 
@@ -31,9 +31,10 @@ class RecentAnswers:
         # One assignment of a new tuple: readers need no lock.
         self._latest_first = (spelled, *self._latest_first[: self._limit - 1])
 
-    def forget(self, namespaces: set[str]) -> None:
-        owners = {exact_namespace(namespace) for namespace in namespaces}
-        self._latest_first = tuple(s for s in self._latest_first if exact_namespace(s.namespace) not in owners)
+    def forget(self, namespaces: Container[str]) -> None:
+        """On the engine's thread: what is added later is of answers that were not being written before."""
+        kept = (s for s in self._latest_first if exact_namespace(s.namespace) not in namespaces)
+        self._latest_first = tuple(kept)
 
     def replay(
         self,

@@ -1,0 +1,218 @@
+"""Who was forgotten: one small record for every store under a root, which each process on it reads before it
+serves or writes.
+
+    forgetting              the record, with the lock held alone; then the files, whoever wrote them
+    writing                 the lock held with others: the record, then a file's rename and its row
+
+So a file is in its place before its user is in the record, and whoever forgets finds it; or its writer finds the
+user in the record, and gives it up. The record holds digests under a salt of its own, and no name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from emberkeep.files import private_folder, replace_file
+from emberkeep.types import SHARED, exact_namespace, user_of
+
+RECORD = "forgotten.json"
+LOCK = "forgotten.lock"
+
+LIMIT = 1024
+"""Users in the record. A process that has missed more than these gives up what it holds of anybody."""
+_MOST_UNFINISHED = 4 * LIMIT
+_LARGEST = 1 << 20
+
+
+class Whose:
+    """The namespaces of some users, whatever their salts and marks. What is shared is nobody's."""
+
+    def __init__(self, is_one: Callable[[str], bool]) -> None:
+        """`is_one`: of the users."""
+        self._is_one = is_one
+
+    def __contains__(self, namespace: object) -> bool:
+        if not isinstance(namespace, str) or exact_namespace(namespace) == SHARED:
+            return False
+        try:
+            return self._is_one(user_of(namespace))
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False  # no user's namespace looks like this
+
+
+EVERYBODY = Whose(lambda user: True)
+
+
+def of_user(user: str) -> Whose:
+    """`user` "" is everybody who gave no name."""
+    return Whose(lambda other: other == user)
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetting:
+    """One user, once."""
+
+    seq: int
+    digest: str
+    is_done: bool
+    """Nothing of what was there before is left in any file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    id: str
+    """Another one: the record was lost, and begun anew."""
+    salt: str
+    last: int = 0
+    floor: int = 0
+    """Who was forgotten up to this one is not listed any more."""
+    listed: tuple[Forgetting, ...] = ()
+
+    def digest(self, user: str) -> str:
+        name = user.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(name, key=bytes.fromhex(self.salt), digest_size=16).hexdigest()
+
+    def whose(self, forgettings: list[Forgetting]) -> Whose:
+        digests = {forgetting.digest for forgetting in forgettings}
+        return Whose(lambda user: self.digest(user) in digests)
+
+    def with_one(self, digest: str) -> Record:
+        one = Forgetting(self.last + 1, digest, False)
+        return replace(self, last=one.seq, listed=(*self.listed, one))._trimmed()
+
+    def with_done(self, seq: int) -> Record:
+        done = (replace(f, is_done=f.is_done or f.seq == seq) for f in self.listed)
+        return replace(self, listed=tuple(done))
+
+    def _trimmed(self) -> Record:
+        """What is not finished stays longer: somebody has to finish it."""
+        old, new = self.listed[:-LIMIT], self.listed[-LIMIT:]
+        unfinished = [forgetting for forgetting in old if not forgetting.is_done][-_MOST_UNFINISHED:]
+        dropped = [forgetting.seq for forgetting in old if forgetting not in unfinished]
+        return replace(self, floor=max([self.floor, *dropped]), listed=(*unfinished, *new))
+
+
+class Forgotten:
+    """What one process knows of the record. Safe to use from any thread. Methods block on disk, raise OSError."""
+
+    def __init__(self, root: Path) -> None:
+        """Everything that is in the record now is known: the store is about to be opened."""
+        self._path = root / RECORD
+        self._lock_path = root / LOCK
+        self._root = root
+        self._seen_version: tuple[int, ...] | None = self._version()
+        known = self._read()
+        self._seen_id, self._seen = (known.id, known.last) if known else ("", 0)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Until the block ends nobody begins to forget. Several may hold it at once."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    def is_known(self) -> bool:
+        """Nobody was forgotten since `know`. One system call."""
+        return self._version() == self._seen_version
+
+    def news(self) -> tuple[Whose | None, Callable[[], None]]:
+        """Who was forgotten since the last time, and what to call when they are: until then this tells the same.
+
+        `EVERYBODY`, where more were than are listed, or the record was begun anew.
+        """
+        version, record = self._version(), self._read()
+        if record is None:
+            return (EVERYBODY if self._seen_id else None), lambda: self._know(version, "", 0)
+        last = record.last
+        whose: Whose | None = None
+        if self._seen_id not in ("", record.id) or (record.id == self._seen_id and self._seen < record.floor):
+            whose = EVERYBODY
+        elif new := [f for f in record.listed if record.id != self._seen_id or f.seq > self._seen]:
+            whose = record.whose(new)
+        return whose, lambda: self._know(version, record.id, last)
+
+    def begin(self, user: str) -> Forgetting:
+        """From now on, on every process, nothing of what is held of `user` is written or served any more."""
+        with self._locked(fcntl.LOCK_EX):
+            record = self._read() or Record(secrets.token_hex(8), secrets.token_hex(16))
+            record = record.with_one(record.digest(user))
+            self._write(record)
+            return record.listed[-1]
+
+    def done(self, forgetting: Forgetting) -> None:
+        """No file has anything left of them."""
+        with self._locked(fcntl.LOCK_EX):
+            if record := self._read():
+                self._write(record.with_done(forgetting.seq))
+
+    def unfinished(self) -> list[tuple[Forgetting, Whose]]:
+        """Those whose files somebody began to remove and did not finish."""
+        record = self._read()
+        return [(f, record.whose([f])) for f in record.listed if not f.is_done] if record else []
+
+    def _know(self, version: tuple[int, ...] | None, id_: str, seq: int) -> None:
+        if id_ == self._seen_id and seq < self._seen:
+            return  # another thread knows more by now
+        self._seen_id, self._seen = id_, seq
+        self._seen_version = version
+
+    def _version(self) -> tuple[int, ...] | None:
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _read(self) -> Record | None:
+        """None where there is none, or one that nobody can read: the next forgetting begins it anew."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            data = os.read(descriptor, _LARGEST)
+        finally:
+            os.close(descriptor)
+        try:
+            return _unpacked(json.loads(data))
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    def _write(self, record: Record) -> None:
+        replace_file(self._path, json.dumps(_packed(record)).encode())
+
+    @contextmanager
+    def _locked(self, mode: int) -> Iterator[None]:
+        private_folder(self._root)
+        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, mode)
+            yield
+        finally:
+            os.close(lock)
+
+
+def _packed(record: Record) -> dict[str, Any]:
+    listed = [[f.seq, f.digest, f.is_done] for f in record.listed]
+    return {
+        "id": record.id,
+        "salt": record.salt,
+        "last": record.last,
+        "floor": record.floor,
+        "forgotten": listed,
+    }
+
+
+def _unpacked(data: Any) -> Record:
+    """Raises ValueError, LookupError, TypeError."""
+    listed = tuple(Forgetting(int(seq), str(digest), bool(done)) for seq, digest, done in data["forgotten"])
+    bytes.fromhex(data["salt"])
+    return Record(str(data["id"]), str(data["salt"]), int(data["last"]), int(data["floor"]), listed)

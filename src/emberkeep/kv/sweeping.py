@@ -1,0 +1,88 @@
+"""Finding what belongs to somebody in the files of a store, by what the files themselves say.
+
+chunks      whatever says that it is theirs, and what is named like a chunk and does not say whose it is: no lookup
+            could use that
+quarantine  the same, whatever its name
+tmp         what says that it is theirs; the rest is being written, or was when its process died
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+from emberkeep.kv.chunkfile import namespace_of
+from emberkeep.kv.quarantine import delete
+
+log = logging.getLogger("emberkeep.kv")
+
+CHUNKS, QUARANTINE, TMP = "chunks", "quarantine", "tmp"
+OWNER = "owner"
+_CHUNK_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+
+
+def is_chunk_name(name: str) -> bool:
+    return _CHUNK_NAME.fullmatch(name) is not None
+
+
+def sweep_files(folder: Path, whose: Container[str]) -> int:
+    """Delete their files in the store in `folder`; returns the bytes that went.
+
+    Raises OSError when some could not be looked at or deleted: the others are gone all the same.
+    """
+    swept, failed = 0, None
+    known: dict[str | None, bool] = {}
+    for path, goes_unless_it_says in _candidates(folder):
+        try:
+            namespace = namespace_of(path)
+            if namespace not in known:
+                known[namespace] = namespace is not None and namespace in whose
+            if known[namespace] or (namespace is None and goes_unless_it_says):
+                size = os.lstat(path).st_size
+                delete(path)
+                swept += size
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+    return swept
+
+
+def _candidates(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Files, and whether one that does not say whose it is goes as well. Raises OSError."""
+    for inner in list_folder(folder / CHUNKS):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), is_chunk_name(entry.name)
+    for entry in list_folder(folder / QUARANTINE):
+        yield Path(entry.path), True
+    for inner in list_folder(folder / TMP):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False) and entry.name != OWNER:
+                yield Path(entry.path), False
+
+
+def list_folder(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in it, nothing where it is gone. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files, as far as they can be seen."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).lstat().st_size
+            except OSError:
+                continue
+    return total

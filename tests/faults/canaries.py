@@ -1,0 +1,78 @@
+"""Users whose every word and token can be looked for in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from emberkeep.kv.entries import Label
+from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.types import EntryKind, private_namespace
+from helpers.kv_building import exported, prompt
+
+TOKENS = 420
+_WINDOW = 6
+"""Tokens in a row that nobody else has."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """One user with one conversation."""
+
+    number: int
+
+    @property
+    def user(self) -> str:
+        return f"canary{self.number}x"
+
+    @property
+    def namespace(self) -> str:
+        return private_namespace(self.user)
+
+    @cached_property
+    def tokens(self) -> TokenArray:
+        return prompt(TOKENS, seed=1000 + self.number)
+
+    @cached_property
+    def payload(self) -> memoryview:
+        return exported(self.tokens, 0, TOKENS)
+
+    @property
+    def label(self) -> Label:
+        return Label(EntryKind.CONVERSATION, f"key-{self.user}", f"head of {self.user}", None, f"name {self.user}")
+
+    @cached_property
+    def traces(self) -> list[bytes]:
+        """Whatever of them could be in a file: the name, tokens as ids and as text, state."""
+        starts = range(0, TOKENS - _WINDOW, 3)
+        ids = [self.tokens[at : at + _WINDOW].astype("<i4").tobytes() for at in starts]
+        texts = [bytes(self.tokens[at : at + 2 * _WINDOW].astype(np.uint8)) for at in starts]
+        cell = len(self.payload) // TOKENS
+        states = [bytes(self.payload[at * cell : (at + _WINDOW) * cell]) for at in starts]
+        return [self.user.encode(), *ids, *texts, *states]
+
+    def keep(self, store: KvStore, length: int) -> None:
+        """What a request does that has computed so many tokens."""
+        tokens, cursor, before = self.tokens[:length], store.origin(self.namespace), -1
+        cell = len(self.payload) // TOKENS
+        while before < (cursor := store.advance(cursor, tokens)).position < length:
+            before = cursor.position
+            begin = store.growth_point(cursor)
+            end = min(begin.position + CHUNK_TOKENS, length)
+            part = self.payload[begin.position * cell : end * cell]
+            cursor = store.insert(begin, tokens[begin.position : end], part, ((0, 3),), fork=False)
+        store.turn_ended(self.label, cursor)
+
+
+def found_in(folder: Path, canary: Canary) -> list[str]:
+    """Files below `folder` with anything of theirs, in their names too."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        is_named = canary.user in path.name
+        if is_named or (path.is_file() and any(trace in path.read_bytes() for trace in canary.traces)):
+            found.append(str(path.relative_to(folder)))
+    return found
