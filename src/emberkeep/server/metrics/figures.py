@@ -73,7 +73,13 @@ FIGURES = (
     Figure(r"store\.cold\.written_today_bytes", "cold_written_today_bytes", "Bytes written since midnight (UTC)."),
     Figure(r"store\.cold\.daily_write_budget", "cold_daily_write_budget_bytes", "Bytes that a day may write."),
     Figure(r"store\.cold\.damaged_chunks", "damaged_chunks_total", "Files that failed verification."),
-    Figure(r"store\.cold\.vanished_chunks", "vanished_chunks_total", "Files that disappeared or cannot be read."),
+    Figure(r"store\.cold\.vanished_chunks", "vanished_chunks_total", "Files that disappeared."),
+    Figure(
+        r"store\.cold\.unreadable_chunks", "unreadable_chunks_total", "Reads that failed in a way that may pass."
+    ),
+    Figure(
+        r"store\.cold\.other_bytes", "cold_other_bytes", "In quarantine, about to be removed, or not reachable."
+    ),
     Figure(
         r"engine\.pool\.(?P<state>used|shared|copied)_blocks",
         "pool_blocks",
