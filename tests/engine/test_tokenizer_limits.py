@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gguf import GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, on_large_stack
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.engine.text_cutter import MAX_MATCH, MAX_SPECIALS
+from emberkeep.errors import EngineError, ModelBroken
 from helpers.long_texts import COMMON, SHAPES
-from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, load
+from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, load, read
 
 LENGTHS = [int(chars) for chars in os.environ.get("EMBERKEEP_TOKENIZER_LENGTHS", "40000").split(",")]
 """In characters. All shapes are tried up to 200,000, the common ones with every length."""
@@ -123,6 +125,31 @@ def test_texts_beyond_the_callers_stack_are_tokenized_on_another_thread(vocab_of
     vocab = vocab_of("gpt2:tekken")
     text = "a" * (CALLER_CHARS + 1)
     assert vocab.tokenize(text) == in_one_call(vocab, text)
+
+
+@pytest.mark.parametrize("tokens", [(), ("<unk>", "<s>", "</s>", "a", "▁")], ids=["none", "no bytes"])
+def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path, tokens: tuple[str, ...]) -> None:
+    writer = GGUFWriter(tmp_path / "poor.gguf", "llama")
+    writer.add_tokenizer_model("llama" if tokens else "none")
+    if tokens:
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types([TokenType.NORMAL] * len(tokens))
+    else:
+        writer.add_vocab_size(100)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelBroken, match="vocabulary"):
+        read(tmp_path / "poor.gguf")
+
+
+def test_a_text_beyond_what_the_library_can_count_is_refused(
+    vocab_of: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberkeep.engine.llamacpp.vocab._MAX_CHARS", 1000)
+    with pytest.raises(EngineError, match="1001 characters is too long"):
+        vocab_of("llama").tokenize("a" * 1001)
 
 
 def in_one_call(vocab: LlamaVocab, text: str, parse_special: bool = True) -> list[int]:

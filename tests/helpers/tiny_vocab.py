@@ -65,10 +65,14 @@ _BYTE_MERGES = ("Ġ the", "Ġ a", "Ġ Ġ", "ĠĠ ĠĠ", "Ċ Ċ", "å ¥", "å¥ 
 
 def load(folder: Path, model: str = "gpt2", pre: str = "default") -> LlamaVocab | None:
     """The vocabulary, for as long as the process lives; None where this llama.cpp does not know its kind."""
+    return read(write(folder, model, pre), pre)
+
+
+def read(path: Path, pre: str = "default") -> LlamaVocab | None:
     binding.start()
     params = defaults(llama().llama_model_default_params)
     params.vocab_only = True
-    handle = llama().llama_model_load_from_file(str(write(folder, model, pre)).encode(), params)
+    handle = llama().llama_model_load_from_file(str(path).encode(), params)
     return LlamaVocab(llama().llama_model_get_vocab(handle), pre) if handle else None
 
 

@@ -37,10 +37,10 @@ Handle = int
 VERSIONS = ("0.5", "0.6")
 """Releases of llama.cpp whose structs are known here."""
 
-TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_LSTRIP, TOKEN_RSTRIP = 1, 8, 16, 128, 256
+TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_BYTE, TOKEN_LSTRIP, TOKEN_RSTRIP = 1, 8, 16, 32, 128, 256
 """Bits of a token's attributes."""
 
-VOCAB_BPE = 2
+VOCAB_NONE, VOCAB_SPM, VOCAB_BPE = 0, 1, 2
 FLASH_ATTENTION_ON = 1
 TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """ggml's numbers for the types that live KV may have."""
@@ -148,6 +148,39 @@ class Batch(ctypes.Structure):
     )
 
 
+class QuantizeParams(ctypes.Structure):
+    _fields_ = (
+        ("nthread", c_int32),
+        ("ftype", c_int),
+        ("output_tensor_type", c_int),
+        ("token_embedding_type", c_int),
+        ("allow_requantize", c_bool),
+        ("quantize_output_tensor", c_bool),
+        ("only_copy", c_bool),
+        ("pure", c_bool),
+        ("keep_split", c_bool),
+        ("dry_run", c_bool),
+        ("imatrix", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("tt_overrides", c_void_p),
+        ("prune_layers", c_void_p),
+        ("max_buf_size", c_size_t),
+        _PADDING,
+    )
+
+
+class ThreadPoolParams(ctypes.Structure):
+    _fields_ = (
+        ("cpumask", c_bool * 512),
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+        _PADDING,
+    )
+
+
 class Tensor(ctypes.Structure):
     """The part of a `ggml_tensor` up to its name."""
 
@@ -208,6 +241,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_ubatch": (c_uint32, (c_void_p,)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
     "llama_get_logits_ith": (POINTER(c_float), (c_void_p, c_int32)),
+    "llama_attach_threadpool": (None, (c_void_p, c_void_p, c_void_p)),
     # state
     "llama_get_memory": (c_void_p, (c_void_p,)),
     "llama_memory_clear": (None, (c_void_p, c_bool)),
@@ -222,6 +256,10 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_load_all_from_path": (None, (c_char_p,)),
     "ggml_backend_dev_count": (c_size_t, ()),
     "ggml_backend_dev_get": (c_void_p, (c_size_t,)),
+    "ggml_backend_dev_by_type": (c_void_p, (c_int,)),
+    "ggml_backend_dev_backend_reg": (c_void_p, (c_void_p,)),
+    "ggml_backend_reg_get_proc_address": (c_void_p, (c_void_p, c_char_p)),
+    "ggml_threadpool_params_default": (ThreadPoolParams, (c_int,)),
     "ggml_backend_dev_type": (c_int, (c_void_p,)),
     "ggml_backend_dev_name": (c_char_p, (c_void_p,)),
     "ggml_backend_dev_description": (c_char_p, (c_void_p,)),
@@ -229,6 +267,11 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_cpu_buffer_type": (c_void_p, ()),
     "ggml_backend_tensor_get": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
 }
+_OPTIONAL: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+    "llama_model_quantize_default_params": (QuantizeParams, ()),
+    "llama_model_quantize": (c_uint32, (c_char_p, c_char_p, POINTER(QuantizeParams))),
+}
+"""Left out of some builds."""
 
 
 def bind(path: Path) -> Any:
@@ -238,7 +281,8 @@ def bind(path: Path) -> Any:
     """
     try:
         library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
+        extras = {name: types for name, types in _OPTIONAL.items() if hasattr(library, name)}
+        for name, (result, arguments) in {**_FUNCTIONS, **extras}.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
@@ -258,9 +302,9 @@ def bind(path: Path) -> Any:
     return library
 
 
-def defaults(function: Any) -> Any:
+def defaults(function: Any, *arguments: int) -> Any:
     """What one of the functions for default parameters returns, with zeros behind it."""
-    params = function()
+    params = function(*arguments)
     ctypes.memset(ctypes.byref(params, type(params).padding.offset), 0, type(params).padding.size)
     return params
 

@@ -35,9 +35,16 @@ class LlamaModel:
         if not self.handle:
             raise ModelBroken(f"llama.cpp cannot load {path.name}: {binding.take_errors() or 'unknown format'}.")
         self.offloads = gpu_layers > 0 and bool(llama().llama_supports_gpu_offload())
-        pre = self.metadata("tokenizer.ggml.pre") or ""
-        self.vocab = LlamaVocab(llama().llama_model_get_vocab(self.handle), pre)
+        self.vocab = self._read_vocab()
         self.train_context: int = llama().llama_model_n_ctx_train(self.handle)
+
+    def _read_vocab(self) -> LlamaVocab:
+        try:
+            pre = self.metadata("tokenizer.ggml.pre") or ""
+            return LlamaVocab(llama().llama_model_get_vocab(self.handle), pre)
+        except ModelBroken:
+            self.close()
+            raise
 
     @property
     def chat_template(self) -> str | None:

@@ -11,21 +11,36 @@ from emberkeep.engine.llamacpp.api import Handle
 from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, SLOW_WITH_RUNS, on_large_stack
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.text_cutter import RUN, TextCutter
+from emberkeep.errors import EngineError, ModelBroken
 
 _STRIPS = api.TOKEN_LSTRIP | api.TOKEN_RSTRIP
 _UNSEEN = api.TOKEN_CONTROL | api.TOKEN_UNKNOWN
 _WHOLE = _UNSEEN | api.TOKEN_USER_DEFINED
 
+_MAX_CHARS = 1 << 28
+"""The library counts bytes, up to four for a character, and tokens in 32 bits."""
+
 
 class LlamaVocab:
-    """`handle` belongs to the model, which must outlive this object; `pre` is its name for its pre-tokenizer."""
+    """`handle` belongs to the model, which must outlive this object; `pre` is its name for its pre-tokenizer.
+
+    Raises ModelBroken for a vocabulary with which llama.cpp would end the process.
+    """
 
     def __init__(self, handle: Handle, pre: str = "") -> None:
         self._handle = handle
         self._pre = pre
+        self._kind: int = llama().llama_vocab_type(handle)
+        if self._kind == api.VOCAB_NONE:
+            raise ModelBroken("The model file has no vocabulary: choose one that was made with its tokenizer.")
         self.size: int = llama().llama_vocab_n_tokens(handle)
         self._attrs = [int(llama().llama_vocab_get_attr(handle, i)) for i in range(self.size)]
         self.pieces: Sequence[bytes] = _read_pieces(handle, self.size)
+        if self._kind == api.VOCAB_SPM and not _spells_bytes(self._attrs, self.pieces):
+            raise ModelBroken(
+                "The model's vocabulary has no tokens for single bytes, so it cannot spell every text: choose "
+                "another file of this model, or another model."
+            )
         self.eog = frozenset(i for i in range(self.size) if llama().llama_vocab_is_eog(handle, i))
         self.controls = frozenset(i for i, attr in enumerate(self._attrs) if attr & _UNSEEN)
         self.bos = _token_or_none(llama().llama_vocab_bos(handle))
@@ -48,6 +63,8 @@ class LlamaVocab:
     def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
         if len(text) <= CALLER_CHARS:
             return self._tokenize_piece(text, parse_special)
+        if len(text) > _MAX_CHARS:
+            raise EngineError(f"A text of {len(text)} characters is too long to be tokenized: send less.")
         pieces = (self._cutter if parse_special else self._blind_cutter).pieces(text)
         return on_large_stack(lambda: self._tokenize_pieces(pieces, parse_special))
 
@@ -62,7 +79,7 @@ class LlamaVocab:
 
     def _cutter_for(self, specials: Collection[str]) -> TextCutter:
         # The other kinds have no pre-tokenizer, and some put a blank before whatever is cut off.
-        is_bpe = llama().llama_vocab_type(self._handle) == api.VOCAB_BPE
+        is_bpe = self._kind == api.VOCAB_BPE
         run = RUN if is_bpe and self._pre in SLOW_WITH_RUNS else None
         return TextCutter(specials, strips=not self.splits_at_specials, run=run, limits_matches=is_bpe)
 
@@ -81,6 +98,12 @@ class LlamaVocab:
             buffer = (ctypes.c_int32 * -count)()
             count = llama().llama_tokenize(self._handle, data, len(data), buffer, -count, False, parse_special)
         return buffer[:count]
+
+
+def _spells_bytes(attrs: Sequence[int], pieces: Sequence[bytes]) -> bool:
+    """Whether what has no token can be spelled: llama.cpp does not survive a byte that has none either."""
+    names = {b"<0x%02X>" % byte for byte in range(256)}
+    return sum(attr & api.TOKEN_BYTE > 0 for attr in attrs) >= 256 or names <= set(pieces)
 
 
 def _token_or_none(token: int) -> int | None:
