@@ -6,15 +6,21 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from heartbeat import Heartbeat
 from hostile_templates import OPENED, RENDERED, when_told
 
+from emberkeep.backend.base import ModelCard
 from emberkeep.chat import render_pool, template
+from emberkeep.chat.jinja import JinjaTemplate
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.errors import TemplateFailed
+from emberkeep.config import Config
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import ModelBroken, TemplateFailed
+from emberkeep.runtime import assemble
 from emberkeep.types import Message
 
 GO = [Message("user", "go")]
@@ -65,6 +71,13 @@ def check_rendered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat.render(FINE) == "fine"
 
 
+@pytest.mark.slow
+def test_in_this_process_a_hostile_step_would_stall_it() -> None:
+    with Heartbeat() as heart, suppress(TemplateFailed):
+        JinjaTemplate("{{ 5 | round(-4000000) }}").render({}, 0.1)
+    assert heart.worst_s > STALL_S
+
+
 @pytest.mark.usefixtures("little_time")
 @pytest.mark.parametrize("name", QUICK)
 def test_a_hostile_step_is_stopped_where_it_harms_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +106,15 @@ def test_as_much_text_as_is_allowed_stalls_nobody(letter: str) -> None:
     with harmless(2 * template.MAX_SECONDS):
         chat = opened(when_told(f"{{{{ '{letter}' * 400000 }}}}"))
         assert len(chat.render(GO)) >= 400_000
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_time")
+def test_a_model_with_a_hostile_template_is_not_opened(tmp_path: Path) -> None:
+    with (
+        harmless(2 * template.MAX_SECONDS),
+        pytest.raises(ModelBroken, match=r"too long\. Choose another model file"),
+    ):
+        assemble(
+            Config(data_dir=tmp_path), FakeEngine(), OPENED["at_once_round"][0], ModelCard("hostile", 0, 4096)
+        )

@@ -45,6 +45,7 @@ _GRACE_S = 0.5
 _CHUNK = 1 << 20
 _PIECE = 1 << 16
 """Bytes that are decoded at once: a lone surrogate takes a microsecond, with the interpreter's lock."""
+_LONGEST_SENTENCE = 1000
 _ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """Dates are to be the same, and some Pythons do not start without their libraries. The rest may hold secrets."""
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; from emberkeep.chat.render_worker import serve; serve()"
@@ -80,7 +81,7 @@ class IsolatedTemplate:
                     answer = worker.ask(data, seconds)
         if answer.kind is Answer.TEXT:
             return answer.text
-        raise TemplateFailed(answer.text, "messages")
+        raise TemplateFailed(answer.text[:_LONGEST_SENTENCE], "messages")
 
 
 def _plain(question: Question) -> bytes:

@@ -17,6 +17,7 @@ from emberkeep.types import Json, Message, Tool, ToolCall
 _TRY_SECONDS = 0.25
 _LONGEST = 4096
 """Characters of a text that a template writes around every answer or call."""
+_LONGEST_JSON = 1 << 18
 
 Write = Callable[[Mapping[str, Json], float], str]
 """(variables, seconds) to text. Raises TemplateFailed."""
@@ -44,6 +45,8 @@ class Traits:
     @classmethod
     def from_json(cls, text: str) -> Traits:
         """From whoever ran a foreign template: nothing but the types is believed. Raises ValueError."""
+        if len(text) > _LONGEST_JSON:
+            raise ValueError("too long")
         try:
             no_tools, system, tools, form, (before, between, separator, after), turn_end = json.loads(text)
             return cls(
