@@ -47,7 +47,7 @@ def sdk_client(folder, *flags):
 
 
 @contextmanager
-def http_server(folder, *flags, **env):
+def http_server(folder, *flags, told=signal.SIGTERM, **env):
     """Its address. It has to end when it is told to."""
     command = [sys.executable, *serve_command(folder, "--http", "--port", "0", *flags)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **ENV, **env})
@@ -56,8 +56,8 @@ def http_server(folder, *flags, **env):
         found = next((m for line in process.stderr if (m := re.search(r"ready at (http://\S+)", line))), None)
         assert found is not None
         yield found[1]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) in (0, 128 + signal.SIGTERM)
+        process.send_signal(told)
+        assert process.wait(20) == 0
     finally:
         process.kill()
         process.wait()
@@ -178,6 +178,11 @@ def test_web_pages_and_other_names_are_refused(tmp_path):
         base = {"Accept": "application/json, text/event-stream"}
         answers = [httpx.post(url, json=INITIALIZE, headers={**base, **headers}) for headers in (*forged, {})]
     assert [answer.status_code for answer in answers] == [403, 403, 403, 200]
+
+
+def test_a_closed_terminal_ends_it_as_well(tmp_path):
+    with http_server(tmp_path, told=signal.SIGHUP) as url:
+        assert httpx.post(url, json=INITIALIZE).status_code < 500
 
 
 def test_listening_beyond_this_machine_needs_a_key(tmp_path):

@@ -23,6 +23,7 @@ from emberkeep.cli.common import (
     BackendFlag,
     BaseUrlFlag,
     ConfigFlag,
+    CpuMoeFlag,
     CtxFlag,
     DataDirFlag,
     DeviceFlag,
@@ -36,6 +37,8 @@ from emberkeep.cli.common import (
     GpuLayersFlag,
     HostFlag,
     KvBitsFlag,
+    KvTypeFlag,
+    LoraFlag,
     MaxConcurrentPerUserFlag,
     ModelFlag,
     NotoolsFlag,
@@ -46,6 +49,7 @@ from emberkeep.cli.common import (
     ReasoningFlag,
     RecallFlag,
     ServerToolsFlag,
+    TensorSplitFlag,
     ThreadsFlag,
     ToolsFromFlag,
     ToolsRootFlag,
@@ -133,7 +137,11 @@ def serve(
     exact: ExactFlag = None,
     api_key: ApiKeyFlag = None,
     threads: ThreadsFlag = None,
+    lora: LoraFlag = None,
+    kv_type: KvTypeFlag = None,
     gpu_layers: GpuLayersFlag = None,
+    cpu_moe: CpuMoeFlag = None,
+    tensor_split: TensorSplitFlag = None,
     engine: EngineFlag = None,
     device: DeviceFlag = None,
     dtype: DtypeFlag = None,
@@ -208,9 +216,12 @@ def _leave_in_order() -> None:
         signal.signal(number, signal.SIG_DFL)  # who asks twice does not want to wait
         sys.exit(128 + number)
 
-    for number in ending_signals():
+    numbers = ending_signals()
+    for number in numbers:
         if number != signal.SIGINT:
             signal.signal(number, leave)
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _explained(error: OSError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import uvicorn
@@ -16,10 +17,11 @@ from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.listener import bind
 from emberkeep.server.presence import reachable_url
 from emberkeep.server.security import SecurityMiddleware
+from emberkeep.signals import ending_signals
 
 
 def serve_mcp(host: McpHost, config: Config) -> None:
-    """Blocks until SIGINT or SIGTERM. Raises EmberkeepError when it cannot start."""
+    """Blocks until SIGINT, SIGTERM or SIGHUP. Raises EmberkeepError when it cannot start."""
     check_exposure(config)
     limits = Limits(connections=affordable(config.connections))
     settings = uvicorn.Config(
@@ -37,5 +39,8 @@ def serve_mcp(host: McpHost, config: Config) -> None:
     )
     with bind(config.host, config.port) as listener:
         url = reachable_url(config.host, listener.getsockname()[1])
+        server = uvicorn.Server(settings)
+        for number in ending_signals():
+            signal.signal(number, server.handle_exit)
         print(f"MCP is ready at {url}{HTTP_PATH}\n  stop   Ctrl-C", file=sys.stderr, flush=True)
-        uvicorn.Server(settings).run(sockets=[listener])
+        server.run(sockets=[listener])
