@@ -29,7 +29,7 @@ import markupsafe
 
 from emberkeep.chat.budget import MAX_OUTPUT, MAX_SECONDS
 from emberkeep.chat.jinja import stopped
-from emberkeep.chat.render_worker import ANSWERED, ASKED, Answer, Question, fill
+from emberkeep.chat.render_worker import ANSWERED, ASKED, Answer, Question, fill, send
 from emberkeep.chat.traits import Traits
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
@@ -147,8 +147,7 @@ class _Worker:
         deadline = time.monotonic() + seconds + _GRACE_S
         try:
             self._wait_until(deadline)
-            self._channel.sendall(ASKED.pack(seconds, len(data)))
-            self._channel.sendall(data)
+            send(self._channel, ASKED.pack(seconds, len(data)), data)
             answer = self._answer(deadline)
         except TimeoutError:
             raise stopped("it takes too long") from None

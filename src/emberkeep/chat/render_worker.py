@@ -33,6 +33,7 @@ _TEMPLATES = 16
 _OWN_CHARS = 1 << 20
 _CHARS_PER_BYTE = 16
 """What a template may write: so much of its own, and so often what it was given."""
+_SMALL = 1 << 16
 _MEMORY = 256 << 20
 _MEMORY_PER_BYTE = 32
 _MOST_MEMORY = 2 << 30
@@ -61,13 +62,12 @@ def serve() -> None:
     with suppress(EOFError, OSError), socket.socket(fileno=0) as channel:
         answer, data = Answer.TEXT, b""
         while answer is not Answer.SPENT:
-            channel.sendall(ANSWERED.pack(answer, len(data)))
-            channel.sendall(data)
+            send(channel, ANSWERED.pack(answer, len(data)), data)
             del data  # not to be held while nobody asks
             seconds, size = ASKED.unpack(_received(channel, ASKED.size))
             _limit(seconds, own + min(_MEMORY + _MEMORY_PER_BYTE * size, _MOST_MEMORY))
             answer, data = _answered(worker, channel, seconds, size)
-        channel.sendall(ANSWERED.pack(answer, len(data)) + data)
+        send(channel, ANSWERED.pack(answer, len(data)), data)
 
 
 def _answered(worker: Worker, channel: socket.socket, seconds: float, size: int) -> tuple[Answer, bytes]:
@@ -135,6 +135,15 @@ def _received(channel: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     fill(memoryview(data), channel.recv_into)
     return data
+
+
+def send(channel: socket.socket, header: bytes, data: bytes) -> None:
+    """Together where copying costs little: each part would wake the other side. Raises OSError."""
+    if len(data) < _SMALL:
+        channel.sendall(header + data)
+        return
+    channel.sendall(header)
+    channel.sendall(data)
 
 
 def fill(view: memoryview, receive: Callable[[memoryview], int]) -> None:
