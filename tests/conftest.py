@@ -75,9 +75,14 @@ settings.load_profile("emberkeep")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without slow tests what they need is not even imported."""
+    """What is not going to run is not even imported: that takes half a minute."""
+    chosen = config.getoption("-m")
     is_slow = collection_path.name.startswith(_SLOW_FILES)
-    return True if is_slow and "not slow" in config.getoption("-m") else None
+    if is_slow and "not slow" in chosen:
+        return True
+    if chosen == "serial" and collection_path.is_file():
+        return "pytest.mark.serial" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
