@@ -21,7 +21,7 @@ def db(tmp_path: Path) -> apsw.Connection:
     return apsw.Connection(str(tmp_path / "plain.sqlite"))
 
 
-def m002_example(db: apsw.Connection) -> None:
+def next_example(db: apsw.Connection) -> None:
     db.execute("ALTER TABLE facts ADD COLUMN source TEXT NOT NULL DEFAULT ''")
 
 
@@ -38,34 +38,47 @@ def test_migrating_again_changes_nothing(db: apsw.Connection) -> None:
     assert schema(db) == before
 
 
-def test_a_file_of_the_first_version_keeps_what_is_in_it(path: Path) -> None:
+def test_a_file_of_an_earlier_version_keeps_what_is_in_it(path: Path) -> None:
     memory = Memory(path, limit_bytes=PLENTY)
     memory.set_fact("", "town", "Graz")
     memory.archive("", [turn("hello")])
     memory.close()
     db = apsw.Connection(str(path))
-    assert db.pragma("user_version") == 1
-    migrate(db, [m001_initial, m002_example])
-    assert db.pragma("user_version") == 2
+    assert db.pragma("user_version") == len(MIGRATIONS)
+    migrate(db, [*MIGRATIONS, next_example])
+    assert db.pragma("user_version") == len(MIGRATIONS) + 1
     assert db.execute("SELECT name, value, source FROM facts").fetchall() == [("town", "Graz", "")]
     db.close()
 
 
+def test_a_file_of_the_first_version_is_remembered_and_forgotten_like_any_other(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    db = apsw.Connection(str(path))
+    migrate(db, [m001_initial])
+    db.execute("INSERT INTO owners (name) VALUES ('ann')")
+    db.close()
+    memory = Memory(path, limit_bytes=PLENTY)
+    assert memory.owners() == ["ann"] and memory.last_forgetting() == 0
+    memory.forget("ann")
+    assert memory.owners() == [] and memory.forgotten_since(0, "ann", "")
+    memory.close()
+
+
 def test_a_migration_that_fails_half_way_leaves_the_file_as_it_was(db: apsw.Connection) -> None:
-    def m002_broken(db: apsw.Connection) -> None:
-        m002_example(db)
+    def next_broken(db: apsw.Connection) -> None:
+        next_example(db)
         db.execute("INSERT INTO owners (name) VALUES ('half')")
         raise RuntimeError("power cut")
 
     migrate(db)
     before = schema(db)
     with pytest.raises(RuntimeError, match="power cut"):
-        migrate(db, [m001_initial, m002_broken])
+        migrate(db, [*MIGRATIONS, next_broken])
     assert schema(db) == before
-    assert db.pragma("user_version") == 1
+    assert db.pragma("user_version") == len(MIGRATIONS)
     assert db.execute("SELECT * FROM owners").fetchall() == []
-    migrate(db, [m001_initial, m002_example])
-    assert db.pragma("user_version") == 2
+    migrate(db, [*MIGRATIONS, next_example])
+    assert db.pragma("user_version") == len(MIGRATIONS) + 1
 
 
 def test_a_file_of_a_newer_version_is_refused_and_left_alone(path: Path) -> None:

@@ -8,8 +8,10 @@ from dataclasses import replace
 import apsw
 
 from emberkeep.memory.database import Database
+from emberkeep.memory.forgettings import note_forgetting
 from emberkeep.memory.rows import conversation_id, owner_id, remove_turns
 from emberkeep.memory.sql import rows, value
+from emberkeep.memory.terms import clean
 from emberkeep.types import Forgotten
 
 _AT_ONCE = 1000
@@ -22,7 +24,9 @@ _DID_SOMETHING = 2
 
 def forget(database: Database, owner: str, conversation: str | None) -> Forgotten:
     """Everything of the owner, or of one conversation. What was not reached when it fails is still there: then
-    it has to be asked again."""
+    it has to be asked again. What others began to archive before is not written down any more."""
+    with database.writing() as db:
+        note_forgetting(db, owner, clean(conversation) if conversation is not None else None)
     with database.reading() as db:
         before = _pages(db)
         id_ = owner_id(db, owner)

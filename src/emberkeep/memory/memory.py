@@ -9,12 +9,14 @@ from pathlib import Path
 from emberkeep.memory import conversations, exporting, facts, forgetting, importing, searching
 from emberkeep.memory.database import Database
 from emberkeep.memory.embedding import Embed, Floats
+from emberkeep.memory.forgettings import forgotten_since, last_forgetting
 from emberkeep.memory.notes import put_note, read_notes
 from emberkeep.memory.retention import retain
 from emberkeep.memory.rows import add_turn, make_conversation, make_owner, owner_id
 from emberkeep.memory.secrets import redacted
 from emberkeep.memory.sql import rows as read_rows
 from emberkeep.memory.stats import stats
+from emberkeep.memory.terms import clean
 from emberkeep.memory.vectors import Vectors, add_vectors, text_of, without_vectors
 from emberkeep.types import Fact, Forgotten, Json, Message, Note, Recollection, SavedConversation, Turn
 
@@ -37,25 +39,43 @@ class Memory:
     # ── what left a context ──
 
     def archive(
-        self, owner: str, turns: Sequence[Turn], notes: Sequence[Note] = (), *, conversation: str | None = None
+        self,
+        owner: str,
+        turns: Sequence[Turn],
+        notes: Sequence[Note] = (),
+        *,
+        conversation: str | None = None,
+        as_of: int | None = None,
     ) -> int:
         """All of it in one transaction, on disk when this returns. A turn whose key the owner has is left as it
         is; a note replaces one of the same key and kind. Returns how many turns are new.
 
         `conversation` is what the notes belong to, and are forgotten with; by default that of the first turn.
+        `as_of`: nothing is written if the owner or the conversation was forgotten since.
         """
         meanings = self._meanings([(turn.user_text, turn.assistant_text) for turn in turns])
+        name = turns[0].conversation if turns and conversation is None else conversation
         with self._database.writing() as db:
+            if as_of is not None and forgotten_since(db, as_of, owner, clean(name or "")):
+                return 0
             id_ = make_owner(db, owner)
             added = [add_turn(db, id_, make_conversation(db, id_, turn.conversation), turn) for turn in turns]
             if meanings is not None:
                 add_vectors(db, added, meanings)
-            name = turns[0].conversation if turns and conversation is None else conversation
             place = make_conversation(db, id_, name) if name is not None and notes else None
             for note in notes:
                 put_note(db, id_, place, note)
             retain(db, self._limit)
         return len(added) - added.count(None)
+
+    def last_forgetting(self) -> int:
+        """For `archive` and `forgotten_since`, of what begins now."""
+        with self._database.reading() as db:
+            return last_forgetting(db)
+
+    def forgotten_since(self, as_of: int, owner: str, conversation: str) -> bool:
+        with self._database.reading() as db:
+            return forgotten_since(db, as_of, owner, clean(conversation))
 
     def notes(self, owner: str, keys: Sequence[bytes]) -> list[Note]:
         """Every note at one of these places, in no order."""

@@ -15,7 +15,11 @@ def m001_initial(db: apsw.Connection) -> None:
     db.execute(_INITIAL)
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_initial,)
+def m002_forgettings(db: apsw.Connection) -> None:
+    db.execute(_FORGETTINGS)
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_initial, m002_forgettings)
 
 
 def migrate(db: apsw.Connection, steps: Sequence[Migration] = MIGRATIONS) -> None:
@@ -46,6 +50,15 @@ def _is_current(db: apsw.Connection, newest: int) -> bool:
         )
     return bool(version == newest)
 
+
+_FORGETTINGS = """
+CREATE TABLE forgettings (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    salt BLOB NOT NULL,
+    owner BLOB NOT NULL,  -- digests of names, never the names
+    conversation BLOB  -- NULL: everything of the owner
+);
+"""
 
 _INITIAL = """
 CREATE TABLE owners (

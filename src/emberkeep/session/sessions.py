@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
@@ -99,6 +99,7 @@ class _Counters:
 class _Unwritten:
     turns: tuple[Turn, ...]
     note: Note
+    as_of: int
 
 
 class Sessions:
@@ -118,6 +119,10 @@ class Sessions:
         self._answering: Counter[tuple[str, bytes]] = Counter()
         self._told: set[tuple[str, bytes]] = set()
         """Of those, the places where tools have answered since."""
+        self._begun: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        """What was the last forgetting when the latest answer began at a place."""
+        self._last_forgetting = 0
+        """As far as it is known."""
 
     def applies(self, request: Request) -> bool:
         """It is a conversation, of which something may be known here."""
@@ -137,16 +142,18 @@ class Sessions:
         rehearsal."""
         history = read_history(request.messages, request.conversation_id)
         owner = _owner(request)
+        as_of = self._began(owner, history.keys, is_rehearsal=is_rehearsal)
         with self._lock:
             places = [(owner, key, kind) for key in history.keys for kind in NoteKind] if self._unwritten else []
             waiting = [self._unwritten[place] for place in places if place in self._unwritten]
+        waiting = [one for one in waiting if not self._is_forgotten(owner, history.conversation, one)]
         notes = [unwritten.note for unwritten in waiting]
         if self._memory is not None:
             try:
                 notes += _latest_notes(self._memory, owner, history.keys)
             except MemoryFailed as error:
                 log.warning("what left a conversation earlier is not known: %s", error)
-        view = read_view(history, notes)
+        view = replace(read_view(history, notes), as_of=as_of)
         if not is_rehearsal:
             self._write_again(owner, view, waiting)
         if history.keys and (owner, history.keys[-1]) not in self._told:
@@ -202,7 +209,10 @@ class Sessions:
         groups = [turn for turn in turns if turn & spoken]
         try:
             new = self._memory.archive(
-                _owner(request), archived(view, groups), [], conversation=history.conversation
+                _owner(request),
+                archived(view, groups),
+                conversation=history.conversation,
+                as_of=self._begun_before(_owner(request), history.keys),
             )
             with self._lock:
                 self._counters.archived_turns += new
@@ -272,6 +282,7 @@ class Sessions:
         to the same words, and the world may have changed since."""
         keys = read_history(request.messages, request.conversation_id).keys
         place = _owner(request), keys[-1] if keys else b""
+        self._began(_owner(request), keys, is_rehearsal=False)
         with self._lock:
             self._answering[place] += 1
         try:
@@ -322,12 +333,54 @@ class Sessions:
 
     # ── writing ──
 
-    def _written(self, owner: str, view: View, turns: Sequence[Turn], note: Note) -> str:
-        """Why it was not, or nothing. What was not is kept in RAM, and tried again on the next turn."""
-        error = ""
+    def _began(self, owner: str, keys: Sequence[bytes], *, is_rehearsal: bool) -> int:
+        """What the last forgetting was when the answer at this place began, which may be now."""
+        place = owner, keys[-1] if keys else b""
+        with self._lock:
+            if place in self._answering and place in self._begun:
+                return self._begun[place]
+        if self._memory is not None:
+            with suppress(MemoryFailed):
+                self._last_forgetting = self._memory.last_forgetting()
+        as_of = self._last_forgetting
+        if not is_rehearsal:
+            with self._lock:
+                self._begun[place] = as_of
+                self._begun.move_to_end(place)
+                while len(self._begun) > _REMEMBERED:
+                    self._begun.popitem(last=False)
+        return as_of
+
+    def _begun_before(self, owner: str, keys: Sequence[bytes]) -> int:
+        """The same where the conversation has gone on since."""
+        with self._lock:
+            places = [(owner, key) for key in reversed(keys) if (owner, key) in self._begun]
+            return self._begun[places[0]] if places else 0
+
+    def _is_forgotten(self, owner: str, conversation: str, unwritten: _Unwritten) -> bool:
+        """It is not to be written any more, and is let go of."""
+        if self._memory is None:
+            return False
+        try:
+            if not self._memory.forgotten_since(unwritten.as_of, owner, conversation):
+                return False
+        except MemoryFailed:
+            return False
+        with self._lock:
+            self._unwritten.pop((owner, unwritten.note.key, unwritten.note.kind), None)
+        return True
+
+    def _written(self, owner: str, view: View, turns: Sequence[Turn], note: Note, as_of: int | None = None) -> str:
+        """Why it was not, or nothing. What was not is kept in RAM, and tried again on the next turn.
+
+        `as_of`: of something that is tried again.
+        """
+        error, as_of = "", view.as_of if as_of is None else as_of
         if self._memory is not None:
             try:
-                new = self._memory.archive(owner, turns, [note], conversation=view.history.conversation)
+                new = self._memory.archive(
+                    owner, turns, [note], conversation=view.history.conversation, as_of=as_of
+                )
                 with self._lock:
                     self._counters.archived_turns += new
                 return ""
@@ -337,14 +390,16 @@ class Sessions:
         with self._lock:
             self._counters.archive_failures += bool(error)
             kept = () if self._memory is None else tuple(turns)
-            self._unwritten[owner, note.key, note.kind] = _Unwritten(kept, note)
+            self._unwritten[owner, note.key, note.kind] = _Unwritten(kept, note, as_of)
             while len(self._unwritten) > _REMEMBERED:
                 self._unwritten.popitem(last=False)
         return error
 
     def _write_again(self, owner: str, view: View, waiting: Sequence[_Unwritten]) -> None:
         for unwritten in waiting:
-            if self._memory is None or self._written(owner, view, unwritten.turns, unwritten.note):
+            if self._memory is None:
+                return
+            if self._written(owner, view, unwritten.turns, unwritten.note, unwritten.as_of):
                 return
             with self._lock:
                 self._unwritten.pop((owner, unwritten.note.key, unwritten.note.kind), None)

@@ -53,6 +53,8 @@ class View:
     gone: Gone = Gone()
     inserted: Mapping[int, Inserted] = field(default_factory=dict)
     """By the spoken message at which it stands."""
+    as_of: int = 0
+    """The last forgetting when its answer began: nothing of it is written down after a later one of its owner."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
