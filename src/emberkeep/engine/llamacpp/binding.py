@@ -8,7 +8,7 @@ import logging
 import re
 
 from emberkeep.engine.llamacpp import api
-from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.shared_library import llama, used
 
 log = logging.getLogger("emberkeep.llamacpp")
 
@@ -35,6 +35,9 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
 def start() -> None:
     """Bring llama.cpp up once per process. Its log goes to our debug log."""
     llama().llama_log_set(_on_log, ctypes.c_void_p(0))
+    if not llama().ggml_backend_dev_count():
+        # Its backends are in files of their own, of which it chooses those that fit this CPU best.
+        llama().ggml_backend_load_all_from_path(str(used().path.parent).encode())
     llama().llama_backend_init()
 
 

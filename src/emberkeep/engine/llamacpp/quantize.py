@@ -11,10 +11,13 @@ import signal
 import sys
 from pathlib import Path
 
-import llama_cpp
-
 from emberkeep.engine.llamacpp import binding
+from emberkeep.engine.llamacpp.api import defaults
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
+
+_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9}
+"""llama.cpp's numbers for files whose weights are mostly of one format."""
 
 
 def requantize(source: Path, target: Path, to: str) -> None:
@@ -23,22 +26,23 @@ def requantize(source: Path, target: Path, to: str) -> None:
     Blocks on all cores. Raises EngineError; what is at `target` is then worthless.
     """
     binding.start()
-    parameters = llama_cpp.llama_model_quantize_default_params()
+    if not hasattr(llama(), "llama_model_quantize"):
+        raise EngineError("This build of llama.cpp cannot write weights in another format; keep them as they are.")
+    parameters = defaults(llama().llama_model_quantize_default_params)
     parameters.ftype = _file_type(to)
     # Without this only 16 and 32 bit sources are taken.
     parameters.allow_requantize = True
     binding.take_errors()
-    status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(parameters))
+    status = llama().llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(parameters))
     if status != 0:
         reason = binding.take_errors() or f"status {status}"
         raise EngineError(f"llama.cpp could not write {source.name} as {to} ({reason}); keep it as it is.")
 
 
 def _file_type(name: str) -> int:
-    number = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}", None)
-    if not isinstance(number, int):
-        raise EngineError(f"llama.cpp has no weight format {name}; use Q8_0, Q4_0 or another of its names.")
-    return number
+    if name not in _FILE_TYPES:
+        raise EngineError(f"There is no weight format {name} here; use {' or '.join(_FILE_TYPES)}.")
+    return _FILE_TYPES[name]
 
 
 def main() -> None:

