@@ -72,16 +72,20 @@ class InvalidField(RequestError):
 
 
 class ContextExceeded(RequestError):
-    def __init__(self, prompt_tokens: int, context: int, *, may_evict: bool = True) -> None:
-        """`may_evict`: old messages would have left if there were any."""
+    def __init__(
+        self, prompt_tokens: int, context: int, *, may_evict: bool = True, is_counted: bool = True
+    ) -> None:
+        """`may_evict`: old messages would have left if there were any. Not `is_counted`: there may be more."""
         also = "" if may_evict else "let old messages leave (evict), "
+        count = str(prompt_tokens) if is_counted else f"at least {prompt_tokens}"
         super().__init__(
-            f"The prompt has {prompt_tokens} tokens and the context holds {context}: "
+            f"The prompt has {count} tokens and the context holds {context}: "
             f"send less, {also}or load the model with a larger ctx.",
             "messages",
         )
         self.prompt_tokens = prompt_tokens
         self.context = context
+        self.is_counted = is_counted
 
 
 class TooLarge(RequestError):

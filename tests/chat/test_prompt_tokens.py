@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_vocab import TinyVocab
 
@@ -21,6 +21,18 @@ def test_fragments_give_what_tokenising_the_whole_gives(text: str) -> None:
     ids = PromptTokenizer(vocab).encode(text)
     assert ids == vocab.tokenize(text)
     assert vocab.text(ids) == text
+
+
+@settings(max_examples=20)
+@given(TEXTS, st.booleans())
+def test_no_text_has_fewer_tokens_than_the_fewest(text: str, is_long: bool) -> None:
+    tokenizer = PromptTokenizer(TinyVocab(SPECIALS))
+    text *= 40_000 // (len(text) or 1) + 1 if is_long else 1
+    assert tokenizer.fewest(text) <= len(tokenizer.encode(text))
+
+
+def test_many_special_tokens_are_not_few() -> None:
+    assert PromptTokenizer(TinyVocab(SPECIALS)).fewest("<|im_end|>" * 10_000) == 10_000
 
 
 def test_the_longest_special_wins() -> None:

@@ -86,14 +86,17 @@ class Fitter:
         """
         try:
             try:
-                if self._evictor.applies(request):
-                    return self._conversation(request, may_cut)
-                return self._whole(request)
+                may_evict = self._evictor.applies(request)
+                if not self._planning.auto_truncate:
+                    self._prompts.check_size(request, may_evict=may_evict)
+                return self._conversation(request, may_cut) if may_evict else self._whole(request)
             except (ContextExceeded, TooLarge) as error:
                 if self._planning.auto_truncate and not request.is_prefix:
                     return self._cut(request, error)
                 if isinstance(error, ContextExceeded) and self._evictor.keeps_whole(request):
-                    raise ContextExceeded(error.prompt_tokens, error.context, may_evict=False) from error
+                    raise ContextExceeded(
+                        error.prompt_tokens, error.context, may_evict=False, is_counted=error.is_counted
+                    ) from error
                 raise
         except TooLarge:
             with self._counting:

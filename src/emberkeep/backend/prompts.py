@@ -112,6 +112,21 @@ class PromptMaker:
             spelled=spelled,
         )
 
+    def check_size(self, request: Request, *, may_evict: bool) -> None:
+        """Raises ContextExceeded for what cannot fit, before it costs: a million characters take a second.
+
+        `may_evict`: only the last message has to fit.
+        """
+        if request.prompt is not None:
+            texts = [request.prompt] if isinstance(request.prompt, str) else []
+        else:
+            # Templates may leave out parts of answers.
+            said = request.messages[-1:] if may_evict else request.messages
+            texts = [message.content for message in said if message.role in ("user", "tool")]
+        fewest = sum(map(self._tokenizer.fewest, texts))
+        if fewest > self._context:
+            raise ContextExceeded(fewest, self._context, is_counted=False)
+
     def draft(self, request: Request) -> Draft:
         """Raises RequestError, but not for its length."""
         self._store.refresh()

@@ -23,6 +23,7 @@ SEAM = "\ufdd0"
 """A character that Unicode keeps for programs' own use: no token goes over it, and it has none itself."""
 
 _REMEMBERED_CHARS = 8 << 20
+_LONG_CHARS = 1 << 15
 
 
 @dataclass(slots=True)
@@ -59,7 +60,14 @@ class PromptTokenizer:
         self._known = _Fragments(_REMEMBERED_CHARS)
         # Some vocabularies put a blank before every stretch of text.
         first = vocab.tokenize("a")[:1]
+        self._longest_piece = max(map(len, vocab.pieces), default=1) or 1
         self._blank = b" " if first and vocab.pieces[first[0]].startswith(b" ") else b""
+
+    def fewest(self, text: str) -> int:
+        """No fewer tokens can spell `text`. Takes milliseconds for a million characters."""
+        assert self._border is not None
+        specials = sum(1 for _ in self._border.finditer(text)) if len(text) > _LONG_CHARS else 0
+        return max(len(text) // self._longest_piece, specials)
 
     def encode(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> list[int]:
         """`before` and the token ids of `text`; `replay` is asked at every stretch between special tokens.
