@@ -119,7 +119,7 @@ class Running:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = Server(create_app(backend, config, limits), config)
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -134,10 +134,10 @@ class Running:
     def stop(self) -> None:
         """Like one signal; nothing happens when the server has already stopped by itself."""
         with suppress(RuntimeError):  # its loop is closed
-            self._loop.call_soon_threadsafe(self._server.stop)
+            self.loop.call_soon_threadsafe(self._server.stop)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self._server.serve(sockets=[self._listener]))
 
 

@@ -254,6 +254,14 @@ def test_a_chunk_that_is_none_is_400(connect: Callable[[], socket.socket]) -> No
     assert refusal(connection) == (400, "bad_http")
 
 
+def test_a_body_in_tiny_chunks_is_refused(hasty: Running, connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    send(connection, head, *(b"1\r\n \r\n" * 10_000 for _ in range(20)))
+    assert refusal(connection) == (400, "tiny_chunks")
+    assert is_well(hasty)
+
+
 def test_bodies_together_have_a_limit() -> None:
     limits = Limits(bodies_bytes=3 * MIB)
     large = {**BODY, "user": "x", "pad": "a" * MIB}

@@ -36,7 +36,9 @@ _SLOW_HEAD = Failure(
 )
 _LONG_TARGET = Failure(414, _ERROR, "The path and query are too long: send less.", "target_too_long")
 _LARGE_HEAD = Failure(431, _ERROR, "The headers are too large or too many: send fewer.", "headers_too_large")
+_TINY_PARTS = Failure(400, _ERROR, "The body comes in too many tiny chunks: send larger ones.", "tiny_chunks")
 _PIPELINED = Failure(429, _ERROR, "Too many requests were sent ahead: wait for answers.", "too_many_pipelined")
+_TINY_BYTES = 64
 _CROWDED = Failure(
     503,
     "overloaded",
@@ -78,6 +80,7 @@ class Connection(HttpToolsProtocol):
         self._cycles: deque[RequestResponseCycle] = deque()
         """Requests that were not answered yet; the first one runs."""
         self._head = _Head()
+        self._body = _Body()
         self._head_since: float | None = None
         """None while the client has begun no request, and is in no hurry to."""
         self._in_body = False
@@ -109,6 +112,8 @@ class Connection(HttpToolsProtocol):
         for cycle in self._cycles:
             _disconnect(cycle)
         self._cycles.clear()
+        # uvicorn leaves the timer of a connection that was reset, and the timer keeps the connection.
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def _make_room(self) -> None:
@@ -161,6 +166,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head.headers = self._head.header_bytes = 0
+        self._body = _Body()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -192,6 +198,10 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._body.parts += 1
+        self._body.size += len(body)
+        if self._body.parts > self._limits.body_parts + self._body.size // _TINY_BYTES:
+            self._give_up(_TINY_PARTS)
         if len(self._cycles) > 1 and self.flow.read_paused:  # a large one
             self._give_up(_PIPELINED)
 
@@ -297,6 +307,12 @@ class _Head:
     raw_bytes: int = 0
     headers: int = 0
     header_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Body:
+    parts: int = 0
+    size: int = 0
 
 
 class _GivenUp(Exception):

@@ -29,6 +29,8 @@ class Limits:
     """Several times the text of the longest contexts."""
     bodies_bytes: int = 256 << 20
     """Bodies of all requests that are being received or answered."""
+    body_parts: int = 1000
+    """Pieces of less than 64 bytes on average that a body may have: each costs as much as a large one."""
     body_s: float = 20.0
     body_bytes_per_s: float = 16 << 10
     """A body gets `body_s`, and another second for each of these that have come."""

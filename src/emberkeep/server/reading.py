@@ -20,14 +20,17 @@ _LARGE_BYTES = 64 << 10
 
 async def read(http: HttpRequest, model: type[B]) -> B:
     """Raises Refused, RequestError or InvalidField."""
-    return await _off_the_loop(lambda raw: parse_body(model, raw), await http.body())
+    raw = await http.body()
+    return await made_of_body(http, lambda: parse_body(model, raw))
 
 
 async def read_object(http: HttpRequest) -> dict[str, Json]:
     """A body of which more than one kind is accepted. Raises Refused or RequestError."""
-    return await _off_the_loop(parse_object, await http.body())
+    raw = await http.body()
+    return await made_of_body(http, lambda: parse_object(raw))
 
 
-async def _off_the_loop(parse: Callable[[bytes], T], raw: bytes) -> T:
-    """Large bodies are parsed beside the streams, not before them."""
-    return parse(raw) if len(raw) <= _LARGE_BYTES else await asyncio.to_thread(parse, raw)
+async def made_of_body(http: HttpRequest, make: Callable[[], T]) -> T:
+    """What `make` makes of a body that was read: of a large one in a thread, so that streams need not wait."""
+    is_large = len(await http.body()) > _LARGE_BYTES
+    return await asyncio.to_thread(make) if is_large else make()

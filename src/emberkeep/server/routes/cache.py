@@ -14,7 +14,7 @@ from emberkeep.backend.base import Backend
 from emberkeep.library.fields import INT32_MAX, Label
 from emberkeep.server.leaving import while_there
 from emberkeep.server.openapi import HELLO, takes
-from emberkeep.server.reading import read, read_object
+from emberkeep.server.reading import made_of_body, read, read_object
 from emberkeep.server.respond import PAGE, Limit, Offset, json_response, page_response
 from emberkeep.server.routes.openai import check_model
 from emberkeep.server.side_work import SideWork
@@ -100,9 +100,10 @@ def _changing(router: APIRouter, backend: Backend, side: SideWork) -> None:
 def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
-        body = asked_body(await read_object(http))
+        asked = await read_object(http)
+        body = await made_of_body(http, lambda: asked_body(asked))
         check_model(body.model, backend.card)
-        explanation = await side.run(backend.cache.explain, asked_request(body))
+        explanation = await side.run(lambda: backend.cache.explain(asked_request(body)))
         return json_response(explained_json(explanation))
 
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))

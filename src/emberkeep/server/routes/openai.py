@@ -11,7 +11,7 @@ from starlette.responses import Response
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.errors import ModelNotFound, RemoteLoop
 from emberkeep.server.openapi import HELLO, STREAMS, takes
-from emberkeep.server.reading import read
+from emberkeep.server.reading import made_of_body, read
 from emberkeep.server.respond import gather, json_response, stream
 from emberkeep.server.wire.chat import ChatBody
 from emberkeep.server.wire.completions import CompletionBody
@@ -32,7 +32,8 @@ def openai_routes(backend: Backend) -> APIRouter:
         body = await read(http, ChatBody)
         check_model(body.model, backend.card)
         hops = check_hops(http)
-        requests = [replace(body.to_request(), depth=counted(http, DEPTH_HEADER), hops=hops)]
+        request = await made_of_body(http, body.to_request)
+        requests = [replace(request, depth=counted(http, DEPTH_HEADER), hops=hops)]
 
         def envelope() -> Envelope:
             return new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
@@ -51,7 +52,7 @@ def openai_routes(backend: Backend) -> APIRouter:
     async def completions(http: HttpRequest) -> Response:
         body = await read(http, CompletionBody)
         check_model(body.model, backend.card)
-        requests = body.to_requests()
+        requests = await made_of_body(http, body.to_requests)
 
         def envelope() -> Envelope:
             return new_envelope("cmpl", backend.card, requests[0].conversation_id)

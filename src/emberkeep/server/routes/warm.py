@@ -9,7 +9,7 @@ from starlette.responses import Response
 from emberkeep.backend.base import Backend
 from emberkeep.server.leaving import while_there
 from emberkeep.server.openapi import takes
-from emberkeep.server.reading import read
+from emberkeep.server.reading import made_of_body, read
 from emberkeep.server.respond import json_response
 from emberkeep.server.routes.openai import check_model
 from emberkeep.server.wire.warm import WarmBody, warmed_json
@@ -24,6 +24,7 @@ def warm_routes(backend: Backend) -> APIRouter:
     async def warm(http: HttpRequest) -> Response:
         body = await read(http, WarmBody)
         check_model(body.model, backend.card)
-        return json_response(warmed_json(await while_there(http, backend.warm(body.to_request()))))
+        request = await made_of_body(http, body.to_request)
+        return json_response(warmed_json(await while_there(http, backend.warm(request))))
 
     return router

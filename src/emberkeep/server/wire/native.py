@@ -11,7 +11,7 @@ from emberkeep.library.fields import Count
 from emberkeep.library.messages import MessageList, ToolList
 
 MAX_CHARS = 4 << 20
-MAX_TOKENS = 1 << 20
+MAX_TOKENS = 500_000
 
 
 class TokenizeBody(Body):

@@ -1,0 +1,195 @@
+"""What is asked beside answers holds up neither them nor `/health`, and has an end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from scripted import WAIT_S, Running, ScriptedBackend, running
+
+from emberkeep.config import Config
+from emberkeep.server.respond import PAGE
+from emberkeep.server.routes.native import MAX_PIECES
+from emberkeep.server.side_work import THREADS, WAITING
+from emberkeep.server.wire.body import MAX_VALUES
+from emberkeep.server.wire.native import MAX_CHARS, MAX_TOKENS
+from emberkeep.types import CacheEntry, Fact, Json, Ttl
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+ENTRIES = 20_000
+MIB = 1 << 20
+
+
+def entry(number: int) -> CacheEntry:
+    return CacheEntry(
+        id=f"{number:016x}",
+        kind="conversation",
+        name="",
+        head="Hello",
+        user=f"user-{number}",
+        is_shared=False,
+        tokens=10,
+        bytes=100,
+        warm_tokens=10,
+        cold_tokens=0,
+        idle_s=1.0,
+        hits=0,
+        turns=1,
+        branches=0,
+        ttl=Ttl.LONG,
+        expires_in_s=60.0,
+        is_pinned=False,
+    )
+
+
+class LargeMemory:
+    """Has more than anybody wants at once."""
+
+    def __init__(self) -> None:
+        self.exported = 0
+
+    def facts(self, owner: str) -> list[Fact]:
+        return [Fact(f"name {number:06}", "value", 0.0) for number in range(2 * PAGE)]
+
+    def export(self, owner: str) -> Iterator[dict[str, Json]]:
+        for _ in range(100):
+            self.exported += 1
+            yield {"kind": "turn", "user_text": "x" * MIB}
+
+
+class SlowBackend(ScriptedBackend):
+    """Its figures and its tokenizer wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.waiting = threading.Semaphore(0)
+        self.memory = LargeMemory()  # type: ignore[assignment]
+        entries = [entry(number) for number in range(ENTRIES)]
+        self.cache = SimpleNamespace(entries=lambda: entries)
+
+    def stats(self) -> dict[str, Json]:
+        self._wait()
+        return super().stats()
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        self._wait()
+        return [ord(letter) for letter in text]
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return "x" * len(tokens)
+
+    def _wait(self) -> None:
+        self.waiting.release()
+        assert self.go_on.wait(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    with running(SlowBackend(), Config()) as server:
+        yield server
+
+
+@pytest.fixture
+def backend(slow: Running) -> Iterator[SlowBackend]:
+    assert isinstance(slow.backend, SlowBackend)
+    slow.backend.go_on.clear()
+    yield slow.backend
+    slow.backend.go_on.set()
+
+
+@pytest.fixture
+def http(slow: Running) -> Iterator[httpx.Client]:
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=slow.url, timeout=WAIT_S, limits=limits) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", ["/v1/stats", "/metrics"])
+def test_figures_that_wait_for_a_lock_hold_up_nobody(backend: SlowBackend, http: httpx.Client, path: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        figures = pool.submit(http.get, path)
+        assert backend.waiting.acquire(timeout=WAIT_S)
+        assert http.get("/health").status_code == 200
+        assert http.post(CHAT, json=BODY).status_code == 200
+        backend.go_on.set()
+        assert figures.result().status_code == 200
+
+
+def test_a_flood_of_texts_to_tokenize_is_refused_and_answers_go_on(
+    backend: SlowBackend, http: httpx.Client
+) -> None:
+    most = THREADS + WAITING
+    with ThreadPoolExecutor(most + 1) as pool:
+        asked = [pool.submit(http.post, "/tokenize", json={"content": "a"}) for _ in range(most + 1)]
+        refused = next(as_completed(asked, timeout=WAIT_S)).result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"] == "1"
+        assert http.get("/health").status_code == 200
+        assert http.post(CHAT, json=BODY).status_code == 200
+        backend.go_on.set()
+        assert sorted(one.result().status_code for one in asked) == [200] * most + [503]
+
+
+def test_the_cache_is_listed_in_pages(backend: SlowBackend, http: httpx.Client) -> None:
+    first = http.get("/v1/cache").json()
+    assert (len(first["data"]), first["has_more"], first["totals"]["entries"]) == (PAGE, True, ENTRIES)
+    last = http.get("/v1/cache", params={"offset": ENTRIES - 1, "limit": 10}).json()
+    assert ([item["id"] for item in last["data"]], last["has_more"]) == ([f"{ENTRIES - 1:016x}"], False)
+    assert http.get("/v1/cache", params={"limit": PAGE + 1}).json()["error"]["param"] == "limit"
+
+
+def test_facts_are_listed_in_pages(backend: SlowBackend, http: httpx.Client) -> None:
+    first = http.get("/v1/memory/facts").json()
+    assert (len(first["data"]), first["has_more"]) == (PAGE, True)
+    rest = http.get("/v1/memory/facts", params={"offset": PAGE}).json()
+    assert (rest["data"][0]["name"], len(rest["data"]), rest["has_more"]) == (f"name {PAGE:06}", PAGE, False)
+
+
+def test_an_export_that_nobody_reads_is_not_prepared(backend: SlowBackend, slow: Running) -> None:
+    memory = backend.memory
+    assert isinstance(memory, LargeMemory)
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=WAIT_S) as connection:
+        connection.sendall(b"GET /v1/memory/export HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(1) == b"H"
+        assert httpx.get(slow.url + "/health", timeout=WAIT_S).status_code == 200
+        assert memory.exported < 50
+
+
+def test_a_text_to_tokenize_has_an_end(backend: SlowBackend, http: httpx.Client) -> None:
+    backend.go_on.set()
+    error = http.post("/tokenize", json={"content": "a" * (MAX_CHARS + 1)}).json()["error"]
+    assert (error["param"], error["type"]) == ("content", "invalid_request_error")
+    error = http.post("/detokenize", json={"tokens": [1] * (MAX_TOKENS + 1)}).json()["error"]
+    assert error["param"] == "tokens"
+
+
+def test_pieces_are_for_fewer_tokens(backend: SlowBackend, http: httpx.Client) -> None:
+    backend.go_on.set()
+    long = "a" * (MAX_PIECES + 1)
+    assert (
+        http.post("/tokenize", json={"content": long, "with_pieces": True}).json()["error"]["param"]
+        == "with_pieces"
+    )
+    assert http.post("/tokenize", json={"content": long}).json() == {"tokens": [97] * len(long)}
+
+
+@pytest.mark.parametrize("value", [b"[],", b"1,", b'{"a": 1},', b'"a",', b'"\\"",'])
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    backend: SlowBackend, http: httpx.Client, value: bytes
+) -> None:
+    response = http.post(CHAT, content=b'{"messages": [' + value * MAX_VALUES + b"1]}")
+    assert response.status_code == 400
+    assert f"{MAX_VALUES:,} values" in response.json()["error"]["message"]
+
+
+def test_a_text_may_have_as_many_commas_as_it_likes(backend: SlowBackend, http: httpx.Client) -> None:
+    text = 'a, "b" [c] {d} \\ \n' * (MAX_VALUES // 2)
+    assert http.post(CHAT, json={"messages": [{"role": "user", "content": text}]}).status_code == 200
+    assert backend.last.messages[0].content == text
