@@ -90,7 +90,7 @@ def test_an_error_ends_the_loop_and_is_told_to_everybody(rig: Rig, engine: FakeE
     assert running.answer == reference(PROMPT)
     assert isinstance(waiting.wait().error, EngineError)
     for late in (lambda: rig.start(OTHER), lambda: rig.loop.between_jobs(lambda: None)):
-        with pytest.raises(Overloaded):
+        with pytest.raises(EngineError, match="has failed"):
             late()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EngineError, Overloaded, StepFailed
+from emberkeep.errors import EngineError, StepFailed
 from helpers.scheduling import (
     LONG,
     PATIENCE,
@@ -28,6 +28,10 @@ def fail_once(engine: FakeEngine, at: int, error: Exception) -> None:
             raise error
 
     engine.on_evaluate = on_evaluate
+
+
+def breaks() -> None:
+    raise RuntimeError("a bug")
 
 
 def test_a_failed_step_fails_its_jobs_and_the_loop_goes_on(rig, engine):
@@ -125,18 +129,12 @@ def test_a_loop_that_breaks_tells_everybody_and_takes_nothing_more(tmp_path):
     running = rig.start(PROMPT)
     gate.reached()
     waiting = rig.start(text(20))
-    held = engine.on_evaluate
-
-    def explode(batch):
-        held(batch)
-        raise RuntimeError("a bug")
-
-    engine.on_evaluate = explode
+    rig.loop._admit = breaks
     gate.open()
     assert isinstance(running.wait().error, EngineError)
     assert isinstance(waiting.wait().error, EngineError)
     rig.loop._running.result(PATIENCE)
     assert engine.is_closed
-    with pytest.raises(Overloaded):
+    with pytest.raises(EngineError, match="has failed"):
         rig.start(PROMPT)
     rig.close()

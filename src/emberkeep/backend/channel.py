@@ -26,9 +26,10 @@ class Outbox:
     def flush(self) -> None:
         """Wake every reader: one wake-up per event loop. Cheap when there is nothing new."""
         while self._fresh:
-            loop, events = self._fresh.popitem()
+            loop, events = next(iter(self._fresh.items()))
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 loop.call_soon_threadsafe(_set_all, events)
+            del self._fresh[loop]  # not before: should that fail, it is tried again
 
 
 class Channel(Generic[T]):

@@ -77,8 +77,9 @@ class Choice:
         return True
 
     def ended(self, ending: Ending) -> None:
+        events = self._stream.finish(cut=ending.reason is EndReason.LENGTH)
         self._over()
-        for event in self._stream.finish(cut=ending.reason is EndReason.LENGTH):
+        for event in events:
             self._channel.put(event)
         self._channel.put(Finished(self._index, self._finish_reason(ending)))
         self._channel.put(Ended(self._index, ending, self._stream.reasoning_tokens))
@@ -88,8 +89,10 @@ class Choice:
         self._channel.put(error)
 
     def _over(self) -> None:
-        self.is_over = True
-        self._place.choice_over()
+        """Once: what failed to be told is told again, as a failure."""
+        if not self.is_over:
+            self.is_over = True
+            self._place.choice_over()
 
     def _finish_reason(self, ending: Ending) -> FinishReason:
         if self._stream.saw_tool_calls:

@@ -38,7 +38,10 @@ class Ending:
 
 
 class Consumer(Protocol):
-    """Receives a job's results on the engine's thread: methods must be quick and must not raise."""
+    """Receives a job's results on the engine's thread: methods must be quick.
+
+    What they raise ends the job, and `failed` is called; where that raises, it is called once more.
+    """
 
     def progress(self, progress: Progress) -> None: ...
 
@@ -105,7 +108,7 @@ class Notes:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One choice of one request. Exactly one of `ended` and `failed` is called unless it is cancelled."""
+    """One choice of one request. Exactly one of `ended` and `failed` succeeds unless it is cancelled."""
 
     tokens: TokenArray
     sampler: Sampler

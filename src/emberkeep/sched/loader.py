@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from time import monotonic, perf_counter
 
@@ -11,16 +12,18 @@ import numpy as np
 
 from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError, StepFailed
+from emberkeep.kv.content import Moved
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.lookup import Match
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Cursor, place_at
 from emberkeep.sched.affinity import Affinity
+from emberkeep.sched.cleanup import insist
 from emberkeep.sched.cutter import Cutter
-from emberkeep.sched.job import Job
+from emberkeep.sched.job import Cut, Job
 from emberkeep.sched.mover import Mover
-from emberkeep.sched.sequence import Load, Phase, Sequence
+from emberkeep.sched.sequence import PATIENCE_S, Load, Phase, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.types import EXACT_BITS, Divergence, MissReason, bits_of, visible_to
 
@@ -68,7 +71,10 @@ class Loader:
         return coming if coming.tokens >= now + needed else None
 
     def start(self, job: Job) -> Sequence | None:
-        """Give the job a slot and begin loading. None when no slot is free."""
+        """Give the job a slot and begin loading. None when no slot is free.
+
+        Raises whatever goes wrong, and then nothing of the job is left: neither a pin nor state in the engine.
+        """
         cut = self._cutter.useful(job)
         wanted = self._cutter.source(cut) if cut else job.tokens[: job.reusable if job.use_cache else 0]
         hot = self._slots.computed_match(job.sees, wanted)
@@ -76,39 +82,60 @@ class Loader:
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
         if is_better or job.from_store:
             hot = HotMatch(None, 0)
+        try:
+            sequence = self._occupied(job, hot, cut)
+        except Exception:
+            self._release(match)
+            raise
+        if sequence is None:
+            self._release(match)
+            return None
+        sequence.match = match
+        try:
+            self._begin(sequence, match, _after(hot))
+        except Exception:
+            self.let_go(sequence)
+            self._slots.drop(sequence)
+            raise
+        return sequence
+
+    def _occupied(self, job: Job, hot: HotMatch, cut: Cut | None) -> Sequence | None:
+        """A sequence in a slot that holds the hot prefix; None when no slot is free."""
         self._slots.clear_the_way(avoid=hot.sequence)
         slot = self._place(job, hot)
         if slot is None:
-            self._store.release(match)
             return None
-        left_behind = _after(hot)
-        sequence = Sequence(slot, job, self._store.origin(job.namespace), hot.tokens)
-        if hot.sequence is not None:
-            _go_on_from(sequence, hot.sequence)
-        sequence.borders = job.borders if self._unit.has_snapshots else frozenset()
-        sequence.cut = cut
-        self._slots.occupy(sequence)
-        sequence.match = match
-        if cut is not None:
+        with self._or_vacate(slot):
+            sequence = Sequence(slot, job, self._store.origin(job.namespace), hot.tokens)
+            if hot.sequence is not None:
+                _go_on_from(sequence, hot.sequence)
+            sequence.borders = job.borders if self._unit.has_snapshots else frozenset()
+            sequence.cut = cut
+            self._slots.occupy(sequence)
+            return sequence
+
+    def _begin(self, sequence: Sequence, match: Match, left_behind: TokenArray) -> None:
+        assert sequence.job is not None
+        if sequence.cut is not None:
             self._plan_loads(sequence, match)
-        elif job.use_cache:
+        elif sequence.job.use_cache:
             sequence.reason = self._miss_reason(sequence, match, left_behind)
             self._plan_loads(sequence, match)
         else:
             sequence.reason = MissReason.DISABLED
             self._finish(sequence)
-        return sequence
 
     def pump(self, sequence: Sequence) -> None:
-        """Import what has arrived, in order; ends the loading phase when all is in or something failed."""
+        """Import what has arrived, in order; ends the loading phase when all is in, has failed or is late."""
+        is_late = monotonic() > sequence.patience_ends
         while sequence.loads:
             load = sequence.loads[0]
-            if load.fetch.state is FetchState.PENDING:
+            if load.fetch.state is FetchState.PENDING and not is_late:
                 return
             sequence.loads.popleft()
             if not self._import(sequence, load):
                 self._give_up_loading(sequence)
-        if self._mover.has_arrived(sequence):
+        if self._mover.has_arrived(sequence, is_late=is_late):
             self._finish(sequence)
 
     def abandon(self, sequence: Sequence) -> None:
@@ -119,12 +146,26 @@ class Loader:
         self._mover.let_go(sequence)
         self._finish(sequence)
 
+    def let_go(self, sequence: Sequence) -> None:
+        """Nothing of the store is held for a sequence any more. Never raises, and asks nothing of the engine."""
+        sequence.loads.clear()
+        sequence.pieces.clear()
+        held: list[Match | Moved] = [*sequence.moved]
+        held += [sequence.match] if sequence.match else []
+        sequence.match, sequence.moved = None, []
+        for one in held:
+            self._release(one)
+
+    def _release(self, match: Match | Moved) -> None:
+        insist(lambda: self._store.release(match), "releasing stored state")
+
     def _give_up_loading(self, sequence: Sequence) -> None:
         """What was loaded so far stays, unless it is of no use without the rest."""
         sequence.loads.clear()
         if self._unit.has_snapshots:
-            self._engine.trim(sequence.slot, 0)
             sequence.computed = sequence.hot_tokens = sequence.warm_tokens = sequence.cold_tokens = 0
+        # An import that failed has promised to change nothing; where it did, that is gone now.
+        self._engine.trim(sequence.slot, sequence.computed)
 
     def _place(self, job: Job, hot: HotMatch) -> int | None:
         """A slot that holds exactly the hot prefix."""
@@ -136,11 +177,22 @@ class Loader:
             return source.slot
         slot = self._slots.claim(avoid=source, prefer=prefer)
         if slot is not None:
-            self._engine.copy_kv(source.slot, slot, hot.tokens)
+            with self._or_vacate(slot):
+                self._engine.copy_kv(source.slot, slot, hot.tokens)
         elif not source.is_active:
-            self._engine.trim(source.slot, hot.tokens)
             slot = source.slot
+            with self._or_vacate(slot):
+                self._engine.trim(slot, hot.tokens)
         return slot
+
+    @contextmanager
+    def _or_vacate(self, slot: int) -> Iterator[None]:
+        """What is in a slot when something fails there is not known any more."""
+        try:
+            yield
+        except Exception:
+            self._slots.vacate(slot)
+            raise
 
     def _plan_loads(self, sequence: Sequence, match: Match) -> None:
         chunks = self._worth_loading(sequence, match)
@@ -210,6 +262,7 @@ class Loader:
         chunk = load.chunk
         tokens = load.end - sequence.computed
         sequence.computed = load.end
+        sequence.patience_ends = monotonic() + PATIENCE_S
         sequence.holds_packed |= bits_of(chunk.namespace) != EXACT_BITS
         if sequence.cursor.position < load.end:
             if chunk.namespace not in visible_to(sequence.namespace):

@@ -1,26 +1,31 @@
-"""The step loop: plan, run, absorb. One thread owns the engine; everything else talks to it through a queue."""
+"""The step loop: plan, run, absorb. One thread owns the engine; everything else talks to it through a queue.
+
+Whatever goes wrong for one job, of whatever kind, ends that job: `_only` stands around everything that is done for
+one. What goes wrong outside of it ends the loop, and everybody hears of it at once.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import TypeVar
 
 from emberkeep.engine.base import Attention, Engine, ExpertTracking, KvUnit, Outcome, Rows
-from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded
+from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded, StepFailed
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.calibration import Calibration, PeakWatch
+from emberkeep.sched.cleanup import insist
 from emberkeep.sched.cutter import Cutter
 from emberkeep.sched.inbox import SHUTTING_DOWN, BetweenJobs, Call, Cancel, Command, Inbox, Stop, Wake
-from emberkeep.sched.job import EndReason, Job, Room
+from emberkeep.sched.job import EndReason, Job, Notes, Room
 from emberkeep.sched.keeper import Keeper
 from emberkeep.sched.loader import Loader
 from emberkeep.sched.mover import Mover
@@ -30,11 +35,20 @@ from emberkeep.sched.recent import RecentAnswers
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.sched.thread import EngineThread, promised
-from emberkeep.types import Json, Progress
+from emberkeep.types import Json, Progress, exact_namespace
 
 log = logging.getLogger("emberkeep.sched")
 
 T = TypeVar("T")
+
+_FULL = "The context memory is full: try again with fewer requests."
+
+
+class _NoRoom(EngineError):
+    """Nothing was evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__(_FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,8 @@ class EngineLoop:
         self._watch = PeakWatch(engine, calibration or Calibration(), self._bytes_of_others)
         self._place_freed = False
         """Something ended since waiting jobs were last looked at."""
+        self._failed_with = ""
+        """What has ended the loop, if anything did."""
         self.counters = LoopCounters()
         self.recent = RecentAnswers(4 * settings.parallel)
         self._thread = thread or EngineThread()
@@ -116,8 +132,16 @@ class EngineLoop:
     # ── from any thread ──
 
     def submit(self, job: Job) -> None:
-        """Raises Overloaded once the loop is being closed."""
+        """Raises Overloaded once the loop is being closed, EngineError when it has failed."""
         self._inbox.enter(job)
+
+    def failure(self) -> EngineError | None:
+        """Why nothing will ever be answered again; None while all is well, and when the loop was closed."""
+        if not self._failed_with:
+            return None
+        return EngineError(
+            f"The engine has failed ({self._failed_with}) and answers no more: start again; the log says why."
+        )
 
     def cancel(self, job: Job) -> None:
         """Stop within one step. What was computed is kept; the consumer hears nothing more."""
@@ -126,20 +150,20 @@ class EngineLoop:
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread between two steps. Raises as `submit` does."""
         future, run = promised(action)
-        self._inbox.enter(Call(run))
+        self._inbox.enter(Call(run, future))
         return future
 
     def make_room(self, job: Job, room: Room | None) -> None:
         """Let a job go on that said it was full, or (None) end where it is."""
-        with suppress(Overloaded):  # then it has been ended already
+        with suppress(Overloaded, EngineError):  # then it has been ended already
             self.call(lambda: self._go_on_with(job, room))
 
     def between_jobs(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread while the engine holds nothing.
 
         Running jobs finish before it, new ones wait for it, and sequences at rest are dropped: the store has them
-        as well. An error of `action` ends the loop, since nobody knows what it left of the engine. Raises
-        Overloaded once the loop is being closed; an action that still waits then fails with the same.
+        as well. An error of `action` ends the loop, since nobody knows what it left of the engine. Raises as
+        `submit` does; an action that still waits then fails with the same.
         """
         future, run = promised(action)
         self._inbox.enter(BetweenJobs(run, future))
@@ -154,10 +178,14 @@ class EngineLoop:
         self._inbox.put(Stop())
         self._thread.end()
 
-    def forget(self, namespaces: set[str]) -> Future[None]:
-        """Drop what rests in the engine for these, and what is remembered of their answers."""
+    def forget(self, namespaces: Container[str]) -> Future[None]:
+        """Drop what rests in the engine for these, and what is remembered of their answers. Jobs that are here now
+        go on, and leave nothing behind."""
 
         def drop() -> None:
+            for job in [*self._line, *(s.job for s in self._slots.active if s.job is not None)]:
+                if exact_namespace(job.namespace) in namespaces:
+                    job.is_kept, job.notes = False, Notes()
             self._slots.forget(namespaces)
             self._affinity.forget(namespaces)
             self.recent.forget(namespaces)
@@ -223,19 +251,68 @@ class EngineLoop:
                 self._after_step()
                 self._step()
                 self._after_step()
-        except Exception:
-            log.exception("the engine's thread failed")
-            self._fail_everything(EngineError("The engine failed: restart the server."))
+                self._check_slots()
+        except BaseException as error:
+            self._failed_with = type(error).__name__
+            log.critical("the engine's thread failed", exc_info=error)
         finally:
-            self._keep_everything()
-            self._after_step()
-            self._engine.close()
+            insist(self._end_everything, "ending all requests")
+            insist(self._after_step, "telling what has ended")
+            insist(self._engine.close, "closing the engine")
 
     def _step(self) -> None:
-        batch = self._planner.plan(self._slots.active)
+        batch = self._plan()
         if batch and self._evaluate(batch):
             self._absorb(batch)
         self._blend()
+
+    def _plan(self) -> list[tuple[Sequence, Rows]]:
+        try:
+            return self._planner.plan(self._slots.active)
+        except Exception:
+            log.exception("a step could not be planned")
+        for sequence in self._slots.active:
+            with self._only(sequence):
+                self._planner.plan([sequence])
+        return self._planner.plan(self._slots.active)
+
+    def _check_slots(self) -> None:
+        if self._slots.stuck:
+            raise EngineError(f"The engine cannot forget what is in its slots {sorted(self._slots.stuck)}.")
+
+    # ── what goes wrong ──
+
+    @contextmanager
+    def _only(self, sequence: Sequence) -> Iterator[None]:
+        """Whatever goes wrong in here ends this sequence and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(sequence, error)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """The state of something that failed is unknown: nothing of it is kept or shared. Never raises."""
+        job, sequence.job = sequence.job, None
+        self._loader.let_go(sequence)
+        self._slots.drop(sequence)
+        sequence.rest()  # jobs may be waiting for what it was about to compute
+        self._place_freed = True
+        if job is None:
+            log.warning("the state of a request that is over is not kept: %r", error)
+        else:
+            self.counters.failed += 1
+            self._tell(job, error)
+
+    def _refuse(self, job: Job, error: Exception) -> None:
+        """Nothing of the job is in the engine."""
+        self._line.remove(job)
+        self.counters.failed += 1
+        self._tell(job, error)
+
+    def _tell(self, job: Job, error: Exception) -> None:
+        """Never raises."""
+        told = _explained(error)
+        insist(lambda: job.consumer.failed(told), "telling that a request failed")
 
     def _blend(self) -> None:
         """One slice of one sequence into which state is moved; the others have had their step before it."""
@@ -243,12 +320,12 @@ class EngineLoop:
         if not blending:
             return
         sequence = min(blending, key=lambda s: s.started)
+        with self._only(sequence):
+            self._blend_slice(sequence)
+
+    def _blend_slice(self, sequence: Sequence) -> None:
         before, moved = sequence.computed, sequence.moved_tokens
-        try:
-            blended = self._mover.run(sequence, self._planner.blend_room(self._slots.active))
-        except EngineError as error:
-            self._fail(sequence, error)
-            return
+        blended = self._mover.run(sequence, self._planner.blend_room(self._slots.active))
         if blended is not None:
             self.counters.steps += 1
             outside = sequence.computed - before - (sequence.moved_tokens - moved)
@@ -263,49 +340,56 @@ class EngineLoop:
         try:
             while batch and self._engine.evaluate([rows for _, rows in batch]) is Outcome.NO_ROOM:
                 if not self._slots.free_cells() and not self._set_aside(batch):
-                    raise EngineError("The context memory is full: try again with fewer requests.")
-        except EngineError as error:
-            for sequence, _ in batch:
-                self._fail(sequence, error)
+                    raise _NoRoom
+            count = sum(len(rows.tokens) for _, rows in batch)
+            self._planner.measure(count, monotonic() - begin)
+        except Exception as error:
+            self._step_failed([sequence for sequence, _ in batch], error)
             return False
         if not batch:
             return False
-        count = sum(len(rows.tokens) for _, rows in batch)
         self.counters.steps += 1
         self.counters.evaluated_tokens += count
-        self._planner.measure(count, monotonic() - begin)
         return True
+
+    def _step_failed(self, together: list[Sequence], error: Exception) -> None:
+        """Alone, it is clear whose fault it was; else each tries again by itself."""
+        if len(together) == 1:
+            self._fail(together[0], error)
+            return
+        log.warning("a step of %d requests failed, each of them goes on alone: %r", len(together), error)
+        # An error of its own is the engine's word that what was there before the step still is, where that is
+        # not what a step changes.
+        can_go_back = not self._engine.capabilities.kv_unit.has_snapshots
+        is_known = isinstance(error, _NoRoom) or (isinstance(error, EngineError) and can_go_back)
+        for sequence in together:
+            with self._only(sequence):
+                if sequence.job is None:
+                    raise error
+                kept = sequence.computed if is_known else 0
+                self._engine.trim(sequence.slot, kept)
+                sequence.goes_on_alone(kept)
 
     def _absorb(self, batch: list[tuple[Sequence, Rows]]) -> None:
         for index, (sequence, rows) in enumerate(batch):
-            sequence.computed += len(rows.tokens)
-            self._keeper.keep_full_chunks(sequence)
-            if rows.want_logits:
-                self._sample_safely(sequence, index)
-            elif sequence.phase is Phase.CLOSING:
-                self._rest_if_closed(sequence)
-            else:
-                self._go_on(sequence)
+            with self._only(sequence):
+                self._absorb_row(sequence, rows, index)
+
+    def _absorb_row(self, sequence: Sequence, rows: Rows, index: int) -> None:
+        sequence.computed += len(rows.tokens)
+        self._keeper.keep_full_chunks(sequence)
+        if rows.want_logits:
+            self._sample(sequence, index)
+        elif sequence.phase is Phase.CLOSING:
+            self._rest_if_closed(sequence)
+        else:
+            self._go_on(sequence)
 
     def _go_on(self, sequence: Sequence) -> None:
         if sequence.pending:
             self._report_progress(sequence)
         else:
             self._end(sequence, EndReason.LENGTH)
-
-    def _sample_safely(self, sequence: Sequence, index: int) -> None:
-        """What goes wrong with one answer (a grammar that cannot go on) concerns that request alone."""
-        job = sequence.job
-        assert job is not None
-        try:
-            self._sample(sequence, index)
-        except Exception as error:
-            if not isinstance(error, EmberkeepError):
-                log.exception("an answer failed")
-                error = EngineError("The answer could not be continued: the server's log says why.")
-            self._put_to_rest(sequence)
-            self.counters.failed += 1
-            job.consumer.failed(error)
 
     def _sample(self, sequence: Sequence, index: int) -> None:
         job = sequence.job
@@ -339,24 +423,31 @@ class EngineLoop:
         """Take the longest answer whose context can be shortened out of a step for which there is no room."""
         for sequence, rows in sorted(batch, key=lambda row: -row[0].computed):
             job = sequence.job
-            if job is not None and rows.want_logits and sequence.sampled_count and job.on_full():
+            if job is None or not rows.want_logits or not sequence.sampled_count:
+                continue
+            with self._only(sequence):
+                if not job.on_full():
+                    continue
                 sequence.phase = Phase.FULL
-                batch[:] = [row for row in batch if row[0] is not sequence]
-                return True
+            # It waits for room now, or it failed.
+            batch[:] = [row for row in batch if row[0] is not sequence]
+            return True
         return False
 
     def _go_on_with(self, job: Job, room: Room | None) -> None:
         for sequence in self._slots.active:
             if sequence.job is job and sequence.phase is Phase.FULL:
-                sequence.phase = Phase.EVALUATING
-                if room is None:
-                    self._end(sequence, EndReason.LENGTH)
-                    return
-                job.tokens, job.max_new = room.tokens, room.max_new
-                try:
-                    self._cutter.shorten(sequence, room.cut)
-                except EngineError as error:
-                    self._fail(sequence, error)
+                with self._only(sequence):
+                    self._shorten(sequence, room)
+
+    def _shorten(self, sequence: Sequence, room: Room | None) -> None:
+        assert sequence.job is not None
+        sequence.phase = Phase.EVALUATING
+        if room is None:
+            self._end(sequence, EndReason.LENGTH)
+            return
+        sequence.job.tokens, sequence.job.max_new = room.tokens, room.max_new
+        self._cutter.shorten(sequence, room.cut)
 
     def _forget_past(self, sequence: Sequence, length: int) -> None:
         """Drop sampled tokens that are not part of the answer (a stop string), here and in the engine."""
@@ -425,16 +516,31 @@ class EngineLoop:
                 return
             if self._line.still_waits(job):
                 continue
-            if coming := self._loader.worth_waiting_for(job):
-                self._line.wait_for(job, coming)
+            try:
+                has_place = self._start(job, alone=all(s.job is None for s in busy))
+            except Exception as error:
+                self._refuse(job, error)
                 continue
-            self._keep_before_fork(job)
-            sequence = self._loader.start(job)
-            if sequence is None:
+            if not has_place:
                 return
-            self._line.remove(job)
-            self._watch.started(job, alone=all(s.job is None for s in busy))
+
+    def _start(self, job: Job, *, alone: bool) -> bool:
+        """Bring a job into the engine, unless waiting saves work; False when there is no place for it.
+
+        Raises whatever goes wrong, and then nothing of the job is in the engine.
+        """
+        if coming := self._loader.worth_waiting_for(job):
+            self._line.wait_for(job, coming)
+            return True
+        self._keep_before_fork(job)
+        sequence = self._loader.start(job)
+        if sequence is None:
+            return False
+        self._line.remove(job)
+        with self._only(sequence):
+            self._watch.started(job, alone=alone)
             self._end_if_all_is_there(sequence)
+        return True
 
     def _lacks_memory(self, job: Job, busy: list[Sequence]) -> bool:
         if self._settings.memory is None or not busy:
@@ -452,13 +558,15 @@ class EngineLoop:
     def _keep_before_fork(self, job: Job) -> None:
         hot = self._slots.computed_match(job.sees, job.tokens[: job.reusable])
         if job.use_cache and hot.sequence and hot.sequence.is_active:
-            self._keeper.keep_fork(hot.sequence, hot.tokens)
+            with self._only(hot.sequence):
+                self._keeper.keep_fork(hot.sequence, hot.tokens)
 
     def _pump_loads(self) -> None:
         for sequence in self._slots.active:
             if sequence.phase is Phase.LOADING:
-                self._loader.pump(sequence)
-                self._end_if_all_is_there(sequence)
+                with self._only(sequence):
+                    self._loader.pump(sequence)
+                    self._end_if_all_is_there(sequence)
 
     def _end_if_all_is_there(self, sequence: Sequence) -> None:
         """A prefix that is only to be ready may need no step at all."""
@@ -489,11 +597,11 @@ class EngineLoop:
         if job.is_kept:
             self.recent.add(sequence.lineage, sequence.tokens[:], answer)
         job.consumer.ended(sequence.ending(reason))
+        sequence.job = None  # from here on nobody waits for it
         self._watch.ended(job)
         sequence.phase = Phase.CLOSING
         if reason is not EndReason.STOPPED and job.max_new:
             sequence.tokens.extend(job.closing)
-        sequence.job = None
         self._rest_if_closed(sequence)
 
     def _rest_if_closed(self, sequence: Sequence) -> None:
@@ -529,63 +637,70 @@ class EngineLoop:
                 self._put_to_rest(sequence)
 
     def _put_to_rest(self, sequence: Sequence) -> None:
-        self._loader.abandon(sequence)
-        self._rest(sequence)
-
-    def _fail(self, sequence: Sequence, error: EmberkeepError) -> None:
-        """The state of a failed step is unknown: nothing of it is kept."""
-        self.counters.failed += 1
-        job = sequence.job
-        self._loader.abandon(sequence)
-        self._slots.drop(sequence)
-        sequence.rest()  # jobs may be waiting for what it was about to compute
-        self._place_freed = True
-        if job is not None:
-            job.consumer.failed(error)
+        """What was computed is kept, and its job hears nothing of it. Never raises."""
+        sequence.job = None
+        with self._only(sequence):
+            self._loader.abandon(sequence)
+            self._rest(sequence)
 
     def _expire(self) -> None:
         now = monotonic()
         late = DeadlineExceeded("The request ran out of its time: allow more, or ask for fewer tokens.")
         for job in self._line.expired(now):
             self._line.remove(job)
-            job.consumer.failed(late)
+            self._tell(job, late)
         for sequence in self._slots.active:
             running = sequence.job
             if running is not None and running.deadline is not None and now > running.deadline:
                 self._put_to_rest(sequence)
-                running.consumer.failed(late)
+                self._tell(running, late)
 
     def _next_deadline(self) -> float | None:
-        """Seconds until the first job, waiting or loading, runs out of time."""
-        loading = [s.job for s in self._slots.active if s.job is not None]
-        deadlines = [job.deadline for job in [*self._line, *loading] if job.deadline is not None]
+        """Seconds until the first job, waiting or loading, runs out of time, or of patience with the disk."""
+        active = self._slots.active
+        jobs = [*self._line, *(s.job for s in active if s.job is not None)]
+        deadlines = [job.deadline for job in jobs if job.deadline is not None]
+        deadlines += [s.patience_ends for s in active if s.phase is Phase.LOADING]
         return max(min(deadlines) - monotonic(), 0.001) if deadlines else None
 
     def _is_busy(self) -> bool:
         return bool(self._slots.active) or len(self._line) > 0 or not self._inbox.is_empty
 
-    def _fail_everything(self, error: EmberkeepError) -> None:
-        self._inbox.shut()
+    def _end_everything(self) -> None:
+        """Everybody who waits hears that it is over, and nobody comes in any more."""
+        self._inbox.shut(self._over)
         while (late := self._inbox.take()) is not None:
             if isinstance(late, Job):
                 self._line.add(late)
-            elif isinstance(late, BetweenJobs):
-                self._between.append(late)
+            elif isinstance(late, Call | BetweenJobs):
+                self._give_up(late.future)
+        while self._between:
+            self._give_up(self._between.popleft().future)
         for job in self._line:
             self._line.remove(job)
-            job.consumer.failed(error)
-        for sequence in self._slots.active:
-            self._fail(sequence, error)
-
-    def _keep_everything(self) -> None:
-        for command in self._between:
-            if command.future.set_running_or_notify_cancel():
-                command.future.set_exception(Overloaded(SHUTTING_DOWN))
-        for job in self._line:
-            self._line.remove(job)
-            job.consumer.failed(Overloaded(SHUTTING_DOWN))
+            self._tell(job, self._over())
         for sequence in self._slots.active:
             running = sequence.job
+            if self._failed_with:
+                self._fail(sequence, self._over())
+                continue
             self._put_to_rest(sequence)
             if running is not None:
-                running.consumer.failed(Overloaded(SHUTTING_DOWN))
+                self._tell(running, self._over())
+
+    def _over(self) -> EmberkeepError:
+        return self.failure() or Overloaded(SHUTTING_DOWN)
+
+    def _give_up(self, future: Future[object]) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(self._over())
+
+
+def _explained(error: Exception) -> EmberkeepError:
+    """What a client hears. Errors that are not ours are for the log."""
+    if isinstance(error, EmberkeepError):
+        return error
+    log.error("a request failed", exc_info=error)
+    if isinstance(error, MemoryError):
+        return StepFailed("There was not enough memory for this request: try again with fewer or shorter ones.")
+    return EngineError("The request failed for a reason that is in the log: try again.")

@@ -41,12 +41,13 @@ class Mover:
         if job.approximate is None or not self._engine.capabilities.can_blend:
             return
         found = self._store.match_elsewhere(job.namespace, job.tokens[: job.reusable], begin, job.approximate)
+        sequence.moved = list(found)  # all of it is pinned, whatever becomes of it
         for moved in found:
             if job.from_store or self._store.costs.is_worth_loading(moved.chunks, moved.end - moved.start):
-                sequence.moved.append(moved)
                 sequence.pieces += self._fetched(moved)
             else:
                 self._store.release(moved)
+                sequence.moved.remove(moved)
                 sequence.reason = MissReason.CHEAPER
 
     def _fetched(self, moved: Moved) -> list[Moving]:
@@ -56,12 +57,12 @@ class Mover:
             for s in moved.segments
         ]
 
-    def has_arrived(self, sequence: Sequence) -> bool:
-        """False while something is on its way. What cannot be loaded is evaluated."""
+    def has_arrived(self, sequence: Sequence, *, is_late: bool) -> bool:
+        """False while something is on its way. What cannot be loaded, or is late, is evaluated."""
         states = {piece.fetch.state for piece in sequence.pieces}
-        if FetchState.PENDING in states:
+        if FetchState.PENDING in states and not is_late:
             return False
-        if states & {FetchState.DAMAGED, FetchState.GONE}:
+        if states - {FetchState.READY}:
             # What is gone may have gone because what comes before it was found damaged.
             is_damaged = FetchState.DAMAGED in states or sequence.reason is MissReason.CORRUPT
             sequence.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
@@ -88,6 +89,8 @@ class Mover:
         except StepFailed:
             raise
         except EngineError:
+            # It has promised to change nothing; where it did, that is gone now.
+            self._engine.trim(sequence.slot, sequence.computed)
             self._refused(sequence, taken)
             return None
         if blended.outcome is Outcome.NO_ROOM:
@@ -101,7 +104,8 @@ class Mover:
         """Nothing more is moved."""
         sequence.pieces.clear()
         while sequence.moved:
-            self._store.release(sequence.moved.pop())
+            self._store.release(sequence.moved[-1])
+            sequence.moved.pop()
 
     def _slice(self, sequence: Sequence, approximation: Approximation, room: int) -> tuple[int, list[Moving]]:
         ratio = _ratio(approximation)

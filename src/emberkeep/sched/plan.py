@@ -26,9 +26,10 @@ class Planner:
         """One row for every sequence that decodes; prompts share the rest of the step, those apart that blend.
 
         The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
-        that no prompt waits for ever.
+        that no prompt waits for ever. One that has to go alone does.
         """
         runnable = [s for s in active if s.is_runnable and not s.is_blending]
+        runnable = [s for s in runnable if s.is_apart][:1] or runnable
         decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
         filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
         room = min(self._slice(beside_decodes=bool(decoding)), self._batch - len(decoding))

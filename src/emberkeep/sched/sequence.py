@@ -22,6 +22,8 @@ from emberkeep.types import Divergence, LookupRecord, MissReason, visible_to
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
+PATIENCE_S = 60.0
+"""Stored state of which nothing arrives for so long is evaluated instead: a disk may never answer."""
 
 
 class Phase(Enum):
@@ -137,10 +139,12 @@ class Sequence:
         self.from_disk: set[ChunkKey] = set()
         self.started = monotonic()
         self.load_seconds = 0.0
+        self.patience_ends = self.started + PATIENCE_S
         self.first_token_at: float | None = None
         self.answer_end = self.prompt_length
         """Where what was sampled ends."""
         self.last_used = self.started
+        self._apart_until = 0
 
     @property
     def pending(self) -> int:
@@ -163,6 +167,19 @@ class Sequence:
     def is_blending(self) -> bool:
         """Its next tokens are moved, not evaluated."""
         return self.is_runnable and bool(self.pieces) and self.pieces[0].start <= self.computed
+
+    @property
+    def is_apart(self) -> bool:
+        """It takes its steps by itself: one that it took with others failed, and nobody knows because of whom."""
+        return self.is_runnable and self.computed < self._apart_until
+
+    def goes_on_alone(self, kept: int) -> None:
+        """A step with others has failed, and only the state of the first `kept` tokens is still there."""
+        self._apart_until = self.computed + 1
+        self.holds_only(kept)
+        if self.sampled_count:
+            # Whatever has to be evaluated again comes before the next sample.
+            self._reusable = len(self.tokens) - 1
 
     @property
     def lineage(self) -> str:

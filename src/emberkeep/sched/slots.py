@@ -6,6 +6,7 @@ holds is in the store as well, so that giving its slot away costs a reload and n
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from time import monotonic
 
@@ -13,6 +14,8 @@ from emberkeep.engine.base import Engine
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.tree import common_prefix
+from emberkeep.sched.cleanup import insist
+from emberkeep.sched.job import Notes
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.types import exact_namespace
 
@@ -32,6 +35,8 @@ class Slots:
         self._engine = engine
         self._whole_only = engine.capabilities.kv_unit.has_snapshots
         self._by_slot: dict[int, Sequence] = {}
+        self.stuck: set[int] = set()
+        """Slots that the engine could not empty. Whatever is in there is used by nobody."""
 
     @property
     def active(self) -> list[Sequence]:
@@ -68,21 +73,27 @@ class Slots:
         """A free slot, taken from the least valuable idle sequence (not `avoid`) if it must be."""
         slots: list[int] = [prefer, *range(self._engine.capabilities.max_sequences)]
         for slot in slots:
-            if slot not in self._by_slot:
+            if slot not in self._by_slot and slot not in self.stuck:
                 return slot
-        victim = self._least_valuable(avoid)
-        if victim is None:
-            return None
-        self.drop(victim)
-        return victim.slot
+        while (victim := self._least_valuable(avoid)) is not None:
+            self.drop(victim)
+            if victim.slot not in self.stuck:
+                return victim.slot
+        return None
 
     def occupy(self, sequence: Sequence) -> None:
         self._by_slot[sequence.slot] = sequence
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence's state in the engine."""
-        self._engine.trim(sequence.slot, 0)
-        del self._by_slot[sequence.slot]
+        """Forget a sequence's state in the engine. Never raises; twice is harmless."""
+        if self._by_slot.get(sequence.slot) is sequence:
+            self.vacate(sequence.slot)
+
+    def vacate(self, slot: int) -> None:
+        """Forget whatever is in a slot, known or not. Never raises: see `stuck`."""
+        self._by_slot.pop(slot, None)
+        if not insist(lambda: self._engine.trim(slot, 0), f"emptying slot {slot}"):
+            self.stuck.add(slot)
 
     def clear_the_way(self, avoid: Sequence | None) -> None:
         """Before new work: give up resting sequences (not `avoid`), which the store has as well.
@@ -100,10 +111,14 @@ class Slots:
             if sequence.entry == entry and sequence.turn <= before_turn:
                 self.drop(sequence)
 
-    def forget(self, namespaces: set[str]) -> None:
-        """Give up everything that rests for these, exact or not."""
-        for sequence in self.idle:
-            if exact_namespace(sequence.namespace) in namespaces:
+    def forget(self, namespaces: Container[str]) -> None:
+        """Give up everything that rests for these, exact or not; of what is being computed nothing is kept."""
+        for sequence in [*self.idle, *self.active]:
+            if exact_namespace(sequence.namespace) not in namespaces:
+                continue
+            if sequence.is_active:
+                sequence.is_kept, sequence.notes = False, Notes()
+            else:
                 self.drop(sequence)
 
     def free_cells(self, avoid: Sequence | None = None) -> bool:

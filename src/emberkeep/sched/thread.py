@@ -7,11 +7,14 @@ cores they sleep at barriers instead of spinning, which makes a decode step of e
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
+
+log = logging.getLogger("emberkeep.sched")
 
 T = TypeVar("T")
 
@@ -51,4 +54,8 @@ class EngineThread:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            try:
+                task()
+            except BaseException:
+                # Its future has failed, if that was possible; those of the next tasks are waited for as well.
+                log.exception("the engine's thread could not finish a task")

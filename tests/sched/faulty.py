@@ -1,0 +1,321 @@
+"""Faults at the Nth call of any method, and a crowd of jobs that goes through all of them.
+
+A method that fails leaves the worst behind: the state of the sequences that it was about is garbage afterwards, as
+far as the engine's contract lets it be.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from emberkeep.engine.base import Engine, Footprint, KvUnit
+from emberkeep.engine.fake import FakeEngine, _Cell
+from emberkeep.errors import EngineError
+from emberkeep.kv.entries import EntryKind, Label
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.admission import Admitted
+from emberkeep.sched.job import Cut, Job, Notes, Room, Stable
+from emberkeep.types import Approximation, Plan, Repair, Sampling, TokenLogprob, cut_mark, marked_namespace
+from helpers.kv_building import check_books
+from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, reference, text
+
+ERRORS = (EngineError("injected"), RuntimeError("injected"), MemoryError("injected"))
+
+NOT_ASKED_BY_THE_LOOP: dict[type, set[str]] = {
+    Engine: {"stats", "close"},
+    KvStore: {
+        *("peek", "peek_elsewhere", "touch", "other_model", "replay", "refresh", "readahead", "sweep"),
+        *("flush", "close", "stats", "notice_forgotten", "on_forget"),
+    },
+}
+"""Other threads ask these, or it is over by then. Everything else has to come up in the crowds below."""
+
+
+def methods(of: type) -> list[str]:
+    """Its public ones, whichever they come to be."""
+    listed = [name for name, _ in inspect.getmembers(of, inspect.isfunction) if not name.startswith("_")]
+    return [name for name in listed if name not in NOT_ASKED_BY_THE_LOOP.get(of, ())]
+
+
+class Faults:
+    """Watches calls of a target's methods; one of them may fail, before it has done anything of use."""
+
+    def __init__(self, target: object, names: Iterable[str]) -> None:
+        self.calls: Counter[str] = Counter()
+        self._fails: tuple[str, int, Exception] | None = None
+        self.has_failed = False
+        self.is_armed = False
+        for name in names:
+            setattr(target, name, self._watched(target, name, getattr(target, name)))
+
+    def fail(self, name: str, at: int, error: Exception) -> None:
+        self._fails = name, at, error
+
+    def _watched(self, target: object, name: str, real: Callable) -> Callable:
+        def call(*arguments, **named):
+            if not self.is_armed:
+                return real(*arguments, **named)
+            self.calls[name] += 1
+            if self._fails and self._fails[:2] == (name, self.calls[name]):
+                self.has_failed = True
+                error = self._fails[2]
+                if isinstance(target, FakeEngine):
+                    wreck(target, name, arguments, promised=isinstance(error, EngineError))
+                raise error
+            return real(*arguments, **named)
+
+        return call
+
+
+def wreck(engine: FakeEngine, name: str, arguments: tuple, *, promised: bool) -> None:
+    """`promised`: it failed with an error of its own, after which it has promised something."""
+    if name in ("evaluate", "blend"):
+        for rows in arguments[0] if name == "evaluate" else [arguments[0]]:
+            _scramble(engine, rows.sequence, rows.start if promised else 0)
+    elif name == "import_kv":
+        _scramble(engine, arguments[0], arguments[1] if promised else 0)
+    elif name == "copy_kv":
+        _scramble(engine, arguments[1], 0)
+    elif name in ("import_snapshot", "trim", "splice") or (name.startswith("export_") and not promised):
+        _scramble(engine, arguments[0], 0)
+    elif name == "logits":
+        _scramble(engine, engine._latest[arguments[0]], 0)
+
+
+def _scramble(engine: FakeEngine, sequence: int, start: int) -> None:
+    """As long as before and a little longer, but not what it was."""
+    state = engine._state(sequence)
+    state.rest ^= 0x5DEECE66D
+    if engine.capabilities.kv_unit.has_ranges:
+        state.cells[start:] = [_Cell(0xBAD) for _ in range(len(state.cells) - start + 3)]
+        state.end = len(state.cells)
+
+
+# ── the crowd ──
+
+LEAD, OLD, KEPT = text(40, seed=1), text(150, seed=2), text(60, seed=3)
+NOTICE, ASK = text(6, seed=4), text(12, seed=5)
+STORED = [*LEAD, *OLD, *KEPT]
+"""On disk when a crowd comes."""
+DAMAGED = text(140, seed=6)
+"""The same, but its bytes are no state."""
+SHARED = text(150, seed=7)
+SHUFFLED = [*KEPT, *OLD, *ASK]
+MARKED = marked_namespace("", [cut_mark("abc")])
+BLENDED = {
+    "approximate": Approximation(Repair.NONE),
+    "approximate_namespace": marked_namespace("", [Repair.NONE]),
+}
+ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
+NEW = 4
+
+
+@dataclass
+class Asked:
+    job: Job
+    recorder: Recorder
+    expected: list[int] | None = None
+    """None: it is approximate, and a fault may make it more or less so."""
+    is_cancelled: bool = False
+
+    def is_right(self) -> bool:
+        """Either it failed, or its answer is the one that it would have been without any fault."""
+        if self.recorder.error is not None:
+            return True
+        if self.expected is not None:
+            return self.recorder.tokens == self.expected[: len(self.recorder.tokens)] and (
+                self.is_cancelled or self.recorder.tokens == self.expected
+            )
+        return True
+
+
+@dataclass
+class Crowd:
+    """Jobs that come at once."""
+
+    rig: Rig
+    asked: list[Asked] = field(default_factory=list)
+
+    def add(
+        self,
+        prompt: list[int],
+        recorder: Recorder | None = None,
+        *,
+        exact: bool = True,
+        stops_at: int = NEW,
+        **more,
+    ) -> Asked:
+        recorder = recorder or Recorder()
+        label = Label(EntryKind.CONVERSATION, f"talk {len(self.asked)}", "")
+        prefix = Label(EntryKind.PREFIX, "prefix", "")
+        notes = Notes(label, Stable(prefix, min(20, len(prompt))))
+        admitted = Admitted(Plan(128, 16), len(prompt), NEW, 1000, 1000)
+        job = self.rig.job(prompt, recorder, notes=notes, admitted=admitted, **{"max_new": NEW, **more})
+        sampling = more.get("sampling", GREEDY)
+        expected = answer_of(self.rig, prompt, sampling)[:stops_at] if exact else None
+        self.asked.append(Asked(job, recorder, expected))
+        return self.asked[-1]
+
+    def add_cancelled(self, prompt: list[int]) -> None:
+        """Cancelled by whoever reads it, after its first token."""
+        asked = self.add(prompt, Quitting(lambda: self.rig.loop.cancel(asked.job)), max_new=40)
+        asked.is_cancelled, asked.expected = True, answer_of(self.rig, prompt, GREEDY, 40)
+
+    def add_growing(self, prompt: list[int]) -> None:
+        """Its context is full after two tokens, and some of it leaves."""
+        short = [*LEAD, *NOTICE, *prompt[len(LEAD) + len(OLD) :]]
+        cut = _cut(prompt)
+
+        def full() -> bool:
+            room = Room(np.array(short, np.int32), cut, NEW) if asked.job.max_new == 2 else None
+            threading.Thread(target=lambda: self.rig.loop.make_room(asked.job, room)).start()
+            return True
+
+        asked = self.add(
+            prompt, exact=False, max_new=2, sampling=ENDLESS, on_full=full, approximate_namespace=MARKED
+        )
+
+    def run(self) -> None:
+        """The first comes alone. All others are there before their first step."""
+        first, *others = self.asked
+        self.rig.loop.submit(first.job)
+        first.recorder.wait()
+        together = threading.Event()
+        holding = self.rig.loop.call(together.wait)
+        for asked in others:
+            self.rig.loop.submit(asked.job)
+        together.set()
+        holding.result(5)
+        for asked in self.asked:
+            if not asked.is_cancelled:
+                asked.recorder.wait()
+        self.rig.settle()
+
+
+class Quitting(Recorder):
+    def __init__(self, quit: Callable[[], None]) -> None:
+        super().__init__()
+        self._quit = quit
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        if not self.tokens:
+            self._quit()
+        return super().token(token, logprob)
+
+
+def _cut(source: list[int]) -> Cut:
+    begin = len(LEAD)
+    return Cut(np.array(source, np.int32), begin, begin + len(OLD), np.array(NOTICE, np.int32), MARKED)
+
+
+_answers: dict[tuple, list[int]] = {}
+
+
+def answer_of(rig: Rig, prompt: list[int], sampling: Sampling = GREEDY, max_new: int = NEW) -> list[int]:
+    """Of an engine that has never seen anything; asked for so often that it is remembered."""
+    unit = rig.engine.capabilities.kv_unit
+    key = unit, tuple(prompt), sampling is GREEDY, max_new
+    if key not in _answers:
+        fresh = FakeEngine(cells=1 << 15, kv_unit=unit)
+        _answers[key] = reference(prompt, sampling=sampling, max_new=max_new, engine=fresh)
+    return _answers[key]
+
+
+def crowd_of(rig: Rig) -> Crowd:
+    """Conversations that go on, a shared prefix, cancels, stops, evictions: every way through the scheduler."""
+    crowd = Crowd(rig)
+    borders = frozenset({len(LEAD), 160})
+    crowd.add(text(20, seed=9))
+    crowd.add([*STORED, *ASK], borders=borders)
+    crowd.add([*SHARED, *text(20, seed=10)], borders=borders)
+    crowd.add([*SHARED, *text(30, seed=11)], borders=borders)
+    crowd.add_cancelled([*SHARED, *text(25, seed=12)])
+    stopped = Recorder(stop_at=lambda tokens: 1 if len(tokens) == 3 else None)
+    crowd.add(text(60, seed=13), stopped, sampling=ENDLESS, stops_at=3)
+    crowd.add([*DAMAGED, *ASK], want_progress=True)
+    crowd.add(text(50, seed=14), use_cache=False)
+    if rig.engine.capabilities.can_shift:
+        crowd.add(
+            [*LEAD, *NOTICE, *KEPT, *ASK], exact=False, cut=_cut([*STORED, *ASK]), approximate_namespace=MARKED
+        )
+        crowd.add_growing([*LEAD, *OLD, *text(30, seed=15)])
+        crowd.add(SHUFFLED, exact=False, **BLENDED)
+    return crowd
+
+
+PROMPTS = [
+    [*STORED, *ASK],
+    [*SHARED, *text(20, seed=10)],
+    [*SHARED, *text(30, seed=11)],
+    [*SHARED, *text(25, seed=12)],
+    text(60, seed=13),
+    [*DAMAGED, *ASK],
+    [*LEAD, *NOTICE, *KEPT, *ASK],
+    [*LEAD, *OLD, *text(30, seed=15)],
+    SHUFFLED,
+]
+"""What the crowd asks, to be asked once more when it is gone: the answers come from what it has left behind."""
+
+
+def new_engine(unit: KvUnit) -> FakeEngine:
+    engine = FakeEngine(cells=2000, sequences=4, kv_unit=unit)
+    engine.footprint = Footprint("cpu", 1 << 40, 0, 0, 0, 0, 0)
+    engine.peak_bytes = lambda: 900  # type: ignore[method-assign]
+    return engine
+
+
+def new_rig(folder: Path, unit: KvUnit) -> Rig:
+    return Rig(folder, new_engine(unit), parallel=3, prefill_slice=128)
+
+
+def prepare(folder: Path, unit: KvUnit) -> None:
+    """What is on disk when the crowd comes."""
+    with new_rig(folder, unit) as rig:
+        rig.run(STORED, max_new=NEW, borders=frozenset({len(LEAD)}))
+        tokens = np.array(DAMAGED, np.int32)
+        for start in range(0, len(tokens), 128):
+            cursor = rig.store.advance(rig.store.origin(""), tokens)
+            rig.store.insert(cursor, tokens[start : start + 128], memoryview(b"no state"), (), fork=False)
+        cursor = rig.store.advance(rig.store.origin(""), tokens)
+        if unit.has_snapshots:
+            rig.store.insert_snapshot(cursor, memoryview(b"no state"))
+
+
+# ── what must be true when it is gone ──
+
+
+def leaks(rig: Rig) -> list[str]:
+    """What is held though nothing runs."""
+    found: list[str] = []
+
+    def look() -> None:
+        slots, states = rig.loop._slots, rig.engine._states
+        resting = {s.slot: s.computed for s in slots.idle}
+        held = {slot: state.end for slot, state in states.items() if state.end}
+        found.extend(["active"] * len(slots.active))
+        found.extend([f"cells {held} of {resting}"] if held != resting else [])
+        found.extend(["waiting"] * len(rig.loop._line))
+        found.extend(["between"] * len(rig.loop._between))
+
+    rig.loop.call(look).result(5)
+    found += [] if no_pins(rig) else ["pins"]
+    found += ["fetches"] if rig.store._fetches else []
+    check_books(rig.store)
+    return found
+
+
+def answers_again(rig: Rig) -> list[str]:
+    """Every question once more, now that all is well."""
+    wrong = []
+    for prompt in PROMPTS:
+        told = rig.run(prompt, max_new=NEW)
+        if told.answer != answer_of(rig, prompt):
+            wrong.append(f"{len(prompt)} tokens, {told.lookup}")
+    return wrong

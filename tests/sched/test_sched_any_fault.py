@@ -1,0 +1,209 @@
+"""Any method may fail at any time, with any error: one request fails, and nothing wrong stays behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty import (
+    ERRORS,
+    SHARED,
+    Crowd,
+    Faults,
+    answers_again,
+    crowd_of,
+    leaks,
+    methods,
+    new_rig,
+    prepare,
+)
+
+from emberkeep.engine.base import Engine, KvUnit, Rows
+from emberkeep.errors import EngineError, StepFailed
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.affinity import Affinity
+from emberkeep.sched.calibration import PeakWatch
+from emberkeep.sched.cutter import Cutter
+from emberkeep.sched.job import Consumer
+from emberkeep.sched.keeper import Keeper
+from emberkeep.sched.loader import Loader
+from emberkeep.sched.mover import Mover
+from emberkeep.sched.plan import Planner
+from emberkeep.sched.sampling import Sampler
+from helpers.scheduling import Rig
+
+CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "3")))
+UNITS = [KvUnit.RANGE, KvUnit.BOTH]
+PARTS: dict[type, Callable[[Rig], object]] = {
+    Engine: lambda rig: rig.engine,
+    KvStore: lambda rig: rig.store,
+    Keeper: lambda rig: rig.loop._keeper,
+    Loader: lambda rig: rig.loop._loader,
+    Mover: lambda rig: rig.loop._mover,
+    Cutter: lambda rig: rig.loop._cutter,
+    Planner: lambda rig: rig.loop._planner,
+    Affinity: lambda rig: rig.loop._affinity,
+    PeakWatch: lambda rig: rig.loop._watch,
+}
+"""Whatever does something for one job."""
+NEVER_FAIL = {(Loader, "let_go"), (Affinity, "forget")}
+"""Cleaning up; and what nobody asks for here."""
+PLACES = [(part, name) for part in PARTS for name in methods(part) if (part, name) not in NEVER_FAIL]
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Callable[[KvUnit], Path]:
+    """A folder of its own for everybody who asks, with the same in it."""
+    prepared: dict[KvUnit, Path] = {}
+
+    def copied(unit: KvUnit) -> Path:
+        if unit not in prepared:
+            prepared[unit] = tmp_path_factory.mktemp(unit)
+            prepare(prepared[unit], unit)
+        folder = tmp_path_factory.mktemp("kv")
+        shutil.copytree(prepared[unit], folder, dirs_exist_ok=True)
+        return folder
+
+    return copied
+
+
+@contextmanager
+def watched(folder: Path, unit: KvUnit) -> Iterator[tuple[Rig, Crowd, dict[type, Faults]]]:
+    """A rig that is closed whatever happens, with everything in it that may fail."""
+    with new_rig(folder, unit) as rig:
+        faults = {part: Faults(of(rig), methods(part)) for part, of in PARTS.items()}
+        yield rig, crowd_of(rig), faults
+
+
+def run(crowd: Crowd, faults: dict[type, Faults]) -> None:
+    for fault in faults.values():
+        fault.is_armed = True
+    crowd.run()
+    for fault in faults.values():
+        fault.is_armed = False
+
+
+def check(rig: Rig, crowd: Crowd) -> None:
+    """One failed at most, all others got the answer of an engine without faults, and nothing is held."""
+    assert all(asked.is_right() for asked in crowd.asked)
+    assert sum(asked.recorder.error is not None for asked in crowd.asked) <= 1
+    assert leaks(rig) == []
+    assert answers_again(rig) == []
+    assert rig.loop.failure() is None
+
+
+def fails(stored, unit: KvUnit, part: type, name: str, at: int, error: Exception, *, restart: bool) -> bool:
+    """Whether the method was called that often."""
+    folder = stored(unit)
+    with watched(folder, unit) as (rig, crowd, faults):
+        faults[part].fail(name, at, error)
+        run(crowd, faults)
+        check(rig, crowd)
+    if restart:
+        with new_rig(folder, unit) as again:
+            assert answers_again(again) == []
+    shutil.rmtree(folder)
+    return faults[part].has_failed
+
+
+def test_the_crowd_comes_by_everything_that_may_fail(stored):
+    """A method that is new is either called here, or named among those that the loop does not call."""
+    called: set[tuple[type, str]] = set()
+    for unit in UNITS:
+        with watched(stored(unit), unit) as (rig, crowd, faults):
+            run(crowd, faults)
+            assert all(asked.recorder.error is None for asked in crowd.asked)
+            check(rig, crowd)
+            called |= {(part, name) for part, fault in faults.items() for name in fault.calls}
+    assert set(PLACES) - called == set()
+
+
+@pytest.mark.parametrize(("part", "name"), PLACES)
+def test_one_request_fails_at_most_and_nothing_is_left_behind(stored, part: type, name: str) -> None:
+    assert any(fails(stored, unit, part, name, 1, RuntimeError("injected"), restart=False) for unit in UNITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(("part", "name"), PLACES)
+def test_the_same_at_any_call_with_any_error(stored, unit: KvUnit, part: type, name: str) -> None:
+    for error in ERRORS:
+        for at in CALLS:
+            if not fails(stored, unit, part, name, at, error, restart=True):
+                break
+
+
+@pytest.mark.parametrize("name", [name for name in methods(Consumer) if name != "failed"])
+def test_a_consumer_that_fails_hears_of_it_alone(stored, name: str) -> None:
+    with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
+        asked = {"kept_tokens": crowd.asked[5], "progress": crowd.asked[6]}.get(name, crowd.asked[2])
+        consumer = Faults(asked.recorder, methods(Consumer))
+        consumer.fail(name, 1, RuntimeError("injected"))
+        consumer.is_armed = True
+        run(crowd, faults)
+        assert consumer.has_failed
+        assert isinstance(asked.recorder.error, EngineError)
+        check(rig, crowd)
+
+
+def test_who_could_not_be_told_is_told_again(stored) -> None:
+    with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
+        faults[Engine].fail("evaluate", 1, EngineError("injected"))
+        consumer = Faults(crowd.asked[0].recorder, methods(Consumer))
+        consumer.fail("failed", 1, MemoryError("injected"))
+        consumer.is_armed = True
+        run(crowd, faults)
+        assert consumer.has_failed
+        assert isinstance(crowd.asked[0].recorder.error, EngineError)
+        check(rig, crowd)
+
+
+def test_a_sampler_that_fails_concerns_its_own_request(stored) -> None:
+    with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
+        sampler = Faults(crowd.asked[2].job.sampler, methods(Sampler))
+        sampler.fail("sample", 2, MemoryError("injected"))
+        sampler.is_armed = True
+        run(crowd, faults)
+        assert crowd.asked[2].recorder.error is not None
+        check(rig, crowd)
+
+
+def test_nobody_hears_of_errors_that_are_not_ours_in_their_own_words(stored) -> None:
+    with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (_, crowd, faults):
+        faults[Engine].fail("evaluate", 1, RuntimeError("/home/secret"))
+        run(crowd, faults)
+        told = crowd.asked[0].recorder.error
+        assert isinstance(told, EngineError)
+        assert "secret" not in str(told)
+
+
+def test_one_that_fails_whenever_it_takes_part_in_a_step_does_not_end_the_others(stored) -> None:
+    """As one whose slice needs more memory than there is: alone it fails too, and the others never notice."""
+
+    def is_its_own(rows: Rows) -> bool:
+        tokens = bad.job.tokens[rows.start : rows.start + len(rows.tokens)]
+        is_prompt = len(tokens) > 1 and rows.start + len(tokens) > len(SHARED)
+        return is_prompt and np.array_equal(rows.tokens, tokens)
+
+    def run_out_of_memory(batch: Sequence[Rows]) -> None:
+        if any(is_its_own(rows) for rows in batch):
+            raise StepFailed("out of memory")
+
+    for unit in UNITS:
+        with watched(stored(unit), unit) as (rig, crowd, faults):
+            bad = crowd.asked[3]
+            rig.engine.on_evaluate = run_out_of_memory
+            run(crowd, faults)
+            rig.engine.on_evaluate = None
+            assert isinstance(bad.recorder.error, StepFailed)
+            check(rig, crowd)
