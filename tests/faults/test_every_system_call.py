@@ -1,0 +1,178 @@
+"""Whatever system call fails, once or from then on: files, index and books agree when the disk is well again, the
+budget holds, and what was readable is found."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from canaries import TOKENS, Canary, found_in
+from faulty_disk import FaultyDisk
+
+from emberkeep.errors import StoreFailed
+from emberkeep.kv.store import KvStore
+from helpers.kv_building import check_books, chunk_files, load, new_store
+
+EVERY = os.environ.get("EMBERKEEP_TEST_EVERY_CALL", "") == "1"
+SAMPLED = 10
+"""System calls that are tried of each kind unless all are."""
+ERRORS = [errno.EIO, errno.EMFILE, errno.ENOSPC, errno.EROFS]
+BUDGET = 40_000
+STAYS, GROWS, GOES, SPOILT, COMES = (Canary(number) for number in range(5))
+CROWD = [Canary(number) for number in range(10, 22)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    monkeypatch.setattr("emberkeep.kv.writer._PAUSE_S", 0.02)
+    monkeypatch.setattr("emberkeep.kv.housekeeping._RETRY_S", 0.0)
+
+
+def filled(folder: Path) -> None:
+    """What a process has left that is gone: four users, of one of whom a file is damaged."""
+    store = new_store(folder)
+    STAYS.keep(store, TOKENS)
+    GROWS.keep(store, 150)
+    GOES.keep(store, TOKENS)
+    SPOILT.keep(store, TOKENS)
+    store.flush()
+    match = store.match(SPOILT.namespace, SPOILT.tokens)
+    path = store._cold._path(match.segments[1].chunk.key)
+    store.release(match)
+    store.close()
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+@dataclass
+class Life:
+    """What one process did, and what it was told."""
+
+    store: KvStore | None = None
+    is_forgotten: bool = False
+    errors: list[BaseException] = field(default_factory=list)
+
+    def run(self, folder: Path, budget: int, users: list[Canary]) -> None:
+        try:
+            self.store = store = new_store(folder, cold=budget)
+        except OSError as error:
+            self.errors.append(error)
+            return
+        for user in (STAYS, GROWS, SPOILT):
+            load(store, user.tokens, namespace=user.namespace)
+        GROWS.keep(store, TOKENS)
+        for user in users:
+            user.keep(store, TOKENS)
+        store.flush()
+        store.refresh()
+        try:
+            store.catalogue.forget_user(GOES.user)
+            self.is_forgotten = True
+        except StoreFailed as error:
+            self.errors.append(error)
+        store.sweep()
+        store.flush()
+
+
+def check_agreement(folder: Path, store: KvStore, budget: int) -> None:
+    """Files, index and books tell the same, and all of it is counted."""
+    check_books(store)
+    books, cold = store._books, store._cold
+    assert cold is not None
+    waiting = [key for rows in books._orphans.values() for key in rows]
+    counted = {*(c.key for c in books if c.on_disk), *waiting, *books.leaving, *cold._strays}
+    assert counted == {bytes.fromhex(path.stem) for path in chunk_files(folder)}
+    assert {row.key for row in cold._index.rows_after(0)} == counted - set(books.leaving)
+    cold.look_around()
+    on_disk = sum(path.stat().st_size for path in folder.glob("*/*/**/*") if path.is_file())
+    assert books.disk_bytes + cold.side_bytes == on_disk <= budget
+    assert cold._untold_rows == {} and cold._untold_removals == set()
+
+
+def heal(store: KvStore) -> None:
+    """The disk is well again: whatever was owed is done when the store is next idle."""
+    for _ in range(3):
+        with store._writer._changed:
+            store._writer._paused_until = 0.0
+        store._writer.wake()
+        store.flush()
+
+
+def check_what_is_left(folder: Path, life: Life, budget: int) -> None:
+    if life.store is not None:
+        if not life.is_forgotten:
+            life.store.catalogue.forget_user(GOES.user)
+        COMES.keep(life.store, TOKENS)
+        heal(life.store)
+        assert found_in(folder, GOES) == []
+        check_agreement(folder, life.store, budget)
+        life.store.close()
+    again = new_store(folder, cold=budget)
+    if life.store is None:
+        again.catalogue.forget_user(GOES.user)
+    heal(again)
+    check_agreement(folder, again, budget)
+    assert found_in(folder, GOES) == []
+    assert again.counters.damaged_chunks <= 1
+    if budget > BUDGET:
+        assert load(again, STAYS.tokens, namespace=STAYS.namespace) == TOKENS
+        assert load(again, GROWS.tokens, namespace=GROWS.namespace) >= 150
+        assert load(again, SPOILT.tokens, namespace=SPOILT.namespace) >= 128
+        if life.store is not None:
+            assert load(again, COMES.tokens, namespace=COMES.namespace) == TOKENS
+    again.close()
+
+
+def calls_of(folder: Path, disk: FaultyDisk, budget: int, users: list[Canary]) -> int:
+    """How many system calls a life without any fault makes."""
+    filled(folder)
+    life = Life()
+    with disk.failing(errno.EIO, 1 << 60, for_good=False):
+        life.run(folder, budget, users)
+    check_what_is_left(folder, life, budget)
+    return disk.calls
+
+
+SCENARIOS = {"room enough": (1 << 30, CROWD[:2]), "a full store": (BUDGET, CROWD)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: errno.errorcode[error])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_failing_system_call_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, error: int, for_good: bool
+) -> None:
+    budget, users = SCENARIOS[scenario]
+    disk = FaultyDisk(tmp_path, monkeypatch)
+    most = calls_of(tmp_path / "none", disk, budget, users)
+    calls = range(1, most + 1)
+    if not EVERY:
+        calls = sorted(random.Random(f"{scenario} {error} {for_good}").sample(calls, SAMPLED))
+    hit: set[str] = set()
+    for call in calls:
+        folder = tmp_path / str(call)
+        filled(folder)
+        life = Life()
+        with disk.failing(error, call, for_good=for_good):
+            life.run(folder, budget, users)
+        if disk.failed:
+            hit.add(disk.failed)
+        try:
+            check_what_is_left(folder, life, budget)
+        except BaseException as failure:
+            failure.add_note(f"{disk.failed} number {call} of {most} failed")
+            raise
+        finally:
+            with suppress(Exception):
+                if life.store is not None:
+                    life.store.close()
+    print(f"{scenario}, {errno.errorcode[error]}: {len(list(calls))} of {most} calls, of {sorted(hit)}")
+    assert hit
