@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine import text_cutter
-from emberkeep.engine.text_cutter import RUN, TextCutter
+from emberkeep.engine.text_cutter import RUNS, TextCutter
 
 SPECIALS = ["<s>", "<|im_end|>", "\n\n"]
 LETTERS = st.sampled_from([*"ab0 \n./<>s'_好\u0301", "\r\n", "<s>", "<|im_end|>", "aaaaaaaa", "        "])
@@ -77,6 +75,6 @@ def test_without_a_pre_tokenizer_only_special_tokens_end_a_piece() -> None:
 
 @pytest.mark.parametrize("unit", ["7", " "])
 def test_long_runs_are_cut_from_their_own_start(unit: str) -> None:
-    pieces = TextCutter(run=RUN).pieces("xx" + unit * 600 + "好")
+    pieces = TextCutter(runs=RUNS).pieces("xx" + unit * 600 + "好")
     assert pieces == ["xx" + unit * 255, unit * 255, unit * 90 + "好"]
-    assert TextCutter(run=re.compile("never")).pieces(unit * 600) == [unit * 600]
+    assert TextCutter().pieces(unit * 600) == [unit * 600]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from emberkeep.types.alternatives import alternatives
@@ -19,9 +19,9 @@ MAX_MATCH = 1 << 15
 MAX_SPECIALS = 256
 """Special tokens in one piece of a long text."""
 
-_MAX_RUN = 255
-RUN = re.compile(rf"\s{{{_MAX_RUN}}}(?=\s)|\d{{{_MAX_RUN}}}(?=\d)")
-"""The beginning of a long run of blanks or of digits, which are mostly grouped by three."""
+RUNS = (re.compile(r"\s\s{254}(?=\s)"), re.compile(r"\d\d{254}(?=\d)"))
+"""Beginnings of long runs of blanks and of digits, which are mostly grouped by three. The first character stands
+alone because `re` looks for that quickly."""
 
 _BREAK = re.compile(r"\n(?=[^\s/])|[!-/:-@\[-`{-~][ \t](?=\S)")
 """No pre-tokenizer's match goes over this. Blanks alone are none (EXAONE's goes over words), nor are ends of lines
@@ -37,7 +37,7 @@ class TextCutter:
     """Cuts the texts for one vocabulary. May be used from any thread.
 
     A piece ends after `MAX_SPECIALS` of `specials`, the texts of the special tokens that will be looked for in it
-    (`strips`: some of them take the blanks around them away), after every match of `run`, and, with
+    (`strips`: some of them take the blanks around them away), after every match of `runs`, and, with
     `limits_matches`, before a match of a pre-tokenizer could become longer than `MAX_MATCH`.
     """
 
@@ -46,13 +46,13 @@ class TextCutter:
         specials: Collection[str] = (),
         *,
         strips: bool = False,
-        run: re.Pattern[str] | None = None,
+        runs: Sequence[re.Pattern[str]] = (),
         limits_matches: bool = False,
     ) -> None:
         self._special = alternatives(specials)
         self._longest_special = max(map(len, specials), default=0)
         self._strips = strips
-        self._run = run
+        self._runs = runs
         self._limits_matches = limits_matches
 
     def pieces(self, text: str) -> list[str]:
@@ -66,8 +66,9 @@ class TextCutter:
         return pairwise(sorted({0, *cuts, len(text)}))
 
     def _after_runs(self, text: str) -> Iterator[int]:
-        for match in self._run.finditer(text) if self._run else ():
-            yield self._outside_special(text, match.end(), match.start())
+        for run in self._runs:
+            for match in run.finditer(text):
+                yield self._outside_special(text, match.end(), match.start())
 
     def _after_specials(self, text: str) -> Iterator[int]:
         """Nothing changes there: what stands between two special tokens is tokenized on its own anyway."""

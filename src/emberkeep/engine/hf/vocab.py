@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from emberkeep.engine.text_cutter import RUN, TextCutter
+from emberkeep.engine.text_cutter import RUNS, TextCutter
 from emberkeep.errors import ModelBroken
 from emberkeep.types import Json
 
@@ -122,7 +122,7 @@ def _cutter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextCutter:
     # What is looked for at the end of a run (DeepSeek's `\s+$`, Cohere's `(?=(?:\d{3})*\b)`) is so from all of it,
     # and a match that is given up after ten million letters ends in a panic.
     looks_far = any("$" in pattern or "(?=" in pattern for pattern in patterns)
-    return TextCutter(specials, strips=True, run=RUN if looks_far else None, limits_matches=True)
+    return TextCutter(specials, strips=True, runs=RUNS if looks_far else (), limits_matches=True)
 
 
 def _encodable(text: str) -> str:

@@ -10,7 +10,7 @@ from emberkeep.engine.llamacpp import api
 from emberkeep.engine.llamacpp.api import Handle
 from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, SLOW_WITH_RUNS, on_large_stack
 from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.engine.text_cutter import RUN, TextCutter
+from emberkeep.engine.text_cutter import RUNS, TextCutter
 from emberkeep.errors import EngineError, ModelBroken
 
 _STRIPS = api.TOKEN_LSTRIP | api.TOKEN_RSTRIP
@@ -80,8 +80,8 @@ class LlamaVocab:
     def _cutter_for(self, specials: Collection[str]) -> TextCutter:
         # The other kinds have no pre-tokenizer, and some put a blank before whatever is cut off.
         is_bpe = self._kind == api.VOCAB_BPE
-        run = RUN if is_bpe and self._pre in SLOW_WITH_RUNS else None
-        return TextCutter(specials, strips=not self.splits_at_specials, run=run, limits_matches=is_bpe)
+        runs = RUNS if is_bpe and self._pre in SLOW_WITH_RUNS else ()
+        return TextCutter(specials, strips=not self.splits_at_specials, runs=runs, limits_matches=is_bpe)
 
     def _tokenize_pieces(self, pieces: Sequence[str], parse_special: bool) -> list[int]:
         # A long run gives the same piece many times, and the library compiles its patterns anew for every one.
