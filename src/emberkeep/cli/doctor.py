@@ -21,7 +21,6 @@ from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 
 PACKAGES = (
-    "llama-cpp-python",
     "numpy",
     "apsw",
     "llguidance",
@@ -30,7 +29,6 @@ PACKAGES = (
     "uvicorn",
     "huggingface-hub",
 )
-_REINSTALL = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
 _REINSTALL_HF = "pip install --force-reinstall 'emberkeep[hf]'"
 
 
@@ -77,13 +75,19 @@ def _platform(config: Config) -> Finding:
     return Finding(Level.OK, platform.platform())
 
 
-def _cpu(config: Config) -> Finding:
-    try:
-        from emberkeep.engine.llamacpp import system_info
+def _llama_cpp(config: Config) -> Finding:
+    """Which one is used, tried out in a process of its own first; others that do not run here are told too."""
+    from emberkeep.engine.llamacpp import choose, failing, is_installed, system_info, version
 
-        return Finding(Level.OK, " ".join(system_info().split()))
-    except (ImportError, OSError, RuntimeError) as error:
-        return Finding(Level.FAIL, f"llama.cpp cannot be loaded ({error}): run `{_REINSTALL}`.")
+    if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
+        return Finding(Level.WARN, "llama.cpp is not here yet: `emberkeep serve` fetches it.")
+    try:
+        library = choose(config.llama_library)
+        text = f"{version()} ({library}): {' '.join(system_info().split())}"
+    except EngineError as error:
+        return Finding(Level.FAIL, str(error))
+    broken = failing(config.llama_library)
+    return Finding(Level.WARN, f"{text}; {broken[0]}") if broken else Finding(Level.OK, text)
 
 
 def _hf_engine(config: Config) -> Finding:
@@ -224,7 +228,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "python": _python,
     "platform": _platform,
     "packages": _packages,
-    "cpu": _cpu,
+    "llama.cpp": _llama_cpp,
     "hf engine": _hf_engine,
     "memory": _memory,
     "data dir": _data_dir,

@@ -29,14 +29,23 @@ def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
         require_hf()
     library = ModelLibrary(config.data_dir / "models")
     try:
-        library.resolve(config.model)
+        if not library.resolve(config.model).is_folder:
+            _ensure_llamacpp(config, reporter)
     except ModelNotFound:
         spec = _pullable(config)
         if spec is None and may_do_without_local(config):
             return
         if spec is None:
             raise
+        _ensure_llamacpp(config, reporter)
         pull(spec, library, reporter=reporter or Silent())
+
+
+def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
+    from emberkeep.models.llama_library import ensure_llama_library
+
+    if config.engine != "hf":
+        ensure_llama_library(config.llama_library, reporter)
 
 
 def _pullable(config: Config) -> str | None:

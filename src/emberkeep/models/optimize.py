@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from emberkeep.errors import EngineError
+from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.signals import with_default_signals
 
 SLOW_FORMATS = frozenset({"Q4_1", "Q5_0", "Q5_1"})
@@ -20,6 +21,7 @@ def requantize_apart(source: Path, target: Path) -> None:
 
     In a process of its own: C code cannot be interrupted, and a crash in it must not end the caller.
     """
+    ensure_llama_library()
     program = [sys.executable, "-m", "emberkeep.engine.llamacpp.quantize", str(source), str(target), FAST_FORMAT]
     try:
         done = subprocess.run(with_default_signals(program), capture_output=True, text=True, check=False)

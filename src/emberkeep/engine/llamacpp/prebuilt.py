@@ -15,6 +15,11 @@ from pathlib import Path
 import platformdirs
 
 
+def cache_folder() -> Path:
+    """Of what belongs to this user's llama.cpp, whatever the data folder."""
+    return platformdirs.user_cache_path("emberkeep", appauthor=False) / "llamacpp"
+
+
 @dataclass(frozen=True, slots=True)
 class Prebuilt:
     package: str
@@ -27,8 +32,7 @@ class Prebuilt:
     @property
     def folder(self) -> Path:
         """Where its libraries are, once they were fetched."""
-        cache = platformdirs.user_cache_path("emberkeep", appauthor=False)
-        return cache / "llamacpp" / f"{self.libraries.rpartition('/')[2]}-{self.version}"
+        return cache_folder() / f"{self.libraries.rpartition('/')[2]}-{self.version}"
 
     @property
     def library(self) -> Path | None:

@@ -53,6 +53,10 @@ def candidates(choice: str = AUTO) -> list[LibraryFile]:
     return found
 
 
+def is_installed(choice: str = AUTO) -> bool:
+    return any(choice in (AUTO, each.kind) for each in _installed())
+
+
 def _installed() -> Iterator[LibraryFile]:
     if native := _package_file("llama_cpp", f"lib/libllama{_SUFFIX}"):
         yield LibraryFile(NATIVE, native)

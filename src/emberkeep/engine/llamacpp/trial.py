@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from emberkeep.engine.llamacpp.prebuilt import cache_folder
 from emberkeep.engine.llamacpp.shared_library import NATIVE, LibraryFile, candidates, cpu, digest, use
 from emberkeep.errors import EngineError
 from emberkeep.files import private_folder, replace_file
@@ -33,23 +34,34 @@ _MEND = {
 _MEND_OTHERS = "compile one on this machine with `make native` or `pip install 'emberkeep[native]'`"
 
 
-def choose(choice: str, verdicts: Path) -> LibraryFile:
+def choose(choice: str, verdicts: Path | None = None) -> LibraryFile:
     """Let this process run on the first library of `choice` that works here, and say which.
 
-    Each is tried once per version and kind of CPU, in a child process: blocks for a second then. `verdicts` is the
-    folder that remembers it. Raises EngineError with what to do when none works.
+    Each is tried once per version and kind of CPU, in a child process: blocks for a second then. The folder
+    `verdicts` remembers it. Raises EngineError with what to do when none works.
     """
     failures = []
     for library in candidates(choice):
-        try:
-            prove(library, verdicts)
-        except EngineError as error:
-            log.warning("%s", error)
-            failures.append(error)
-            continue
-        use(library)
-        return library
+        failure = _failure(library, verdicts)
+        if failure is None:
+            use(library)
+            return library
+        log.warning("%s", failure)
+        failures.append(failure)
     raise failures[0]
+
+
+def failing(choice: str, verdicts: Path | None = None) -> list[EngineError]:
+    """What is wrong with those libraries of `choice` that do not run here. Blocks as `choose`."""
+    return [failure for library in candidates(choice) if (failure := _failure(library, verdicts))]
+
+
+def _failure(library: LibraryFile, verdicts: Path | None) -> EngineError | None:
+    try:
+        prove(library, verdicts or cache_folder() / "trials")
+    except EngineError as error:
+        return error
+    return None
 
 
 def prove(library: LibraryFile, verdicts: Path) -> None:
