@@ -43,11 +43,12 @@ def open_engine(model_file):
 @pytest.fixture(scope="session")
 def hf_model(tmp_path_factory):
     """Loaded once for all engines over it: they leave it as it is."""
-    from emberkeep.engine.hf import HfSource, load_model
-    from helpers import tiny_hf
 
     @functools.cache
     def load(family: str):
+        from emberkeep.engine.hf import HfSource, load_model
+        from helpers import tiny_hf
+
         folder = tiny_hf.write(tmp_path_factory.mktemp(family), family)
         return load_model(HfSource(folder), device="cpu", dtype="auto", attention="eager")
 
@@ -57,14 +58,15 @@ def hf_model(tmp_path_factory):
 @pytest.fixture
 def open_hf(hf_model):
     """Paged, unless the family's state is kept as a whole."""
-    from emberkeep.engine.hf import HfSettings
-    from emberkeep.engine.hf import open_engine as open_
-
     engines = []
 
     def make(
         family: str = "llama", *, cells: int = 1024, sequences: int = 8, batch: int = 256, digest: str = "digest"
     ):
+        # Here: most tests that could have one are about other engines, and torch takes seconds to import.
+        from emberkeep.engine.hf import HfSettings
+        from emberkeep.engine.hf import open_engine as open_
+
         settings = HfSettings(context=cells, cells=cells, sequences=sequences, batch=batch, threads=1)
         engines.append(open_(hf_model(family), settings, digest))
         return engines[-1]
