@@ -20,6 +20,8 @@ _WHOLE = _UNSEEN | api.TOKEN_USER_DEFINED
 _MAX_CHARS = 1 << 28
 """The library counts bytes, up to four for a character, and tokens in 32 bits."""
 
+_SLICE = 1 << 16
+
 
 class LlamaVocab:
     """`handle` belongs to the model, which must outlive this object; `pre` is its name for its pre-tokenizer.
@@ -97,7 +99,12 @@ class LlamaVocab:
         if count < 0:
             buffer = (ctypes.c_int32 * -count)()
             count = llama().llama_tokenize(self._handle, data, len(data), buffer, -count, False, parse_special)
-        return buffer[:count]
+        ids: list[int] = []
+        for start in range(
+            0, count, _SLICE
+        ):  # a slice of millions would hold the interpreter's lock for that long
+            ids += buffer[start : min(start + _SLICE, count)]
+        return ids
 
 
 def _spells_bytes(attrs: Sequence[int], pieces: Sequence[bytes]) -> bool:
