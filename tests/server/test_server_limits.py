@@ -124,11 +124,31 @@ def trailers_without_end() -> Iterator[bytes]:
     yield from (b"X-%d: %s\r\n" % (i, b"a" * 1000) for i in range(1000))
 
 
+def a_long_trailer() -> Iterator[bytes]:
+    yield b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: "
+    yield from (b"a" * MIB for _ in range(8))
+
+
+def a_long_chunk_extension() -> Iterator[bytes]:
+    yield b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1;"
+    yield from (b"a" * MIB for _ in range(8))
+
+
 def line_breaks_without_end() -> Iterator[bytes]:
     yield from (b"\r\n" * (MIB // 2) for _ in range(8))
 
 
-@pytest.mark.parametrize("head", [a_long_header, many_headers, trailers_without_end, line_breaks_without_end])
+@pytest.mark.parametrize(
+    "head",
+    [
+        a_long_header,
+        many_headers,
+        trailers_without_end,
+        a_long_trailer,
+        a_long_chunk_extension,
+        line_breaks_without_end,
+    ],
+)
 def test_a_head_that_is_too_large_is_431(
     hasty: Running, connect: Callable[[], socket.socket], head: Callable[[], Iterator[bytes]]
 ) -> None:

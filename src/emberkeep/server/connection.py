@@ -79,8 +79,10 @@ class Connection(HttpToolsProtocol):
         self._served = self.app
         self._cycles: deque[RequestResponseCycle] = deque()
         """Requests that were not answered yet; the first one runs."""
-        self._head = _Head()
-        self._body = _Body()
+        self._unfinished_bytes = 0
+        """Of a head, or of trailers, which the parser does not tell of until they are complete."""
+        self._body_parts = 0
+        self._body_bytes = 0
         self._head_since: float | None = None
         """None while the client has begun no request, and is in no hurry to."""
         self._in_body = False
@@ -134,6 +136,7 @@ class Connection(HttpToolsProtocol):
         if self._head_since is None and not self._in_body:
             self._head_since = self.loop.time()
         self._ends_in_this_data = False
+        parts = self._body_parts
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -142,8 +145,8 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._failure)
             return
-        if not self._in_body and not self._ends_in_this_data:
-            self._count_unfinished_head(len(data))
+        if not self._ends_in_this_data and parts == self._body_parts:
+            self._count_unfinished(len(data))
 
     def _read_without_upgrade(self, rest: bytes) -> None:
         """WebSockets and HTTP/2 are not spoken here, and who asks for them is answered without. The parser would
@@ -154,39 +157,35 @@ class Connection(HttpToolsProtocol):
             return
         self.parser = httptools.HttpRequestParser(self)
         headers = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade")
-        self._head.raw_bytes = 0
+        self._unfinished_bytes = 0
         self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, self.url, headers, rest))
 
-    def _count_unfinished_head(self, size: int) -> None:
-        """The parser tells of a header when it is complete; what is too long never gets there."""
-        self._head.raw_bytes += size
-        if self._head.raw_bytes > self._limits.target_bytes + self._limits.header_bytes:
+    def _count_unfinished(self, size: int) -> None:
+        """The parser tells of a header when it is complete; one that is too long never gets there."""
+        self._unfinished_bytes += size
+        is_large = self._unfinished_bytes > self._limits.target_bytes + self._limits.header_bytes
+        if is_large or (self._in_body and self._has_large_headers()):
             self._refuse(_LARGE_HEAD)
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head.headers = self._head.header_bytes = 0
-        self._body = _Body()
+    def _has_large_headers(self) -> bool:
+        """Trailers, which follow a chunked body, are among them."""
+        size = sum([len(name) + len(value) + 4 for name, value in self.headers])
+        return size > self._limits.header_bytes or len(self.headers) > self._limits.headers
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > self._limits.target_bytes:
             self._give_up(_LONG_TARGET)
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Also called for trailers, which follow a chunked body."""
-        super().on_header(name, value)
-        self._head.headers += 1
-        self._head.header_bytes += len(name) + len(value) + 4
-        if self._head.headers > self._limits.headers or self._head.header_bytes > self._limits.header_bytes:
-            self._give_up(_LARGE_HEAD)
-
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
+        if self._has_large_headers():
+            self._give_up(_LARGE_HEAD)
         if len(self._cycles) > self._limits.pipelined:
             self._give_up(_PIPELINED)
         self._in_body = True
+        self._unfinished_bytes = self._body_parts = self._body_bytes = 0
         self._head_since = None
         is_crowded = len(self.connections) > self._limits.connections
         self.app = _crowded(self._served) if is_crowded else self._served
@@ -198,9 +197,9 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._body.parts += 1
-        self._body.size += len(body)
-        if self._body.parts > self._limits.body_parts + self._body.size // _TINY_BYTES:
+        self._body_parts += 1
+        self._body_bytes += len(body)
+        if self._body_parts > self._limits.body_parts + self._body_bytes // _TINY_BYTES:
             self._give_up(_TINY_PARTS)
         if len(self._cycles) > 1 and self.flow.read_paused:  # a large one
             self._give_up(_PIPELINED)
@@ -209,7 +208,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
-        self._head.raw_bytes = 0
+        self._unfinished_bytes = 0
         self._in_body = False
         self._ends_in_this_data = True
         if self._cycles:
@@ -278,7 +277,7 @@ class Connection(HttpToolsProtocol):
         self._check_timer = self.loop.call_later(self._limits.check_s, self._check)
 
     def _end_slow_head(self) -> None:
-        if self._head.raw_bytes:
+        if self._unfinished_bytes:
             self._refuse(_SLOW_HEAD)
         else:
             self.transport.abort()  # nothing was asked
@@ -298,21 +297,6 @@ class Connection(HttpToolsProtocol):
             return True
         self._watch_reading()
         return False
-
-
-@dataclass(slots=True)
-class _Head:
-    """What has come of the request that is being read."""
-
-    raw_bytes: int = 0
-    headers: int = 0
-    header_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Body:
-    parts: int = 0
-    size: int = 0
 
 
 class _GivenUp(Exception):
