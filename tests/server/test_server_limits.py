@@ -171,6 +171,13 @@ def test_what_is_within_the_limits_is_taken(hasty: Running) -> None:
     assert httpx.get(url, headers=headers, timeout=WAIT_S).status_code == 200
 
 
+def test_a_large_body_after_a_small_one_is_no_head(hasty: Running) -> None:
+    with httpx.Client(base_url=hasty.url, timeout=WAIT_S) as client:
+        for size in (10, 10_000_000, 10, 20_000_000, 10):
+            expected = 413 if size > HASTY.body_bytes else 200
+            assert client.post(CHAT, json={**BODY, "pad": "a" * size}).status_code == expected
+
+
 def test_every_limit_counts_per_request(hasty: Running) -> None:
     with httpx.Client(base_url=hasty.url, headers={"X": "a" * 20_000}, timeout=WAIT_S) as client:
         for _ in range(10):

@@ -86,7 +86,8 @@ class Connection(HttpToolsProtocol):
         self._head_since: float | None = None
         """None while the client has begun no request, and is in no hurry to."""
         self._in_body = False
-        self._ends_in_this_data = False
+        self._got_further = False
+        """By what came last: a head has ended, or there is more of a body."""
         self._is_deaf = False
         """Refused: whatever else comes is not looked at."""
         self._failure = _BAD_HTTP
@@ -135,8 +136,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._head_since is None and not self._in_body:
             self._head_since = self.loop.time()
-        self._ends_in_this_data = False
-        parts = self._body_parts
+        self._got_further = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -145,7 +145,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._failure)
             return
-        if not self._ends_in_this_data and parts == self._body_parts:
+        if not self._got_further:
             self._count_unfinished(len(data))
 
     def _read_without_upgrade(self, rest: bytes) -> None:
@@ -184,7 +184,7 @@ class Connection(HttpToolsProtocol):
             self._give_up(_LARGE_HEAD)
         if len(self._cycles) > self._limits.pipelined:
             self._give_up(_PIPELINED)
-        self._in_body = True
+        self._in_body = self._got_further = True
         self._unfinished_bytes = self._body_parts = self._body_bytes = 0
         self._head_since = None
         is_crowded = len(self.connections) > self._limits.connections
@@ -197,6 +197,7 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._got_further = True
         self._body_parts += 1
         self._body_bytes += len(body)
         if self._body_parts > self._limits.body_parts + self._body_bytes // _TINY_BYTES:
@@ -210,7 +211,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._unfinished_bytes = 0
         self._in_body = False
-        self._ends_in_this_data = True
+        self._got_further = True
         if self._cycles:
             self.shared.unfinished.pop(self, None)
         else:  # the answer was faster than the rest of the question
