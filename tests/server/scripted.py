@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
+from emberkeep.errors import EmberkeepError
 from emberkeep.server.app import create_app
 from emberkeep.server.lifecycle import Server
 from emberkeep.server.limits import Limits
@@ -103,6 +104,9 @@ class ScriptedBackend:
 
     def health(self) -> dict[str, Json]:
         return {"backend": "scripted", "model": self.card.id}
+
+    def failure(self) -> EmberkeepError | None:
+        return None
 
     async def start(self) -> None: ...
 

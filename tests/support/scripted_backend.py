@@ -60,6 +60,9 @@ class ScriptedBackend:
     def health(self) -> dict[str, Json]:
         return {"backend": "scripted", "model": self.card.id}
 
+    def failure(self) -> EmberkeepError | None:
+        return None
+
     def __init__(self, script: Callable[[Request], Iterable[Step]]) -> None:
         self._script = script
         self.requests: list[Request] = []

@@ -23,6 +23,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
+    from emberkeep.errors import EmberkeepError
     from emberkeep.memory.memory import Memory
 
 
@@ -107,6 +108,9 @@ class Backend(Protocol):
 
     def health(self) -> dict[str, Json]:
         """Who answers, and what is wrong with those who do not."""
+
+    def failure(self) -> EmberkeepError | None:
+        """Why it will never answer again, however often it is asked; None while it may."""
 
     def expert_stats(self) -> ExpertStats:
         """Which experts were chosen while they were counted. Raises RequestError for a model without experts."""

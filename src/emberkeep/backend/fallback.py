@@ -199,6 +199,11 @@ class FallbackBackend:
     def health(self) -> dict[str, Json]:
         return {**self._backend.health(), "chain": [link.health() for link in self._links]}
 
+    def failure(self) -> EmberkeepError | None:
+        """Of any: another one may answer meanwhile, but only a new process brings this one back."""
+        opened = [link.backend for link in self._links if link.backend]
+        return next((failure for backend in opened if (failure := backend.failure())), None)
+
     def expert_stats(self) -> ExpertStats:
         return self._backend.expert_stats()
 

@@ -31,7 +31,7 @@ from emberkeep.chat.dialects import Reasoning, open_reasoning
 from emberkeep.chat.stream import TextStream
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import ExpertTracking
-from emberkeep.errors import EmberkeepError, Overloaded, RequestError, TemplateFailed
+from emberkeep.errors import EmberkeepError, EngineError, Overloaded, RequestError, TemplateFailed
 from emberkeep.kv.entries import entry_id
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
@@ -308,7 +308,11 @@ class LocalBackend:
         }
 
     def health(self) -> dict[str, Json]:
-        return {"backend": "local", "model": self.card.id}
+        failure = self.loop.failure()
+        return {"backend": "local", "model": self.card.id, **({"error": str(failure)} if failure else {})}
+
+    def failure(self) -> EmberkeepError | None:
+        return self.loop.failure()
 
     def expert_stats(self) -> ExpertStats:
         return self._experts().stats()
@@ -390,7 +394,7 @@ class LocalBackend:
 
     def _forget_quietly(self, namespaces: Container[str]) -> None:
         """Another process has forgotten them. Nobody waits for it."""
-        with suppress(Overloaded):  # the engine is being closed
+        with suppress(Overloaded, EngineError):  # the engine is being closed, or has failed
             self._forget(namespaces)
 
     async def _explained(self, request: Request, prompt: Prompt, bill: Completed, asked_at: float) -> Completed:
@@ -399,12 +403,12 @@ class LocalBackend:
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
             lookup = await asyncio.to_thread(self._cache.located, request, prompt, lookup)
         self._lookups.add(request, lookup)
+        if self._forgotten.since(asked_at, request.namespace):
+            self._lookups.forget({exact_namespace(request.namespace)})
         return replace(bill, lookup=lookup)
 
     # ── jobs ──
 
-        if self._forgotten.since(asked_at, request.namespace):
-            self._lookups.forget({exact_namespace(request.namespace)})
     def _jobs(
         self, fitted: Fitted, channel: Channel[Item], place: Place, notes: Notes, arrived: float
     ) -> list[tuple[Job, Choice]]:

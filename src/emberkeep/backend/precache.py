@@ -137,6 +137,8 @@ class Precache:
                 self._loop.drop_resting(expired)
         except EmberkeepError as error:
             log.debug("no sweep: %s", error)
+        except Exception:
+            log.exception("no sweep: the next one may fare better")
 
     def _due(self) -> list[_Prefix]:
         now = monotonic()

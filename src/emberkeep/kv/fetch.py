@@ -106,7 +106,11 @@ class Reader:
             return
         self._preparing = threading.Timer(_QUIET_S, self._get_ready)
         self._preparing.daemon = True
-        self._preparing.start()
+        try:
+            self._preparing.start()
+        except RuntimeError as error:  # no thread to be had: then the next load prepares its memory itself
+            log.info("no memory is prepared: %s", error)
+            self._preparing = None
 
     def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None, bool]:
         """Only what is missing or fails its check is given up: every other error may pass."""

@@ -230,11 +230,15 @@ class KvStore:
         return self._cold.other_model(sources) if self._cold else None
 
     def release(self, match: Match | Moved) -> None:
-        """Unpin. Must be called exactly once per match."""
+        """Unpin. Must be called exactly once per match; when it raises, nothing was unpinned."""
+        chunks = match.chunks
         with self._lock:
-            for chunk in match.chunks:
+            for chunk in chunks:
                 chunk.pins -= 1
-            self._make_room()
+            try:
+                self._make_room()
+            except Exception:  # whoever comes next makes room
+                log.exception("cannot make room in RAM")
 
     def why_gone(self, cursor: Cursor, tokens: TokenArray) -> MissReason | None:
         """Why nothing follows `cursor` though it once did, if that is so."""
@@ -328,8 +332,7 @@ class KvStore:
         is_there = chunk.on_disk and self._cold is not None and not self._cold.quarantine(chunk.key)
         with self._lock:
             self.counters.damaged_chunks += 1
-            if chunk in self._books:
-                self._books.lose(chunk, is_there=is_there)
+            self._books.lose(chunk, is_there=is_there)
 
     # ── storing ──
 
@@ -505,8 +508,9 @@ class KvStore:
         fetch = self._fetches.get(chunk.key)
         if fetch is None:
             assert self._reader is not None
-            fetch = self._fetches[chunk.key] = Fetch(chunk)
+            fetch = Fetch(chunk)
             self._reader.start(fetch)
+            self._fetches[chunk.key] = fetch  # `_fetched` waits for the lock
         return fetch
 
     def _make_room(self) -> None:
@@ -538,7 +542,17 @@ class KvStore:
     # ── inside, on the store's own threads ──
 
     def _fetched(self, fetch: Fetch, result: Fetched) -> None:
-        chunk, counters = fetch.chunk, self.counters
+        """Whoever waits for it hears of it, whatever goes wrong here: a payload that is not there is noticed."""
+        try:
+            self._take_in(fetch.chunk, result)
+        except Exception:
+            log.exception("cannot take in %s.kv", fetch.chunk.key.hex())
+        fetch.state = result.state
+        for notify in fetch.waiting:
+            notify()
+
+    def _take_in(self, chunk: Chunk, result: Fetched) -> None:
+        counters = self.counters
         below: list[ChunkKey] = []
         with self._lock:
             del self._fetches[chunk.key]
@@ -553,15 +567,12 @@ class KvStore:
                 counters.damaged_chunks += result.state is FetchState.DAMAGED
                 counters.vanished_chunks += result.state is FetchState.GONE
                 counters.unreadable_chunks += result.state is FetchState.UNREADABLE
-                if result.state is not FetchState.UNREADABLE and chunk in self._books:
+                if result.state is not FetchState.UNREADABLE:
                     below = self._books.lose(chunk, is_there=result.is_there)
         if below and self._cold:
             missing = self._cold.missing(below)
             with self._lock:
                 self._books.lose_orphans(missing)
-        fetch.state = result.state
-        for notify in fetch.waiting:
-            notify()
 
     def _became_durable(self, sizes: dict[ChunkKey, int], replaced: list[Chunk]) -> None:
         assert self._house is not None

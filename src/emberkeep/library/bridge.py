@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -22,7 +23,8 @@ class Bridge:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="emberkeep-loop", daemon=True)
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run_loop, name="emberkeep-loop", daemon=True)
         self._thread.start()
         # Daemon threads stand still once the interpreter shuts down: a stream that is still open then would wait
         # for ever to be cancelled.
@@ -62,9 +64,17 @@ class Bridge:
         if not self._loop.is_closed():
             atexit.unregister(self.close)
             self.run(_cancel_others())
+            self._is_closing = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    def _run_loop(self) -> None:
+        """A task's SystemExit is for whoever waits for the task. It leaves the loop as well, which goes on: else
+        everybody would wait for ever."""
+        while not self._is_closing:
+            with suppress(BaseException):
+                self._loop.run_forever()
 
     def _check_open(self, work: Coroutine[Any, Any, Any] | None = None) -> None:
         if self._loop.is_closed():

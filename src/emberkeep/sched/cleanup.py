@@ -14,6 +14,6 @@ def insist(action: Callable[[], object], what: str) -> bool:
         try:
             action()
             return True
-        except Exception:
+        except BaseException:
             log.exception("%s failed", what)
     return False

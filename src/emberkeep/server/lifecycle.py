@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
+from emberkeep.errors import EmberkeepError
 from emberkeep.server.connection import Connections, bounded
 from emberkeep.server.drain import Drain
 from emberkeep.server.metrics.requests import Metered
@@ -60,6 +61,11 @@ class Server(uvicorn.Server):
         self._app = app
         self._on_ready = on_ready
         self._settings = config
+        self._failure: Callable[[], EmberkeepError | None] = lambda: None
+
+    def watch(self, backend: Backend) -> None:
+        """Stop by itself when the backend will never answer again."""
+        self._failure = backend.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await rehearse(self._app, self._settings)
@@ -102,6 +108,8 @@ class Server(uvicorn.Server):
                     connection.transport.abort()
 
     async def on_tick(self, counter: int) -> bool:
+        if not self._drain.draining and self._failure() is not None:
+            self.stop()
         over = self._drain.running == 0 or time.monotonic() >= self._deadline
         if self._drain.draining and over:
             self.should_exit = True
@@ -109,7 +117,10 @@ class Server(uvicorn.Server):
 
 
 def run_until_stopped(server: Server, backend: Backend, listener: socket.socket) -> None:
-    """Blocks until SIGINT, SIGTERM or SIGHUP, then drains and closes the backend. Call it in the main thread."""
+    """Blocks until SIGINT, SIGTERM or SIGHUP, then drains and closes the backend. Call it in the main thread.
+
+    Raises the failure of a backend that will never answer again, so that a supervisor starts the process anew.
+    """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_run(server, backend, listener))
 
@@ -126,9 +137,14 @@ async def _run(server: Server, backend: Backend, listener: socket.socket) -> Non
     with _signals(server.stop):
         try:
             await backend.start()
+            server.watch(backend)
             await server.serve(sockets=[listener])
         finally:
+            if backend.failure() is not None:
+                server.hurry.set()  # what is broken may not be able to close
             await _close(backend, server.hurry)
+    if failure := backend.failure():
+        raise failure
 
 
 async def _close(backend: Backend, hurry: asyncio.Event) -> None:
@@ -139,7 +155,7 @@ async def _close(backend: Backend, hurry: asyncio.Event) -> None:
     hurried.cancel()
     if not closing.done():
         # Stored state survives this as it survives a crash; waiting for engine threads may take for ever.
-        log.warning("Stopped before everything was written.")
+        log.warning("%s", backend.failure() or "Stopped before everything was written.")
         os._exit(1)
     closing.result()
 

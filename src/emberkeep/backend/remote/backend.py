@@ -275,6 +275,9 @@ class RemoteBackend:
         told = {"backend": self.name, "model": self.card.id}
         return {**told, "error": self._last_error} if self._last_error else told
 
+    def failure(self) -> None:
+        """Whatever is wrong with it may pass."""
+
     @property
     def memory(self) -> Memory | None:
         return self._memory

@@ -33,9 +33,11 @@ def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: 
     async def pointer() -> Response:
         return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
-    @router.get("/health", responses={503: {"description": "The server is stopping."}})
+    @router.get("/health", responses={503: {"description": "The server is stopping, or its engine has failed."}})
     async def health() -> Response:
         told = _for_anybody(backend.health()) if is_public else backend.health()
+        if backend.failure() is not None:
+            return json_response({"status": "failed", **told}, 503)
         if drain.draining:
             return json_response({"status": "draining", **told}, 503)
         return json_response({"status": "ok", **told})

@@ -1,0 +1,160 @@
+"""A loop that ends by an error of its own: everybody hears of it at once. And what it waits for may never come."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EngineError
+from emberkeep.sched import loader, sequence
+from emberkeep.sched.thread import EngineThread
+from helpers.kv_building import check_books
+from helpers.scheduling import PATIENCE, PROMPT, Gate, Recorder, Rig, no_pins, reference, text
+
+SKELETON = ["_take_commands", "_has_work", "_act_between_jobs", "_admit", "_step", "_after_step", "_check_slots"]
+
+
+def breaks(error: BaseException):
+    def action(*arguments: object, **named: object) -> None:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("name", SKELETON)
+def test_everybody_who_waits_hears_of_it_and_nobody_comes_in(tmp_path, name: str, error: BaseException) -> None:
+    engine = FakeEngine()
+    gate = Gate(engine)
+    rig = Rig(tmp_path, engine, parallel=1)
+    running = rig.start(PROMPT)
+    gate.reached()
+    waiting, call, between = rig.start(text(20)), rig.loop.call(lambda: 1), rig.loop.between_jobs(lambda: 1)
+    setattr(rig.loop, name, breaks(error))
+    gate.open()
+    for told in (running, waiting):
+        assert "has failed" in str(told.wait().error)
+    with pytest.raises(EngineError, match="has failed"):
+        between.result(PATIENCE)
+    assert isinstance(call.exception(PATIENCE), EngineError | None)  # it may have been its turn before
+    for late in (lambda: rig.start(PROMPT), lambda: rig.loop.call(lambda: 1), lambda: rig.loop.forget({""})):
+        with pytest.raises(EngineError, match="start again; the log says why"):
+            late()
+    rig.loop._running.result(PATIENCE)
+    assert type(error).__name__ in str(rig.loop.failure())
+    assert engine.is_closed
+    assert no_pins(rig)
+    rig.close()
+    with Rig(tmp_path) as again:
+        assert again.run(PROMPT).answer == reference(PROMPT)
+        check_books(again.store)
+
+
+def test_a_loop_that_was_closed_has_not_failed(tmp_path) -> None:
+    rig = Rig(tmp_path)
+    rig.close()
+    assert rig.loop.failure() is None
+
+
+def test_a_slot_that_cannot_be_emptied_ends_the_loop_and_is_shared_with_nobody() -> None:
+    class Sticky(FakeEngine):
+        def trim(self, sequence: int, start: int) -> None:
+            raise RuntimeError("a bug")
+
+    rig = Rig(engine=Sticky())
+    assert rig.run(PROMPT).answer == reference(PROMPT)
+    second = rig.start(text(50, seed=8)).wait()
+    rig.loop._running.result(PATIENCE)
+    assert second.error is not None or second.answer == reference(text(50, seed=8))
+    assert rig.loop.failure() is not None
+    rig.close()
+
+
+def test_those_who_cannot_be_woken_are_woken_again() -> None:
+    """At the end of everything, what was told must get through."""
+    rig, woken = Rig(), []
+
+    def once() -> None:
+        woken.append(1)
+        if len(woken) == 1:
+            raise MemoryError
+
+    rig.loop._admit = breaks(RuntimeError("a bug"))
+    rig.loop._after_step = once
+    told = rig.start(PROMPT).wait()
+    rig.loop._running.result(PATIENCE)
+    assert told.error is not None
+    assert len(woken) == 2
+    rig.close()
+
+
+# ── what it waits for ──
+
+
+@pytest.fixture
+def stored(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    return tmp_path
+
+
+def test_a_disk_that_never_answers_is_not_waited_for(stored, monkeypatch) -> None:
+    for module in (loader, sequence):
+        monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    answers = threading.Event()
+    with Rig(stored) as rig:
+        read = rig.store._cold.read
+        monkeypatch.setattr(rig.store._cold, "read", lambda *about: answers.wait(PATIENCE) and read(*about))
+        told = rig.run(PROMPT)
+        assert told.answer == reference(PROMPT)
+        assert told.lookup.cold_tokens == 0
+        answers.set()
+
+
+def test_a_read_that_cannot_be_taken_in_is_heard_of(stored, monkeypatch) -> None:
+    with Rig(stored) as rig:
+        monkeypatch.setattr(rig.store._books, "became_warm", breaks(MemoryError()))
+        told = rig.run(PROMPT)
+        assert told.answer == reference(PROMPT)
+        assert told.lookup.cold_tokens == 0
+        assert not rig.store._fetches
+        assert no_pins(rig)
+
+
+def test_a_read_that_fails_in_any_way_is_heard_of(stored, monkeypatch) -> None:
+    with Rig(stored) as rig:
+        monkeypatch.setattr(rig.store._cold, "read", breaks(RuntimeError("a bug")))
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+        monkeypatch.undo()
+        rig.loop.forget({""}).result(PATIENCE)
+        assert rig.run([*PROMPT, *text(5)]).answer == reference([*PROMPT, *text(5)])
+
+
+def test_a_read_that_cannot_begin_fails_one_request(stored, monkeypatch) -> None:
+    with Rig(stored) as rig:
+        monkeypatch.setattr(rig.store._reader._threads, "submit", breaks(RuntimeError("no more threads")))
+        assert isinstance(rig.run(PROMPT).error, EngineError)
+        monkeypatch.undo()
+        told = rig.run(PROMPT)
+        assert told.answer == reference(PROMPT)
+        assert told.lookup.cold_tokens == len(PROMPT) - 1
+        assert no_pins(rig)
+
+
+def test_room_that_cannot_be_made_leaves_no_pin(stored, monkeypatch) -> None:
+    with Rig(stored) as rig:
+        monkeypatch.setattr(rig.store, "_make_room", breaks(MemoryError()))
+        rig.start(PROMPT, Recorder()).wait()
+        monkeypatch.undo()
+        rig.settle()
+        assert no_pins(rig)
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+
+
+def test_the_engines_thread_survives_what_it_is_given() -> None:
+    thread = EngineThread()
+    thread._tasks.put(breaks(SystemExit(1)))
+    assert thread.submit(lambda: 7).result(PATIENCE) == 7
+    thread.end()
