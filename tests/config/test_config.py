@@ -265,3 +265,41 @@ def test_a_switch_is_nothing_else(tmp_path: Path, given: object) -> None:
     file.write_text(json.dumps({"auto_truncate": given}))
     with pytest.raises(ConfigError, match="true or false"):
         load_config({"config": file}, env={})
+
+
+def test_adapters_are_files_with_or_without_a_scale(tmp_path: Path) -> None:
+    (tmp_path / "emberkeep.toml").write_text('lora = ["a.gguf", "b.gguf:0.5", "odd:name.gguf"]\n')
+    config = load(tmp_path)
+    assert [(lora.path, lora.scale) for lora in config.lora] == [
+        (tmp_path / "a.gguf", 1.0),
+        (tmp_path / "b.gguf", 0.5),
+        (tmp_path / "odd:name.gguf", 1.0),
+    ]
+    assert public_values(config)["lora"] == [
+        str(tmp_path / name) for name in ("a.gguf", "b.gguf:0.5", "odd:name.gguf")
+    ]
+    by_variable = load(tmp_path, env={"EMBERKEEP_LORA": "a.gguf,/b.gguf:-2"})
+    assert [str(lora) for lora in by_variable.lora] == [str(tmp_path / "a.gguf"), "/b.gguf:-2"]
+    assert load(tmp_path, {"lora": ["c.gguf:0"]}).lora[0].scale == 0
+
+
+@pytest.mark.parametrize("value", [":0.5", "a.gguf:nan", "a.gguf:inf", " ", "0.5"])
+def test_a_scale_alone_or_one_that_is_no_number_is_no_adapter(tmp_path: Path, value: str) -> None:
+    assert "lora" in refusal(tmp_path, {"lora": [value]})
+
+
+def test_layers_are_a_number_or_all_or_left_to_the_machine(tmp_path: Path) -> None:
+    assert load(tmp_path).gpu_layers is None
+    assert [load(tmp_path, {"gpu_layers": given}).gpu_layers for given in ("0", "12", "auto")] == [0, 12, None]
+    everything = load(tmp_path, {"gpu_layers": "all", "cpu_moe": "all"})
+    assert (shown(everything, "gpu_layers"), shown(everything, "cpu_moe")) == ("all", "all")
+    assert everything.gpu_layers == everything.cpu_moe > 10_000
+    assert "or all, or auto" in refusal(tmp_path, {"gpu_layers": "most"})
+
+
+def test_shares_of_gpus_are_numbers_that_add_up_to_something(tmp_path: Path) -> None:
+    assert load(tmp_path, {"tensor_split": "3,1"}).tensor_split == (3.0, 1.0)
+    assert load(tmp_path, {"tensor_split": "auto"}).tensor_split is None
+    assert shown(load(tmp_path, {"tensor_split": "3,0.5"}), "tensor_split") == "3,0.5"
+    for wrong in ("0,0", "-1,2", "a,b", "", "inf,1", "nan"):
+        assert "shares such as 3,1" in refusal(tmp_path, {"tensor_split": wrong})

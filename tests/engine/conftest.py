@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.engine.llamacpp import Adapter, LlamaEngine, LlamaModel, LlamaSettings
+from helpers import tiny_gguf
 from helpers.engines import KINDS
 
 
 @pytest.fixture(scope="session")
 def model_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    return functools.cache(lambda kind: KINDS[kind](folder / f"{kind}.gguf"))
+    writers = KINDS | {"wide": tiny_gguf.wide, "moe": tiny_gguf.moe}
+    return functools.cache(lambda kind: writers[kind](folder / f"{kind}.gguf"))
 
 
 @pytest.fixture
@@ -28,11 +31,19 @@ def open_engine(model_file):
         batch: int = 256,
         digest: str = "digest",
         rope_switches: bool = True,
+        kv_type: str = "f16",
+        adapters: Sequence[Adapter] = (),
     ) -> LlamaEngine:
         settings = LlamaSettings(
-            context=cells, cells=cells, sequences=sequences, batch=batch, threads=1, rope_switches=rope_switches
+            context=cells,
+            cells=cells,
+            sequences=sequences,
+            batch=batch,
+            threads=1,
+            rope_switches=rope_switches,
+            kv_type=kv_type,
         )
-        engines.append(LlamaEngine(LlamaModel(model_file(kind)), settings, digest))
+        engines.append(LlamaEngine(LlamaModel(model_file(kind), adapters=adapters), settings, digest))
         return engines[-1]
 
     yield make

@@ -22,6 +22,7 @@ WINDOW = 16
 LATENT = 32
 INDEX = 64
 EXPERTS = 8
+RANK = 4
 EXPERTS_USED = 2
 
 _PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁,.!"]
@@ -54,6 +55,51 @@ def dense(path: Path, *, seed: int = 0, template: str | None = None, tensors_per
         template,
         tensors_per_part=tensors_per_part,
     )
+
+
+def wide(path: Path, *, seed: int = 0) -> Path:
+    """One head of 64 numbers, as those of most models are: they can be quantised, and moved all the same."""
+    metadata = {
+        **_attention_metadata(),
+        "attention.head_count": 1,
+        "attention.head_count_kv": 1,
+        "rope.dimension_count": WIDTH,
+    }
+    keys_and_values = {
+        f"blk.{layer}.attn_{part}.weight": (WIDTH, WIDTH) for layer in range(LAYERS) for part in ("k", "v")
+    }
+    return _write(path, "llama", metadata, _attention_shapes() | keys_and_values, seed)
+
+
+def lora(
+    path: Path,
+    *,
+    seed: int = 0,
+    architecture: str = "llama",
+    kind: str = "lora",
+    alpha: float = 8.0,
+    targets: tuple[str, ...] = ("attn_q", "attn_v"),
+    inner: int = WIDTH,
+    invoked_by: tuple[int, ...] = (),
+) -> Path:
+    """An adapter for `dense`, which changes the `targets` of every layer; `inner`: what goes into them."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", kind)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    if invoked_by:
+        writer.add_array("adapter.alora.invocation_tokens", list(invoked_by))
+    random = np.random.default_rng(seed)
+    shapes = _attention_shapes()
+    for layer, target in itertools.product(range(LAYERS), targets):
+        name = f"blk.{layer}.{target}.weight"
+        for part, shape in (("lora_a", (RANK, inner)), ("lora_b", (shapes[name][0], RANK))):
+            writer.add_tensor(f"{name}.{part}", (0.3 * random.standard_normal(shape)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def scaled_keys(path: Path, *, seed: int = 0) -> Path:

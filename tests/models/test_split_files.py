@@ -234,7 +234,7 @@ def test_all_headers_together_end_at_the_cap(files: list[Path], monkeypatch: pyt
 @pytest.mark.parametrize("kind", ["uint8", "uint32", "int16", "uint64", "bool"])
 def test_numbers_of_parts_have_the_type_that_llama_cpp_insists_on(tmp_path: Path, key: str, kind: str) -> None:
     path = _written(tmp_path / "m.gguf", [(key, kind, 1)])
-    with pytest.raises(ModelBroken, match=f"its {key} is no number of 16 bits"):
+    with pytest.raises(ModelBroken, match=f"its {key} is not of the type u16"):
         read_header(path)
 
 
@@ -242,7 +242,7 @@ def test_the_number_of_parts_is_no_list(tmp_path: Path) -> None:
     entry = struct.pack("<Q", 11) + b"split.count" + struct.pack("<IIQHH", 9, 2, 2, 3, 3)
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + bytes(64))
-    with pytest.raises(ModelBroken, match=r"split\.count is no number"):
+    with pytest.raises(ModelBroken, match=r"split\.count is not of the type u16"):
         read_header(path)
 
 

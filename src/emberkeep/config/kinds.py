@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from emberkeep.config.lora import parse_loras, public_loras, settle_loras, show_loras
 from emberkeep.config.tables import (
     parse_remotes,
     parse_servers,
@@ -73,6 +75,16 @@ def _parse_float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError
     return float(value)
+
+
+def _parse_shares(value: object) -> tuple[float, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        raise ValueError
+    shares = tuple(_parse_float(part) for part in parts)
+    if not all(0 <= each < math.inf for each in shares) or not 0 < sum(shares) < math.inf:
+        raise ValueError
+    return shares
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?|B)?", re.IGNORECASE)
@@ -169,6 +181,18 @@ def or_word(kind: Kind, word: str, stands_for: Callable[[], Any]) -> Kind:
     return Kind(parse, f"{kind.accepts}, or {word}", kind.type, show, word, public=public)
 
 
+ALL = 100_000
+"""More layers than any model has."""
+
+
+def layers() -> Kind:
+    def parse(value: object) -> int:
+        return ALL if value == "all" else int(counted.parse(value))
+
+    counted = whole(0, ALL)
+    return Kind(parse, f"{counted.accepts}, or all", "int", lambda value: "all" if value == ALL else str(value))
+
+
 def one_of(*words: str) -> Kind:
     def parse(value: object) -> str:
         if value not in words:
@@ -230,6 +254,21 @@ PATHS = Kind(
     lambda paths: ", ".join(map(str, paths)) or "none",
     settle=lambda paths, base: tuple(base / path for path in paths),
     public=lambda paths: [str(path) for path in paths],
+)
+LORAS = Kind(
+    parse_loras,
+    "a list of files, each with :SCALE behind it if wanted (in a variable: separated by commas)",
+    "file[:scale]",
+    show_loras,
+    settle=settle_loras,
+    public=public_loras,
+)
+SHARES = Kind(
+    _parse_shares,
+    "shares such as 3,1",
+    "shares",
+    lambda shares: ",".join(f"{each:g}" for each in shares),
+    public=list,
 )
 SERVERS = Kind(
     parse_servers,

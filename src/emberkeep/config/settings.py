@@ -12,6 +12,7 @@ import platformdirs
 
 from emberkeep.config.kinds import (
     BYTES,
+    LORAS,
     NAMES,
     PATH,
     PATHS,
@@ -19,11 +20,13 @@ from emberkeep.config.kinds import (
     REMOTES,
     SECRET,
     SERVERS,
+    SHARES,
     SWITCH,
     TEXT,
     URL,
     Kind,
     clamped_seconds,
+    layers,
     one_number_of,
     one_of,
     or_word,
@@ -32,6 +35,7 @@ from emberkeep.config.kinds import (
     spelled,
     whole,
 )
+from emberkeep.config.lora import LoraFile
 from emberkeep.config.ram import total_ram
 from emberkeep.config.tables import McpServer
 from emberkeep.config.warm import WarmPrefix
@@ -87,11 +91,43 @@ class Config:
         default=None,
         metadata=_about(or_word(whole(1, 1024), "auto", lambda: None), "CPU threads; auto takes every core."),
     )
-    gpu_layers: int = field(
+    lora: tuple[LoraFile, ...] = field(
+        default=(),
+        metadata=_about(LORAS, "LoRA adapters (GGUF) to apply to a GGUF model, and how strongly; 1 unless told."),
+    )
+    kv_type: str = field(
+        default="f16",
+        metadata=_about(
+            one_of("f16", "q8_0", "q4_0"),
+            "Numbers in which a GGUF model's state is held and stored: q8_0 takes half the room, q4_0 a quarter.",
+        ),
+    )
+    gpu_layers: int | None = field(
+        default=None,
+        metadata=_about(
+            or_word(layers(), "auto", lambda: None),
+            "Layers of a GGUF model to put on GPUs that llama.cpp can use (all: every one); auto: as many as fit.",
+        ),
+    )
+    cpu_moe: int = field(
         default=0,
         metadata=_about(
-            whole(0, 100_000),
-            "Layers to put on the GPU, where this build of llama.cpp has one; a large number means all.",
+            layers(), "Layers, from the first on, whose experts stay in RAM when the rest of them is on a GPU."
+        ),
+    )
+    tensor_split: tuple[float, ...] | None = field(
+        default=None,
+        metadata=_about(
+            or_word(SHARES, "auto", lambda: None),
+            "How layers are shared out among several GPUs; auto: by their free memory.",
+        ),
+    )
+    llama_library: str = field(
+        default="auto",
+        metadata=_about(
+            TEXT,
+            "Which llama.cpp is used: native (compiled here), ready-made, or the path of a libllama; "
+            "auto takes the first of them that runs on this CPU.",
         ),
     )
     engine: str = field(

@@ -160,9 +160,8 @@ _SCALARS = {
         (12, "f64", "d"),
     )
 }
-_U16_KEYS = (SPLIT_NO, SPLIT_COUNT)
-"""llama.cpp ends the process when another part than the first has them as another type."""
-_U16 = 2
+_KINDS = {SPLIT_NO: 2, SPLIT_COUNT: 2, "adapter.lora.alpha": 6}
+"""llama.cpp ends the process when another part than the first, or an adapter, has them as another type."""
 _U32 = _SCALARS[4][1]
 _U64 = _SCALARS[10][1]
 
@@ -215,8 +214,9 @@ class _Reader:
 
     def _kind(self, key: str) -> int:
         kind = self._u32()
-        if key in _U16_KEYS and kind != _U16:
-            raise self._broken(f"its {key} is no number of 16 bits")
+        wanted = _KINDS.get(key, kind)
+        if kind != wanted:
+            raise self._broken(f"its {key} is not of the type {_SCALARS[wanted][0]}")
         return kind
 
     def _value(self, kind: int) -> Value:

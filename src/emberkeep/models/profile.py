@@ -65,6 +65,10 @@ class _Metadata:
         self._header = header
         self._values = header.metadata
         self.architecture = self._text("general.architecture")
+        if self._text("general.type") == "adapter":
+            raise ModelBroken(
+                "The file is an adapter and no model: give it with --lora beside the model it is for."
+            )
         if not self.architecture:
             raise ModelBroken("The file does not name its architecture; pull a complete GGUF model instead.")
 

@@ -22,11 +22,13 @@ from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, TemplateFailed
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.store import Keeping, KvStore
-from emberkeep.models.digest import model_digest
+from emberkeep.models.adapter import check_adapter
+from emberkeep.models.digest import model_digest, weights_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.runtime.placement import live_kv_bytes, place
 from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import open_admission
@@ -34,7 +36,7 @@ from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.thread import EngineThread
-from emberkeep.types import Approximation, AttentionTier, Json, ReasoningFormat, Repair
+from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, ReasoningFormat, Repair
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
@@ -82,6 +84,7 @@ def _uses_hf(config: Config, model: ModelFile) -> bool:
         raise EngineError(f"llama.cpp runs GGUF files only, and {model.id} is a folder: choose --engine hf.")
     uses_hf = config.engine == "hf" or model.is_folder
     if uses_hf:
+        _refuse_llamacpp_settings(config)
         require_hf()
     return uses_hf
 
@@ -177,20 +180,28 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
-    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
+    from emberkeep.engine.llamacpp import Adapter, LlamaEngine, LlamaModel, LlamaSettings, choose, one_core_each
 
-    shape = profile(read_header(model.path))
+    choose(config.llama_library)
+    _check_kv_bits(config)
+    header = read_header(model.path)
+    shape = profile(header)
+    adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
     context = _context(config, shape.context_length)
     digest = model_digest(model.path, digests)
-    loaded = LlamaModel(model.path, gpu_layers=config.gpu_layers)
+    adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
+    kv_bytes = live_kv_bytes(shape, config.kv_type)
     settings = LlamaSettings(
         context=context,
-        cells=_llamacpp_cells(config, shape, context),
+        cells=_llamacpp_cells(config, shape, kv_bytes, context),
         sequences=2 * config.parallel,
         batch=max(slice_tokens(config), 2 * config.parallel),
         threads=config.threads,
+        kv_type=config.kv_type,
         rope_switches=shape.short_rope_context is not None,
     )
+    placement, settings = place(config, [header, *adapter_headers], shape, settings, kv_bytes)
+    loaded = LlamaModel(model.path, placement=placement, adapters=adapters)
     with one_core_each():
         engine = LlamaEngine(loaded, settings, digest)
     details = {
@@ -200,10 +211,22 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
         "parameters": shape.parameters,
         "quantisation": shape.quantisation,
         "trained_context": shape.context_length,
-        "kv_bytes_per_token": shape.kv_bytes_per_token,
+        "kv_type": config.kv_type,
+        "kv_bytes_per_token": kv_bytes,
+        "gpu_layers": placement.count,
         "weights_sha256": digest,
+        "lora": [{"file": each.path.name, "scale": each.scale, "sha256": each.digest} for each in adapters],
     }
     return _Opened(engine, loaded.chat_template, details)
+
+
+def _check_kv_bits(config: Config) -> None:
+    """Raises ConfigError."""
+    if config.kv_type != "f16" and config.kv_bits != EXACT_BITS:
+        raise ConfigError(
+            f"kv_bits packs state that is held as f16, and kv_type = {config.kv_type} holds it in fewer bits "
+            "already: leave one of the two out."
+        )
 
 
 def _open_hf(model: ModelFile, config: Config, digests: Path) -> _Opened:
@@ -237,6 +260,16 @@ def _open_hf(model: ModelFile, config: Config, digests: Path) -> _Opened:
     return _Opened(engine, loaded.chat_template, details)
 
 
+def _refuse_llamacpp_settings(config: Config) -> None:
+    """Raises EngineError for what would change what the hf engine computes, and does not."""
+    for key, default in (("lora", ()), ("kv_type", "f16"), ("cpu_moe", 0), ("tensor_split", None)):
+        if getattr(config, key) != default:
+            flag = f"--{key.replace('_', '-')}"
+            raise EngineError(
+                f"{flag} is for GGUF models in llama.cpp: leave it out, or choose --engine llamacpp."
+            )
+
+
 def _hf_source(model: ModelFile) -> HfSource:
     from emberkeep.engine.hf import HfSource
 
@@ -256,11 +289,11 @@ def _context(config: Config, trained: int) -> int:
     return config.ctx
 
 
-def _llamacpp_cells(config: Config, shape: ModelProfile, context: int) -> int:
+def _llamacpp_cells(config: Config, shape: ModelProfile, kv_bytes: int, context: int) -> int:
     short = shape.short_rope_context
     # llama.cpp looks at the number of cells: with more of them it would rotate for long contexts.
     most = short if short is not None and context <= short else None
-    return _cells(config, shape.kv_bytes_per_token, context, most)
+    return _cells(config, kv_bytes, context, most)
 
 
 def _cells(config: Config, bytes_per_token: int, context: int, most: int | None = None) -> int:

@@ -1,9 +1,40 @@
-"""GGUF models through the low-level API of llama-cpp-python. The only package that sees ctypes."""
+"""GGUF models through llama.cpp's C API. The only package that sees ctypes."""
 
-from emberkeep.engine.llamacpp.binding import system_info
+from emberkeep.engine.llamacpp.binding import system_info, version
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.cores import one_core_each
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
+from emberkeep.engine.llamacpp.placement import (
+    ON_CPU,
+    Gpu,
+    LayerBytes,
+    ModelBytes,
+    Placement,
+    gpus,
+    planned,
+    shared_out,
+)
+from emberkeep.engine.llamacpp.shared_library import is_installed
+from emberkeep.engine.llamacpp.trial import choose, failing
 
-__all__ = ["LlamaEngine", "LlamaModel", "LlamaSettings", "one_core_each", "system_info"]
+__all__ = [
+    "ON_CPU",
+    "Adapter",
+    "Gpu",
+    "LayerBytes",
+    "LlamaEngine",
+    "LlamaModel",
+    "LlamaSettings",
+    "ModelBytes",
+    "Placement",
+    "choose",
+    "failing",
+    "gpus",
+    "is_installed",
+    "one_core_each",
+    "planned",
+    "shared_out",
+    "system_info",
+    "version",
+]

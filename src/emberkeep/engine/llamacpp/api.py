@@ -45,9 +45,6 @@ FLASH_ATTENTION_ON = 1
 TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """ggml's numbers for the types that live KV may have."""
 
-GPU_DEVICES = frozenset({1, 2})
-"""Types of devices with memory of their own, or with a share of the machine's."""
-
 LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 NodeCallback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
 
@@ -181,6 +178,18 @@ class ThreadPoolParams(ctypes.Structure):
     )
 
 
+class DeviceProps(ctypes.Structure):
+    _fields_ = (
+        ("name", c_char_p),
+        ("description", c_char_p),
+        ("memory_free", c_size_t),
+        ("memory_total", c_size_t),
+        ("type", c_int),
+        ("device_id", c_char_p),
+        _PADDING,  # capabilities
+    )
+
+
 class Tensor(ctypes.Structure):
     """The part of a `ggml_tensor` up to its name."""
 
@@ -261,9 +270,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_reg_get_proc_address": (c_void_p, (c_void_p, c_char_p)),
     "ggml_threadpool_params_default": (ThreadPoolParams, (c_int,)),
     "ggml_backend_dev_type": (c_int, (c_void_p,)),
-    "ggml_backend_dev_name": (c_char_p, (c_void_p,)),
-    "ggml_backend_dev_description": (c_char_p, (c_void_p,)),
-    "ggml_backend_dev_memory": (None, (c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
+    "ggml_backend_dev_get_props": (None, (c_void_p, POINTER(DeviceProps))),
     "ggml_backend_cpu_buffer_type": (c_void_p, ()),
     "ggml_backend_tensor_get": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
 }
@@ -296,9 +303,6 @@ def bind(path: Path) -> Any:
         )
     library.llama_context_default_params.restype = layout
     library.llama_init_from_model.argtypes = (c_void_p, layout)
-    if not library.ggml_backend_dev_count():
-        # Built with its backends in files of their own, of which it chooses those that fit this CPU.
-        library.ggml_backend_load_all_from_path(str(path.parent).encode())
     return library
 
 

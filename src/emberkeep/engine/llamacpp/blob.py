@@ -55,9 +55,11 @@ EMPTY = _PAIR.pack(1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Layers one after the other whose rows have the same size."""
+    """Layers one after the other whose rows have the same type and size."""
 
     is_key: bool
+    kind: int
+    """Of ggml's types."""
     row_bytes: int
     count: int
 
@@ -114,9 +116,9 @@ class Attention:
     def runs(self, cells: int) -> Iterator[tuple[int, Run]]:
         """What the rows of a part with `cells` cells consist of, each with where its first row begins."""
         offset = 2 * _PAIR.size + len(self.extra) + cells * self.cell_bytes
-        kinds = ((index < self.layers, row) for index, (_, row) in enumerate(self.tensors))
-        for (is_key, row), same in groupby(kinds):
-            run = Run(is_key, row, len(list(same)))
+        rows = ((index < self.layers, *tensor) for index, tensor in enumerate(self.tensors))
+        for (is_key, kind, row), same in groupby(rows):
+            run = Run(is_key, kind, row, len(list(same)))
             yield offset + _TENSOR.size, run
             offset += run.count * run.stride(cells)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import platform
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from emberkeep.engine.llamacpp import binding, cores
 from emberkeep.engine.llamacpp.api import FLASH_ATTENTION_ON, TYPES, Handle, defaults
 from emberkeep.engine.llamacpp.layout import Layout
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.shared_library import digest, llama, used
 from emberkeep.errors import EngineError
 
 
@@ -27,6 +28,8 @@ class LlamaSettings:
     batch: int = 512
     """Most tokens evaluated in one step."""
     threads: int | None = None
+    kv_type: str = "f16"
+    """In what keys and values are held: one of `TYPES`."""
     rope_switches: bool = True
     """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
 
@@ -39,7 +42,7 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     params.n_outputs_max = settings.sequences + 1
     params.n_threads = params.n_threads_batch = settings.threads or cores.available()
     params.flash_attn_type = FLASH_ATTENTION_ON
-    params.type_k = params.type_v = TYPES["f16"]
+    params.type_k = params.type_v = TYPES[settings.kv_type]
     params.kv_unified = True
     # Layers with a window keep what they see, and not the whole context.
     params.swa_full = False
@@ -49,11 +52,18 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     binding.take_errors()
     context: Handle | None = llama().llama_init_from_model(model.handle, params)
     if not context:
-        raise EngineError(
-            f"llama.cpp could not make room for {settings.cells} tokens of context, "
-            f"{binding.take_errors() or 'out of memory'}: try a smaller --ctx or --parallel."
-        )
+        raise EngineError(_cannot_open(settings, binding.take_errors() or "out of memory"))
+    model.adapt(context)
     return context
+
+
+def _cannot_open(settings: LlamaSettings, reason: str) -> str:
+    if "block size" in reason:
+        return f"This model's state cannot be held as {settings.kv_type} ({reason}): use --kv-type f16."
+    return (
+        f"llama.cpp could not make room for {settings.cells} tokens of context, {reason}: "
+        "try a smaller --ctx or --parallel."
+    )
 
 
 def fingerprint(
@@ -68,6 +78,11 @@ def fingerprint(
     parts = [
         "llama.cpp",
         binding.version(),
+        digest(used()),
+        # Which of its kernels a library chose for this CPU, and what they were compiled with.
+        binding.system_info(),
+        # Attention of a few rows is split among the threads, and adds up in another order with more of them.
+        settings.threads or cores.available(),
         platform.machine(),
         weights_digest,
         model.metadata("general.architecture"),
@@ -76,6 +91,11 @@ def fingerprint(
         settings.rope_switches and cells > _original_context(model),
         "flash, unified, windows cut off",
         layout,
+        settings.kv_type,
+        # Without it llama.cpp rotates what it quantises, and writes nowhere that it did.
+        os.environ.get("LLAMA_ATTN_ROT_DISABLE"),
+        [(adapter.digest, adapter.scale) for adapter in model.adapters],
+        model.placement,
     ]
     return hashlib.sha256("\0".join(repr(part) for part in parts).encode()).digest()
 

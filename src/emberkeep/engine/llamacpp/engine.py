@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from emberkeep.config import resident_ram
 from emberkeep.engine.base import Blended, Capabilities, KvUnit, Logits, Outcome, Payload, Piece, Rows
-from emberkeep.engine.llamacpp import binding
+from emberkeep.engine.llamacpp import binding, cores
 from emberkeep.engine.llamacpp.blob import Bytes
 from emberkeep.engine.llamacpp.context import LlamaSettings, fingerprint, open_context, windows_suffice
 from emberkeep.engine.llamacpp.experts import ExpertCounter
@@ -24,6 +24,7 @@ from emberkeep.engine.llamacpp.places import Places
 from emberkeep.engine.llamacpp.rows import BatchBuffer
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.state import PARTIAL, read_state, shared, write_state
+from emberkeep.engine.llamacpp.threadpool import ThreadPool
 from emberkeep.engine.packing import is_packed
 from emberkeep.engine.splicing import check_splice
 from emberkeep.errors import EngineError, StepFailed
@@ -42,6 +43,7 @@ class LlamaEngine:
         self._settings = settings
         self.attention = None
         self.experts = ExpertCounter.of(model, self._reopen)
+        self._threads = ThreadPool(settings.threads or cores.available())
         self._open()
         self._batch = BatchBuffer(settings.batch)
         self._last_rows: list[int] = []
@@ -53,7 +55,7 @@ class LlamaEngine:
         self.footprint = footprint_of(model, settings.cells, kv_bytes_per_token)
         self.capabilities = Capabilities(
             kv_unit=self._unit,
-            can_shift=self._layout is not None and moves_rightly(model, self._layout, settings.threads),
+            can_shift=self._layout is not None and moves_rightly(model, self._layout, settings),
             max_sequences=settings.sequences,
             cells=settings.cells,
             context=min(settings.context, settings.cells),
@@ -253,11 +255,13 @@ class LlamaEngine:
 
     def close(self) -> None:
         self._free()
+        self._threads.close()
         self._model.close()
 
     def _open(self) -> None:
         on_node = self.experts.callback if self.experts is not None else None
         self._context = open_context(self._model, self._settings, on_node)
+        self._threads.attach(self._context)
         self._memory = llama().llama_get_memory(self._context)
         self._places = Places()
 

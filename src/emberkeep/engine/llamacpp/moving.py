@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.api import Handle
 from emberkeep.engine.llamacpp.blob import Bytes
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context
+from emberkeep.engine.llamacpp.dequantize import Numbers, dequantized
 from emberkeep.engine.llamacpp.layout import Layout
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.rows import BatchBuffer
@@ -20,20 +21,24 @@ from emberkeep.engine.llamacpp.state import read_state
 from emberkeep.errors import EngineError
 
 _CELLS = 256
+_MIXED = 64
+"""Heads of multiples of it are mixed."""
 _FRESH, _MOVED, _BYSTANDER = range(3)
 _FROM, _TO = 90, 2
-_TOLERANCE = 0.02
-"""Of the largest number in a key: rotating in 16 bits costs a tenth of that."""
+_TOLERANCE = {"f16": 0.02, "q8_0": 0.05, "q4_0": 0.4}
+"""Of the largest number in a key: rotating in 16 bits costs a tenth of that, quantising three times the rest."""
+_SCALE_TOLERANCE = 0.1
+"""Of all keys together, in which the errors of quantising cancel out."""
 
 
-def moves_rightly(model: LlamaModel, layout: Layout, threads: int | None) -> bool:
+def moves_rightly(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bool:
     """Tried out in a small context, with a token that stands alone: it sees nothing but itself wherever it is.
 
     Moved, its keys must be those that the model computes at the new place, and nobody else's may have changed.
     """
-    if layout.unit is not KvUnit.RANGE:
+    if layout.unit is not KvUnit.RANGE or not _may_be_tried(model, live.kv_type):
         return False
-    settings = LlamaSettings(_CELLS, _CELLS, sequences=2, batch=8, threads=threads)
+    settings = LlamaSettings(_CELLS, _CELLS, sequences=2, batch=8, threads=live.threads, kv_type=live.kv_type)
     context = open_context(model, settings, None)
     memory = llama().llama_get_memory(context)
     try:
@@ -47,7 +52,29 @@ def moves_rightly(model: LlamaModel, layout: Layout, threads: int | None) -> boo
         fresh, moved, bystander = (read_state(context, sequence) for sequence in range(3))
     finally:
         llama().llama_free(context)
-    return np.array_equal(bystander, before) and all(map(_is_close, _keys(layout, moved), _keys(layout, fresh)))
+    return np.array_equal(bystander, before) and _are_close(
+        list(_keys(layout, moved)), list(_keys(layout, fresh)), _TOLERANCE[live.kv_type]
+    )
+
+
+def _may_be_tried(model: LlamaModel, kv_type: str) -> bool:
+    """Whether llama.cpp survives it.
+
+    Its graph for quantised keys is right only where whole heads are rotated and where it has mixed the numbers
+    of each head before it quantised them; otherwise it ends the process, and so may a GPU that cannot compute it.
+    """
+    is_mixed = not os.environ.get("LLAMA_ATTN_ROT_DISABLE")
+    return kv_type == "f16" or (is_mixed and not model.offloads and _rotates_whole_heads(model))
+
+
+def _rotates_whole_heads(model: LlamaModel) -> bool:
+    def number(key: str) -> int:
+        text = model.metadata(f"{model.metadata('general.architecture')}.{key}") or ""
+        return int(text) if text.isdigit() else 0
+
+    heads = max(number("attention.head_count"), 1)
+    width = number("attention.key_length") or number("embedding_length") // heads
+    return width % _MIXED == 0 and number("rope.dimension_count") in (0, width)
 
 
 def _evaluate(context: Handle, sequence: int, position: int) -> None:
@@ -57,13 +84,17 @@ def _evaluate(context: Handle, sequence: int, position: int) -> None:
         raise EngineError(f"llama.cpp could not evaluate a token: {binding.take_errors()}.")
 
 
-def _keys(layout: Layout, state: Bytes) -> Iterator[npt.NDArray[np.float32]]:
+def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:
     """Of each layer, in the state of a single token."""
     for begin, run in layout.runs(1):
         for offset in range(begin, begin + run.count * run.stride(1), run.stride(1)):
             if run.is_key:
-                yield state[offset : offset + run.row_bytes].view(np.float16).astype(np.float32)
+                yield dequantized(state[offset : offset + run.row_bytes], run.kind)
 
 
-def _is_close(moved: npt.NDArray[np.float32], fresh: npt.NDArray[np.float32]) -> bool:
-    return bool(np.abs(moved - fresh).max() < _TOLERANCE * np.abs(fresh).max())
+def _are_close(moved: Sequence[Numbers], fresh: Sequence[Numbers], tolerance: float) -> bool:
+    layers = zip(moved, fresh, strict=True)
+    if not all(np.abs(there - here).max() < tolerance * np.abs(here).max() for there, here in layers):
+        return False
+    there, here = np.concatenate(moved), np.concatenate(fresh)
+    return bool(abs(there @ here / (here @ here) - 1) < _SCALE_TOLERANCE)

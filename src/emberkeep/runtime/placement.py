@@ -1,0 +1,121 @@
+"""Where a GGUF model is put, from its header, the settings and the GPUs that are here."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from emberkeep.config import Config
+from emberkeep.errors import EngineError
+from emberkeep.models.gguf import GgufHeader
+from emberkeep.models.profile import F16_BYTES, ModelProfile
+
+if TYPE_CHECKING:
+    from emberkeep.engine.llamacpp import Gpu, LlamaSettings, ModelBytes, Placement
+
+log = logging.getLogger("emberkeep")
+
+_LAYER = re.compile(r"blk\.(\d+)\.(?P<experts>ffn_(up|down|gate|gate_up)_(ch|)exps)?")
+_BLOCK_BYTES = {"f16": 64, "q8_0": 34, "q4_0": 18}
+"""Of 32 numbers."""
+_F32 = 4
+_WIDTHS = 16
+"""Rows of the width of the model that a step holds at a time, about."""
+
+
+def live_kv_bytes(shape: ModelProfile, kv_type: str) -> int:
+    """Of a token in all layers, as the engine holds it."""
+    halves = F16_BYTES * 32
+    return -(-shape.kv_bytes_per_token * _BLOCK_BYTES[kv_type] // halves)
+
+
+def place(
+    config: Config, headers: Sequence[GgufHeader], shape: ModelProfile, settings: LlamaSettings, kv_bytes: int
+) -> tuple[Placement, LlamaSettings]:
+    """Where the model goes, and the settings with as many cells as there is room for then.
+
+    `headers`: of the model and its adapters; `kv_bytes`: of a token in all layers. Raises EngineError.
+    """
+    from emberkeep.engine.llamacpp import ON_CPU, Placement, gpus, shared_out
+
+    found = gpus()
+    _check(config, shape, found)
+    if not found:
+        return ON_CPU, settings
+    if config.gpu_layers is None:
+        placement, settings = _fitting(config, headers, shape, settings, kv_bytes, found)
+        why = "as many as fit: gpu_layers says another number"
+    else:
+        shares = shared_out(found, config.tensor_split)
+        placement, why = Placement(shape.layers, config.gpu_layers, shares, config.cpu_moe), "as asked"
+    names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
+    log.info("%d of %d layers are on %s, %s", placement.count, shape.layers + 1, names, why)
+    return placement, settings
+
+
+def _fitting(
+    config: Config,
+    headers: Sequence[GgufHeader],
+    shape: ModelProfile,
+    settings: LlamaSettings,
+    kv_bytes: int,
+    found: Sequence[Gpu],
+) -> tuple[Placement, LlamaSettings]:
+    """Rather all layers and fewer cells than the other way round, as long as one context has room."""
+    from emberkeep.engine.llamacpp import planned
+
+    for contexts in range(settings.cells // settings.context, 0, -1):
+        smaller = replace(settings, cells=contexts * settings.context)
+        size = model_bytes(headers, shape, smaller, kv_bytes)
+        placement = planned(size, found, config.tensor_split, config.cpu_moe)
+        if placement.gpu_layers > shape.layers:
+            break
+    return placement, smaller if placement.gpu_layers else settings
+
+
+def _check(config: Config, shape: ModelProfile, found: Sequence[Gpu]) -> None:
+    if not found:
+        for key in ("gpu_layers", "cpu_moe", "tensor_split"):
+            if getattr(config, key):
+                log.warning("llama.cpp finds no GPU that it can use: %s changes nothing", key)
+    elif config.cpu_moe and not shape.expert_count:
+        log.warning("this model has no experts: cpu_moe changes nothing")
+    if found and len(config.tensor_split or ()) > len(found):
+        names = ", ".join(gpu.name for gpu in found)
+        raise EngineError(
+            f"tensor_split has {len(config.tensor_split or ())} shares, and the GPUs here are {names}."
+        )
+
+
+def model_bytes(
+    headers: Iterable[GgufHeader], shape: ModelProfile, settings: LlamaSettings, kv_bytes: int
+) -> ModelBytes:
+    """What a model takes of the GPUs' memory, wherever its layers go. Pure.
+
+    Every layer with keys and values is counted as if it saw the whole context.
+    """
+    from emberkeep.engine.llamacpp import LayerBytes, ModelBytes
+
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    # They stay in RAM, unless they are the output as well.
+    embeddings = "token_embd." if any(tensor.name == "output.weight" for tensor in tensors) else None
+    weights, experts, output, width = [0] * shape.layers, [0] * shape.layers, 0, 0
+    for tensor in tensors:
+        match = _LAYER.match(tensor.name)
+        if match is None:
+            output += 0 if embeddings and tensor.name.startswith(embeddings) else tensor.size
+        elif int(match[1]) < shape.layers:
+            (experts if match["experts"] else weights)[int(match[1])] += tensor.size
+            width = max(width, *tensor.shape[:2], 0)
+    heads = max(sum(shape.kv_heads), 1)
+    layers = (
+        LayerBytes(size, routed, settings.cells * kv_bytes * own // heads)
+        for size, routed, own in zip(weights, experts, shape.kv_heads, strict=True)
+    )
+    mask = settings.batch * settings.cells * _F32
+    rows = settings.batch * width * _WIDTHS * _F32
+    logits = (settings.sequences + 1) * shape.vocab_size * _F32
+    return ModelBytes(tuple(layers), output, mask + rows + logits)

@@ -1,0 +1,90 @@
+"""Adapters and other types of state, in servers that are stopped and started: each finds its own alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from serving import serve, system, user
+
+from emberkeep.types import Json
+from helpers import tiny_gguf
+from support.server_process import Reply, ServerProcess
+
+pytestmark = pytest.mark.slow
+
+TALK: list[Json] = [system("talk like a pirate, be brief, and count the ships. " * 4), user("who goes there?")]
+PRINTABLE = {str(3 + byte): -100 for byte in (*range(32), *range(127, 256))}
+"""What is not text would not come back as it was sampled."""
+
+
+def ask(server: ServerProcess, **fields: Json) -> Reply:
+    return server.chat(TALK, max_tokens=8, logit_bias=PRINTABLE, **fields)
+
+
+def details(server: ServerProcess) -> Json:
+    return server.http.get(f"{server.url}/v1/models").json()["data"][0]["details"]
+
+
+def answered(model: Path, data: Path, *options: str) -> Reply:
+    """By a server that is stopped afterwards, so that all is on disk."""
+    with serve(model, data, *options) as server:
+        reply = ask(server)
+        server.stop()
+    return reply
+
+
+def test_each_adapter_finds_its_own_state_after_a_restart_and_no_other(tmp_path: Path) -> None:
+    model, data = tiny_gguf.dense(tmp_path / "tiny.gguf"), tmp_path / "data"
+    lora = tiny_gguf.lora(tmp_path / "lora.gguf")
+    ways = ([], ["--lora", str(lora)], ["--lora", f"{lora}:0.5"])
+    first = [answered(model, data, *way) for way in ways]
+    again = [answered(model, data, *way) for way in ways]
+    assert [reply.cached_tokens for reply in first] == [0] * len(ways)
+    assert all(reply.cached_tokens >= reply.prompt_tokens - 1 for reply in again)
+    assert [reply.text for reply in again] == [reply.text for reply in first]
+    assert first[0].text != first[1].text
+
+
+def test_each_type_of_state_finds_its_own_after_a_restart_and_no_other(tmp_path: Path) -> None:
+    model, data = tiny_gguf.wide(tmp_path / "tiny.gguf"), tmp_path / "data"
+    first = [answered(model, data, "--kv-type", kind) for kind in ("f16", "q8_0")]
+    again = [answered(model, data, "--kv-type", kind) for kind in ("f16", "q8_0")]
+    assert [reply.cached_tokens for reply in first] == [0, 0]
+    assert all(reply.cached_tokens >= reply.prompt_tokens - 1 for reply in again)
+    assert [reply.text for reply in again] == [reply.text for reply in first]
+
+
+def test_the_card_tells_adapters_and_types(tmp_path: Path) -> None:
+    model, lora = tiny_gguf.dense(tmp_path / "tiny.gguf"), tiny_gguf.lora(tmp_path / "lora.gguf")
+    with serve(model, tmp_path / "data", "--lora", f"{lora}:0.5") as server:
+        about = details(server)
+    (adapter,) = about["lora"]
+    assert (adapter["file"], adapter["scale"], len(adapter["sha256"])) == ("lora.gguf", 0.5, 64)
+    assert about["kv_type"] == "f16"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--lora", "none.gguf"], "Cannot read {folder}/none.gguf: No such file or directory."),
+        (["--lora", "tiny.gguf"], "tiny.gguf is no LoRA adapter: --lora takes GGUF files of the type adapter."),
+        (["--lora", "other.gguf"], "other.gguf is for models of the architecture qwen2, and this one is llama."),
+        (
+            ["--kv-type", "q8_0"],
+            "This model's state cannot be held as q8_0 (K cache type q8_0 with block size 32 ",
+        ),
+        (["--kv-type", "q8_0", "--kv-bits", "8"], "kv_bits packs state that is held as f16, and kv_type = q8_0 "),
+        (["--lora", "tiny.gguf", "--engine", "hf"], "--lora is for GGUF models in llama.cpp: leave it out, "),
+    ],
+    ids=["missing", "a model", "another architecture", "heads", "bits twice", "hf"],
+)
+def test_what_does_not_fit_is_one_sentence(tmp_path: Path, options: list[str], sentence: str) -> None:
+    model = tiny_gguf.dense(tmp_path / "tiny.gguf")
+    tiny_gguf.lora(tmp_path / "other.gguf", architecture="qwen2")
+    options = [str(tmp_path / each) if each.endswith(".gguf") else each for each in options]
+    with serve(model, tmp_path / "data", *options) as server:
+        assert not server.gets_ready()
+        assert server.exit_code() == 1
+        last = server.log.strip().splitlines()[-1]
+    assert last.startswith(sentence.format(folder=tmp_path)), server.log

@@ -1,0 +1,162 @@
+"""What goes onto GPUs: planned from sizes alone, and told to llama.cpp as it was planned."""
+
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.engine.llamacpp import (
+    ON_CPU,
+    Gpu,
+    LayerBytes,
+    LlamaModel,
+    ModelBytes,
+    Placement,
+    gpus,
+    planned,
+    shared_out,
+)
+from emberkeep.engine.llamacpp.api import defaults
+from emberkeep.engine.llamacpp.placement import PlacementParams
+from emberkeep.engine.llamacpp.shared_library import llama
+
+GIB = 1 << 30
+MODEL = ModelBytes((LayerBytes(weights=GIB, state=GIB // 4),) * 8, output=GIB // 2, buffers=GIB // 2)
+EXPERTS = ModelBytes((LayerBytes(weights=GIB // 4, experts=4 * GIB),) * 8, output=GIB // 2, buffers=GIB // 2)
+
+
+def gpu(free: float, total: float = 64, name: str = "GPU0") -> Gpu:
+    return Gpu(0, name, f"{name} of this test", int(free * GIB), int(total * GIB))
+
+
+def layers(
+    *found: Gpu, model: ModelBytes = MODEL, split: tuple[float, ...] | None = None, cpu_moe: int = 0
+) -> int:
+    return planned(model, found, split, cpu_moe).gpu_layers
+
+
+def test_without_a_gpu_nothing_is_put_anywhere() -> None:
+    assert layers() == 0
+
+
+def test_all_layers_and_the_output_go_where_there_is_room() -> None:
+    assert layers(gpu(64)) == 9
+
+
+def test_as_many_as_fit_with_their_state_beside_buffers_and_a_margin() -> None:
+    # 1 GiB is left alone, and half of one for buffers: the output is the first to go.
+    assert [layers(gpu(free)) for free in (0, 1.5, 2, 3, 4, 6, 12, 14)] == [0, 0, 1, 1, 2, 4, 9, 9]
+
+
+def test_a_little_more_or_less_free_memory_changes_nothing() -> None:
+    """Another number of layers would be another fingerprint, and nothing stored could be used."""
+    assert len({layers(gpu(8.3 + step / 100, total=24)) for step in range(30)}) == 1
+
+
+def test_experts_in_ram_make_room_for_more_layers() -> None:
+    crowded = gpu(16)
+    assert layers(crowded, model=EXPERTS) == 4
+    assert layers(crowded, model=EXPERTS, cpu_moe=6) == 9
+    assert layers(crowded, model=EXPERTS, cpu_moe=100) == 9
+
+
+def test_several_gpus_share_layers_by_their_free_memory() -> None:
+    both = [gpu(9, 32, "GPU0"), gpu(5, 32, "GPU1")]
+    placement = planned(MODEL, both, None, 0)
+    assert placement.gpu_layers == 9
+    where = placement.assigned(2)
+    assert (where.count(0), where.count(1)) == (6, 3)
+
+
+def test_none_of_several_gpus_gets_more_than_it_holds() -> None:
+    both = [gpu(9, 32, "GPU0"), gpu(5, 32, "GPU1")]
+    even = planned(MODEL, both, (1.0, 1.0), 0)
+    assert (even.gpu_layers, even.assigned(2).count(1)) == (7, 3)
+
+
+def test_a_gpu_without_a_share_gets_nothing() -> None:
+    both = [gpu(64, name="GPU0"), gpu(64, name="GPU1")]
+    assert set(planned(MODEL, both, (1.0,), 0).assigned(2)) == {0}
+    assert set(planned(MODEL, both, (0.0, 1.0), 0).assigned(2)) == {1}
+
+
+def test_full_gpus_get_nothing_unless_told() -> None:
+    full = [gpu(0.5, name="GPU0"), gpu(0.5, name="GPU1")]
+    assert layers(*full) == 0
+    assert Placement(8, 9, shared_out(full, None)).assigned(2).count(1) == 4
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ((1.0, 1.0), [0, 0, 0, 0, 0, 1, 1, 1, 1]),
+        ((3.0, 1.0), [0, 0, 0, 0, 0, 0, 0, 1, 1]),
+        ((1.0, 1.0, 1.0), [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+        ((0.0, 1.0, 1.0), [1, 1, 1, 1, 1, 2, 2, 2, 2]),
+    ],
+)
+def test_layers_are_shared_out_as_llama_cpp_does(split: tuple[float, ...], expected: list[int]) -> None:
+    assert Placement(8, 9, split).assigned(len(split)) == expected
+
+
+def test_the_last_layers_and_the_output_are_those_on_a_gpu() -> None:
+    assert Placement(4, 2).assigned(1) == [None, None, None, 0, 0]
+    assert Placement(4, 100).assigned(1) == [0] * 5
+    assert Placement(4, 100).assigned(0) == [None] * 5
+
+
+def test_only_layers_on_a_gpu_leave_their_experts_behind() -> None:
+    assert list(Placement(4, 5, (), 2).experts_in_ram()) == [0, 1]
+    assert list(Placement(4, 3, (), 3).experts_in_ram()) == [2]
+    assert list(Placement(4, 3, (), 1).experts_in_ram()) == []
+    assert list(Placement(4, 5, (), 100).experts_in_ram()) == [0, 1, 2, 3]
+    assert list(ON_CPU.experts_in_ram()) == []
+
+
+def test_whatever_says_what_is_computed_where_changes_the_facts() -> None:
+    one, two = gpu(8), [gpu(8, name="GPU0"), gpu(8, name="GPU1")]
+    facts = [
+        ON_CPU.facts([]),
+        Placement(8, 0).facts([one]),
+        Placement(8, 4).facts([one]),
+        Placement(8, 4).facts([gpu(8, name="GPU7")]),
+        Placement(8, 4, (), 6).facts([one]),
+        Placement(8, 4, (1.0, 1.0)).facts(two),
+        Placement(8, 4, (1.0, 3.0)).facts(two),
+    ]
+    assert len({repr(each) for each in facts}) == len(facts)
+
+
+def test_facts_are_the_same_for_all_ways_to_say_the_same() -> None:
+    one, less_free = gpu(8), gpu(5)
+    assert Placement(8, 9).facts([one]) == Placement(8, 100).facts([less_free])
+    assert Placement(8, 4, (), 0).facts([one]) == Placement(8, 4, (), 5).facts([one])
+    assert Placement(8, 99).facts([]) == ON_CPU.facts([])
+
+
+def test_llama_cpp_is_told_which_gpus_how_many_layers_and_what_stays() -> None:
+    found = [Gpu(0x10, "GPU0", "", GIB, GIB), Gpu(0x20, "GPU1", "", GIB, GIB)]
+    params = defaults(llama().llama_model_default_params)
+    told = PlacementParams(Placement(4, 5, (3.0, 1.0), 2), found)
+    told.put_into(params)
+    assert params.n_gpu_layers == 5
+    assert list(params.tensor_split[:2]) == [3.0, 1.0]
+    overrides = [params.tensor_buft_overrides[index] for index in range(3)]
+    assert overrides[0].pattern == rb"blk\.0\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+    assert overrides[1].buffer == llama().ggml_backend_cpu_buffer_type()
+    assert overrides[2].pattern is None
+
+
+def test_without_a_gpu_llama_cpp_is_told_nothing_new() -> None:
+    params, untouched = (defaults(llama().llama_model_default_params) for _ in range(2))
+    PlacementParams(Placement(4, 5, (), 2), []).put_into(params)
+    untouched.n_gpu_layers = 5
+    assert bytes(params) == bytes(untouched)
+
+
+@pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
+def test_a_model_on_a_machine_without_a_gpu_is_on_the_cpu(model_file) -> None:
+    models = [LlamaModel(model_file("moe"), placement=each) for each in (ON_CPU, Placement(2, 99, (), 2))]
+    assert [model.placement for model in models] == ["CPU", "CPU"]
+    assert not any(model.offloads for model in models)
+    for model in models:
+        model.close()
