@@ -1,22 +1,16 @@
 # make run is all it takes; make help lists the rest.
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat test test-fast check bench clean
+.PHONY: help run chat test test-fast check bench native clean
 
 BIN := .venv/bin
 RUNNING := .venv/.emberkeep-installed
 DEVELOPING := .venv/.emberkeep-dev-installed
 
-# The multimodal library is not used; leaving it out saves minutes of compiling.
-CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
-export CMAKE_ARGS
-
 # Not auto: that counts two threads of one core as one.
 ON_ALL_CORES := -n logical --dist worksteal
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-
-HAS_LLAMA_CPP := import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -44,6 +38,18 @@ check: $(DEVELOPING) ## formatting, lint, types, layers
 bench: $(RUNNING) ## measure: make bench ARGS=all
 	@$(BIN)/emberkeep bench $(ARGS)
 
+# The multimodal library is not used; leaving it out saves minutes. A GPU: make native CMAKE_ARGS=-DGGML_CUDA=ON
+CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+# gcc 12 drops the stores into AMX's tile configuration, so the first tile instruction would end the process.
+NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+
+native: $(RUNNING) ## compile llama.cpp for this machine, about 7 minutes on two cores; it is used from then on
+	@command -v c++ >/dev/null || { echo "That takes a C++ compiler: install g++ or clang."; exit 1; }
+	@$(BIN)/python -m pip uninstall --yes --quiet --disable-pip-version-check llama-cpp-python
+	@CMAKE_ARGS="$(CMAKE_ARGS)" CFLAGS="$(NO_AMX) $(CFLAGS)" CXXFLAGS="$(NO_AMX) $(CXXFLAGS)" \
+		$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -e '.[native]'
+	@$(BIN)/emberkeep doctor
+
 clean: ## remove what was installed and cached here (models and stored state stay)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
@@ -52,11 +58,9 @@ $(RUNNING): WHAT := .
 $(DEVELOPING): WHAT := .[dev,hf,embeddings,remote]
 $(DEVELOPING): ALSO := $(RUNNING)
 $(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
-	@command -v c++ >/dev/null || { echo "A C++ compiler is needed to build llama.cpp: install g++ or clang."; exit 1; }
 	@echo "Installing Emberkeep into .venv."
-	@$(BIN)/python -c '$(HAS_LLAMA_CPP)' || \
-		echo "Compiling llama.cpp once, about 7 minutes on two cores; later installs take it from pip's cache."
 	@$(BIN)/python -m pip install --disable-pip-version-check -e '$(WHAT)'
+	@$(BIN)/python -m emberkeep.models.llama_library
 	@touch $@ $(ALSO)
 
 $(BIN)/python:

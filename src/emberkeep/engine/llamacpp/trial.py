@@ -28,10 +28,10 @@ _SHAPES = (1, 2, 8, 33, 64, 128, 512)
 """Rows of a batch; kernels differ by how many there are."""
 _TIMEOUT_S = 120.0
 _MEND = {
-    NATIVE: "compile it on this machine with `make native`, or "
-    "`pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python`",
+    NATIVE: "`make native` compiles it for this one, and without it (`pip uninstall llama-cpp-python`) "
+    "the ready-made one is used",
 }
-_MEND_OTHERS = "compile one on this machine with `make native` or `pip install 'emberkeep[native]'`"
+_MEND_OTHERS = "`make native` or `pip install 'emberkeep[native]'` compiles one that does"
 
 
 def choose(choice: str, verdicts: Path | None = None) -> LibraryFile:
@@ -73,7 +73,7 @@ def prove(library: LibraryFile, verdicts: Path) -> None:
     reason = _try(library)
     if reason is not None:
         mend = _MEND.get(library.kind, _MEND_OTHERS)
-        raise EngineError(f"llama.cpp ({library}) does not run on this CPU: it {reason}. Mend it: {mend}.")
+        raise EngineError(f"llama.cpp ({library}) does not run on this CPU, it {reason}: {mend}.")
     try:
         replace_file(private_folder(verdicts) / verdict.name, f"{library}\n".encode())
     except OSError as error:
