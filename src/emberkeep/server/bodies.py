@@ -79,7 +79,7 @@ class _Body:
 
     def _check_headers(self) -> None:
         for name, value in self._headers:
-            if name == b"content-length" and int(value) > self._room.limits.body_bytes:
+            if name == b"content-length" and value.isdigit() and int(value) > self._room.limits.body_bytes:
                 raise self._too_large()
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise Refused(_PACKED)

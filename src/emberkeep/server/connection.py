@@ -39,6 +39,7 @@ _LARGE_HEAD = Failure(431, _ERROR, "The headers are too large or too many: send 
 _TINY_PARTS = Failure(400, _ERROR, "The body comes in too many tiny chunks: send larger ones.", "tiny_chunks")
 _PIPELINED = Failure(429, _ERROR, "Too many requests were sent ahead: wait for answers.", "too_many_pipelined")
 _TINY_BYTES = 64
+_WARN_EVERY_S = 60.0
 _CROWDED = Failure(
     503,
     "overloaded",
@@ -57,6 +58,7 @@ class Connections:
     """Is told what was refused before the application heard of it."""
     unfinished: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
     """Connections whose client has not sent all of a request, the one that waits longest first."""
+    warn_at: float = 0.0
 
 
 def bounded(connections: Connections) -> type[Connection]:
@@ -122,11 +124,26 @@ class Connection(HttpToolsProtocol):
     def _make_room(self) -> None:
         if self.shared.unfinished:
             oldest, _ = self.shared.unfinished.popitem(last=False)
-            self.shared.on_refusal(_CROWDED)
+            self._refuse_crowd()
             oldest.transport.abort()
         elif len(self.connections) > self._limits.connections + self._limits.spare_connections:
-            self.shared.on_refusal(_CROWDED)
+            self._refuse_crowd()
             self.transport.abort()
+
+    async def _turn_away(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI, in place of the application."""
+        if scope["path"] in OPEN_PATHS:
+            await self._served(scope, receive, send)
+        else:
+            self._refuse_crowd()
+            await failure_response(_CROWDED)(scope, receive, send)
+
+    def _refuse_crowd(self) -> None:
+        self.shared.on_refusal(_CROWDED)
+        now = self.loop.time()
+        if self.shared.warn_at <= now:
+            self.shared.warn_at = now + _WARN_EVERY_S
+            log.warning("%d connections are open: some are closed or refused.", len(self.connections))
 
     # ── what comes in ──
 
@@ -188,7 +205,7 @@ class Connection(HttpToolsProtocol):
         self._unfinished_bytes = self._body_parts = self._body_bytes = 0
         self._head_since = None
         is_crowded = len(self.connections) > self._limits.connections
-        self.app = _crowded(self._served) if is_crowded else self._served
+        self.app = self._turn_away if is_crowded else self._served
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         if len(self._cycles) > 1:
@@ -308,16 +325,6 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     if not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()
-
-
-def _crowded(served: Callable[..., Any]) -> Callable[..., Any]:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS:
-            await served(scope, receive, send)
-        else:
-            await failure_response(_CROWDED)(scope, receive, send)
-
-    return app
 
 
 def _raw(failure: Failure) -> bytes:
