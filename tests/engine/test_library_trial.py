@@ -1,0 +1,168 @@
+"""A library is tried in a process of its own before this one uses it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from emberkeep.engine.llamacpp import api, shared_library, trial
+from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, used
+from emberkeep.engine.llamacpp.specimen import write_specimen
+from emberkeep.errors import EngineError
+
+UNDEFINED = {"aarch64": bytes(4), "x86_64": b"\x0f\x0b\x0f\x0b"}
+"""No CPU of the kind has such an instruction."""
+
+needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads where a library is mapped")
+
+
+def file_offset(path: Path, function: str) -> int:
+    """Where the code of `function` begins in the file of a library."""
+    library = ctypes.CDLL(str(path))
+    address = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, *_ = line.split()
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= address < end:
+            return address - start + int(offset, 16)
+    raise AssertionError("it is not mapped")
+
+
+@pytest.fixture(scope="session")
+def trapping(tmp_path_factory) -> LibraryFile:
+    """This machine's llama.cpp, as if it had been compiled for a CPU with more instructions."""
+    here = used()
+    folder = tmp_path_factory.mktemp("other-cpu") / "lib"
+    shutil.copytree(here.path.parent, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    copy = (folder / here.path.name).resolve()
+    begin = file_offset(here.path, "llama_decode")
+    with copy.open("r+b") as file:
+        file.seek(begin)
+        file.write(UNDEFINED[os.uname().machine])
+    return LibraryFile("native", copy)
+
+
+@needs_maps
+def test_a_library_for_another_cpu_ends_a_child_and_is_one_sentence(trapping, tmp_path):
+    with pytest.raises(EngineError, match=r"does not run on this CPU, it was ended by SIGILL: `make native`"):
+        trial.prove(trapping, tmp_path)
+    assert not list(tmp_path.iterdir())  # it may be mended
+
+
+@needs_maps
+def test_the_next_one_is_used_where_the_first_traps(trapping, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trial, "candidates", lambda choice: [trapping, used()])
+    assert trial.choose("auto", tmp_path) == used()
+    assert "SIGILL" in caplog.text
+    assert "SIGILL" in str(trial.failing("auto", tmp_path)[0])
+
+
+@needs_maps
+def test_serving_with_it_is_a_sentence_and_status_1_and_doctor_explains(trapping, tmp_path, model_file):
+    environment = {**os.environ, "EMBERKEEP_LLAMA_LIBRARY": str(trapping.path)}
+    command = [sys.executable, "-m", "emberkeep"]
+    served = subprocess.run(
+        [*command, "serve", "--model", str(model_file("dense")), "--data-dir", str(tmp_path), "--port", "0"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert served.returncode == 1
+    last = served.stderr.strip().splitlines()[-1]
+    assert "does not run on this CPU" in last
+    assert "Traceback" not in served.stderr
+    told = subprocess.run(
+        [*command, "doctor", "--data-dir", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode == 1
+    line = next(line for line in told.stdout.splitlines() if "llama.cpp" in line)
+    assert line.startswith("fail")
+    assert "SIGILL" in line
+
+
+def test_what_works_is_tried_once_per_library_and_cpu(tmp_path, monkeypatch):
+    tries = []
+    monkeypatch.setattr(trial, "_try", lambda library: tries.append(library))
+    for _ in range(3):
+        trial.prove(used(), tmp_path)
+    assert len(tries) == 1
+    monkeypatch.setattr(trial, "cpu", lambda: "another one")
+    trial.prove(used(), tmp_path)
+    monkeypatch.setattr(trial, "digest", lambda library: "another one")
+    trial.prove(used(), tmp_path)
+    assert len(tries) == 3
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    trial.prove(used(), tmp_path / "file" / "trials")
+
+
+def test_the_trial_of_a_good_library_passes():
+    done = subprocess.run(
+        [sys.executable, "-m", "emberkeep.engine.llamacpp.trial", str(used().path)],
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ending", [signal.SIGSEGV, signal.SIGKILL])
+def test_however_a_child_ends_it_is_told(ending, monkeypatch, tmp_path):
+    program = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(ending)})"]
+    monkeypatch.setattr(trial, "with_default_signals", lambda _: program)
+    with pytest.raises(EngineError, match=ending.name):
+        trial.prove(used(), tmp_path)
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path):
+    (tmp_path / "libllama.so").write_text("not a library")
+    with pytest.raises(EngineError, match=r"not a llama\.cpp library"):
+        api.bind(tmp_path / "libllama.so")
+
+
+def test_another_release_is_refused(monkeypatch):
+    monkeypatch.setattr(api, "VERSIONS", ("9.9",))
+    with pytest.raises(EngineError, match=r"only releases 9\.9 are known"):
+        api.bind(used().path)
+
+
+def test_parameters_that_are_elsewhere_are_refused(monkeypatch):
+    monkeypatch.setattr(api, "_context_layout", lambda library: None)
+    with pytest.raises(EngineError, match="are known here"):
+        api.bind(used().path)
+
+
+def test_a_path_that_is_not_there_is_told():
+    with pytest.raises(EngineError, match="no library at /nowhere"):
+        candidates("/nowhere")
+
+
+def test_what_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(shared_library, "_installed", lambda: iter(()))
+    with pytest.raises(EngineError, match=r"emberkeep\[native\]"):
+        candidates("native")
+
+
+def test_a_process_runs_on_one_library(tmp_path):
+    used()
+    with pytest.raises(EngineError, match="start another"):
+        shared_library.use(LibraryFile("named", tmp_path / "other.so"))
+
+
+def test_a_specimen_is_the_same_every_time(tmp_path):
+    write_specimen(tmp_path / "one.gguf")
+    write_specimen(tmp_path / "two.gguf")
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
