@@ -12,11 +12,12 @@ from pathlib import Path
 from emberkeep import __version__
 from emberkeep.bench.disk import folder_bytes
 from emberkeep.config import total_ram
-from emberkeep.engine.llamacpp import system_info
+from emberkeep.engine.llamacpp import system_info, version
+from emberkeep.engine.llamacpp.shared_library import used
 from emberkeep.models.parts import part_files
 from emberkeep.types import Json
 
-_PACKAGES = ("llama-cpp-python", "numpy", "fastapi", "uvicorn", "apsw")
+_PACKAGES = ("numpy", "fastapi", "uvicorn", "apsw")
 
 
 def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
@@ -32,7 +33,7 @@ def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
             "ram_bytes": total_ram(),
             "filesystem": _filesystem(folder),
             "load_average": list(os.getloadavg()),
-            "llama.cpp": " ".join(system_info().split()),
+            "llama.cpp": f"{version()} ({used().kind}): {' '.join(system_info().split())}",
         },
         "versions": {
             "python": platform.python_version(),
