@@ -116,6 +116,12 @@ def test_a_long_run_keeps_its_bytes_and_the_ids_of_its_beginning(vocab_of: Load,
     assert vocab.tokenize(text[: MAX_MATCH + MAX_MATCH // 2])[:1000] == ids[:1000]
 
 
+@pytest.mark.parametrize("unit", ["é", "Z", "\n", "🎉", "Zé\n"])
+def test_characters_without_a_token_have_the_ids_of_one_call(vocab_of: Load, unit: str) -> None:
+    text = "the " + unit * (10_000 // len(unit)) + " the<|im_end|>" + unit * 2000
+    assert vocab_of("llama").tokenize(text) == in_one_call(vocab_of("llama"), text)
+
+
 def test_a_failure_on_the_large_stack_is_the_callers() -> None:
     with pytest.raises(ZeroDivisionError):
         on_large_stack(lambda: 1 // 0)

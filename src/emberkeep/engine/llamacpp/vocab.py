@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
@@ -20,6 +21,8 @@ _WHOLE = _UNSEEN | api.TOKEN_USER_DEFINED
 _MAX_CHARS = 1 << 28
 """The library counts bytes, up to four for a character, and tokens in 32 bits."""
 
+_LEAD = "\n"
+_UNKNOWN_CHARS = 1 << 13
 _SLICE = 1 << 16
 
 
@@ -87,8 +90,27 @@ class LlamaVocab:
 
     def _tokenize_pieces(self, pieces: Sequence[str], parse_special: bool) -> list[int]:
         # A long run gives the same piece many times, and the library compiles its patterns anew for every one.
-        ids = {piece: self._tokenize_piece(piece, parse_special) for piece in dict.fromkeys(pieces)}
+        ids = {piece: self._tokenize_in_bytes(piece, parse_special) for piece in dict.fromkeys(pieces)}
         return [token for piece in pieces for token in ids[piece]]
+
+    def _tokenize_in_bytes(self, text: str, parse_special: bool) -> list[int]:
+        first, *rest = self._unknown_cutter.pieces(text) if len(text) > _UNKNOWN_CHARS else [text]
+        ids = self._tokenize_piece(first, parse_special)
+        # What begins a text gets a blank before it, so something else begins these.
+        lead = self._tokenize_piece(_LEAD, parse_special) if rest else []
+        for part in rest:
+            ids += self._tokenize_piece(_LEAD + part, parse_special)[len(lead) :]
+        return ids
+
+    @cached_property
+    def _unknown_cutter(self) -> TextCutter:
+        """Cuts runs of characters that have no token: at each of them llama.cpp copies all ids it has so far."""
+        if self._kind != api.VOCAB_SPM:
+            return TextCutter()
+        with_attrs = zip(self.pieces, self._attrs, strict=True)
+        words = (piece.decode("utf-8", "ignore") for piece, attr in with_attrs if not attr & api.TOKEN_BYTE)
+        unknown = "[^ " + "".join(re.escape(word) for word in words if len(word) == 1) + "]"
+        return TextCutter(runs=[re.compile(f"{unknown}{unknown}{{1023}}(?={unknown})")])
 
     def _tokenize_piece(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
