@@ -38,7 +38,7 @@ def cold(server: ServerProcess) -> Json:
 
 
 def store_folder(data_dir: Path) -> Path:
-    (folder,) = (data_dir / "kv").iterdir()
+    (folder,) = (path for path in (data_dir / "kv").iterdir() if path.is_dir())
     return folder
 
 

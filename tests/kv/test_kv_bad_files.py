@@ -137,3 +137,21 @@ def test_a_damaged_file_that_cannot_be_put_away_counts_until_it_is_gone(tmp_path
     assert not path.exists()
     assert store._books.disk_bytes == 0
     store.close()
+
+
+def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
+    store = only_on_disk(tmp_path, LONG)
+    match = store.match("", LONG)
+    chunks = [segment.chunk for segment in match.segments]
+    for place in (1, 2):
+        damage(file_of(tmp_path, chunks[place].key))
+    reads = [store.fetch(chunk, lambda: None) for chunk in chunks]  # all at once, as a request does it
+    store.release(match)
+    store._reader.close()
+    assert [read.state for read in reads[:3]] == [FetchState.READY, FetchState.DAMAGED, FetchState.DAMAGED]
+    check_books(store)
+    put(store, LONG)
+    again = reopened(store, tmp_path)
+    assert load(again, LONG) == 1000
+    assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
+    again.close()

@@ -345,12 +345,24 @@ class Books:
 
         `is_there`: it is damaged and could not be put out of reach.
         """
+        if chunk not in self:
+            self._lose_orphan(chunk, is_there=is_there)
+            return []
         below = [victim for victim in self._take_out(chunk) if victim.on_disk and victim is not chunk]
         for victim in below:
             self._wait_for_parent(_row_of(victim))
         if chunk.on_disk and is_there:
             self.leave(chunk.key, chunk.bytes)
         return [victim.key for victim in below]
+
+    def _lose_orphan(self, chunk: Chunk, *, is_there: bool) -> None:
+        """It was being read when one above it was found damaged, and is no better."""
+        assert chunk.parent is not None
+        row = self._orphans.get(chunk.parent.key, {}).get(chunk.key)
+        if row is not None:
+            self._stop_waiting(row.parent, row.key)
+            if is_there:
+                self.leave(row.key, row.bytes)
 
     def lose_orphans(self, missing: Container[ChunkKey]) -> None:
         """Their files are not there either."""

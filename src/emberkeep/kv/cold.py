@@ -468,10 +468,10 @@ class ColdTier:
         known = {row.key for row in rows}
         adopted, damaged = self._adopt(on_disk - known)
         self._tell_index_of_removals(known - on_disk)
-        present = {row.key: row for row in rows if row.key in on_disk}
-        present |= {row.key: row for row in adopted}
-        present |= {row.key: row for row in self._index.rows_after(max((row.seq for row in rows), default=0))}
-        return list(present.values()), damaged
+        new = self._index.rows_after(max((row.seq for row in rows), default=0))
+        told = {row.key for row in new}
+        present = rows if known <= on_disk else [row for row in rows if row.key in on_disk]
+        return [*present, *(row for row in adopted if row.key not in told), *new], damaged
 
     def _scan(self) -> set[ChunkKey]:
         """Raises OSError: half of what is there is no answer."""
@@ -479,7 +479,7 @@ class ColdTier:
         for folder in list_folder(self._chunks):
             for entry in list_folder(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else (folder,):
                 if is_chunk_name(entry.name) and not entry.is_symlink():
-                    found.add(ChunkKey(bytes.fromhex(entry.name.removesuffix(".kv"))))
+                    found.add(ChunkKey(bytes.fromhex(entry.name[:-3])))
                 elif not entry.is_dir(follow_symlinks=False):
                     foreign += entry.stat(follow_symlinks=False).st_size
         self._foreign_bytes = foreign

@@ -41,6 +41,7 @@ from emberkeep.types import SHARED, Approximation, MissReason, Ttl
 log = logging.getLogger("emberkeep.kv")
 
 CHUNK_TOKENS = 128
+_PATIENCE_S = 60.0
 
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -222,7 +223,7 @@ class KvStore:
         done = threading.Event()
         fetch = self.fetch(chunk, done.set)
         if fetch.state is FetchState.PENDING:
-            done.wait()
+            done.wait(_PATIENCE_S)  # a disk may never answer
         return fetch.state is FetchState.READY
 
     def other_model(self, sources: Sequence[str]) -> str | None:

@@ -21,11 +21,11 @@ log = logging.getLogger("emberkeep.kv")
 
 CHUNKS, QUARANTINE, TMP = "chunks", "quarantine", "tmp"
 OWNER = "owner"
-_CHUNK_NAME = re.compile(r"[0-9a-f]{64}\.kv")
+_CHUNK_NAME = re.compile(r"[0-9a-f]{64}\.kv").fullmatch
 
 
 def is_chunk_name(name: str) -> bool:
-    return _CHUNK_NAME.fullmatch(name) is not None
+    return _CHUNK_NAME(name) is not None
 
 
 def sweep_files(folder: Path, whose: Container[str]) -> int:

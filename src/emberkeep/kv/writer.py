@@ -48,6 +48,7 @@ class Writer:
         self._look_again = _LOOK_AGAIN
         self._changed = threading.Condition()
         self._busy = False
+        self._in_hand = 0
         self._batches = 0
         self._woken = False
         self._closing = False
@@ -100,7 +101,7 @@ class Writer:
             "written_bytes": self.written_bytes,
             "write_seconds": round(self.write_seconds, 6),
             "refused_chunks": self.refused_chunks,
-            "pending_chunks": len(self._queue),
+            "pending_chunks": len(self._queue) + self._in_hand,
             "last_error": self.last_error,
         }
 
@@ -120,6 +121,7 @@ class Writer:
                 self.refused_chunks += len(batch)
             with self._changed:
                 self._busy = False
+                self._in_hand = 0
                 self._batches += 1
                 self._changed.notify_all()
 
@@ -140,6 +142,7 @@ class Writer:
     def _next_batch(self) -> list[tuple[Chunk, Chunk | None]]:
         with self._changed:
             batch, self._queue = self._queue[:_BATCH], self._queue[_BATCH:]
+            self._in_hand = len(batch)
             return batch
 
     def _write(self, batch: list[tuple[Chunk, Chunk | None]]) -> None:
