@@ -237,6 +237,7 @@ def tried(attempt: Callable[[], object]) -> str:
         return ""
 
 
+@pytest.mark.serial  # on one core it takes a minute until the two are at it at the same time
 def test_a_folder_that_becomes_a_link_while_it_is_read_shows_nothing(swapping: World) -> None:
     naive, seen = set(), set()
     for i in count():
@@ -249,6 +250,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_read_shows_nothing(swapping: W
     assert SECRET not in seen and "empty/\nsecret.txt" not in seen
 
 
+@pytest.mark.serial
 def test_a_folder_that_becomes_a_link_while_it_is_written_changes_nothing(swapping: World) -> None:
     before = swapping.seen_outside()
     written = 0
