@@ -64,11 +64,19 @@ def test_listening_beyond_this_machine_without_a_key_is_a_failure(tmp_path: Path
     assert findings(tmp_path, host="0.0.0.0", api_key="canary")["access"].level is Level.OK
 
 
-def test_a_library_that_does_not_load_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "emberkeep.engine.llamacpp", None)
-    found = findings(tmp_path)["cpu"]
+def test_a_library_that_does_not_load_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "libllama.so").write_text("not a library")
+    found = findings(tmp_path, llama_library=str(tmp_path / "libllama.so"))["llama.cpp"]
     assert found.level is Level.FAIL
-    assert "llama.cpp cannot be loaded" in found.text
+    assert "is not a llama.cpp library" in found.text
+    assert "make native" in found.text
+
+
+def test_a_library_that_is_not_here_yet_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.engine.llamacpp.is_installed", lambda choice: False)
+    found = findings(tmp_path)["llama.cpp"]
+    assert found.level is Level.WARN
+    assert "`emberkeep serve` fetches it" in found.text
 
 
 def test_the_hugging_face_engine_is_told_with_versions_and_device(tmp_path: Path) -> None:
@@ -96,14 +104,14 @@ def test_a_hugging_face_engine_that_does_not_load_is_a_warning(
 
 
 def test_only_a_failure_gives_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "emberkeep.engine.llamacpp", None)
+    monkeypatch.setenv("EMBERKEEP_LLAMA_LIBRARY", str(tmp_path / "nowhere"))
     result = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path)])
     assert result.exit_code == 1
-    assert "fail  cpu " in result.output
-    monkeypatch.setitem(CHECKS, "cpu", lambda config: Finding(Level.WARN, "so"))
+    assert "fail  llama.cpp " in result.output
+    monkeypatch.setitem(CHECKS, "llama.cpp", lambda config: Finding(Level.WARN, "so"))
     result = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path)])
     assert result.exit_code == 0
-    assert "warn  cpu       so" in result.output
+    assert "warn  llama.cpp so" in result.output
 
 
 def test_who_answers_and_whose_key_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
