@@ -25,11 +25,13 @@ def open_and_look(model: Path, threads: int) -> dict[int, set[int]]:
     with one_core_each():
         settings = LlamaSettings(context=256, cells=256, sequences=1, batch=64, threads=threads)
         engine = LlamaEngine(LlamaModel(model), settings, "digest")
-    engine.close()
-    name = f"engine-{threading.get_native_id()}"
-    tasks = Path("/proc/self/task").iterdir()
-    team = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == name]
-    return {task: os.sched_getaffinity(task) for task in team}
+    try:
+        name = f"engine-{threading.get_native_id()}"
+        tasks = Path("/proc/self/task").iterdir()
+        team = [int(task.name) for task in tasks if (task / "comm").read_text().strip() == name]
+        return {task: os.sched_getaffinity(task) for task in team}
+    finally:
+        engine.close()
 
 
 @pytest.fixture
