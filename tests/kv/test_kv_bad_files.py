@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.kv import chunkfile
 from emberkeep.kv.fetch import FetchState
 from helpers.kv_building import (
     LONG,
@@ -155,3 +156,41 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
     assert load(again, LONG) == 1000
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
     again.close()
+
+
+def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkeypatch):
+    store = only_on_disk(tmp_path, LONG)
+    first = file_of(tmp_path, store.match("", LONG[:128]).segments[0].chunk.key)
+    real = chunkfile.read
+
+    def bad_sector(path, *rest):
+        if path == first:
+            raise OSError(5, "Input/output error")
+        return real(path, *rest)
+
+    monkeypatch.setattr("emberkeep.kv.chunkfile.read", bad_sector)
+    assert [load(store, LONG) for _ in range(6)] == [0] * 6
+    assert first.exists()
+    monkeypatch.setattr("emberkeep.kv.fetch._BAD_SECTOR_S", 0.0)
+    load(store, LONG)
+    assert not first.exists()
+    monkeypatch.setattr("emberkeep.kv.chunkfile.read", real)
+    store.insert(store.origin(""), LONG[:128], exported(LONG, 0, 128), (), fork=False)
+    assert load(store, LONG) == 1000
+    store.close()
+
+
+def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("emberkeep.kv.quarantine.MOST_FILES", 3)
+    prompts = [prompt(100, seed=seed) for seed in range(8)]
+    store = only_on_disk(tmp_path, *prompts)
+    for path in chunk_files(tmp_path):
+        damage(path)
+    assert [load(store, tokens) for tokens in prompts] == [0] * 8
+    kept = list(tmp_path.glob("*/quarantine/*"))
+    assert len(kept) == 3
+    assert store.stats()["cold"]["other_bytes"] >= sum(path.stat().st_size for path in kept) > 0
+    monkeypatch.setattr("emberkeep.kv.quarantine.MOST_BYTES", 0)
+    store = reopened(store, tmp_path)
+    assert list(tmp_path.glob("*/quarantine/*")) == []
+    store.close()

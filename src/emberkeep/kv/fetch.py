@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from emberkeep.kv.chunkfile import Damaged, describe
 from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.tree import Chunk
 
 log = logging.getLogger("emberkeep.kv")
@@ -19,6 +21,10 @@ log = logging.getLogger("emberkeep.kv")
 _THREADS = 3
 _QUIET_S = 1.0
 """After a load the processor belongs to the answer: memory for the next one is prepared later."""
+_BAD_SECTOR_READS = 4
+_BAD_SECTOR_S = 300.0
+"""A file that answers with nothing but I/O errors so often and for so long will not get better."""
+_MOST_FAILING = 1024
 
 
 class FetchState(Enum):
@@ -67,6 +73,8 @@ class Reader:
         self._on_done = on_done
         self._typical_size = typical_size
         self._ready_bytes = ready_bytes
+        self._failing: dict[ChunkKey, tuple[int, float]] = {}
+        """How often a file could not be read since when."""
         self._threads = ThreadPoolExecutor(_THREADS, "kv-read")
         self._preparing: threading.Timer | None = None
         # Now and not beside the first request, which may be here the moment we are.
@@ -115,7 +123,9 @@ class Reader:
     def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None, bool]:
         """Only what is missing or fails its check is given up: every other error may pass."""
         try:
-            return FetchState.READY, self._cold.read(describe(chunk, self._fingerprint)), True
+            payload = self._cold.read(describe(chunk, self._fingerprint))
+            self._failing.pop(chunk.key, None)
+            return FetchState.READY, payload, True
         except Damaged as reason:
             log.warning("quarantined %s.kv: %s", chunk.key.hex(), reason)
             return FetchState.DAMAGED, None, not self._cold.quarantine(chunk.key)
@@ -123,5 +133,16 @@ class Reader:
             log.info("%s.kv is gone: %s", chunk.key.hex(), error)
             return FetchState.GONE, None, False
         except (OSError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EIO and self._is_bad_for_good(chunk.key):
+                log.warning("quarantined %s.kv: %s, for minutes now", chunk.key.hex(), error)
+                return FetchState.DAMAGED, None, not self._cold.quarantine(chunk.key)
             log.warning("cannot read %s.kv just now: %s", chunk.key.hex(), error)
             return FetchState.UNREADABLE, None, False
+
+    def _is_bad_for_good(self, key: ChunkKey) -> bool:
+        """Else a bad sector in a prefix that many share would cost each of them its whole prompt for ever."""
+        count, since = self._failing.get(key, (0, monotonic()))
+        self._failing[key] = count + 1, since
+        while len(self._failing) > _MOST_FAILING:
+            self._failing.pop(next(iter(self._failing)), None)
+        return count + 1 >= _BAD_SECTOR_READS and monotonic() - since >= _BAD_SECTOR_S

@@ -85,6 +85,7 @@ class KvStore:
         self._warm_budget = warm_budget
         self._cold_budget = cold_budget
         self._lock = threading.Lock()
+        self._fits_engine = True
         self._books = Books(self.keeping.worth)
         self._clock = clock(None)
         self._writes = WriteBudget(self.keeping.writes_per_day)
@@ -153,6 +154,19 @@ class KvStore:
         self._forgetter.remove_leaving = self._house.remove_leaving
         self._forgetter.adopt = self._adopt
 
+    def follow(self, fingerprint: bytes) -> None:
+        """The engine computes with `fingerprint` from now on, and holds nothing that it computed before.
+
+        While that is not the store's own, nothing is found in it for the engine and nothing is taken from it.
+        """
+        with self._lock:
+            self._fits_engine = fingerprint == self.fingerprint
+
+    @property
+    def fits_engine(self) -> bool:
+        """Whether what the engine computes now may be stored here."""
+        return self._fits_engine
+
     # ── lookup ──
 
     def match(self, namespace: str, tokens: TokenArray, *, snapshots: bool = False) -> Match:
@@ -163,7 +177,7 @@ class KvStore:
         with self._lock:
             self._books.clock += 1
             self.counters.lookups += 1
-            cursor = self._books.deepest(self._books.origin(namespace), tokens)
+            cursor = self._deepest(self._books.origin(namespace), tokens)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             segments = path_to(cursor)
             if snapshots:
@@ -182,6 +196,8 @@ class KvStore:
         Never blocks on disk. The first call looks at everything that is stored.
         """
         with self._lock:
+            if not self._fits_engine:
+                return ()
             found = self._books.content.find(namespace, tokens, begin, approximation.sinks)
             pieces = to_pieces(found, approximation)
             late = self._take([chunk for piece in pieces for chunk in piece.chunks])
@@ -191,7 +207,7 @@ class KvStore:
     def peek(self, namespace: str, tokens: TokenArray, *, snapshots: bool) -> Peek:
         """What `match` would find; nothing is used or pinned by looking."""
         with self._lock:
-            cursor = self._books.deepest(self._books.origin(namespace), tokens)
+            cursor = self._deepest(self._books.origin(namespace), tokens)
             segments = path_to(cursor)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
@@ -201,6 +217,8 @@ class KvStore:
     def peek_elsewhere(self, namespace: str, tokens: TokenArray, begin: int, approximation: Approximation) -> int:
         """How many tokens `match_elsewhere` would find."""
         with self._lock:
+            if not self._fits_engine:
+                return 0
             found = self._books.content.find(namespace, tokens, begin, approximation.sinks)
         return sum(piece.end - piece.start for piece in to_pieces(found, approximation))
 
@@ -344,7 +362,7 @@ class KvStore:
     def advance(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
         """Move `cursor` along everything already stored for `tokens`."""
         with self._lock:
-            return self._books.deepest(cursor, tokens)
+            return self._deepest(cursor, tokens)
 
     def growth_point(self, cursor: Cursor) -> Cursor:
         """Where the next chunk should begin: at `cursor`, or earlier if it ends an unshared tail.
@@ -379,7 +397,7 @@ class KvStore:
         tokens = np.array(tokens, np.int32)  # a copy: the caller's may be a view of what it goes on writing
         chunk = self._new_chunk(cursor, tokens, payload, tuple(sampled), given)
         with self._lock:
-            if cursor.chunk not in self._books:
+            if not self._fits_engine or cursor.chunk not in self._books:
                 return self._books.origin(cursor.namespace)
             chunk.parent = self._books.anchored(cursor.chunk)
             if known := self._books.get(chunk.key):
@@ -406,7 +424,7 @@ class KvStore:
         """Add the state at exactly `cursor`. Does nothing where there is one, or no room for it."""
         chunk = self._new_chunk(cursor, _NO_TOKENS, payload, (), False)
         with self._lock:
-            if cursor.chunk not in self._books or self._books.get(chunk.key):
+            if not self._fits_engine or cursor.chunk not in self._books or self._books.get(chunk.key):
                 return
             chunk.parent = self._books.anchored(cursor.chunk)
             self._add(chunk, payload)
@@ -496,6 +514,9 @@ class KvStore:
             }
 
     # ── inside, with the lock held ──
+
+    def _deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
+        return self._books.deepest(cursor, tokens) if self._fits_engine else self._books.origin(cursor.namespace)
 
     def _take(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Use and pin; returns those that were not worth writing so far."""

@@ -1,0 +1,124 @@
+"""What is not limited by its bytes is limited by its number, and every file counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.errors import StoreFailed
+from emberkeep.kv import chunkfile
+from emberkeep.kv.entries import Label
+from emberkeep.types import EntryKind, private_namespace
+from helpers.kv_building import (
+    LONG,
+    check_books,
+    chunk_files,
+    chunks_of,
+    load,
+    new_store,
+    no_space,
+    only_on_disk,
+    prompt,
+    put,
+)
+
+
+def label(number: int) -> Label:
+    return Label(EntryKind.CONVERSATION, f"talk {number}", "Hello.", None, f"talk {number}")
+
+
+def test_of_many_conversations_in_one_state_the_latest_and_the_pinned_keep_their_names(store, monkeypatch):
+    monkeypatch.setattr("emberkeep.kv.books.MOST_ENTRIES", 5)
+    cursor = put(store, LONG[:100])
+    first = store.turn_ended(label(0), cursor)
+    store.catalogue.pin(first.id, True)
+    for number in range(1, 20):
+        store.turn_ended(label(number), cursor)
+    names = sorted(entry.name for entry in store.catalogue.entries())
+    assert names == ["talk 0", "talk 16", "talk 17", "talk 18", "talk 19"]
+
+
+def test_looking_for_somebody_leaves_nothing(store):
+    for number in range(50):
+        assert load(store, LONG, namespace=private_namespace(f"user {number}")) == 0
+    assert store._books._roots == {}
+
+
+def test_files_are_limited_in_number_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    monkeypatch.setattr("emberkeep.kv.housekeeping.MOST_FILES", 10)
+    store = new_store(tmp_path)
+    for seed in range(25):
+        put(store, prompt(20, seed=seed))
+    store.flush()
+    assert 5 <= len(chunk_files(tmp_path)) <= 10
+    check_books(store)
+    store.close()
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_path, monkeypatch, is_indexed):
+    monkeypatch.setattr("emberkeep.kv.housekeeping._RETRY_S", 0.0)
+    only_on_disk(tmp_path, LONG).close()
+    size = sum(path.stat().st_size for path in chunk_files(tmp_path))
+    if not is_indexed:
+        for path in tmp_path.glob("*/index.db*"):
+            path.unlink()
+
+    def refuse(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(chunkfile, "read_description", refuse)
+        store = new_store(tmp_path)
+    assert load(store, LONG) == (1000 if is_indexed else 0)
+    assert store._books.disk_bytes + store._cold.side_bytes == size
+    store.sweep()
+    store.flush()
+    assert load(store, LONG) == 1000
+    assert store._books.disk_bytes + store._cold.side_bytes == size == store.held_bytes()[1]
+    check_books(store)
+    store.close()
+
+
+def test_unreachable_and_unreadable_files_go_before_anything_that_is_of_use(tmp_path, monkeypatch):
+    store = only_on_disk(tmp_path, LONG)
+    match = store.match("", LONG)
+    store.release(match)
+    store._cold._path(match.segments[0].chunk.key).unlink()
+    load(store, LONG)
+    size = store._books.disk_bytes
+    assert store.held_bytes()[1] == 0 < size
+    store._house._budget = size
+    put(store, prompt(128, seed=9))
+    store.flush()
+    assert len(chunk_files(tmp_path)) == 1
+    assert load(store, prompt(128, seed=9)) == 128
+    check_books(store)
+    store.close()
+
+
+def test_what_was_not_worth_writing_is_forgotten_with_its_state(tmp_path):
+    store = new_store(tmp_path, warm=4000, cold=100)
+    for seed in range(30):
+        put(store, prompt(60, seed=seed))
+        store.flush()
+    assert len(store._books.unwritten) <= len(chunks_of(store)) < 10
+    store.close()
+
+
+def test_a_removal_that_fails_counts_and_is_tried_again(tmp_path, monkeypatch):
+    store = new_store(tmp_path)
+    entry = store.turn_ended(label(0), put(store, LONG))
+    store.flush()
+    with monkeypatch.context() as broken:
+        broken.setattr("os.unlink", no_space)
+        with pytest.raises(StoreFailed, match="could not be removed"):
+            store.catalogue.remove(entry.id)
+        assert load(store, LONG) == 0
+        assert store._books.disk_bytes == sum(path.stat().st_size for path in chunk_files(tmp_path)) > 0
+    store.sweep()
+    store.flush()
+    assert chunk_files(tmp_path) == [] and store._books.disk_bytes == 0
+    put(store, LONG)
+    assert load(store, LONG) == 1000
+    store.close()
