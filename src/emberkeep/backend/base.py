@@ -130,7 +130,9 @@ class Backend(Protocol):
         """Which code computes attention; None where there is no choice."""
 
     async def switch_attention(self, tier: AttentionTier) -> None:
-        """Use another one from the next step on. Raises RequestError where there is no choice or not that one."""
+        """Use another one when what runs now has finished. Its state has a fingerprint of its own: until the first
+        tier is back, nothing is stored or loaded. Raises RequestError where there is no choice or not that one.
+        """
 
     async def start(self) -> None:
         """What needs the event loop: connect to what tools need. Never raises."""

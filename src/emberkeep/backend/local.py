@@ -345,7 +345,8 @@ class LocalBackend:
             raise RequestError(f"{self.card.id} has one way to compute attention: tiers are for --engine hf.")
         if tier not in attention.available:
             raise RequestError(f"Attention can be {', '.join(attention.available)} on this device, not {tier}.")
-        await asyncio.wrap_future(self.loop.call(lambda: attention.switch(tier)))
+        if tier is not attention.tier:
+            await asyncio.wrap_future(self.loop.between_jobs(lambda: attention.switch(tier)))
 
     def _experts(self) -> ExpertTracking:
         if self.loop.experts is None:

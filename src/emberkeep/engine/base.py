@@ -152,7 +152,10 @@ class Attention(Protocol):
         """The fastest first."""
 
     def switch(self, tier: AttentionTier) -> None:
-        """Use another one from the next step on. Raises EngineError for one that is not available."""
+        """Use another one from the next step on. Raises EngineError for one that is not available.
+
+        State of two tiers differs in its bytes, and the engine's fingerprint changes: empty its sequences first.
+        """
 
 
 class Engine(Protocol):
@@ -164,7 +167,7 @@ class Engine(Protocol):
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes that change whenever anything that shapes KV bytes changes."""
+        """32 bytes that change whenever anything that shapes KV bytes changes, `attention.tier` for instance."""
 
     @property
     def experts(self) -> ExpertTracking | None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
 from emberkeep.engine.splicing import check_splice
 from emberkeep.errors import EngineError
-from emberkeep.types import Json
+from emberkeep.types import AttentionTier, Json
 
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PAIRS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "st", " t", " a", " s", "e ", "s ", ". ")
@@ -101,6 +101,22 @@ class _State:
     """False between the import of ranges and that of the snapshot that belongs to them."""
 
 
+class FakeTiers:
+    """Ways to compute attention, each of which gives values of its own. See `Attention`."""
+
+    available: tuple[AttentionTier, ...] = (AttentionTier.FLASH, AttentionTier.PLAIN)
+
+    def __init__(self) -> None:
+        self.tier = self.available[0]
+
+    def switch(self, tier: AttentionTier) -> None:
+        self.tier = tier
+
+    @property
+    def number(self) -> int:
+        return self.available.index(self.tier)
+
+
 class FakeEngine:
     """`on_evaluate` is called before every step, on the engine's thread: tests use it to pause or to fail."""
 
@@ -113,6 +129,7 @@ class FakeEngine:
         batch: int = 512,
         weights: str = "fake",
         kv_unit: KvUnit = KvUnit.RANGE,
+        attention: FakeTiers | None = None,
         on_evaluate: Callable[[Sequence[Rows]], None] | None = None,
     ) -> None:
         self.vocab = FakeVocab()
@@ -128,9 +145,9 @@ class FakeEngine:
             can_blend=kv_unit is KvUnit.RANGE,
             packs=frozenset({16, *_PACKED_VALUES} if kv_unit.has_ranges else {16}),
         )
-        self.fingerprint = hashlib.sha256(f"fake engine, weights {weights}, by {kv_unit}".encode()).digest()
+        self._name = f"fake engine, weights {weights}, by {kv_unit}"
         self.experts = None
-        self.attention = None
+        self.attention = attention
         self.footprint: Footprint | None = None
         self.on_evaluate = on_evaluate
         self.evaluated_tokens = 0
@@ -139,6 +156,11 @@ class FakeEngine:
         self._unit = kv_unit
         self._states: dict[int, _State] = {}
         self._latest: list[int] = []
+
+    @property
+    def fingerprint(self) -> bytes:
+        tier = f", attention {self.attention.number}" if self.attention else ""
+        return hashlib.sha256((self._name + tier).encode()).digest()
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         if self.on_evaluate:
@@ -319,9 +341,10 @@ class FakeEngine:
         return self._states.setdefault(sequence, _State(self._weights))
 
     def _append(self, state: _State, token: int) -> None:
-        state.rest = _mix(state.rest + 1, token)
+        seen = token if self.attention is None else token + self.vocab.size * self.attention.number
+        state.rest = _mix(state.rest + 1, seen)
         if self._unit.has_ranges:
-            state.cells.append(_Cell(_mix(state.cells[-1].value if state.cells else self._weights, token)))
+            state.cells.append(_Cell(_mix(state.cells[-1].value if state.cells else self._weights, seen)))
         state.end += 1
 
     def _lacks_room(self, more: int) -> bool:

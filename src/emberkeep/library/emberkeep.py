@@ -206,7 +206,9 @@ class Emberkeep:
     def attention_tier(self, switch_to: str | None = None) -> str | None:
         """Which code computes attention: `own`, `flash` or `plain`; None for an engine without a choice.
 
-        With `switch_to` another one is used from the next step on. Raises RequestError for one that is not there.
+        With `switch_to` another one is used from now on; running calls finish before it. It computes other bytes:
+        until the model's first one is used again, nothing is stored, and nothing stored is reused. Raises
+        RequestError for one that is not there.
         """
         if switch_to is not None:
             if switch_to not in list(AttentionTier):

@@ -61,7 +61,7 @@ class Keeper:
         Ending a chunk there keeps the branches from each storing the shared part of it.
         """
         is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
-        if is_worth_it and sequence.is_kept and not self._takes_snapshots:
+        if is_worth_it and self._keeps(sequence) and not self._takes_snapshots:
             self._keep(sequence, position, tail=True, fork=True)
 
     def write_down(self, sequence: Sequence) -> Entry | None:
@@ -77,7 +77,7 @@ class Keeper:
         return entry
 
     def _keeps(self, sequence: Sequence) -> bool:
-        return self._can_export and sequence.is_kept
+        return self._can_export and sequence.is_kept and self._store.fits_engine
 
     def _keep(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
         tokens = sequence.tokens[:end]

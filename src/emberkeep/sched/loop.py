@@ -107,6 +107,7 @@ class EngineLoop:
         self._after_step = after_step
         self._engine = engine
         self._store = store
+        store.follow(engine.fingerprint)
         self._settings = settings
         self._inbox = Inbox()
         self._line = WaitingLine()
@@ -162,8 +163,9 @@ class EngineLoop:
         """Run `action` on the engine's thread while the engine holds nothing.
 
         Running jobs finish before it, new ones wait for it, and sequences at rest are dropped: the store has them
-        as well. An error of `action` ends the loop, since nobody knows what it left of the engine. Raises as
-        `submit` does; an action that still waits then fails with the same.
+        as well. What is computed after it may have another fingerprint: while it has, nothing of it is stored, and
+        nothing stored is used for it. An error of `action` ends the loop, since nobody knows what it left of the
+        engine. Raises as `submit` does; an action that still waits then fails with the same.
         """
         future, run = promised(action)
         self._inbox.enter(BetweenJobs(run, future))
@@ -217,7 +219,7 @@ class EngineLoop:
 
     @property
     def attention(self) -> Attention | None:
-        """The engine's: switch it only by `call`."""
+        """The engine's: switch it only by `between_jobs`."""
         return self._engine.attention
 
     def engine_stats(self) -> dict[str, Json]:
@@ -498,6 +500,7 @@ class EngineLoop:
                 self._slots.drop(sequence)
             command = self._between.popleft()
             command.action()
+            self._store.follow(self._engine.fingerprint)
             self._place_freed = True
             if not command.future.cancelled() and (error := command.future.exception()):
                 raise error

@@ -81,11 +81,15 @@ class HfEngine:
             can_blend=self._turns is not None and len(self._network.layers) > FULL_LAYERS,
             packs=self._transfer.packs,
         )
-        shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
-        self.fingerprint = fingerprint(model, [str(learned.dtype), shapes], weights_digest)
         self._check_against_reference()
         if self._network.device.type == "cuda":
             self._graphs = _recorded(self._network, self._memory, settings.sequences, self.capabilities.context)
+        shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
+        layout = [str(learned.dtype), shapes]
+        self._fingerprints = {
+            tier: fingerprint(model, layout, weights_digest, tier, is_recorded=self._graphs is not None)
+            for tier in self.attention.available
+        }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings.batch)
 
     # ── evaluating ──
@@ -284,6 +288,11 @@ class HfEngine:
         return rows
 
     # ── about itself ──
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Follows the tier in use."""
+        return self._fingerprints[self.attention.tier]
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self._network.device)

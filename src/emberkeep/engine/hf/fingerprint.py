@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
+from pathlib import Path
 
 import torch
 import transformers
@@ -13,19 +15,70 @@ from emberkeep.types import Json
 
 _VERSION = 1
 """Of the payloads: raise it when their bytes change."""
+_CPU_NAMES = ("model name", "CPU implementer", "CPU part", "CPU variant")
 
 
-def fingerprint(model: HfModel, layout: Json, weights_digest: str) -> bytes:
+def fingerprint(
+    model: HfModel, layout: Json, weights_digest: str, attention: str, *, is_recorded: bool = False
+) -> bytes:
+    """`attention`: which code computes it. `is_recorded`: single tokens take steps of another make, with fused
+    kernels."""
     config = model.network.config.get_text_config()
     fields = {
         "engine": "hf",
         "version": _VERSION,
-        "torch": torch.__version__,
+        "torch": [torch.__version__, torch.__config__.show()],
         "transformers": transformers.__version__,
         "weights": weights_digest,
         "architecture": type(model.network).__name__,
         "dtype": str(model.network.dtype),
         "layout": layout,
         "rope": getattr(config, "rope_parameters", None),
+        "device": _device(model.network.device),
+        "switches": _switches(),
+        "attention": attention,
+        "recorded": is_recorded,
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).digest()
+
+
+def _device(device: torch.device) -> Json:
+    """Libraries choose their kernels by what they run on."""
+    if device.type == "cuda":
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return ["cuda", name, capability, torch.version.cuda, torch.backends.cudnn.version()]
+    if device.type == "mps":
+        return ["mps", platform.machine(), platform.mac_ver()[0]]
+    capability = torch.backends.cpu.get_cpu_capability()
+    # A product over a long row is shared among the threads, and adds up in another order with more of them.
+    return [device.type, platform.machine(), _cpu_name(), capability, torch.get_num_threads()]
+
+
+def _cpu_name() -> Json:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return platform.processor()
+    said = [(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+    return sorted({fact for fact in said if fact[0] in _CPU_NAMES})
+
+
+def _switches() -> Json:
+    """Of the whole process: anybody may have changed them before the model was opened."""
+    cuda = torch.backends.cuda
+    return {
+        "float32": torch.get_float32_matmul_precision(),
+        "tf32": [cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+        "short sums": [
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ],
+        "attention": [
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ],
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

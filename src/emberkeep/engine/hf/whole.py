@@ -68,7 +68,8 @@ class HfWholeEngine:
             kv_bytes_per_token=0,
             snapshot_bytes=size * settings.context,
         )
-        self.fingerprint = fingerprint(model, "whole", weights_digest)
+        attention = str(getattr(self._model.config, "_attn_implementation", None))
+        self.fingerprint = fingerprint(model, "whole", weights_digest, attention)
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:

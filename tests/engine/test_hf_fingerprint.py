@@ -1,0 +1,121 @@
+"""Whatever changes the bytes of the Hugging Face engine's state changes its fingerprint."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from emberkeep.engine.base import Rows
+from emberkeep.engine.hf import HfEngine, HfSettings
+from emberkeep.engine.hf.fingerprint import fingerprint
+from emberkeep.types import AttentionTier
+from helpers.engines import exported
+from helpers.scheduling import PATIENCE, Rig, text
+
+FLASH, PLAIN = AttentionTier.FLASH, AttentionTier.PLAIN
+
+
+def opened(model, threads: int = 1, tier: AttentionTier | None = None) -> HfEngine:
+    settings = HfSettings(context=512, cells=1024, sequences=4, batch=256, attention=tier, threads=threads)
+    return HfEngine(model, settings, "digest")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    yield
+    torch.set_num_threads(1)
+
+
+def test_threads_and_attention_have_fingerprints_of_their_own(hf_model):
+    """A product over a long row adds up in another order with more threads."""
+    model = hf_model("llama")
+    kinds = [opened(model, 1, FLASH), opened(model, 1, PLAIN), opened(model, 2, FLASH), opened(model, 2, PLAIN)]
+    assert len({engine.fingerprint for engine in kinds}) == len(kinds)
+    assert opened(model).fingerprint == kinds[0].fingerprint
+
+
+def test_the_fingerprint_follows_the_tier_in_use(hf_model):
+    engine = opened(hf_model("llama"))
+    engine.attention.switch(PLAIN)
+    assert engine.fingerprint == opened(hf_model("llama"), tier=PLAIN).fingerprint
+    engine.attention.switch(FLASH)
+    assert engine.fingerprint == opened(hf_model("llama")).fingerprint
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch, "get_float32_matmul_precision"),
+        (torch, "are_deterministic_algorithms_enabled"),
+        (torch.backends.cuda, "flash_sdp_enabled"),
+        (torch.backends.cpu, "get_cpu_capability"),
+        (torch.__config__, "show"),
+        (platform, "machine"),
+    ],
+)
+def test_the_machine_and_the_switches_of_torch_are_known(open_hf, monkeypatch, family, owner, name):
+    before = open_hf(family).fingerprint
+    monkeypatch.setattr(owner, name, lambda: "another")
+    assert open_hf(family).fingerprint != before
+
+
+def test_tf32_has_a_fingerprint_of_its_own(hf_model):
+    before = opened(hf_model("llama")).fingerprint
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert opened(hf_model("llama")).fingerprint != before
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_a_gpu_is_known_by_its_name_and_capability(hf_model, monkeypatch):
+    model = hf_model("llama")
+    config, dtype = model.network.config, model.network.dtype
+    there = replace(model, network=SimpleNamespace(config=config, dtype=dtype, device=torch.device("cuda:0")))
+
+    def on(name: str, capability: tuple[int, int]) -> bytes:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return fingerprint(there, [], "digest", FLASH)
+
+    of_cpu = fingerprint(model, [], "digest", FLASH)
+    assert len({of_cpu, on("H200", (9, 0)), on("H100", (9, 0)), on("H200", (9, 1))}) == 4
+
+
+def test_recorded_steps_have_a_fingerprint_of_their_own(hf_model):
+    model = hf_model("llama")
+    plainly = fingerprint(model, [], "digest", AttentionTier.OWN)
+    assert plainly != fingerprint(model, [], "digest", AttentionTier.OWN, is_recorded=True)
+
+
+def test_the_ways_of_a_model_of_its_own_to_compute_attention_are_known(hf_model):
+    model = hf_model("llama")
+    assert fingerprint(model, "whole", "digest", "sdpa") != fingerprint(model, "whole", "digest", "eager")
+
+
+def test_every_stored_byte_is_of_the_tier_that_the_store_was_opened_for(hf_model, tmp_path):
+    prompts = [text(257, seed=seed) for seed in range(3)]
+    engine = opened(hf_model("llama"))
+    with Rig(tmp_path, engine) as rig:
+        for tier in (FLASH, PLAIN, FLASH, PLAIN):
+            rig.loop.between_jobs(lambda tier=tier: engine.attention.switch(tier)).result(PATIENCE)
+            for prompt in prompts:
+                lookup = rig.run(prompt, closing=(), max_new=1).lookup
+                assert tier is FLASH or lookup.reused_tokens == lookup.hot_tokens
+        rig.store.flush()
+        stored = {bytes(chunk.payload) for chunk in rig.store._books if len(chunk.tokens) == 128}
+    assert stored == {part for prompt in prompts for part in computed(opened(hf_model("llama")), prompt)}
+    assert stored.isdisjoint(
+        part for prompt in prompts for part in computed(opened(hf_model("llama"), tier=PLAIN), prompt)
+    )
+
+
+def computed(engine: HfEngine, prompt: list[int]) -> list[bytes]:
+    engine.evaluate([Rows(0, 0, np.array(prompt[:-1], np.int32), want_logits=False)])
+    return [bytes(exported(engine, 0, begin, begin + 128)) for begin in (0, 128)]

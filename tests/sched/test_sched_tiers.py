@@ -1,0 +1,103 @@
+"""State of two ways to compute attention never meets, in the engine or in the store."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from emberkeep.engine.base import KvUnit
+from emberkeep.engine.fake import FakeEngine, FakeTiers
+from emberkeep.types import AttentionTier
+from helpers.scheduling import PATIENCE, PROMPT, Gate, Rig, reference, text
+
+FLASH, PLAIN = FakeTiers.available
+
+
+def engine_of(tier: AttentionTier = FLASH, kv_unit: KvUnit = KvUnit.RANGE) -> FakeEngine:
+    engine = FakeEngine(cells=1 << 15, attention=FakeTiers(), kv_unit=kv_unit)
+    assert engine.attention is not None
+    engine.attention.switch(tier)
+    return engine
+
+
+def switch(rig: Rig, tier: AttentionTier) -> None:
+    attention = rig.loop.attention
+    assert attention is not None
+    rig.loop.between_jobs(lambda: attention.switch(tier)).result(PATIENCE)
+
+
+def expected(tokens: list[int], tier: AttentionTier, kv_unit: KvUnit = KvUnit.RANGE) -> list[int]:
+    return reference(tokens, engine=engine_of(tier, kv_unit))
+
+
+def test_each_tier_has_answers_and_a_fingerprint_of_its_own() -> None:
+    assert engine_of(FLASH).fingerprint != engine_of(PLAIN).fingerprint
+    assert expected(PROMPT, FLASH) != expected(PROMPT, PLAIN)
+
+
+def test_nothing_that_another_tier_computed_is_used(tmp_path: Path) -> None:
+    with Rig(tmp_path, engine_of()) as rig:
+        first = rig.run(PROMPT)
+        switch(rig, PLAIN)
+        other = rig.run(PROMPT)
+        assert first.answer == expected(PROMPT, FLASH)
+        assert other.answer == expected(PROMPT, PLAIN)
+        assert other.lookup.cached_tokens == 0
+
+
+def test_what_the_other_tier_computes_is_reused_in_the_engine_and_not_stored(tmp_path: Path) -> None:
+    with Rig(tmp_path, engine_of()) as rig:
+        switch(rig, PLAIN)
+        answer = rig.run(PROMPT).answer
+        turn = [*PROMPT, *answer, *text(40, seed=3)]
+        again = rig.run(turn)
+        assert again.answer == expected(turn, PLAIN)
+        assert again.lookup.hot_tokens >= len(PROMPT)
+        rig.store.flush()
+        assert rig.store.held_bytes() == (0, 0)
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_back_at_the_first_tier_its_state_comes_back_from_the_store(tmp_path: Path) -> None:
+    with Rig(tmp_path, engine_of()) as rig:
+        answer = rig.run(PROMPT).answer
+        switch(rig, PLAIN)
+        rig.run(text(300, seed=8))
+        switch(rig, FLASH)
+        turn = [*PROMPT, *answer, *text(40, seed=3)]
+        again = rig.run(turn)
+        assert again.answer == expected(turn, FLASH)
+        assert again.lookup.hot_tokens == 0
+        assert again.lookup.reused_tokens >= len(PROMPT) + len(answer)
+
+
+def test_an_answer_under_way_is_finished_by_the_tier_that_began_it(tmp_path: Path) -> None:
+    engine = engine_of()
+    gate = Gate(engine, holds=lambda step: step == 8)  # in the middle of the answer
+    with Rig(tmp_path, engine) as rig:
+        running = rig.start(PROMPT)
+        gate.reached()
+        switched = rig.loop.between_jobs(lambda: rig.loop.attention.switch(PLAIN))
+        gate.open()
+        switched.result(PATIENCE)
+        assert running.answer == expected(PROMPT, FLASH)
+
+
+@pytest.mark.parametrize("kv_unit", list(KvUnit))
+def test_whatever_is_switched_when_every_answer_is_that_of_its_tier_alone(tmp_path: Path, kv_unit: KvUnit) -> None:
+    """Also by a process that finds what this one has stored."""
+    draw = random.Random(14)
+    conversations = [text(200, seed=seed) for seed in range(3)]
+    for opened in (FLASH, PLAIN, FLASH):
+        with Rig(tmp_path, engine_of(opened, kv_unit)) as rig:
+            for _ in range(12):
+                if draw.random() < 0.4:
+                    switch(rig, draw.choice((FLASH, PLAIN)))
+                chosen = draw.choice(conversations)
+                tier = rig.loop.attention.tier
+                answer = rig.run(chosen).answer
+                assert answer == expected(chosen, tier, kv_unit)
+                if len(chosen) < 600:
+                    chosen += [*answer, *text(30, seed=len(chosen))]
