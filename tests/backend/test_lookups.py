@@ -1,0 +1,41 @@
+"""The figures of the latest lookups show no text, and nothing of who was forgotten."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from emberkeep.backend.forgotten import ForgottenUsers
+from emberkeep.backend.lookups import RecentLookups
+from emberkeep.kv.forgotten import of_user
+from emberkeep.types import Divergence, LookupRecord, MissReason, Request, private_namespace
+
+ANN, BOB = (Request(user=user, namespace=private_namespace(user)) for user in ("ann", "bob"))
+
+
+def test_no_text_of_a_request_is_shown() -> None:
+    lookups = RecentLookups()
+    divergence = Divergence(7, "a secret that was stored", "a secret that was asked", "tool secret_tool")
+    lookups.add(ANN, LookupRecord(prompt_tokens=9, reason=MissReason.DIVERGED, divergence=divergence))
+    (shown,) = lookups.json()
+    assert "secret" not in str(shown)
+    assert shown["divergence"] == {"token_index": 7} and shown["reason"] == "diverged"
+
+
+def test_who_was_forgotten_is_not_shown_any_more() -> None:
+    lookups = RecentLookups()
+    for request in (ANN, BOB, ANN):
+        lookups.add(request, LookupRecord())
+    lookups.forget(of_user("ann"))
+    assert [shown["user"] for shown in lookups.json()] == ["bob"]
+
+
+def test_only_requests_that_came_before_are_forgotten_with_their_user() -> None:
+    forgotten = ForgottenUsers()
+    before = monotonic()
+    forgotten.add(of_user("ann"))
+    assert forgotten.since(before, f"~8~{ANN.namespace}")
+    assert not forgotten.since(before, BOB.namespace)
+    assert not forgotten.since(monotonic() + 1, ANN.namespace)
+    for _ in range(300):
+        forgotten.add(of_user("somebody"))
+    assert forgotten.since(before, BOB.namespace)
