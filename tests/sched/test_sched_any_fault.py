@@ -37,7 +37,7 @@ from emberkeep.sched.plan import Planner
 from emberkeep.sched.sampling import Sampler
 from helpers.scheduling import Rig
 
-CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "3")))
+CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "2")))
 UNITS = [KvUnit.RANGE, KvUnit.BOTH]
 PARTS: dict[type, Callable[[Rig], object]] = {
     Engine: lambda rig: rig.engine,

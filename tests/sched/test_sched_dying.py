@@ -90,6 +90,20 @@ def test_those_who_cannot_be_woken_are_woken_again() -> None:
     rig.close()
 
 
+def test_a_flush_that_fails_once_is_noticed_by_nobody() -> None:
+    with Rig() as rig:
+        failed = []
+
+        def once() -> None:
+            if not failed:
+                failed.append(1)
+                raise MemoryError
+
+        rig.loop._after_step = once
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+        assert failed
+
+
 # ── what it waits for ──
 
 

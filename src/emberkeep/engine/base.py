@@ -174,7 +174,11 @@ class Engine(Protocol):
         """None for a model that has none to choose from."""
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
-        """Extend each named sequence. Blocks for one step. Raises EngineError when the engine is unusable."""
+        """Extend each named sequence. Blocks for one step.
+
+        Raises EngineError. Then positions before each `rows.start` are as they were if all state is by range; what
+        follows them, and everything where there are snapshots, is unknown until it is trimmed.
+        """
 
     def logits(self, index: int) -> Logits:
         """Logits after the last token of `batch[index]` of the latest `evaluate`, which wanted them.

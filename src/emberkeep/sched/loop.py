@@ -250,9 +250,9 @@ class EngineLoop:
             while self._take_commands(wait=not self._has_work()):
                 self._act_between_jobs()
                 self._admit()
-                self._after_step()
+                self._flush()
                 self._step()
-                self._after_step()
+                self._flush()
                 self._check_slots()
         except BaseException as error:
             self._failed_with = type(error).__name__
@@ -277,6 +277,14 @@ class EngineLoop:
             with self._only(sequence):
                 self._planner.plan([sequence])
         return self._planner.plan(self._slots.active)
+
+    def _flush(self) -> None:
+        """Let consumers hear what is new. It concerns all of them: it is tried twice before it ends the loop."""
+        try:
+            self._after_step()
+        except Exception:
+            log.exception("what is new could not be told")
+            self._after_step()
 
     def _check_slots(self) -> None:
         if self._slots.stuck:

@@ -1,0 +1,36 @@
+"""`emberkeep serve` as it is, over the deterministic engine, whose loop breaks at the first long prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.cli import main as cli
+from emberkeep.config import Config
+from emberkeep.engine.base import Rows
+from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.runtime import assemble
+from emberkeep.server import serve
+
+LONG = 1000
+
+
+def open_backend(config: Config) -> Backend:
+    engine = FakeEngine()
+    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    def evaluate(batch: Sequence[Rows]) -> None:
+        if any(rows.start >= LONG for rows in batch):
+            backend.loop._admit = broken  # type: ignore[method-assign]
+
+    engine.on_evaluate = evaluate
+    return backend
+
+
+if __name__ == "__main__":
+    serve.open_backend = open_backend  # type: ignore[attr-defined]
+    cli.install_model = lambda config: None  # type: ignore[attr-defined]
+    cli.main()
