@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 from emberkeep.cli.doctor import CHECKS, Finding, Level, examine
 from emberkeep.cli.main import app
 from emberkeep.config import Config, McpServer, total_ram
+from emberkeep.config.lora import LoraFile
+from emberkeep.engine import llamacpp
 from emberkeep.types import RemoteModel
+from helpers import tiny_gguf
 
 
 def findings(tmp_path: Path, **settings: object) -> dict[str, Finding]:
@@ -33,6 +36,20 @@ def test_a_missing_model_that_was_asked_for_is_a_failure(tmp_path: Path) -> None
 def test_a_model_given_as_a_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert findings(tmp_path, model=str(tmp_path / "m.gguf"))["model"].level is Level.OK
+
+
+def test_adapters_are_checked_against_the_model(tmp_path: Path) -> None:
+    model, lora = tiny_gguf.dense(tmp_path / "m.gguf"), tiny_gguf.lora(tmp_path / "lora.gguf")
+    right = findings(tmp_path, model=str(model), lora=(LoraFile(lora, 0.5),))["model"]
+    assert (right.level, right.text.endswith(f"with {lora}:0.5")) == (Level.OK, True)
+    wrong = findings(tmp_path, model=str(model), lora=(LoraFile(model),))["model"]
+    assert (wrong.level, "m.gguf is no LoRA adapter" in wrong.text) == (Level.FAIL, True)
+
+
+def test_gpus_are_told_or_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the CPU computes" in findings(tmp_path)["gpu"].text
+    monkeypatch.setattr(llamacpp, "gpus", lambda: [llamacpp.Gpu(1, "CUDA0", "A card", 3 << 30, 4 << 30)])
+    assert findings(tmp_path)["gpu"].text == "CUDA0 (A card), 3.0 GiB free"
 
 
 def test_examining_leaves_nothing_behind(tmp_path: Path) -> None:

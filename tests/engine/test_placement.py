@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 from emberkeep.engine.llamacpp import (
@@ -49,7 +51,7 @@ def test_as_many_as_fit_with_their_state_beside_buffers_and_a_margin() -> None:
 
 def test_a_little_more_or_less_free_memory_changes_nothing() -> None:
     """Another number of layers would be another fingerprint, and nothing stored could be used."""
-    assert len({layers(gpu(8.3 + step / 100, total=24)) for step in range(30)}) == 1
+    assert len({layers(gpu(8.05 + step / 100)) for step in range(30)}) == 1
 
 
 def test_experts_in_ram_make_room_for_more_layers() -> None:
@@ -116,7 +118,6 @@ def test_whatever_says_what_is_computed_where_changes_the_facts() -> None:
     one, two = gpu(8), [gpu(8, name="GPU0"), gpu(8, name="GPU1")]
     facts = [
         ON_CPU.facts([]),
-        Placement(8, 0).facts([one]),
         Placement(8, 4).facts([one]),
         Placement(8, 4).facts([gpu(8, name="GPU7")]),
         Placement(8, 4, (), 6).facts([one]),
@@ -130,7 +131,7 @@ def test_facts_are_the_same_for_all_ways_to_say_the_same() -> None:
     one, less_free = gpu(8), gpu(5)
     assert Placement(8, 9).facts([one]) == Placement(8, 100).facts([less_free])
     assert Placement(8, 4, (), 0).facts([one]) == Placement(8, 4, (), 5).facts([one])
-    assert Placement(8, 99).facts([]) == ON_CPU.facts([])
+    assert Placement(8, 99).facts([]) == Placement(8, 0).facts([one]) == ON_CPU.facts([])
 
 
 def test_llama_cpp_is_told_which_gpus_how_many_layers_and_what_stays() -> None:
@@ -146,11 +147,27 @@ def test_llama_cpp_is_told_which_gpus_how_many_layers_and_what_stays() -> None:
     assert overrides[2].pattern is None
 
 
+def test_a_gpu_without_layers_is_denied_to_llama_cpp() -> None:
+    """It would compute long prompts on it all the same."""
+    params = defaults(llama().llama_model_default_params)
+    told = PlacementParams(Placement(4, 0), [gpu(8)])
+    told.put_into(params)
+    assert ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p))[0] is None
+
+
 def test_without_a_gpu_llama_cpp_is_told_nothing_new() -> None:
     params, untouched = (defaults(llama().llama_model_default_params) for _ in range(2))
     PlacementParams(Placement(4, 5, (), 2), []).put_into(params)
     untouched.n_gpu_layers = 5
     assert bytes(params) == bytes(untouched)
+
+
+def test_a_model_leaves_gpus_alone_that_it_has_no_layers_on(model_file, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of them goes to the real library: a handle that it looked at would end the process."""
+    monkeypatch.setattr("emberkeep.engine.llamacpp.model.gpus", lambda: [Gpu(16, "GPU0", "", GIB, GIB)])
+    model = LlamaModel(model_file("moe"), placement=Placement(2, 0, (), 2))
+    assert (model.placement, model.offloads) == ("CPU", False)
+    model.close()
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")

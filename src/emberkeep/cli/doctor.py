@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,6 +20,9 @@ from emberkeep.cli.common import ConfigFlag, DataDirFlag, console, load_config
 from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
 from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
+
+if TYPE_CHECKING:
+    from emberkeep.models.library import ModelFile
 
 PACKAGES = (
     "numpy",
@@ -90,6 +94,19 @@ def _llama_cpp(config: Config) -> Finding:
     return Finding(Level.WARN, f"{text}; {broken[0]}") if broken else Finding(Level.OK, text)
 
 
+def _gpu(config: Config) -> Finding:
+    from emberkeep.engine.llamacpp import choose, gpus, is_installed
+
+    if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
+        return Finding(Level.OK, "not known before llama.cpp is here")
+    try:
+        choose(config.llama_library)
+    except EngineError:
+        return Finding(Level.OK, "not known while llama.cpp cannot be used")
+    found = [f"{gpu.name} ({gpu.description}), {readable_size(gpu.free)} free" for gpu in gpus()]
+    return Finding(Level.OK, "; ".join(found) or "llama.cpp finds none that it can use: the CPU computes")
+
+
 def _hf_engine(config: Config) -> Finding:
     if not has_hf():
         return Finding(Level.OK, "not installed: `pip install 'emberkeep[hf]'` adds it")
@@ -149,13 +166,24 @@ def _model(config: Config) -> Finding:
 
     try:
         found = ModelLibrary(config.data_dir / "models").resolve(config.model)
+        adapters = _adapters(config, found)
     except ModelNotFound as error:
-        if config.model == DEFAULT_MODEL:
+        if config.model == DEFAULT_MODEL and not config.lora:
             return Finding(Level.WARN, f"{DEFAULT_MODEL} is not here yet: `emberkeep serve` pulls it.")
         return Finding(Level.FAIL, str(error))
     except ModelError as error:
         return Finding(Level.FAIL, str(error))
-    return Finding(Level.OK, f"{found.id} ({found.path})")
+    return Finding(Level.OK, f"{found.id} ({found.path}){adapters}")
+
+
+def _adapters(config: Config, model: ModelFile) -> str:
+    """What is added to the model. Raises ModelError where it does not fit."""
+    from emberkeep.models.adapter import check_adapter
+    from emberkeep.models.gguf import read_header
+
+    for lora in config.lora:
+        check_adapter(lora.path, read_header(model.path))
+    return f" with {', '.join(map(str, config.lora))}" if config.lora else ""
 
 
 def _port(config: Config) -> Finding:
@@ -229,6 +257,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "platform": _platform,
     "packages": _packages,
     "llama.cpp": _llama_cpp,
+    "gpu": _gpu,
     "hf engine": _hf_engine,
     "memory": _memory,
     "data dir": _data_dir,

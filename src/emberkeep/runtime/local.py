@@ -28,7 +28,7 @@ from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile
-from emberkeep.runtime.placement import live_kv_bytes, place
+from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import open_admission
@@ -180,7 +180,7 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
-    from emberkeep.engine.llamacpp import Adapter, LlamaEngine, LlamaModel, LlamaSettings, choose, one_core_each
+    from emberkeep.engine.llamacpp import Adapter, LlamaSettings, choose
 
     choose(config.llama_library)
     _check_kv_bits(config)
@@ -201,9 +201,9 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
         rope_switches=shape.short_rope_context is not None,
     )
     placement, settings = place(config, [header, *adapter_headers], shape, settings, kv_bytes)
-    loaded = LlamaModel(model.path, placement=placement, adapters=adapters)
-    with one_core_each():
-        engine = LlamaEngine(loaded, settings, digest)
+    engine, loaded, placement = open_placed(
+        model.path, adapters, placement, settings, digest, is_planned=config.gpu_layers is None
+    )
     details = {
         "engine": "llamacpp",
         "architecture": shape.architecture,

@@ -9,12 +9,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from emberkeep.config import Config
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import F16_BYTES, ModelProfile
 
 if TYPE_CHECKING:
-    from emberkeep.engine.llamacpp import Gpu, LlamaSettings, ModelBytes, Placement
+    from pathlib import Path
+
+    from emberkeep.engine.llamacpp import (
+        Adapter,
+        Gpu,
+        LlamaEngine,
+        LlamaModel,
+        LlamaSettings,
+        ModelBytes,
+        Placement,
+    )
 
 log = logging.getLogger("emberkeep")
 
@@ -88,6 +98,33 @@ def _check(config: Config, shape: ModelProfile, found: Sequence[Gpu]) -> None:
         raise EngineError(
             f"tensor_split has {len(config.tensor_split or ())} shares, and the GPUs here are {names}."
         )
+
+
+def open_placed(
+    path: Path,
+    adapters: Sequence[Adapter],
+    placement: Placement,
+    settings: LlamaSettings,
+    digest: str,
+    *,
+    is_planned: bool,
+) -> tuple[LlamaEngine, LlamaModel, Placement]:
+    """A model where it was placed; where that was planned and memory does not suffice, with fewer layers on GPUs.
+
+    Raises ModelError, EngineError.
+    """
+    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, one_core_each
+
+    while True:
+        try:
+            model = LlamaModel(path, placement=placement, adapters=adapters)
+            with one_core_each():
+                return LlamaEngine(model, settings, digest), model, placement
+        except (EngineError, ModelBroken) as error:
+            if not is_planned or not placement.gpu_layers:
+                raise
+            placement = replace(placement, gpu_layers=placement.count // 2)
+            log.warning("%s So %d layers are put on the GPU.", error, placement.gpu_layers)
 
 
 def model_bytes(

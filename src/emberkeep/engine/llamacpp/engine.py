@@ -12,6 +12,7 @@ import numpy.typing as npt
 from emberkeep.config import resident_ram
 from emberkeep.engine.base import Blended, Capabilities, KvUnit, Logits, Outcome, Payload, Piece, Rows
 from emberkeep.engine.llamacpp import binding, cores
+from emberkeep.engine.llamacpp.api import Handle
 from emberkeep.engine.llamacpp.blob import Bytes
 from emberkeep.engine.llamacpp.context import LlamaSettings, fingerprint, open_context, windows_suffice
 from emberkeep.engine.llamacpp.experts import ExpertCounter
@@ -35,7 +36,10 @@ _SCRATCH = 0
 
 
 class LlamaEngine:
-    """Owns `model` and its context; `close` frees both. See `Engine` for the contracts."""
+    """Owns `model` and its context; `close` frees both. See `Engine` for the contracts.
+
+    Raises EngineError, and has freed them then, where there is no room.
+    """
 
     def __init__(self, model: LlamaModel, settings: LlamaSettings, weights_digest: str) -> None:
         self._model = model
@@ -44,27 +48,38 @@ class LlamaEngine:
         self.attention = None
         self.experts = ExpertCounter.of(model, self._reopen)
         self._threads = ThreadPool(settings.threads or cores.available())
-        self._open()
+        self._context: Handle = 0
         self._batch = BatchBuffer(settings.batch)
         self._last_rows: list[int] = []
-        self._layout = self._learn_layout()
-        self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
-        self._share_windows = self._layout is None or windows_suffice(self._context, self._layout, settings)
-        kv_bytes_per_token = self._layout.row_bytes if self._layout else 0
-        # Before another context is opened, which does not stay.
-        self.footprint = footprint_of(model, settings.cells, kv_bytes_per_token)
-        self.capabilities = Capabilities(
+        try:
+            self._open()
+            self._layout = self._learn_layout()
+            self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
+            self._share_windows = self._layout is None or windows_suffice(self._context, self._layout, settings)
+            # Before another context is opened, which does not stay.
+            self.footprint = footprint_of(model, settings.cells, self._row_bytes())
+            self.capabilities = self._learn_capabilities()
+        except EngineError:
+            self.close()
+            raise
+        self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
+
+    def _learn_capabilities(self) -> Capabilities:
+        layout, settings = self._layout, self._settings
+        return Capabilities(
             kv_unit=self._unit,
-            can_shift=self._layout is not None and moves_rightly(model, self._layout, settings),
+            can_shift=layout is not None and moves_rightly(self._model, layout, settings),
             max_sequences=settings.sequences,
             cells=settings.cells,
             context=min(settings.context, settings.cells),
             batch=settings.batch,
-            kv_bytes_per_token=kv_bytes_per_token,
+            kv_bytes_per_token=self._row_bytes(),
             snapshot_bytes=self._snapshot_bytes(),
-            packs=packs(self._layout),
+            packs=packs(layout),
         )
-        self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
+
+    def _row_bytes(self) -> int:
+        return self._layout.row_bytes if self._layout else 0
 
     # ── evaluation ──
 

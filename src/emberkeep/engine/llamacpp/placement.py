@@ -22,8 +22,8 @@ _EXPERTS = r"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """As llama.cpp's own --n-cpu-moe has it."""
 _MARGIN = 1 << 30
 """Of each GPU: what its driver and its other programs may want, and what estimates are wrong by."""
-_GRID = 32
-"""Free memory is rounded down to such a part of all memory, so that a few MiB more or less change no plan."""
+_GRID = 512 << 20
+"""Free memory is rounded down to multiples of it, so that a few MiB more or less change no plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,10 @@ class Placement:
 
     def facts(self, found: Sequence[Gpu]) -> object:
         """All that says what is computed where, for a fingerprint."""
+        if not found or not self.gpu_layers:
+            return "CPU"
         devices = [(gpu.name, gpu.description) for gpu in found]
-        return (devices, self.assigned(len(found)), self.experts_in_ram()) if found else "CPU"
+        return devices, self.assigned(len(found)), self.experts_in_ram()
 
 
 ON_CPU = Placement()
@@ -141,8 +143,7 @@ def shared_out(found: Sequence[Gpu], split: Sequence[float] | None) -> tuple[flo
 
 
 def _usable(gpu: Gpu) -> int:
-    grid = max(gpu.total // _GRID, 1)
-    return max(gpu.free // grid * grid - _MARGIN, 0)
+    return max(gpu.free // _GRID * _GRID - _MARGIN, 0)
 
 
 def _fits(model: ModelBytes, placement: Placement, free: Sequence[int]) -> bool:
@@ -164,7 +165,9 @@ class PlacementParams:
 
     def __init__(self, placement: Placement, found: Sequence[Gpu]) -> None:
         self._gpu_layers = placement.gpu_layers
-        self._devices = (ctypes.c_void_p * (len(found) + 1))(*(gpu.handle for gpu in found), None)
+        # Without any layers they are left alone: llama.cpp would still compute on those that it was not denied.
+        used = found if placement.gpu_layers else ()
+        self._devices = (ctypes.c_void_p * (len(used) + 1))(*(gpu.handle for gpu in used), None) if found else None
         # It may read as many as it could ever have GPUs.
         self._split = (ctypes.c_float * max(llama().llama_max_devices(), len(found)))(*placement.split)
         cpu, in_ram = llama().ggml_backend_cpu_buffer_type(), placement.experts_in_ram() if found else ()
@@ -174,9 +177,9 @@ class PlacementParams:
     def put_into(self, params: Any) -> None:
         """Nothing but the number of layers is said where there is nothing else to say."""
         params.n_gpu_layers = self._gpu_layers
-        if len(self._devices) > 1:
+        if self._devices is not None:
             params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
-            if any(self._split):
-                params.tensor_split = self._split
+        if any(self._split):
+            params.tensor_split = self._split
         if len(self._overrides) > 1:
             params.tensor_buft_overrides = self._overrides

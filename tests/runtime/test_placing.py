@@ -1,0 +1,159 @@
+"""From a model's header, the settings and the GPUs that are here to what goes where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from emberkeep.config import Config
+from emberkeep.engine import llamacpp
+from emberkeep.engine.llamacpp import Gpu, LlamaSettings, Placement
+from emberkeep.errors import EngineError, ModelBroken
+from emberkeep.models.gguf import GgufHeader, read_header
+from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.runtime.placement import live_kv_bytes, model_bytes, open_placed, place
+from helpers import tiny_gguf
+
+MIB = 1 << 20
+SETTINGS = LlamaSettings(context=1024, cells=4096, sequences=8, batch=512)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def dense(folder: Path) -> GgufHeader:
+    return read_header(tiny_gguf.dense(folder / "dense.gguf"))
+
+
+@pytest.fixture
+def moe(folder: Path) -> GgufHeader:
+    return read_header(tiny_gguf.moe(folder / "moe.gguf"))
+
+
+def gpu(free: int, number: int = 0) -> Gpu:
+    return Gpu(number, f"GPU{number}", "of this test", free, free)
+
+
+def placed(
+    monkeypatch: pytest.MonkeyPatch, header: GgufHeader, *found: Gpu, shape: ModelProfile | None = None, **settings
+) -> tuple[Placement, LlamaSettings]:
+    monkeypatch.setattr(llamacpp, "gpus", lambda: list(found))
+    shape = shape or profile(header)
+    return place(replace(Config(), **settings), [header], shape, SETTINGS, live_kv_bytes(shape, "f16"))
+
+
+def test_every_byte_of_a_layer_is_counted_and_embeddings_as_output_only_if_they_are_that(
+    dense: GgufHeader,
+) -> None:
+    shape = profile(dense)
+    size = model_bytes([dense], shape, SETTINGS, live_kv_bytes(shape, "f16"))
+    sizes = {tensor.name: tensor.size for tensor in dense.tensors}
+    assert [layer.weights for layer in size.layers] == [
+        sum(count for name, count in sizes.items() if name.startswith(f"blk.{number}.")) for number in range(2)
+    ]
+    assert sum(layer.state for layer in size.layers) == SETTINGS.cells * shape.kv_bytes_per_token
+    assert size.output == sizes["token_embd.weight"] + sizes["output_norm.weight"]
+
+
+def test_an_output_of_its_own_leaves_the_embeddings_in_ram(folder: Path) -> None:
+    header = read_header(tiny_gguf.recurrent(folder / "recurrent.gguf"))
+    sizes = {tensor.name: tensor.size for tensor in header.tensors}
+    size = model_bytes([header], profile(header), SETTINGS, 0)
+    assert size.output == sizes["output.weight"] + sizes["output_norm.weight"]
+
+
+def test_experts_are_counted_apart(moe: GgufHeader) -> None:
+    size = model_bytes([moe], profile(moe), SETTINGS, 0)
+    experts = 3 * tiny_gguf.EXPERTS * tiny_gguf.INNER * tiny_gguf.WIDTH * 4
+    assert [layer.experts for layer in size.layers] == [experts, experts]
+
+
+def test_adapters_take_room_in_the_layers_that_they_change(dense: GgufHeader, folder: Path) -> None:
+    adapter = read_header(tiny_gguf.lora(folder / "lora.gguf"))
+    plain, adapted = (model_bytes(headers, profile(dense), SETTINGS, 0) for headers in ([dense], [dense, adapter]))
+    more = sum(each.weights for each in adapted.layers) - sum(each.weights for each in plain.layers)
+    assert more == sum(tensor.size for tensor in adapter.tensors)
+
+
+@pytest.mark.parametrize(("kv_type", "share"), [("f16", 1), ("q8_0", 34 / 64), ("q4_0", 18 / 64)])
+def test_a_token_takes_as_much_as_its_type_says(dense: GgufHeader, kv_type: str, share: float) -> None:
+    shape = profile(dense)
+    assert live_kv_bytes(shape, kv_type) == shape.kv_bytes_per_token * share
+
+
+def test_without_a_gpu_all_is_as_it_was(monkeypatch: pytest.MonkeyPatch, dense: GgufHeader, caplog) -> None:
+    assert placed(monkeypatch, dense) == (llamacpp.ON_CPU, SETTINGS)
+    assert not caplog.records
+    assert placed(monkeypatch, dense, gpu_layers=7, tensor_split=(1.0, 2.0), cpu_moe=1) == (
+        llamacpp.ON_CPU,
+        SETTINGS,
+    )
+    assert [record.args for record in caplog.records] == [("gpu_layers",), ("cpu_moe",), ("tensor_split",)]
+
+
+def test_what_fits_is_put_on_the_gpu_and_a_number_is_obeyed(
+    monkeypatch: pytest.MonkeyPatch, dense: GgufHeader
+) -> None:
+    large = gpu(8 << 30)
+    assert placed(monkeypatch, dense, large) == (Placement(2, 3), SETTINGS)
+    assert placed(monkeypatch, dense, large, gpu_layers=1) == (Placement(2, 1), SETTINGS)
+    assert placed(monkeypatch, dense, large, gpu_layers=0) == (Placement(2, 0), SETTINGS)
+    assert placed(monkeypatch, dense, gpu(1 << 30)) == (Placement(2, 0), SETTINGS)
+
+
+def test_cells_for_fewer_contexts_make_room_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch, dense: GgufHeader
+) -> None:
+    """A token of 256 KiB: four contexts are 1 GiB, and one is a quarter of that."""
+    shape = replace(profile(dense), kv_bytes_per_token=256 << 10)
+    for free, contexts in ((2600, 4), (2100, 3), (1600, 1)):
+        placement, settings = placed(monkeypatch, dense, gpu(free * MIB), shape=shape)
+        assert (placement.count, settings.cells) == (3, contexts * 1024), free
+
+
+def test_more_shares_than_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch, dense: GgufHeader) -> None:
+    with pytest.raises(EngineError, match="tensor_split has 3 shares, and the GPUs here are GPU0, GPU1"):
+        placed(monkeypatch, dense, gpu(8 << 30), gpu(8 << 30, 1), tensor_split=(1.0, 1.0, 1.0))
+
+
+def test_experts_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch, dense: GgufHeader, caplog) -> None:
+    placed(monkeypatch, dense, gpu(8 << 30), cpu_moe=1)
+    assert "this model has no experts: cpu_moe changes nothing" in caplog.messages
+
+
+class Crowded:
+    """A llama.cpp whose GPU holds three layers."""
+
+    def __init__(self, path: Path, *, placement: Placement, adapters: object) -> None:
+        self.placement = placement
+        if placement.gpu_layers > 3:
+            raise ModelBroken("The GPU has no room.")
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, layers: int, *, is_planned: bool) -> Placement:
+    monkeypatch.setattr(llamacpp, "LlamaModel", Crowded)
+    monkeypatch.setattr(llamacpp, "LlamaEngine", lambda model, settings, digest: model)
+    placement = Placement(32, layers)
+    return open_placed(Path("m.gguf"), [], placement, SETTINGS, "d", is_planned=is_planned)[2]
+
+
+def test_a_plan_that_was_too_bold_is_made_smaller(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    assert opened(monkeypatch, 33, is_planned=True).gpu_layers == 2
+    assert caplog.messages[-1] == "The GPU has no room. So 2 layers are put on the GPU."
+    assert opened(monkeypatch, 3, is_planned=True).gpu_layers == 3
+
+
+def test_a_number_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelBroken):
+        opened(monkeypatch, 33, is_planned=False)
+
+
+def test_what_fails_without_a_gpu_as_well_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "LlamaEngine", None)
+    with pytest.raises(ModelBroken):
+        open_placed(Path(__file__), [], Placement(2, 2), SETTINGS, "d", is_planned=True)
