@@ -1,7 +1,4 @@
-"""Whether a llama.cpp library can run on this CPU, found out in a process that may die of it.
-
-As a program: `python -m emberkeep.engine.llamacpp.trial LIBRARY`.
-"""
+"""Whether a llama.cpp library can run on this CPU, found out in a process that may die of it."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ def prove(library: LibraryFile, verdicts: Path) -> None:
 
 def _try(library: LibraryFile) -> str | None:
     """What became of a process that ran it; None if all went well."""
-    program = [sys.executable, "-m", __name__, str(library.path)]
+    program = [sys.executable, "-c", f"from {__name__} import main; main()", str(library.path)]
     # Two threads find what threads get wrong; more would only wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     try:
@@ -126,11 +123,8 @@ def run_trial(path: Path) -> None:
 
 
 def main() -> None:
+    """The child's: its argument is the path of a library."""
     try:
         run_trial(Path(sys.argv[1]))
     except EngineError as error:
         sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()
