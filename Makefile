@@ -40,8 +40,9 @@ bench: $(RUNNING) ## measure: make bench ARGS=all
 
 # The multimodal library is not used; leaving it out saves minutes. A GPU: make native CMAKE_ARGS=-DGGML_CUDA=ON
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
-# gcc 12 drops the stores into AMX's tile configuration, so the first tile instruction would end the process.
-NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+# gcc 12.2 drops the stores into AMX's tile configuration, so the first tile instruction would end the process.
+NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && c++ --version | grep -q 'Free Software' && \
+	test "$$(c++ -dumpversion | cut -d. -f1)" -lt 13 && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 
 native: $(RUNNING) ## compile llama.cpp for this machine, about 7 minutes on two cores; it is used from then on
 	@command -v c++ >/dev/null || { echo "That takes a C++ compiler: install g++ or clang."; exit 1; }
