@@ -55,3 +55,18 @@ def test_nothing_but_turns_ever_goes(path: Path) -> None:
     found = memory.stats("")
     assert (found["turns"], found["facts"], found["answers"], found["conversations"]) == (0, 1, 1, 1)
     memory.close()
+
+
+def test_users_who_came_once_are_not_known_for_ever(path: Path) -> None:
+    memory = Memory(path, limit_bytes=1 << 20)
+    memory.set_fact("stays", "town", "Graz")
+    for i in range(3000):
+        said = [turn(f"hello {i} " + "word " * 60, conversation=f"talk {i}")]
+        memory.archive(f"user {i}", said, [Note(str(i).encode(), NoteKind.EVICTED, i)])
+    owners = memory.owners()
+    assert "stays" in owners and "user 0" not in owners and "user 2999" in owners
+    assert len(owners) <= memory.stats()["turns"] + 32
+    with memory._database.reading() as db:
+        assert db.execute("SELECT count(*) FROM conversations").fetchall()[0][0] <= len(owners)
+    assert memory.stats()["bytes"] <= 1.1 * (1 << 20)
+    memory.close()

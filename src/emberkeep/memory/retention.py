@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import apsw
 
 from emberkeep.memory.rows import remove_turns
@@ -23,13 +25,14 @@ def retain(db: apsw.Connection, limit_bytes: int) -> int:
     """Inside a transaction that wrote; returns how many turns went. Facts, answers, saved conversations stay."""
     removed = 0
     while removed < _MOST and used_bytes(db) > limit_bytes:
-        sql = "SELECT id FROM turns WHERE conversation IS NOT NULL ORDER BY id LIMIT ?"
-        ids = [id_ for (id_,) in rows(db, sql, _AT_ONCE)]
-        if not ids:
+        sql = "SELECT id, owner, conversation FROM turns WHERE conversation IS NOT NULL ORDER BY id LIMIT ?"
+        oldest = rows(db, sql, _AT_ONCE)
+        if not oldest:
             break
-        remove_turns(db, ids)
-        _remove_notes(db, ids[-1])
-        removed += len(ids)
+        remove_turns(db, [id_ for id_, _, _ in oldest])
+        _remove_notes(db, oldest[-1][0])
+        _remove_empty(db, {conversation for _, _, conversation in oldest}, {owner for _, owner, _ in oldest})
+        removed += len(oldest)
     if db.pragma("freelist_count") > _SPARE_PAGES:
         db.execute(f"PRAGMA incremental_vacuum({_RETURNED_PAGES})").fetchall()
     return removed
@@ -39,3 +42,14 @@ def _remove_notes(db: apsw.Connection, turn: int) -> None:
     """Those that were written before the turn: whatever they are about is older."""
     oldest = "SELECT id FROM notes ORDER BY id LIMIT ?"
     db.execute(f"DELETE FROM notes WHERE id IN ({oldest}) AND since <= ?", (_AT_ONCE, turn))
+
+
+def _remove_empty(db: apsw.Connection, conversations: Iterable[int], owners: Iterable[int]) -> None:
+    """Those of whom nothing is left: their names alone would fill the file in the end."""
+    parts = ("turns", "notes", "messages")
+    has_none = " AND ".join(f"NOT EXISTS (SELECT 1 FROM {part} WHERE conversation = c.id)" for part in parts)
+    sql = f"DELETE FROM conversations AS c WHERE id = ? AND title IS NULL AND {has_none}"
+    db.executemany(sql, [(id_,) for id_ in conversations])
+    parts = ("turns", "notes", "facts", "conversations")
+    has_none = " AND ".join(f"NOT EXISTS (SELECT 1 FROM {part} WHERE owner = o.id)" for part in parts)
+    db.executemany(f"DELETE FROM owners AS o WHERE id = ? AND {has_none}", [(id_,) for id_ in owners])
