@@ -172,3 +172,12 @@ def test_the_engines_thread_survives_what_it_is_given() -> None:
     thread._tasks.put(breaks(SystemExit(1)))
     assert thread.submit(lambda: 7).result(PATIENCE) == 7
     thread.end()
+
+
+def test_a_lookup_that_fails_pins_nothing(stored, monkeypatch) -> None:
+    with Rig(stored) as rig:
+        monkeypatch.setattr(rig.store._books, "use", breaks(MemoryError()))
+        assert isinstance(rig.run(PROMPT).error, EngineError)
+        monkeypatch.undo()
+        assert no_pins(rig)
+        assert rig.run(PROMPT).answer == reference(PROMPT)

@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -522,9 +522,11 @@ class KvStore:
         """Use and pin; returns those that were not worth writing so far."""
         listed = list(chunks)
         for chunk in listed:
-            chunk.pins += 1
             self._books.use(chunk)
-        return [chunk for chunk in listed if chunk.key in self._books.unwritten]
+        late = [chunk for chunk in listed if chunk.key in self._books.unwritten]
+        for chunk in listed:  # last: nobody would ever unpin them if something failed after it
+            chunk.pins += 1
+        return late
 
     def _start_fetch(self, chunk: Chunk) -> Fetch:
         fetch = self._fetches.get(chunk.key)
@@ -618,10 +620,11 @@ class KvStore:
             self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
 
     def _write_after_all(self, chunks: Iterable[Chunk]) -> None:
-        """Chunks that were not worth writing have been reused: they are now."""
+        """Chunks that were not worth writing have been reused: they are now. Never raises: they are pinned."""
         for chunk in chunks:
             if self._writer:
-                self._writer.put(chunk, None)
+                with suppress(MemoryError):  # the next who reuses it writes it
+                    self._writer.put(chunk, None)
 
 
 @contextmanager
