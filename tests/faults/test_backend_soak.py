@@ -1,0 +1,68 @@
+"""The same through a whole backend: requests of users who never come again leave nothing that grows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from growth import descriptors, sizes_below, threads
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.config import Config
+from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.kv.ghosts import Ghosts
+from emberkeep.runtime import assemble
+from emberkeep.types import Completed, Message, Request, Sampling, private_namespace
+
+USERS = int(os.environ.get("EMBERKEEP_TEST_REQUESTS", "160"))
+REMEMBERED = USERS // 8
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    monkeypatch.setattr("emberkeep.kv.books.MOST_ENTRIES", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.news.LIMIT", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.books.Ghosts", lambda: Ghosts(REMEMBERED))
+    monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
+    monkeypatch.setattr("emberkeep.chat.tokens._REMEMBERED_CHARS", 2000)
+
+
+def asked(number: int) -> Request:
+    user = f"user {number}"
+    messages = (Message("system", f"You help {user}. " * 4), Message("user", f"Question {number} of {user}?"))
+    return Request(
+        messages=messages,
+        user=user,
+        namespace=private_namespace(user),
+        conversation_id=f"talk {number}" if number % 2 else None,
+        sampling=Sampling(temperature=0),
+        max_tokens=4,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", [0, 120_000], ids=["disk off", "disk on"])
+def test_requests_of_users_who_come_once_leave_nothing_that_grows(tmp_path: Path, disk: int) -> None:
+    config = Config(data_dir=tmp_path, ram_budget=40_000, disk_budget=disk, sweep_s=3600, parallel=2)
+    backend = assemble(config, FakeEngine(cells=1 << 13, context=1024), CHATML, ModelCard("fake", 0, 1024))
+
+    async def visit(numbers: range) -> None:
+        for number in numbers:
+            [*_, last] = [event async for event in backend.generate(asked(number))]
+            assert isinstance(last, Completed)
+
+    asyncio.run(visit(range(USERS // 2)))
+    half, open_files, running = sizes_below(backend), descriptors(), threads()
+    asyncio.run(visit(range(USERS // 2, USERS)))
+    grown = {
+        path: (half.get(path, 0), size)
+        for path, size in sizes_below(backend).items()
+        if size > max(1.25 * half.get(path, 0), REMEMBERED) + 8
+    }
+    assert grown == {}
+    assert descriptors() <= open_files + 3 and threads() <= running + 1
+    assert len(backend.stats()["recent_lookups"]) <= 32
+    asyncio.run(backend.close())
