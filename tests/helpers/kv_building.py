@@ -14,7 +14,7 @@ from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
-from emberkeep.kv.tree import Chunk, Cursor, Span
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 
 FINGERPRINT = FakeEngine().fingerprint
 PIECES = FakeVocab().pieces
@@ -72,7 +72,7 @@ def put(
     size: int = CHUNK_TOKENS,
     sampled: tuple[Span, ...] = (),
     fork: bool = False,
-    given: bool = False,
+    made: Made = Made.UNKNOWN,
 ) -> Cursor:
     """Store `tokens` as a sequence at rest does: full chunks, then a tail."""
     cursor, before = store.origin(namespace), -1
@@ -82,7 +82,7 @@ def put(
         end = min(begin.position + size, len(tokens))
         part = tokens[begin.position : end]
         payload = exported(tokens, begin.position, end)
-        cursor = store.insert(begin, part, payload, sampled, fork=fork and end == len(tokens), given=given)
+        cursor = store.insert(begin, part, payload, sampled, fork=fork and end == len(tokens), made=made)
     return cursor
 
 

@@ -11,6 +11,7 @@ from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Damaged, Description
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key
 from emberkeep.kv.reading import Buffers
+from emberkeep.kv.tree import Made
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt
 
 TOKENS = prompt(20)
@@ -26,7 +27,9 @@ def description(
     fingerprint: bytes = FINGERPRINT,
 ) -> Description:
     key = chunk_key(fingerprint, namespace, parent, 0, tokens)
-    return Description(fingerprint, namespace, key, parent, 0, 0, tokens, ((2, 5), (9, 20)), given=True)
+    return Description(
+        fingerprint, namespace, key, parent, 0, 0, tokens, ((2, 5), (9, 20)), Made.GIVEN | Made.WIDE
+    )
 
 
 @pytest.fixture

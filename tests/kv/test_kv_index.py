@@ -33,7 +33,7 @@ def rows(folder: Path) -> int:
 
 def described(row: Row) -> Description:
     return Description(
-        FINGERPRINT, row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.given
+        FINGERPRINT, row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made
     )
 
 

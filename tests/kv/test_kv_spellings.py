@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.store import CHUNK_TOKENS
+from emberkeep.kv.tree import Made
 from helpers.kv_building import exported, ids, new_store, put, replayed
 
 VOCAB = FakeVocab()
@@ -93,7 +94,7 @@ def test_the_beginning_of_a_longer_text_may_have_been_spelled_differently() -> N
 
 def test_ids_that_a_client_sent_are_no_spelling_of_a_text() -> None:
     store = new_store(None)
-    put(store, ids(*b"then", END), given=True)
+    put(store, ids(*b"then", END), made=Made.GIVEN)
     assert stretch(store, "then") == ()
     put(store, ids(*VOCAB.tokenize("then"), END))
     assert stretch(store, "then") == tuple(VOCAB.tokenize("then"))
@@ -103,7 +104,7 @@ def test_a_special_token_that_a_client_sent_is_no_border_of_a_text() -> None:
     """The tokenizer was asked for a longer text, of which the client's ids use a part."""
     store = new_store(None)
     put(store, ids(*VOCAB.tokenize("athen")))
-    put(store, ids(*VOCAB.tokenize("athen")[:2], END), given=True)
+    put(store, ids(*VOCAB.tokenize("athen")[:2], END), made=Made.GIVEN)
     cut = b"".join(VOCAB.pieces[token] for token in VOCAB.tokenize("athen")[:2]).decode()
     assert stretch(store, cut) == ()
 
@@ -117,7 +118,7 @@ def test_a_sampled_spelling_goes_before_the_tokenizers() -> None:
 
 def test_where_ids_came_from_survives_a_restart(tmp_path) -> None:
     store = new_store(tmp_path)
-    put(store, ids(*b"then", END), given=True)
+    put(store, ids(*b"then", END), made=Made.GIVEN)
     put(store, ids(*VOCAB.tokenize("other"), END))
     store.close()
     for index in (None, *tmp_path.glob("*/index.db")):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.engine.fake import FakeVocab
+from emberkeep.kv.tree import Made
 from emberkeep.sched.lookahead import Lookahead
 from emberkeep.sched.recent import RecentAnswers
 from helpers.kv_building import exported, new_store, prompt, put
@@ -88,12 +89,12 @@ class UnsplitVocab(FakeVocab):
         self.splits_at_specials = False
 
 
-def keep(store, tokens, size, given):
+def keep(store, tokens, size, made):
     """In chunks of `size`, however short, so that there are many borders of chunks."""
     while (cursor := store.advance(store.origin(""), tokens)).position < len(tokens):
         end = min(cursor.position + size, len(tokens))
         payload = exported(tokens, cursor.position, end)
-        store.insert(cursor, tokens[cursor.position : end], payload, (), fork=True, given=given)
+        store.insert(cursor, tokens[cursor.position : end], payload, (), fork=True, made=made)
 
 
 parts = st.lists(st.one_of(st.sampled_from(sorted(VOCAB.specials)), st.text("then ar", max_size=9)), max_size=6)
@@ -110,4 +111,4 @@ def test_with_or_without_a_store_a_text_is_spelled_the_same(prompts, size, kind)
         spelled = PromptTokenizer(vocab).encode(text)
         assert tokenizer.encode(text, replay=look.replay) == spelled
         sent = [*text.encode()] if as_ids else spelled
-        keep(store, np.array(sent, np.int32), size, as_ids)
+        keep(store, np.array(sent, np.int32), size, Made.GIVEN if as_ids else Made.UNKNOWN)

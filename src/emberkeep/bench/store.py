@@ -18,6 +18,7 @@ from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.keys import ROOT, TokenArray, chunk_key
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.tree import Made
 
 _FINGERPRINT = hashlib.sha256(b"bench store").digest()
 _PAYLOAD = memoryview(bytes(256))
@@ -127,7 +128,7 @@ def _described(tokens: TokenArray) -> Iterator[Description]:
     for start in range(0, len(tokens), CHUNK_TOKENS):
         part = tokens[start : start + CHUNK_TOKENS]
         key = chunk_key(_FINGERPRINT, "", parent, take, part)
-        yield Description(_FINGERPRINT, "", key, parent, take, start, part, (), False)
+        yield Description(_FINGERPRINT, "", key, parent, take, start, part, (), Made.WIDE)
         parent, take = key, CHUNK_TOKENS
 
 

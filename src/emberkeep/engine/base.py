@@ -62,6 +62,9 @@ class Capabilities:
     """State can be moved to other places (`blend`)."""
     packs: frozenset[int] = frozenset({16})
     """Bits in which ranges can be exported; any of them can be imported."""
+    wide_rows: int | None = None
+    """Rows of one sequence in a step from which on its state has the same bytes however it is cut into such steps,
+    while the engine holds nothing else; None where each number of rows rounds in its own way."""
 
 
 @dataclass(frozen=True, slots=True)

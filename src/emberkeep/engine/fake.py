@@ -129,6 +129,7 @@ class FakeEngine:
         batch: int = 512,
         weights: str = "fake",
         kv_unit: KvUnit = KvUnit.RANGE,
+        wide_rows: int | None = 64,
         attention: FakeTiers | None = None,
         on_evaluate: Callable[[Sequence[Rows]], None] | None = None,
     ) -> None:
@@ -144,6 +145,7 @@ class FakeEngine:
             snapshot_bytes=_SNAPSHOT.size if kv_unit.has_snapshots else 0,
             can_blend=kv_unit is KvUnit.RANGE,
             packs=frozenset({16, *_PACKED_VALUES} if kv_unit.has_ranges else {16}),
+            wide_rows=wide_rows,
         )
         self._name = f"fake engine, weights {weights}, by {kv_unit}"
         self.experts = None

@@ -577,7 +577,7 @@ class Books:
             take=row.take,
             tokens=row.tokens,
             sampled=row.sampled,
-            given=row.given,
+            made=row.made,
             size=row.bytes,
             namespace=row.namespace,
         )
@@ -592,7 +592,7 @@ def _row_of(chunk: Chunk) -> Row:
     assert chunk.parent is not None
     place = (chunk.key, chunk.namespace, chunk.parent.key, chunk.take, chunk.start)
     uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
-    return Row(0, *place, chunk.tokens, chunk.sampled, chunk.given, *uses)
+    return Row(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)
 
 
 def _on_the_way(cursor: Cursor) -> Iterator[Chunk]:

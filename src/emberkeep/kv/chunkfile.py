@@ -6,7 +6,7 @@
     24  xxh3-128 of the payload
     40  blake2b-128 of the bytes before it and the description
     56  description: length-prefixed fields (fingerprint, namespace, key, parent, take+start, tokens, sampled,
-        given)
+        made)
         padding, payload to the end of the file
 
 xxh3 guards the payload against bit rot at memory speed. What makes a payload the *right* one is the
@@ -28,7 +28,7 @@ import xxhash
 
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, pack_fields, token_bytes, unpack_fields
 from emberkeep.kv.reading import Buffers, EndsEarly, read_file
-from emberkeep.kv.tree import Chunk, Span
+from emberkeep.kv.tree import MADE, Chunk, Made, Span
 
 MAGIC = b"EMBERKV2"
 _FIXED = struct.Struct("<8sIIQ16s16s")
@@ -54,10 +54,10 @@ class Description:
     start: int
     tokens: TokenArray
     sampled: tuple[Span, ...]
-    given: bool
+    made: Made
 
     def pack(self) -> bytes:
-        return self.pack_identity() + pack_fields([pack_spans(self.sampled), bytes([self.given])])
+        return self.pack_identity() + pack_fields([pack_spans(self.sampled), bytes([self.made])])
 
     def pack_identity(self) -> bytes:
         """What makes a payload the right one. Two processes may differ about where its tokens came from."""
@@ -76,7 +76,7 @@ class Description:
     def unpack(cls, data: bytes) -> Description:
         """Raises Damaged. The key is recomputed: a description cannot claim another chunk's place."""
         try:
-            fingerprint, namespace, key, parent, place, tokens, sampled, given = unpack_fields(data)
+            fingerprint, namespace, key, parent, place, tokens, sampled, (made,) = unpack_fields(data)
             take, start = struct.unpack("<II", place)
             description = cls(
                 fingerprint,
@@ -87,7 +87,7 @@ class Description:
                 start,
                 np.frombuffer(tokens, "<i4"),
                 unpack_spans(sampled),
-                given != b"\0",
+                MADE[made % len(MADE)],
             )
         except (ValueError, struct.error) as error:
             raise Damaged(f"unreadable description: {error}") from None
@@ -122,7 +122,7 @@ def describe(chunk: Chunk, fingerprint: bytes) -> Description:
         chunk.start,
         chunk.tokens,
         chunk.sampled,
-        chunk.given,
+        chunk.made,
     )
 
 

@@ -188,7 +188,7 @@ class ColdTier:
 
     def is_whole(self, row: Row) -> bool:
         """Read a chunk's file and verify it; a damaged one is put out of reach. One that is gone is no damage."""
-        identity = (row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.given)
+        identity = (row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made)
         try:
             self.read(Description(self._fingerprint, *identity))
         except Damaged as reason:

@@ -22,7 +22,7 @@ from emberkeep.kv.entries import Entry, EntryId, Label, unpack_tails
 from emberkeep.kv.ghosts import LIMIT as GHOST_LIMIT
 from emberkeep.kv.ghosts import Ghost
 from emberkeep.kv.keys import ChunkKey, TokenArray, token_bytes
-from emberkeep.kv.tree import Span
+from emberkeep.kv.tree import MADE, Made, Span
 from emberkeep.types import EntryKind, MissReason, Ttl
 
 _SCHEMA = """
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS chunk (
     start INTEGER NOT NULL,
     tokens BLOB NOT NULL,
     sampled BLOB NOT NULL,
-    given INTEGER NOT NULL,
+    made INTEGER NOT NULL,
     identity BLOB NOT NULL,  -- checksum of what makes the key
     bytes INTEGER NOT NULL,
     last_used INTEGER NOT NULL DEFAULT 0,
@@ -71,7 +71,7 @@ CREATE TABLE IF NOT EXISTS gone (
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
 _TABLES = ("chunk", "entry", "gone", "meta")
-_VERSION = 7
+_VERSION = 8
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
@@ -98,7 +98,7 @@ class Row(NamedTuple):
     start: int
     tokens: TokenArray
     sampled: tuple[Span, ...]
-    given: bool
+    made: Made
     bytes: int
     last_used: int
     hits: int
@@ -107,7 +107,7 @@ class Row(NamedTuple):
 
 def row_of(d: Description, size: int) -> Row:
     """A chunk of which only the file is known."""
-    return Row(0, d.key, d.namespace, d.parent, d.take, d.start, d.tokens, d.sampled, d.given, size, 0, 0, 0.0)
+    return Row(0, d.key, d.namespace, d.parent, d.take, d.start, d.tokens, d.sampled, d.made, size, 0, 0, 0.0)
 
 
 class Unreadable(OSError):
@@ -134,7 +134,7 @@ class Index:
 
     def rows_after(self, seq: int) -> list[Row]:
         """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
-        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, given, identity,
+        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, made, identity,
                         bytes, last_used, hits, expires
                  FROM chunk WHERE seq > ? ORDER BY seq"""
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
@@ -142,7 +142,7 @@ class Index:
     def add(self, entries: Iterable[tuple[Description, int]]) -> None:
         """Insert (description, file size) pairs in one transaction; known keys are left alone."""
         sql = """INSERT OR IGNORE INTO chunk
-                 (key, namespace, parent, take, start, tokens, sampled, given, identity, bytes)
+                 (key, namespace, parent, take, start, tokens, sampled, made, identity, bytes)
                  VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
         self._write(sql, [_values(description, size) for description, size in entries])
 
@@ -229,12 +229,12 @@ class Index:
             _translated(run)
 
     def _row(self, values: tuple[Any, ...]) -> Row:
-        seq, key, namespace, parent, take, start, tokens, sampled, given, check, *rest = values
+        seq, key, namespace, parent, take, start, tokens, sampled, made, check, *rest = values
         if _check(key, namespace, parent, take, tokens) != check:
             raise Unreadable("the store's index: a row is not as it was written")
         ids = np.frombuffer(tokens, "<i4")
         spans = unpack_spans(sampled) if sampled else ()
-        return Row(seq, key, namespace, parent, take, start, ids, spans, bool(given), *rest)
+        return Row(seq, key, namespace, parent, take, start, ids, spans, MADE[made % len(MADE)], *rest)
 
 
 def model_with(path: Path, sources: Sequence[str]) -> str | None:
@@ -268,7 +268,7 @@ def _looked_up(path: Path, sql: str, *values: Any) -> list[Any]:
 def _values(d: Description, size: int) -> tuple[Any, ...]:
     tokens, sampled = token_bytes(d.tokens), pack_spans(d.sampled)
     check = _check(d.key, d.namespace, d.parent, d.take, tokens)
-    return (d.key, d.namespace, d.parent, d.take, d.start, tokens, sampled, d.given, check, size)
+    return (d.key, d.namespace, d.parent, d.take, d.start, tokens, sampled, int(d.made), check, size)
 
 
 def _check(key: bytes, namespace: str, parent: bytes, take: int, tokens: bytes) -> bytes:

@@ -33,7 +33,7 @@ from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
 from emberkeep.kv.lookup import Match, Peek
 from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
 from emberkeep.kv.tails import tail_inside
-from emberkeep.kv.tree import Chunk, Cursor, Segment, Span, last_snapshot, path_to
+from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, Span, last_snapshot, path_to
 from emberkeep.kv.writer import Writer
 from emberkeep.kv.writes import WriteBudget
 from emberkeep.types import SHARED, Approximation, MissReason, Ttl
@@ -386,16 +386,16 @@ class KvStore:
         sampled: Iterable[Span],
         *,
         fork: bool,
-        given: bool = False,
+        made: Made = Made.UNKNOWN,
     ) -> Cursor:
         """Add a chunk of `tokens` at `cursor`; returns the place at its end. The bytes go to disk later.
 
-        `sampled` are spans relative to the chunk; `given` as in `Chunk`. A tail that the chunk contains is retired
-        once it is safe. When the parent has been evicted meanwhile, or there is no room, nothing is added, and the
-        result is the tree's beginning.
+        `sampled` are spans relative to the chunk. A tail that the chunk contains is retired once it is safe. When
+        the parent has been evicted meanwhile, or there is no room, nothing is added, and the result is the tree's
+        beginning.
         """
         tokens = np.array(tokens, np.int32)  # a copy: the caller's may be a view of what it goes on writing
-        chunk = self._new_chunk(cursor, tokens, payload, tuple(sampled), given)
+        chunk = self._new_chunk(cursor, tokens, payload, tuple(sampled), made)
         with self._lock:
             if not self._fits_engine or cursor.chunk not in self._books:
                 return self._books.origin(cursor.namespace)
@@ -420,9 +420,9 @@ class KvStore:
             found = last_snapshot(cursor, cursor.position)
             return found is not None and found.start == cursor.position
 
-    def insert_snapshot(self, cursor: Cursor, payload: memoryview) -> None:
+    def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> None:
         """Add the state at exactly `cursor`. Does nothing where there is one, or no room for it."""
-        chunk = self._new_chunk(cursor, _NO_TOKENS, payload, (), False)
+        chunk = self._new_chunk(cursor, _NO_TOKENS, payload, (), made)
         with self._lock:
             if not self._fits_engine or cursor.chunk not in self._books or self._books.get(chunk.key):
                 return
@@ -544,7 +544,7 @@ class KvStore:
         return self._clock.now() + self.keeping.ttl[ttl]
 
     def _new_chunk(
-        self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: tuple[Span, ...], given: bool
+        self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: tuple[Span, ...], made: Made
     ) -> Chunk:
         parent, namespace = cursor.chunk, cursor.namespace
         return Chunk(
@@ -553,7 +553,7 @@ class KvStore:
             take=cursor.used,
             tokens=tokens,
             sampled=sampled,
-            given=given,
+            made=made,
             size=len(payload),
             namespace=namespace,
         )

@@ -93,9 +93,13 @@ class Keeper:
             return
         cursor = begin
         for start, stop, payload in zip(borders, borders[1:], payloads, strict=False):
-            spans = sequence.sampled_spans(start, stop)
             cursor = self._store.insert(
-                cursor, tokens[start:stop], payload, spans, fork=fork and stop == end, given=sequence.given
+                cursor,
+                tokens[start:stop],
+                payload,
+                sequence.sampled_spans(start, stop),
+                fork=fork and stop == end,
+                made=sequence.made(start, stop),
             )
             if cursor.position != stop:
                 break  # a full store takes nothing more: the rest is tried again later
@@ -115,7 +119,8 @@ class Keeper:
         if cursor.position != sequence.computed or self._store.has_snapshot(cursor):
             return
         try:
-            self._store.insert_snapshot(cursor, self._engine.export_snapshot(sequence.slot))
+            payload = self._engine.export_snapshot(sequence.slot)
+            self._store.insert_snapshot(cursor, payload, sequence.made(0, sequence.computed))
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
 

@@ -261,7 +261,7 @@ class Loader:
         assert sequence.job is not None
         chunk = load.chunk
         tokens = load.end - sequence.computed
-        sequence.computed = load.end
+        sequence.evaluated(tokens, chunk.made.steps)
         sequence.patience_ends = monotonic() + PATIENCE_S
         sequence.holds_packed |= bits_of(chunk.namespace) != EXACT_BITS
         if sequence.cursor.position < load.end:
@@ -327,6 +327,7 @@ class Loader:
 def _go_on_from(sequence: Sequence, hot: Sequence) -> None:
     """Take over what is known about the state that a sequence begins with."""
     sequence.holds_packed = hot.holds_packed
+    sequence.shapes = hot.shapes.until(sequence.computed)
     begins = hot.approximate_from
     if begins is not None and begins < sequence.computed:
         sequence.rests_on_moved(begins)

@@ -16,8 +16,9 @@ from emberkeep.kv.entries import EntryId
 from emberkeep.kv.fetch import Fetch
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.lookup import Match
-from emberkeep.kv.tree import Chunk, Cursor, Span, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span, place_at
 from emberkeep.sched.job import Cut, Ending, EndReason, Job
+from emberkeep.sched.shapes import Shapes
 from emberkeep.types import Divergence, LookupRecord, MissReason, visible_to
 
 FAIR_SLICE = 128
@@ -111,6 +112,7 @@ class Sequence:
         self._largest_slice = job.admitted.plan.prefill_slice if job.admitted else None
         self.memory = job.memory
         self.computed = reused
+        self.shapes = Shapes()
         self.cursor = cursor
         """How far the store holds this sequence."""
         self.hot_tokens = reused
@@ -212,6 +214,11 @@ class Sequence:
     def unsaved(self) -> int:
         return self.computed - self.cursor.position
 
+    def evaluated(self, count: int, made: Made) -> None:
+        """The next `count` tokens were computed in such a step."""
+        self.shapes.computed(self.computed, self.computed + count, made)
+        self.computed += count
+
     def next_slice(self, budget: int) -> tuple[TokenArray, bool]:
         """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
         if self._largest_slice is not None:
@@ -258,7 +265,7 @@ class Sequence:
             if piece.end > end:
                 self.pieces.appendleft(piece.part(end, piece.end))
         self.repaired_tokens += repaired
-        self.computed = end
+        self.evaluated(end - self.computed, Made.NARROW)
 
     def rests_on_moved(self, start: int) -> None:
         """From `start` on it is approximate, and what is stored of it from now on is stored as such."""
@@ -273,7 +280,7 @@ class Sequence:
         assert cut.namespace is not None
         self._approximate_namespace = cut.namespace
         self.holds_only(cut.start)
-        self.computed = cut.length(reached)
+        self.evaluated(cut.length(reached) - self.computed, Made.NARROW)
         self.rests_on_moved(cut.start)
         self.cuts += 1
         self.inserted_tokens += len(cut.insert)
@@ -305,6 +312,10 @@ class Sequence:
         self.tokens.extend((token,))
         self.answer_end = len(self.tokens)
 
+    def made(self, start: int, end: int) -> Made:
+        """How the positions [start, end) came about."""
+        return self.shapes.within(start, end) | (Made.GIVEN if self.given else Made.UNKNOWN)
+
     def sampled_spans(self, start: int, end: int) -> tuple[Span, ...]:
         """Which of the positions [start, end) were sampled here, relative to `start`."""
         begin, finish = max(start, self.prompt_length), min(end, self.answer_end)
@@ -316,6 +327,7 @@ class Sequence:
             return replace(self._found, cut_ms=1e3 * self.cut_seconds, is_approximate=is_approximate)
         reused = self.hot_tokens + self.warm_tokens + self.cold_tokens
         reused_all = reused + self.moved_tokens >= self._reusable
+        is_approximate = self.approximate_from is not None or self.holds_packed
         return LookupRecord(
             prompt_tokens=self.prompt_length,
             hot_tokens=self.hot_tokens,
@@ -323,7 +335,9 @@ class Sequence:
             cold_tokens=self.cold_tokens,
             moved_tokens=self.moved_tokens,
             repaired_tokens=self.repaired_tokens,
-            is_approximate=self.approximate_from is not None or self.holds_packed,
+            wide_tokens=self.shapes.wide(reused),
+            reproducible_tokens=0 if is_approximate else self.shapes.reproducible(reused),
+            is_approximate=is_approximate,
             load_ms=1e3 * self.load_seconds,
             cut_ms=1e3 * self.cut_seconds,
             reason=MissReason.NONE if reused_all else self.reason,

@@ -46,6 +46,10 @@ class Slots:
     def idle(self) -> list[Sequence]:
         return [s for s in list(self._by_slot.values()) if not s.is_active]
 
+    @property
+    def holds_several(self) -> bool:
+        return len(self._by_slot) > 1
+
     def computed_match(self, namespace: str, tokens: TokenArray) -> HotMatch:
         """The sequence that shares the longest computed prefix with `tokens`."""
         best = HotMatch(None, 0)

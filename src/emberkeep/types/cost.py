@@ -128,6 +128,11 @@ class LookupRecord:
     """Taken from other places, or moved up where something was cut out: approximate."""
     repaired_tokens: int = 0
     """How many of them were evaluated again, through most of the layers."""
+    wide_tokens: int = 0
+    """Of the reused ones, how many were computed in steps of many rows; those of few rows round differently."""
+    reproducible_tokens: int = 0
+    """The first so many of the reused ones: evaluated again, alone and in steps of many rows, they have the very
+    bytes that were stored."""
     is_approximate: bool = False
     """The answer rests on state that was moved or quantised, by this request or before it."""
     load_ms: float = 0.0

@@ -35,6 +35,10 @@ _SCRATCH = 0
 """llama.cpp's sequence that exports and imports go through; the scheduler's sequence n is its n + 1."""
 
 
+WIDE_ROWS = 64
+"""A CPU's flash attention takes so many queries at once, and fewer one by one. Of a GPU's kernels nobody knows."""
+
+
 class LlamaEngine:
     """Owns `model` and its context; `close` frees both. See `Engine` for the contracts.
 
@@ -76,6 +80,7 @@ class LlamaEngine:
             kv_bytes_per_token=self._row_bytes(),
             snapshot_bytes=self._snapshot_bytes(),
             packs=packs(layout),
+            wide_rows=None if self._model.offloads else WIDE_ROWS,
         )
 
     def _row_bytes(self) -> int:
