@@ -281,6 +281,7 @@ def test_adapters_are_files_with_or_without_a_scale(tmp_path: Path) -> None:
     by_variable = load(tmp_path, env={"EMBERKEEP_LORA": "a.gguf,/b.gguf:-2"})
     assert [str(lora) for lora in by_variable.lora] == [str(tmp_path / "a.gguf"), "/b.gguf:-2"]
     assert load(tmp_path, {"lora": ["c.gguf:0"]}).lora[0].scale == 0
+    assert load(tmp_path, {"lora": Path("d.gguf")}).lora == load(tmp_path, {"lora": [Path("d.gguf")]}).lora
 
 
 @pytest.mark.parametrize("value", [":0.5", "a.gguf:nan", "a.gguf:inf", " ", "0.5"])

@@ -21,13 +21,15 @@ class LoraFile:
 
 def parse_loras(value: object) -> tuple[LoraFile, ...]:
     """Raises ValueError."""
-    parts = value.split(",") if isinstance(value, str) else value
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, Path) else value
     if not isinstance(parts, (list, tuple)):
         raise ValueError
     return tuple(_parse_lora(part) for part in parts if part != "")
 
 
 def _parse_lora(value: object) -> LoraFile:
+    if isinstance(value, Path):
+        return LoraFile(value.expanduser())
     if not isinstance(value, str) or not value.strip():
         raise ValueError
     path, colon, scale = value.strip().rpartition(":")
