@@ -319,8 +319,7 @@ class ColdTier:
         for forgetting, whose in list(self._barred):
             try:
                 self.sweep(whose)
-                self.forgotten.done(forgetting)
-                self._barred.remove((forgetting, whose))
+                self.finished(forgetting)
             except OSError as error:
                 log.warning("something of a user who was forgotten is still there: %s", error)
 
@@ -329,17 +328,18 @@ class ColdTier:
         self._barred.append((forgetting, whose))
 
     @property
-    def owes(self) -> bool:
-        return bool(self._barred)
+    def owed(self) -> list[Whose]:
+        return [whose for _, whose in self._barred]
+
+    def finished(self, forgetting: Forgetting) -> None:
+        """No file has anything left of what there was of them. Raises OSError."""
+        self.forgotten.done(forgetting)
+        self._barred = [owed for owed in self._barred if owed[0].digest != forgetting.digest]
 
     def _erase_rows(self, folder: Path, whose: Whose) -> None:
         if folder == self.folder:
+            self.forget_untold(whose)
             with self._index_lock:
-                mine = [
-                    key for key, (description, _) in self._untold_rows.items() if description.namespace in whose
-                ]
-                for key in mine:
-                    del self._untold_rows[key]
                 self._index.erase(whose)
             return
         path = folder / INDEX

@@ -85,7 +85,7 @@ class Forgetter:
                 swept += cold.sweep(whose)
             finally:
                 self.remove_leaving()  # most of it is gone by now
-            cold.forgotten.done(forgetting)
+            cold.finished(forgetting)
         except OSError:
             cold.owe(forgetting, whose)
             raise

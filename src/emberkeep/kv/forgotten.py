@@ -89,8 +89,11 @@ class Record:
         one = Forgetting(self.last + 1, digest, False)
         return replace(self, last=one.seq, listed=(*self.listed, one))._trimmed()
 
-    def with_done(self, seq: int) -> Record:
-        done = (replace(f, is_done=f.is_done or f.seq == seq) for f in self.listed)
+    def with_done(self, one: Forgetting) -> Record:
+        """With those before it of the same user."""
+        done = (
+            replace(f, is_done=f.is_done or (f.digest == one.digest and f.seq <= one.seq)) for f in self.listed
+        )
         return replace(self, listed=tuple(done))
 
     def _trimmed(self) -> Record:
@@ -151,7 +154,7 @@ class Forgotten:
         """No file has anything left of them."""
         with self._locked(fcntl.LOCK_EX):
             if record := self._read():
-                self._write(record.with_done(forgetting.seq))
+                self._write(record.with_done(forgetting))
 
     def unfinished(self) -> list[tuple[Forgetting, Whose]]:
         """Those whose files somebody began to remove and did not finish."""

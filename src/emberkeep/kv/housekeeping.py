@@ -147,8 +147,12 @@ class Housekeeping:
         if monotonic() < self._look_again_at:
             return
         self._look_again_at = monotonic() + _RETRY_S
-        if self._cold.owes:
+        if owed := self._cold.owed:
+            with self._lock:
+                for whose in owed:
+                    self._books.forget(whose)  # what has come back since goes with the rest
             self._cold.finish_forgetting()
+            self.remove_leaving()
         rows, damaged = self._cold.adopt_strays()
         self._counters.damaged_chunks += damaged
         self._adopt(rows)

@@ -46,10 +46,17 @@ def _remove_notes(db: apsw.Connection, turn: int) -> None:
 
 def _remove_empty(db: apsw.Connection, conversations: Iterable[int], owners: Iterable[int]) -> None:
     """Those of whom nothing is left: their names alone would fill the file in the end."""
-    parts = ("turns", "notes", "messages")
-    has_none = " AND ".join(f"NOT EXISTS (SELECT 1 FROM {part} WHERE conversation = c.id)" for part in parts)
-    sql = f"DELETE FROM conversations AS c WHERE id = ? AND title IS NULL AND {has_none}"
+    sql = (
+        f"DELETE FROM conversations AS c WHERE id = ? AND title IS NULL AND {_none('conversation = c.id', _SAID)}"
+    )
     db.executemany(sql, [(id_,) for id_ in conversations])
-    parts = ("turns", "notes", "facts", "conversations")
-    has_none = " AND ".join(f"NOT EXISTS (SELECT 1 FROM {part} WHERE owner = o.id)" for part in parts)
-    db.executemany(f"DELETE FROM owners AS o WHERE id = ? AND {has_none}", [(id_,) for id_ in owners])
+    sql = f"DELETE FROM owners AS o WHERE id = ? AND {_none('owner = o.id', _KEPT)}"
+    db.executemany(sql, [(id_,) for id_ in owners])
+
+
+_SAID = ("turns", "notes", "messages")
+_KEPT = ("turns", "notes", "facts", "conversations")
+
+
+def _none(which: str, tables: Iterable[str]) -> str:
+    return " AND ".join(f"NOT EXISTS (SELECT 1 FROM {table} WHERE {which})" for table in tables)
