@@ -32,10 +32,10 @@ NOT_ASKED_BY_THE_LOOP: dict[type, set[str]] = {
     Engine: {"stats", "close"},
     KvStore: {
         *("peek", "peek_elsewhere", "touch", "other_model", "replay", "refresh", "readahead", "sweep"),
-        *("flush", "close", "stats", "notice_forgotten", "on_forget"),
+        *("flush", "close", "stats", "notice_forgotten", "on_forget", "follow"),
     },
 }
-"""Other threads ask these, or it is over by then. Everything else has to come up in the crowds below."""
+"""Other threads ask these, or no job is there when the loop does. All others have to come up in a crowd."""
 
 
 def methods(of: type) -> list[str]:

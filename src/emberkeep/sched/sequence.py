@@ -173,7 +173,7 @@ class Sequence:
     @property
     def is_apart(self) -> bool:
         """It takes its steps by itself: one that it took with others failed, and nobody knows because of whom."""
-        return self.is_runnable and self.computed < self._apart_until
+        return self.computed < self._apart_until and self.is_runnable
 
     def goes_on_alone(self, kept: int) -> None:
         """A step with others has failed, and only the state of the first `kept` tokens is still there."""
