@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -327,6 +328,13 @@ def test_stored_state_that_is_right_agrees(data_dir: Path, model: list[Config]) 
     said = ok("verify", wanted[:8])
     assert wanted in said
     assert "1 entry replayed" in said
+
+
+def test_how_exact_a_replay_can_be_is_told(data_dir: Path, model: list[Config]) -> None:
+    keep(data_dir, "Which ships are here? " * 20)
+    said = " ".join(ok("verify").split())
+    assert re.search(r"\d+ wide, \d+ narrow", said)
+    assert re.search(r"\d+ of \d+ tokens can be reproduced to the bit", said)
 
 
 def test_a_damaged_file_is_found_and_put_away(data_dir: Path, model: list[Config]) -> None:

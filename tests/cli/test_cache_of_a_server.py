@@ -104,6 +104,8 @@ def test_the_server_reads_explains_and_verifies(url: str) -> None:
     said = ok("verify", "--tokens", "8")
     assert "files" not in said
     assert "1 entry replayed, 100.0% of 8 tokens agree." in said
+    assert "0 of" in said
+    assert "reproduced to the bit" in said
 
 
 def test_stores_of_other_models_are_listed_beside_it(data_dir: Path, url: str) -> None:

@@ -43,6 +43,21 @@ def test_exact_state_agrees_in_everything(llm: Emberkeep) -> None:
     assert "F1" not in str(report)
 
 
+def test_the_report_tells_in_what_steps_the_state_was_computed(llm: Emberkeep) -> None:
+    report = llm.verify(STORED)
+    assert report.wide_tokens == report.reproducible_tokens == report.reused_tokens
+    assert f"All {report.reused_tokens:,} tokens can be reproduced to the bit." in str(report)
+    short = llm.verify("A few words.")
+    assert (short.wide_tokens, short.narrow_tokens) == (0, short.reused_tokens)
+    assert "same but for rounding" in str(short)
+
+
+def test_packed_state_is_not_promised(llm: Emberkeep) -> None:
+    report = llm.verify(STORED, kv_bits=8)
+    assert report.wide_tokens == report.reused_tokens
+    assert report.reproducible_tokens == 0
+
+
 def test_moved_state_is_compared_with_a_fresh_evaluation(llm: Emberkeep) -> None:
     llm.generate(STORED, max_tokens=1)
     report = llm.verify(SHUFFLED, approximate="none")

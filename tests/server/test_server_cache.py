@@ -444,11 +444,22 @@ def test_stored_state_is_verified(alone: Served) -> None:
         "id": one["id"],
         "object": "cache.verified",
         "reused": one["tokens"] - 1,
+        "wide": 0,
+        "narrow": one["tokens"] - 1,
+        "reproducible": 0,
         "compared": 3,
         "agreed": 3,
         "equal": True,
     }
     assert len(alone.post("/v1/cache/verify", sample=6)["data"]) == 6
+
+
+def test_what_was_compared_is_told_by_the_steps_that_computed_it(alone: Served) -> None:
+    alone.chat(user("Tell me a long story. " * 40), conversation_id="c")
+    entry = alone.entry_of("c")
+    (result,) = alone.post("/v1/cache/verify", ids=[entry["id"]])["data"]
+    assert result["wide"] == result["reproducible"] >= 256
+    assert result["narrow"] == result["reused"] - result["wide"] > 0
 
 
 def test_wrong_state_is_found(alone: Served) -> None:

@@ -49,6 +49,7 @@ from emberkeep.types import (
     ExpertStats,
     Fit,
     Json,
+    LookupRecord,
     Message,
     MissReason,
     ReasoningFormat,
@@ -255,22 +256,29 @@ class LocalBackend:
             from_store=True,
             kv_bits=bits_of(namespace),
         )
-        stored, reused = await self._continued(greedy)
+        stored, lookup = await self._continued(greedy)
         fresh, _ = await self._continued(replace(greedy, use_cache=False))
         pairs = zip(stored, fresh, strict=False)
         agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(stored), len(fresh)))
-        return Verified(entry, reused, max(len(stored), len(fresh)), agreed)
+        return Verified(
+            entry,
+            lookup.reused_tokens,
+            max(len(stored), len(fresh)),
+            agreed,
+            lookup.wide_tokens,
+            lookup.reproducible_tokens,
+        )
 
-    async def _continued(self, request: Request) -> tuple[list[int], int]:
-        """The ids that follow, and how many of the prompt were reused."""
+    async def _continued(self, request: Request) -> tuple[list[int], LookupRecord]:
+        """The ids that follow, and what of the prompt was reused."""
         ids: list[int] = []
-        reused = 0
+        lookup = LookupRecord()
         async for event in self.generate(request):
             if isinstance(event, TextDelta):
                 ids += event.tokens
             elif isinstance(event, Completed):
-                reused = event.usage.cached_tokens
-        return ids, reused
+                lookup = event.lookup
+        return ids, lookup
 
     @property
     def cache(self) -> Cache:

@@ -72,7 +72,8 @@ def verify(
     """Continue stored state and a fresh evaluation of the same tokens, and compare. Status 1 if they differ.
 
     Without a running server every file is first compared with its checksum, and the model is loaded. A real model
-    may differ in a rare token, because a rest is computed in other batches than a whole prompt. State in fewer
+    may differ in a rare token, because what was computed in narrow steps (answers, short turns) rounds differently
+    from a whole prompt: the table tells how much of each there is. State in fewer
     than 16 bits or with moved parts is not exact, and may differ in more.
     """
     from emberkeep.cli.cache_access import open_knowing

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from emberkeep.cli.tables import ago, counted, printable, show, show_facts, span, texts, width
 from emberkeep.config import readable_size
-from emberkeep.types import EXACT_BITS, CacheEntry, EntryKind, Explanation, LookupRecord, Removed, Verified
+from emberkeep.types import (
+    EXACT_BITS,
+    CacheEntry,
+    EntryKind,
+    Explanation,
+    LookupRecord,
+    Removed,
+    Verified,
+    expectation,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -40,8 +49,10 @@ def print_explanation(explanation: Explanation) -> None:
 
 
 def print_verified(results: Sequence[Verified]) -> None:
-    rows = [[what(r.entry), _reused(r), agreement([r]), r.entry.id] for r in results]
-    _print_table(["what", "reused", "agreement", "id"], rows)
+    rows = [[what(r.entry), _reused(r), _steps(r), agreement([r]), r.entry.id] for r in results]
+    _print_table(["what", "reused", "in steps", "agreement", "id"], rows)
+    figures = ((r.reused_tokens, r.wide_tokens, r.reproducible_tokens) for r in results)
+    print(expectation(*(sum(column) for column in zip(*figures, strict=True))))
 
 
 def agreement(results: Sequence[Verified]) -> str:
@@ -111,6 +122,12 @@ def _in(where: str) -> str:
 
 def _reused(result: Verified) -> str:
     return f"{result.reused_tokens:,} of {result.entry.tokens:,} tokens"
+
+
+def _steps(result: Verified) -> str:
+    """In what steps they were computed."""
+    counts = {"wide": result.wide_tokens, "narrow": result.narrow_tokens}
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count) or "-"
 
 
 def _user(entry: CacheEntry) -> str:

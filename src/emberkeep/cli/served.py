@@ -75,7 +75,8 @@ class ServedStore:
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
         body = {"ids": [entry.id], "tokens": tokens}
         (result,) = self._ask("POST", "/v1/cache/verify", json=body, timeout=None)["data"]
-        return Verified(entry, result["reused"], result["compared"], result["agreed"])
+        figures = ("reused", "compared", "agreed", "wide", "reproducible")
+        return Verified(entry, *(result[name] for name in figures))
 
     def close(self) -> None:
         self._http.close()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emberkeep.library.results import Result
-from emberkeep.types import TokenLogprob
+from emberkeep.types import TokenLogprob, expectation
 
 CANDIDATES = 256
 """Tokens of each distribution that are compared one by one."""
@@ -79,8 +79,26 @@ class VerifyReport:
     def reused_tokens(self) -> int:
         return self.cached.usage.cached_tokens
 
+    @property
+    def wide_tokens(self) -> int:
+        """Of the reused ones, how many were computed in steps of many rows."""
+        return self.cached.lookup.wide_tokens
+
+    @property
+    def narrow_tokens(self) -> int:
+        """And in steps of few, which round differently."""
+        return self.cached.lookup.narrow_tokens
+
+    @property
+    def reproducible_tokens(self) -> int:
+        """The first so many: evaluated again, alone and in steps of many rows, they have the very bytes that were
+        stored."""
+        return self.cached.lookup.reproducible_tokens
+
     def __str__(self) -> str:
-        lines = [self._reuse(), self._answers_agree()]
+        lookup = self.cached.lookup
+        bits = expectation(lookup.reused_tokens, lookup.wide_tokens, lookup.reproducible_tokens)
+        lines = [self._reuse(), bits, self._answers_agree()]
         if self.first_kl is not None and self.mean_kl is not None:
             lines.append(
                 f"KL of the next token: {self.first_kl:.4f} at first, {self.mean_kl:.4f} over the answer."

@@ -28,6 +28,7 @@ from emberkeep.types.cost import (
     Plan,
     Timings,
     Usage,
+    expectation,
 )
 from emberkeep.types.events import (
     Completed,
@@ -160,6 +161,7 @@ __all__ = [
     "bits_of",
     "cut_mark",
     "exact_namespace",
+    "expectation",
     "marked_namespace",
     "private_namespace",
     "repair_of",

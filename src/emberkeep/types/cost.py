@@ -149,3 +149,20 @@ class LookupRecord:
     def cached_tokens(self) -> int:
         """Reused where they were computed, or moved."""
         return self.reused_tokens + self.moved_tokens
+
+    @property
+    def narrow_tokens(self) -> int:
+        """Of the reused ones, how many were computed in steps of few rows, or nobody knows in which."""
+        return self.reused_tokens - self.wide_tokens
+
+
+def expectation(reused: int, wide: int, reproducible: int) -> str:
+    """What a fresh evaluation of reused tokens may be expected to give."""
+    if not reused:
+        return "Nothing was reused."
+    if reproducible == reused:
+        return f"All {reused:,} tokens can be reproduced to the bit."
+    return (
+        f"{reproducible:,} of {reused:,} tokens can be reproduced to the bit ({wide:,} computed in wide steps, "
+        f"{reused - wide:,} in narrow ones); of the others a fresh evaluation gives the same but for rounding."
+    )

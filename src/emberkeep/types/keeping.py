@@ -89,6 +89,13 @@ class Verified:
     compared: int
     agreed: int
     """Tokens of the continuation, and how many were equal before the first difference."""
+    wide_tokens: int = 0
+    reproducible_tokens: int = 0
+    """Of the reused ones: as in `LookupRecord`."""
+
+    @property
+    def narrow_tokens(self) -> int:
+        return self.reused_tokens - self.wide_tokens
 
     @property
     def is_equal(self) -> bool:
