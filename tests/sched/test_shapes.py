@@ -13,8 +13,9 @@ from emberkeep.kv.tree import Made
 from emberkeep.sched.shapes import Shapes
 from helpers.scheduling import PROMPT, Gate, Rig, text
 
-WIDE, NARROW, BESIDE, GIVEN = Made.WIDE, Made.NARROW, Made.BESIDE, Made.GIVEN
-CLASSES = [WIDE, NARROW, WIDE | BESIDE, NARROW | BESIDE]
+WIDE, NARROW, GIVEN = Made.WIDE, Made.NARROW, Made.GIVEN
+ALONE = Made.WIDE | Made.REPRODUCIBLE
+CLASSES = [WIDE, NARROW, ALONE]
 
 
 # ── the runs ──
@@ -33,9 +34,11 @@ def test_runs_say_what_a_list_of_positions_says(steps, start, end):
     together = Made.UNKNOWN
     for made in first[start:]:
         together |= made
-    assert shapes.within(start, end) == (together if start < end else Made.UNKNOWN)
+    if not all(made is ALONE for made in first):
+        together &= ~Made.REPRODUCIBLE
+    assert shapes.within(start, end) == together
     assert shapes.wide(end) == sum(not made & NARROW for made in first)
-    assert shapes.reproducible(end) == next((i for i, made in enumerate(first) if made != WIDE), end)
+    assert shapes.reproducible(end) == next((i for i, made in enumerate(first) if made is not ALONE), end)
     assert shapes.until(end).within(start, end) == shapes.within(start, end)
 
 
@@ -54,7 +57,7 @@ def alone(tmp_path: Path):
 
 def test_a_prompt_is_wide_and_its_last_token_and_the_answer_are_narrow(alone: Rig) -> None:
     alone.run(PROMPT[:300])
-    assert [made for _, _, made in kinds(alone)] == [WIDE, WIDE, WIDE | NARROW]
+    assert [made for _, _, made in kinds(alone)] == [ALONE, ALONE, WIDE | NARROW]
 
 
 def test_a_short_turn_is_narrow(alone: Rig) -> None:
@@ -68,10 +71,10 @@ def test_a_short_turn_is_narrow(alone: Rig) -> None:
 
 def test_ids_that_a_client_gave_are_known_beside_it(alone: Rig) -> None:
     alone.run(PROMPT[:300], given=True)
-    assert [made for _, _, made in kinds(alone)] == [WIDE | GIVEN, WIDE | GIVEN, WIDE | NARROW | GIVEN]
+    assert [made for _, _, made in kinds(alone)] == [ALONE | GIVEN, ALONE | GIVEN, WIDE | NARROW | GIVEN]
 
 
-def test_slices_beside_an_answer_are_narrow_and_not_alone(tmp_path: Path) -> None:
+def test_slices_beside_an_answer_are_narrow(tmp_path: Path) -> None:
     engine = FakeEngine(cells=1 << 15)
     with Rig(tmp_path, engine) as rig:
         rig.store.costs.evaluate.value = 1.0  # as slow as can be: the smallest slices
@@ -85,7 +88,7 @@ def test_slices_beside_an_answer_are_narrow_and_not_alone(tmp_path: Path) -> Non
         second.wait()
         rig.settle()
         of_other = rig.store.match("", rig.job(other).tokens)
-        assert {segment.chunk.made & ~WIDE for segment in of_other.segments[:2]} == {NARROW | BESIDE}
+        assert {segment.chunk.made & ~WIDE for segment in of_other.segments[:2]} == {NARROW}
         rig.store.release(of_other)
 
 
@@ -129,6 +132,27 @@ def test_what_was_computed_beside_others_is_not_promised(tmp_path: Path) -> None
         again = rig.run([*PROMPT, *text(80, seed=2)], from_store=True).lookup
     assert again.wide_tokens > 0
     assert again.reproducible_tokens == 0
+
+
+def test_what_rests_on_other_bytes_than_the_stored_ones_is_not_promised(tmp_path: Path) -> None:
+    """Its beginning is stored, computed alone, and it has computed the same for itself, beside another."""
+    engine = FakeEngine(cells=1 << 15)
+    with Rig(tmp_path, engine) as rig:
+        rig.run(PROMPT[:300])
+        assert (0, 128, ALONE) in kinds(rig)
+        gate = Gate(engine)
+        other = rig.start(text(900, seed=1), max_new=1)
+        gate.reached()
+        second = rig.start(PROMPT, use_cache=False)
+        gate.open()
+        assert other.answer
+        assert second.answer
+        rig.settle()
+        match = rig.store.match("", rig.job(PROMPT).tokens)
+        flags = [bool(segment.chunk.made & Made.REPRODUCIBLE) for segment in match.segments]
+        rig.store.release(match)
+    assert flags[:2] == [True, True]
+    assert not any(flags[2:])
 
 
 def test_what_a_sequence_takes_over_in_the_engine_keeps_its_kind(alone: Rig) -> None:

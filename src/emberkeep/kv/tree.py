@@ -41,8 +41,9 @@ class Made(IntFlag):
     """Tokens of it were computed in steps with many rows of their sequence."""
     NARROW = 4
     """Tokens of it were computed in steps with few: decoding, short turns, slices beside the answers of others."""
-    BESIDE = 8
-    """The engine held other sequences too while some of it was computed."""
+    REPRODUCIBLE = 8
+    """All of it, and all that it was computed from, is of wide steps of an engine that held nothing else: whoever
+    does the same again gets the same bytes."""
 
     @property
     def steps(self) -> Made:

@@ -17,7 +17,7 @@ from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.lookup import Match
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, Cursor, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.cleanup import insist
 from emberkeep.sched.cutter import Cutter
@@ -261,9 +261,10 @@ class Loader:
         assert sequence.job is not None
         chunk = load.chunk
         tokens = load.end - sequence.computed
-        sequence.evaluated(tokens, chunk.made.steps)
+        is_packed = bits_of(chunk.namespace) != EXACT_BITS
+        sequence.holds(load.end, chunk.made.steps & ~Made.REPRODUCIBLE if is_packed else chunk.made.steps)
         sequence.patience_ends = monotonic() + PATIENCE_S
-        sequence.holds_packed |= bits_of(chunk.namespace) != EXACT_BITS
+        sequence.holds_packed |= is_packed
         if sequence.cursor.position < load.end:
             if chunk.namespace not in visible_to(sequence.namespace):
                 sequence.rests_on_moved(chunk.start)
@@ -328,6 +329,7 @@ def _go_on_from(sequence: Sequence, hot: Sequence) -> None:
     """Take over what is known about the state that a sequence begins with."""
     sequence.holds_packed = hot.holds_packed
     sequence.shapes = hot.shapes.until(sequence.computed)
+    sequence.is_beside = hot.is_beside
     begins = hot.approximate_from
     if begins is not None and begins < sequence.computed:
         sequence.rests_on_moved(begins)

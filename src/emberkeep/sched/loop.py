@@ -21,7 +21,6 @@ from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Over
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Made
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.calibration import Calibration, PeakWatch
 from emberkeep.sched.cleanup import insist
@@ -400,15 +399,10 @@ class EngineLoop:
                 sequence.goes_on_alone(kept)
 
     def _absorb(self, batch: list[tuple[Sequence, Rows]]) -> None:
-        others = Made.BESIDE if self._slots.holds_several else Made.UNKNOWN
         for index, (sequence, rows) in enumerate(batch):
             with self._only(sequence):
-                sequence.evaluated(len(rows.tokens), self._width(len(rows.tokens)) | others)
+                sequence.evaluated(len(rows.tokens), self._engine.capabilities.wide_rows)
                 self._absorb_row(sequence, rows, index)
-
-    def _width(self, rows: int) -> Made:
-        wide = self._engine.capabilities.wide_rows
-        return Made.WIDE if wide is not None and rows >= wide else Made.NARROW
 
     def _absorb_row(self, sequence: Sequence, rows: Rows, index: int) -> None:
         self._keeper.keep_full_chunks(sequence)

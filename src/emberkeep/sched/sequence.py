@@ -113,6 +113,8 @@ class Sequence:
         self.memory = job.memory
         self.computed = reused
         self.shapes = Shapes()
+        self.is_beside = False
+        """Others have been in the engine since it is: its cells may lie anywhere, which changes how sums round."""
         self.cursor = cursor
         """How far the store holds this sequence."""
         self.hot_tokens = reused
@@ -214,10 +216,18 @@ class Sequence:
     def unsaved(self) -> int:
         return self.computed - self.cursor.position
 
-    def evaluated(self, count: int, made: Made) -> None:
-        """The next `count` tokens were computed in such a step."""
-        self.shapes.computed(self.computed, self.computed + count, made)
-        self.computed += count
+    def evaluated(self, count: int, wide_rows: int | None) -> None:
+        """The next `count` tokens were computed in one step; from `wide_rows` on it is a wide one."""
+        made = Made.NARROW
+        if wide_rows is not None and count >= wide_rows:
+            is_alone = not self.is_beside and self.shapes.reproducible(self.computed) == self.computed
+            made = Made.WIDE | Made.REPRODUCIBLE if is_alone else Made.WIDE
+        self.holds(self.computed + count, made)
+
+    def holds(self, end: int, made: Made) -> None:
+        """What it had not of the positions up to `end` is there now."""
+        self.shapes.computed(self.computed, end, made)
+        self.computed = end
 
     def next_slice(self, budget: int) -> tuple[TokenArray, bool]:
         """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
@@ -265,7 +275,7 @@ class Sequence:
             if piece.end > end:
                 self.pieces.appendleft(piece.part(end, piece.end))
         self.repaired_tokens += repaired
-        self.evaluated(end - self.computed, Made.NARROW)
+        self.holds(end, Made.NARROW)
 
     def rests_on_moved(self, start: int) -> None:
         """From `start` on it is approximate, and what is stored of it from now on is stored as such."""
@@ -280,7 +290,7 @@ class Sequence:
         assert cut.namespace is not None
         self._approximate_namespace = cut.namespace
         self.holds_only(cut.start)
-        self.evaluated(cut.length(reached) - self.computed, Made.NARROW)
+        self.holds(cut.length(reached), Made.NARROW)
         self.rests_on_moved(cut.start)
         self.cuts += 1
         self.inserted_tokens += len(cut.insert)

@@ -32,12 +32,12 @@ class Shapes:
         return first
 
     def within(self, start: int, end: int) -> Made:
-        """All that goes for some of the positions [start, end)."""
+        """Of the positions [start, end): all kinds of steps, and whether all up to `end` are reproducible."""
         found = Made.UNKNOWN
         for begin, stop, made in self._spans(end):
             if max(begin, start) < min(stop, end):
                 found |= made
-        return found
+        return found if self.reproducible(end) >= end else found & ~Made.REPRODUCIBLE
 
     def wide(self, end: int) -> int:
         """How many of the first `end` positions are known to be of wide steps."""
@@ -45,8 +45,9 @@ class Shapes:
         return sum(max(min(stop, end) - begin, 0) for begin, stop, made in spans if not made & Made.NARROW)
 
     def reproducible(self, end: int) -> int:
-        """How many of the first `end` positions, without a gap, have bytes that do not depend on anything else."""
-        return next((min(begin, end) for begin, _, made in self._spans(end) if made != Made.WIDE), end)
+        """How many of the first `end` positions, without a gap, are."""
+        gaps = (begin for begin, _, made in self._spans(end) if not made & Made.REPRODUCIBLE)
+        return min(next(gaps, end), end)
 
     def _append(self, end: int, made: Made) -> None:
         if self._runs and self._runs[-1][1] == made:

@@ -46,10 +46,6 @@ class Slots:
     def idle(self) -> list[Sequence]:
         return [s for s in list(self._by_slot.values()) if not s.is_active]
 
-    @property
-    def holds_several(self) -> bool:
-        return len(self._by_slot) > 1
-
     def computed_match(self, namespace: str, tokens: TokenArray) -> HotMatch:
         """The sequence that shares the longest computed prefix with `tokens`."""
         best = HotMatch(None, 0)
@@ -87,6 +83,9 @@ class Slots:
 
     def occupy(self, sequence: Sequence) -> None:
         self._by_slot[sequence.slot] = sequence
+        if len(self._by_slot) > 1:
+            for each in self._by_slot.values():
+                each.is_beside = True
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence's state in the engine. Never raises; twice is harmless."""
