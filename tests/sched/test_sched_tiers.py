@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine, FakeTiers
-from emberkeep.types import AttentionTier
+from emberkeep.types import AttentionTier, MissReason
 from helpers.scheduling import PATIENCE, PROMPT, Gate, Rig, reference, text
 
 FLASH, PLAIN = FakeTiers.available
@@ -45,6 +45,7 @@ def test_nothing_that_another_tier_computed_is_used(tmp_path: Path) -> None:
         assert first.answer == expected(PROMPT, FLASH)
         assert other.answer == expected(PROMPT, PLAIN)
         assert other.lookup.cached_tokens == 0
+        assert other.lookup.reason is MissReason.OTHER_MODEL
 
 
 def test_what_the_other_tier_computes_is_reused_in_the_engine_and_not_stored(tmp_path: Path) -> None:

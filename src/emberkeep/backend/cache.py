@@ -141,6 +141,9 @@ class StoreCache:
         def because(reason: MissReason, sentence: str) -> Explanation:
             return Explanation(replace(lookup, reason=reason), f"{_so_far(reused, prompt)} {sentence}")
 
+        if not self._store.fits_engine:
+            sentence = "Attention is computed in another way than when the store was opened, with other bytes."
+            return because(MissReason.OTHER_MODEL, sentence)
         if gone := self._store.why_gone(cursor, prompt.tokens):
             return because(gone, _GONE[gone].format(at=cursor.position))
         other = self._store.catalogue.elsewhere(request.namespace, prompt.tokens)

@@ -294,6 +294,8 @@ class Loader:
         assert job is not None
         if match.tokens < sequence.computed:
             return self._diverged(sequence, sequence.computed, left_behind)
+        if not self._store.fits_engine:
+            return MissReason.OTHER_MODEL
         if gone := self._store.why_gone(match.cursor, job.tokens):
             return gone
         stored = self._store.stored_after(match.cursor)

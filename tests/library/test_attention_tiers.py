@@ -1,0 +1,65 @@
+"""Switching how attention is computed, as a program does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emberkeep import Emberkeep
+from emberkeep.backend.base import ModelCard
+from emberkeep.config import Config
+from emberkeep.engine.fake import CHATML, FakeEngine, FakeTiers
+from emberkeep.errors import RequestError
+from emberkeep.runtime import assemble
+from emberkeep.types import MissReason, Request
+
+STORY = "Once upon a time there was a harbour with seven ships. " * 10
+
+
+def opened(folder: Path, engine: FakeEngine) -> Emberkeep:
+    card = ModelCard("fake", 0, engine.capabilities.context)
+    return Emberkeep(assemble(Config(data_dir=folder), engine, CHATML, card))
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[Emberkeep]:
+    with opened(tmp_path, FakeEngine(attention=FakeTiers())) as llm:
+        yield llm
+
+
+def test_nothing_is_stored_or_loaded_until_the_first_tier_is_back(llm: Emberkeep) -> None:
+    assert llm.attention_tier() == "flash"
+    first = llm.generate(STORY, max_tokens=8, temperature=0)
+    assert llm.attention_tier("plain") == "plain"
+    other = llm.generate(STORY, max_tokens=8, temperature=0)
+    assert other.usage.cached_tokens == 0
+    assert other.text != first.text
+    llm.generate("What nobody has said before. " * 10, max_tokens=8, temperature=0)
+    assert len(llm.cache.entries()) == 1
+    assert llm.attention_tier("flash") == "flash"
+    again = llm.generate(STORY, max_tokens=8, temperature=0)
+    assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+    assert again.text == first.text
+
+
+def test_why_nothing_is_reused_is_told(llm: Emberkeep) -> None:
+    llm.generate(STORY, max_tokens=8, temperature=0)
+    llm.attention_tier("plain")
+    explanation = llm.cache.explain(Request(prompt=STORY))
+    assert explanation.lookup.reason is MissReason.OTHER_MODEL
+    assert "another way" in explanation.sentence
+
+
+def test_the_tier_in_use_stays_when_it_is_asked_for(llm: Emberkeep) -> None:
+    llm.generate(STORY, max_tokens=8, temperature=0)
+    llm.attention_tier("flash")
+    assert llm.generate(STORY, max_tokens=8, temperature=0).lookup.hot_tokens > 0
+
+
+def test_an_engine_without_a_choice_says_so(tmp_path: Path) -> None:
+    with opened(tmp_path, FakeEngine()) as llm:
+        assert llm.attention_tier() is None
+        with pytest.raises(RequestError, match="one way"):
+            llm.attention_tier("plain")
