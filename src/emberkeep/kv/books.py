@@ -155,7 +155,7 @@ class Books:
             self.rhythm.heard(self.clock - ghost.last_used)
         self._warmed(chunk, payload)
         self._enter(chunk)
-        if self._orphans:
+        if chunk.key in self._orphans:
             self.adopt(self._returning(chunk.key), chunk.expires)
 
     def adopt(self, rows: Iterable[Row], wanted_until: float) -> None:
@@ -176,7 +176,7 @@ class Books:
                 self._hang(row, parent, wanted_until)
             else:
                 self.leave(row.key, row.bytes)  # nothing leads to it, and nothing ever will
-            if self._orphans:
+            if row.key in self._orphans:
                 todo += self._returning(row.key)
 
     def take_orphans(self) -> None:
@@ -539,10 +539,14 @@ class Books:
         self.news.forget_entry(entry.id)
 
     def _wait_for_parent(self, row: Row) -> None:
-        waiting = self._orphans.setdefault(row.parent, {})
-        if row.key not in waiting:
+        waiting = self._orphans.get(row.parent)
+        if waiting is None:
+            self._orphans[row.parent] = {row.key: row}
+        elif row.key in waiting:
+            return
+        else:
             waiting[row.key] = row
-            self._orphan_bytes += row.bytes
+        self._orphan_bytes += row.bytes
 
     def _stop_waiting(self, parent: ChunkKey, key: ChunkKey) -> None:
         waiting = self._orphans[parent]
@@ -552,9 +556,10 @@ class Books:
 
     def _returning(self, parent: ChunkKey) -> list[Row]:
         """Those who waited for it, and do not any more."""
-        rows = list(self._orphans.pop(parent, {}).values())
-        self._orphan_bytes -= sum(row.bytes for row in rows)
-        return rows
+        rows = self._orphans.pop(parent)
+        for row in rows.values():
+            self._orphan_bytes -= row.bytes
+        return list(rows.values())
 
     def _inherit(self, entry: Entry, tail: Chunk, heir: Chunk | None) -> None:
         others = [self._chunks.get(known.chunk) for known in entry.tails if known.chunk != tail.key]

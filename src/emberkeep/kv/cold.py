@@ -506,6 +506,9 @@ class ColdTier:
                     self._strays.pop(key, None)
                 else:
                     self._note_stray(key)
+        described.sort(
+            key=lambda one: one[0].start
+        )  # parents first: then they are entered in one go, now and later
         with self.forgotten.held():
             # Whoever is just being forgotten has files left, which are about to go.
             going = self.forgotten.unfinished()
