@@ -61,7 +61,6 @@ $(DEVELOPING): ALSO := $(RUNNING)
 $(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
 	@echo "Installing Emberkeep into .venv."
 	@$(BIN)/python -m pip install --disable-pip-version-check -e '$(WHAT)'
-	@$(BIN)/python -m emberkeep.models.llama_library
 	@touch $@ $(ALSO)
 
 $(BIN)/python:

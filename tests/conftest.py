@@ -14,6 +14,7 @@ from platformdirs import user_cache_path
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.files import locked, private_folder
 from emberkeep.models.library import ModelLibrary
+from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
 
 _SLOW_FILES = (
@@ -72,6 +73,12 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and sys.platform == "linux"
 # A busy machine is no failure.
 settings.register_profile("emberkeep", deadline=None)
 settings.load_profile("emberkeep")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """llama.cpp is fetched before there are workers, which would all do it."""
+    if not hasattr(session.config, "workerinput"):
+        ensure_llama_library(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", "auto"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from emberkeep.engine.llamacpp import api, shared_library, trial
-from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, used
+from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, llama, used
 from emberkeep.engine.llamacpp.specimen import write_specimen
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, ModelBroken
 
 UNDEFINED = {"aarch64": bytes(4), "x86_64": b"\x0f\x0b\x0f\x0b"}
 """No CPU of the kind has such an instruction."""
@@ -94,7 +95,7 @@ def test_serving_with_it_is_a_sentence_and_status_1_and_doctor_explains(trapping
 
 def test_what_works_is_tried_once_per_library_and_cpu(tmp_path, monkeypatch):
     tries = []
-    monkeypatch.setattr(trial, "_try", lambda library: tries.append(library))
+    monkeypatch.setattr(trial, "_try", lambda *tried: tries.append(tried))
     for _ in range(3):
         trial.prove(used(), tmp_path)
     assert len(tries) == 1
@@ -111,15 +112,56 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(tmp_path):
 
 
 def test_the_trial_of_a_good_library_passes():
-    assert trial._try(used()) is None
+    assert trial._try(60, used().path) is None
 
 
-@pytest.mark.parametrize("ending", [signal.SIGSEGV, signal.SIGKILL])
-def test_however_a_child_ends_it_is_told(ending, monkeypatch, tmp_path):
-    program = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(ending)})"]
-    monkeypatch.setattr(trial, "with_default_signals", lambda _: program)
-    with pytest.raises(EngineError, match=ending.name):
+def ends_like(monkeypatch, code: str) -> None:
+    monkeypatch.setattr(trial, "with_default_signals", lambda _: [sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize("ending", [signal.SIGSEGV, signal.SIGABRT])
+def test_a_child_that_ends_itself_blames_the_library(ending, monkeypatch, tmp_path):
+    ends_like(monkeypatch, f"import os; os.kill(os.getpid(), {int(ending)})")
+    with pytest.raises(EngineError, match=f"does not run on this CPU, it was ended by {ending.name}"):
         trial.prove(used(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "code", [f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})", "raise OSError('no space')"]
+)
+def test_what_may_pass_is_not_blamed_on_the_library(code, monkeypatch, tmp_path):
+    ends_like(monkeypatch, code)
+    monkeypatch.setattr(trial, "candidates", lambda choice: [used(), used()])
+    with pytest.raises(EngineError, match=r"could not be tried .*: try again"):
+        trial.choose("auto", tmp_path)
+
+
+def test_nothing_is_imported_from_the_folder_it_was_started_in(tmp_path, monkeypatch):
+    (tmp_path / "numpy.py").write_text("raise SystemExit('foreign code ran')")
+    monkeypatch.chdir(tmp_path)
+    assert trial._try(60, used().path) is None
+
+
+def test_a_model_that_ends_the_process_is_a_sentence(tmp_path):
+    write_specimen(tmp_path / "good.gguf")
+    data = (tmp_path / "good.gguf").read_bytes()
+    key = b"llama.block_count" + struct.pack("<I", 4)
+    begin = data.index(key) + len(key)
+    (tmp_path / "bad.gguf").write_bytes(data[:begin] + struct.pack("<I", 513) + data[begin + 4 :])
+    trial.prove_model(tmp_path / "good.gguf", "good", tmp_path / "trials")
+    with pytest.raises(
+        ModelBroken, match=r"bad\.gguf cannot be loaded, a process that tried was ended by SIGABRT"
+    ):
+        trial.prove_model(tmp_path / "bad.gguf", "bad", tmp_path / "trials")
+    assert len(list((tmp_path / "trials").iterdir())) == 1
+
+
+def test_the_fingerprint_is_of_the_files_that_are_open(monkeypatch, tmp_path):
+    llama()
+    assert len(shared_library.loaded_digest()) == 64
+    before = shared_library.loader_variables()
+    monkeypatch.setenv("GGML_SOMETHING", "1")
+    assert shared_library.loader_variables() != before
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path):
@@ -129,8 +171,8 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
 
 
 def test_another_release_is_refused(monkeypatch):
-    monkeypatch.setattr(api, "VERSIONS", ("9.9",))
-    with pytest.raises(EngineError, match=r"only releases 9\.9 are known"):
+    monkeypatch.setattr(api, "VERSIONS", ("9.9.",))
+    with pytest.raises(EngineError, match=r"only releases 9\.9\.x are known"):
         api.bind(used().path)
 
 

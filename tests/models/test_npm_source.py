@@ -85,9 +85,12 @@ def test_an_archive_without_the_folder_is_refused(npm, tmp_path):
 
 def test_a_library_that_another_process_has_fetched_meanwhile_stays(npm, tmp_path):
     npm(GOOD)
-    (tmp_path / "cache" / "here").mkdir(parents=True)
-    fetch(tmp_path / "cache" / "here")
-    assert not list((tmp_path / "cache" / "here").iterdir())
+    theirs = tmp_path / "cache" / "here" / "libllama.v1.so"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"theirs")
+    fetch(theirs.parent)
+    assert theirs.read_bytes() == b"theirs"
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 @pytest.fixture

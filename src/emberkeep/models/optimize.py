@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from emberkeep.engine.llamacpp.shared_library import AUTO
 from emberkeep.errors import EngineError
-from emberkeep.models.llama_library import ensure_llama_library
+from emberkeep.models.llama_library import usable_library
 from emberkeep.signals import with_default_signals
 
 SLOW_FORMATS = frozenset({"Q4_1", "Q5_0", "Q5_1"})
@@ -21,10 +23,24 @@ def requantize_apart(source: Path, target: Path) -> None:
 
     In a process of its own: C code cannot be interrupted, and a crash in it must not end the caller.
     """
-    ensure_llama_library()
-    program = [sys.executable, "-m", "emberkeep.engine.llamacpp.quantize", str(source), str(target), FAST_FORMAT]
+    library = usable_library(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", AUTO))
+    program = [
+        sys.executable,
+        "-P",
+        "-m",
+        "emberkeep.engine.llamacpp.quantize",
+        str(source),
+        str(target),
+        FAST_FORMAT,
+    ]
     try:
-        done = subprocess.run(with_default_signals(program), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            with_default_signals(program),
+            env={**os.environ, "EMBERKEEP_LLAMA_LIBRARY": str(library)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except BaseException:
         target.unlink(missing_ok=True)
         raise

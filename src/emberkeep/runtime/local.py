@@ -19,7 +19,7 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.extras import require_hf
-from emberkeep.errors import ConfigError, EngineError, ModelBroken, TemplateFailed
+from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.store import Keeping, KvStore
 from emberkeep.models.adapter import check_adapter
@@ -180,7 +180,7 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
-    from emberkeep.engine.llamacpp import Adapter, LlamaSettings, choose
+    from emberkeep.engine.llamacpp import Adapter, LlamaSettings, choose, prove_model
 
     choose(config.llama_library)
     _check_kv_bits(config)
@@ -189,6 +189,7 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
     adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
     context = _context(config, shape.context_length)
     digest = model_digest(model.path, digests)
+    prove_model(model.path, digest)
     adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
     kv_bytes = live_kv_bytes(shape, config.kv_type)
     settings = LlamaSettings(
@@ -324,6 +325,9 @@ def _template(engine: Engine, source: str | None) -> ChatTemplate:
         return ChatTemplate.default(bos=bos, eos=eos)
     try:
         return ChatTemplate(source, bos=bos, eos=eos)
+    except Overloaded:
+        engine.close()
+        raise
     except TemplateFailed as error:
         engine.close()
         raise ModelBroken(f"{error} Choose another model file.") from error

@@ -96,7 +96,8 @@ def _check(config: Config, shape: ModelProfile, found: Sequence[Gpu]) -> None:
     if found and len(config.tensor_split or ()) > len(found):
         names = ", ".join(gpu.name for gpu in found)
         raise EngineError(
-            f"tensor_split has {len(config.tensor_split or ())} shares, and the GPUs here are {names}."
+            f"tensor_split has {len(config.tensor_split or ())} shares, and the GPUs here are {names}: "
+            f"give {len(found)} at most."
         )
 
 

@@ -22,7 +22,7 @@ _TALKATIVE = ("httpx", "httpx2")
 
 
 def serve(config: Config, *, install: Callable[[Config], None]) -> None:
-    """Blocks until SIGINT or SIGTERM. Raises EmberkeepError when it cannot start.
+    """Blocks until SIGINT, SIGTERM or SIGHUP. Raises EmberkeepError when it cannot start.
 
     `install` makes sure that the model is here; it runs once the address is known to be ours.
     """

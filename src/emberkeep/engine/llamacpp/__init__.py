@@ -16,7 +16,7 @@ from emberkeep.engine.llamacpp.placement import (
     shared_out,
 )
 from emberkeep.engine.llamacpp.shared_library import is_installed
-from emberkeep.engine.llamacpp.trial import choose, failing
+from emberkeep.engine.llamacpp.trial import choose, failing, prove_model
 
 __all__ = [
     "ON_CPU",
@@ -34,6 +34,7 @@ __all__ = [
     "is_installed",
     "one_core_each",
     "planned",
+    "prove_model",
     "shared_out",
     "system_info",
     "version",

@@ -34,7 +34,7 @@ from emberkeep.errors import EngineError
 Handle = int
 """The address of something that belongs to the library."""
 
-VERSIONS = ("0.5", "0.6")
+VERSIONS = ("0.5.", "0.6.")
 """Releases of llama.cpp whose structs are known here."""
 
 TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_BYTE, TOKEN_LSTRIP, TOKEN_RSTRIP = 1, 8, 16, 32, 128, 256
@@ -243,6 +243,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_tokenize": (c_int32, (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
     "llama_token_to_piece": (c_int32, (c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool)),
     # contexts
+    "llama_context_default_params": (ContextParams05, ()),
     "llama_init_from_model": (c_void_p, (c_void_p, ContextParams05)),
     "llama_free": (None, (c_void_p,)),
     "llama_n_ctx": (c_uint32, (c_void_p,)),
@@ -293,13 +294,16 @@ def bind(path: Path) -> Any:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise EngineError(f"{path} is not a llama.cpp library that can be used here: {error}.") from error
+        raise EngineError(
+            f"{path} is not a llama.cpp library that can be used here ({error}): "
+            "set llama_library to another one, or to auto."
+        ) from error
     version = library.llama_version().decode()
     layout = _context_layout(library)
     if not version.startswith(VERSIONS) or layout is None or not _has_model_layout(library):
         raise EngineError(
-            f"{path} is llama.cpp {version}, and only releases {' and '.join(VERSIONS)} are known here: "
-            "set llama_library to another one."
+            f"{path} is llama.cpp {version}, and only releases {'x and '.join(VERSIONS)}x are known here: "
+            "set llama_library to another one, or to auto."
         )
     library.llama_context_default_params.restype = layout
     library.llama_init_from_model.argtypes = (c_void_p, layout)
@@ -316,7 +320,6 @@ def defaults(function: Any, *arguments: int) -> Any:
 def _context_layout(library: Any) -> type[ctypes.Structure] | None:
     """The struct in which a context's defaults are where they belong."""
     function = library.llama_context_default_params
-    function.argtypes = ()
     for layout in (ContextParams05, ContextParams06):
         function.restype = layout
         given = function()

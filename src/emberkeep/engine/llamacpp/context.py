@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from emberkeep.engine.llamacpp import binding, cores
 from emberkeep.engine.llamacpp.api import FLASH_ATTENTION_ON, TYPES, Handle, defaults
 from emberkeep.engine.llamacpp.layout import Layout
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import digest, llama, used
+from emberkeep.engine.llamacpp.shared_library import llama, loaded_digest, loader_variables
 from emberkeep.errors import EngineError
 
 
@@ -78,7 +77,7 @@ def fingerprint(
     parts = [
         "llama.cpp",
         binding.version(),
-        digest(used()),
+        loaded_digest(),
         # Which of its kernels a library chose for this CPU, and what they were compiled with.
         binding.system_info(),
         # Attention of a few rows is split among the threads, and adds up in another order with more of them.
@@ -92,8 +91,8 @@ def fingerprint(
         "flash, unified, windows cut off",
         layout,
         settings.kv_type,
-        # Without it llama.cpp rotates what it quantises, and writes nowhere that it did.
-        os.environ.get("LLAMA_ATTN_ROT_DISABLE"),
+        # Its own switches: with one of them it does not rotate what it quantises, and writes nowhere that it did.
+        [said for said in loader_variables() if said.startswith(("GGML_", "LLAMA_"))],
         [(adapter.digest, adapter.scale) for adapter in model.adapters],
         model.placement,
     ]

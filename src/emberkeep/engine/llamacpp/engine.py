@@ -51,11 +51,12 @@ class LlamaEngine:
         self._settings = settings
         self.attention = None
         self.experts = ExpertCounter.of(model, self._reopen)
-        self._threads = ThreadPool(settings.threads or cores.available())
+        self._threads = ThreadPool()
         self._context: Handle = 0
         self._batch = BatchBuffer(settings.batch)
         self._last_rows: list[int] = []
         try:
+            self._threads.start(settings.threads or cores.available())
             self._open()
             self._layout = self._learn_layout()
             self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
@@ -63,10 +64,10 @@ class LlamaEngine:
             # Before another context is opened, which does not stay.
             self.footprint = footprint_of(model, settings.cells, self._row_bytes())
             self.capabilities = self._learn_capabilities()
+            self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
         except EngineError:
             self.close()
             raise
-        self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
 
     def _learn_capabilities(self) -> Capabilities:
         layout, settings = self._layout, self._settings

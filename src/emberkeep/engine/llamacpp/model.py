@@ -29,9 +29,17 @@ class LlamaModel:
     """Raises ModelNotFound, ModelBroken or EngineError. `close` frees the handle; contexts must be closed before.
 
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
+    `repacks`: weights are copied into the layout that the CPU's fastest kernels want.
     """
 
-    def __init__(self, path: Path, *, placement: Placement = ON_CPU, adapters: Sequence[Adapter] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        placement: Placement = ON_CPU,
+        adapters: Sequence[Adapter] = (),
+        repacks: bool = True,
+    ) -> None:
         binding.start()
         binding.take_errors()
         binding.take_buffers()
@@ -43,6 +51,7 @@ class LlamaModel:
         params = defaults(llama().llama_model_default_params)
         placed = PlacementParams(placement, found)
         placed.put_into(params)
+        params.use_extra_bufts = repacks
         self.handle: Handle | None = llama().llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             way_out = "; try fewer --gpu-layers" if found and placement.gpu_layers else ""

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from emberkeep.errors import EngineError
 AUTO = "auto"
 NATIVE, READY_MADE = "native", "ready-made"
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+_COMPUTING = re.compile(r"ggml|llama|blas")
+"""Names of files whose code shapes what is computed."""
 _INSTALL = {
     NATIVE: "`pip install 'emberkeep[native]'` compiles it",
     READY_MADE: "`emberkeep serve` fetches it, or `pip install 'emberkeep[xllamacpp]'`",
@@ -104,13 +107,41 @@ def files(library: LibraryFile) -> list[Path]:
 @functools.cache
 def digest(library: LibraryFile) -> str:
     """Of all its files. Blocks for as long as reading them takes (a tenth of a second). Raises EngineError."""
-    total = hashlib.sha256()
+    return _digest_of(files(library))
+
+
+@functools.cache
+def loaded_digest() -> str:
+    """Of what is computed with: the files of the library in use that this process has really opened.
+
+    A variable of the loader can put others in the place of those beside it. Called when the library is up; blocks
+    as `digest`. Raises EngineError.
+    """
     try:
-        for path in files(library):
+        mapped = {
+            Path(line.split(None, 5)[5])
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "/" in line
+        }
+    except OSError:
+        return digest(used())
+    return _digest_of(sorted(path for path in mapped if _COMPUTING.search(path.name)))
+
+
+def loader_variables() -> list[str]:
+    """What of the environment decides which files are opened, and how llama.cpp computes."""
+    names = sorted(name for name in os.environ if name.startswith(("LD_", "DYLD_", "GGML_", "LLAMA_")))
+    return [f"{name}={os.environ[name]}" for name in names]
+
+
+def _digest_of(paths: list[Path]) -> str:
+    total = hashlib.sha256()
+    for path in paths:
+        try:
             with path.open("rb") as file:
                 total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
-    except OSError as error:
-        raise EngineError(f"{library.path} cannot be read: {error.strerror}.") from error
+        except OSError as error:
+            raise EngineError(f"{path} cannot be read, {error.strerror}: install llama.cpp again.") from error
     return total.hexdigest()
 
 

@@ -19,8 +19,11 @@ _CPU = 0
 class ThreadPool:
     """Must outlive the contexts it is attached to. Does nothing where the library keeps threads of its own."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self) -> None:
         self._handle: Handle | None = None
+
+    def start(self, threads: int) -> None:
+        """Raises EngineError."""
         if threads > 1 and "OPENMP = 1" not in system_info():
             params = defaults(llama().ggml_threadpool_params_default, threads)
             self._handle = _cpu_function("ggml_threadpool_new", c_void_p, POINTER(ThreadPoolParams))(byref(params))

