@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from emberkeep.kv import chunkfile
-from emberkeep.kv.chunkfile import Damaged, Description
-from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key
+from emberkeep.kv.chunkfile import Damaged, Description, pack_spans
+from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key, pack_fields
 from emberkeep.kv.reading import Buffers
 from emberkeep.kv.tree import Made
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt
@@ -189,3 +189,18 @@ def test_a_file_that_shrinks_while_it_is_read_is_damaged(file, monkeypatch):
     monkeypatch.setattr(os, "preadv", shrinking)
     with pytest.raises(Damaged, match="early"):
         chunkfile.read(file, description(), BUFFERS)
+
+
+@pytest.mark.parametrize(("made", "read"), [(b"\0", Made.UNKNOWN), (b"\xf5", Made.GIVEN | Made.NARROW)])
+def test_how_a_chunk_came_about_is_read_as_far_as_it_is_known(made: bytes, read: Made) -> None:
+    described = description()
+    packed = described.pack_identity() + pack_fields([pack_spans(described.sampled), made])
+    assert Description.unpack(packed).made is read
+
+
+@pytest.mark.parametrize("made", [b"", b"\1\1"])
+def test_a_description_with_more_or_less_than_one_byte_of_flags_is_damaged(made: bytes) -> None:
+    described = description()
+    packed = described.pack_identity() + pack_fields([pack_spans(described.sampled), made])
+    with pytest.raises(Damaged, match="unreadable description"):
+        Description.unpack(packed)
