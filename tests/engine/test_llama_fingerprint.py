@@ -46,12 +46,13 @@ def test_threads_and_types_have_fingerprints_of_their_own(fingerprint_of, other)
 @pytest.mark.parametrize(
     ("owner", "name", "other"),
     [
-        (context, "digest", lambda library: "another build"),
+        (context, "loaded_digest", lambda: "another build"),
+        (context, "loader_variables", lambda: "another folder of kernels"),
         (binding, "version", lambda: "another version"),
         (binding, "system_info", lambda: "other kernels"),
         (context.platform, "machine", lambda: "another machine"),
     ],
-    ids=["library", "version", "kernels", "machine"],
+    ids=["library", "loading", "version", "kernels", "machine"],
 )
 def test_another_build_or_machine_has_a_fingerprint_of_its_own(
     fingerprint_of, monkeypatch, owner, name, other
