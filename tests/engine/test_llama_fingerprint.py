@@ -47,12 +47,11 @@ def test_threads_and_types_have_fingerprints_of_their_own(fingerprint_of, other)
     ("owner", "name", "other"),
     [
         (context, "loaded_digest", lambda: "another build"),
-        (context, "loader_variables", lambda: "another folder of kernels"),
         (binding, "version", lambda: "another version"),
         (binding, "system_info", lambda: "other kernels"),
         (context.platform, "machine", lambda: "another machine"),
     ],
-    ids=["library", "loading", "version", "kernels", "machine"],
+    ids=["library", "version", "kernels", "machine"],
 )
 def test_another_build_or_machine_has_a_fingerprint_of_its_own(
     fingerprint_of, monkeypatch, owner, name, other
