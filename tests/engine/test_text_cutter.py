@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import re
+import threading
+import time
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine import text_cutter
-from emberkeep.engine.text_cutter import RUNS, TextCutter
+from emberkeep.engine.text_cutter import RUNS, Run, TextCutter
 
 SPECIALS = ["<s>", "<|im_end|>", "\n\n"]
 LETTERS = st.sampled_from([*"ab0 \n./<>s'_好\u0301", "\r\n", "<s>", "<|im_end|>", "aaaaaaaa", "        "])
@@ -78,3 +83,42 @@ def test_long_runs_are_cut_from_their_own_start(unit: str) -> None:
     pieces = TextCutter(runs=RUNS).pieces("xx" + unit * 600 + "好")
     assert pieces == ["xx" + unit * 255, unit * 255, unit * 90 + "好"]
     assert TextCutter().pieces(unit * 600) == [unit * 600]
+
+
+@given(st.text("7 a", max_size=80), st.text("7 a", max_size=10))
+def test_runs_are_cut_at_the_same_places_however_they_end(text: str, more: str) -> None:
+    cutter = TextCutter(runs=[Run(re.compile(r"\s+"), 5), Run(re.compile(r"\d+"), 3)])
+    pieces = cutter.pieces(text)
+    assert "".join(pieces) == text
+    assert not any(re.search(r"\s{6}|\d{4}", piece) for piece in pieces)
+    assert cutter.pieces(text + more)[: len(pieces) - 1] == pieces[:-1]
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [(Run(re.compile("[^a]+"), 1024), ("🎉" * 1000 + "a") * 1000), (RUNS[0], (" " * 200 + "a") * 5000)],
+    ids=["emoji", "blanks"],
+)
+def test_looking_for_runs_that_are_just_too_short_keeps_nobody_waiting(run: Run, text: str) -> None:
+    longest = longest_wait_while(lambda: TextCutter(runs=[run]).pieces(text))
+    assert longest < 0.5, f"another thread waited {longest:.2f} s"
+
+
+def longest_wait_while(call: Callable[[], object]) -> float:
+    """How long the interpreter's lock was held, as another thread sees it, in seconds."""
+    done, waits = threading.Event(), [0.0]
+
+    def wait_often() -> None:
+        while not done.is_set():
+            began = time.monotonic()
+            done.wait(0.002)
+            waits.append(time.monotonic() - began)
+
+    other = threading.Thread(target=wait_often)
+    other.start()
+    try:
+        call()
+    finally:
+        done.set()
+        other.join()
+    return max(waits)

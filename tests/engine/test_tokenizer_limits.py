@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.engine.text_cutter import MAX_MATCH, MAX_SPECIALS
 from emberkeep.errors import EngineError, ModelBroken
 from helpers.long_texts import COMMON, SHAPES
-from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, load, read
+from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, REFUSED, load, read
 
 LENGTHS = [int(chars) for chars in os.environ.get("EMBERKEEP_TOKENIZER_LENGTHS", "40000").split(",")]
 """In characters. All shapes are tried up to 200,000, the common ones with every length."""
@@ -133,21 +133,62 @@ def test_texts_beyond_the_callers_stack_are_tokenized_on_another_thread(vocab_of
     assert vocab.tokenize(text) == in_one_call(vocab, text)
 
 
-@pytest.mark.parametrize("tokens", [(), ("<unk>", "<s>", "</s>", "a", "▁")], ids=["none", "no bytes"])
-def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path, tokens: tuple[str, ...]) -> None:
-    writer = GGUFWriter(tmp_path / "poor.gguf", "llama")
-    writer.add_tokenizer_model("llama" if tokens else "none")
-    if tokens:
-        writer.add_token_list(tokens)
-        writer.add_token_scores([0.0] * len(tokens))
-        writer.add_token_types([TokenType.NORMAL] * len(tokens))
-    else:
-        writer.add_vocab_size(100)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelBroken, match="vocabulary"):
-        read(tmp_path / "poor.gguf")
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        BYTES[:-1],
+        [f"<0X{byte:02X}>" for byte in range(256)],
+        [f"<0x00>{byte}" for byte in range(256)],
+        [name.lower() for name in BYTES],
+        [*BYTES[:0x41], "xxx", *BYTES[0x42:]],
+    ],
+    ids=["none", "one too few", "capital X", "all for the first", "small digits", "one of another name"],
+)
+def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path, names: Sequence[str]) -> None:
+    with pytest.raises(ModelBroken, match="no tokens for single bytes"):
+        read(sentence_piece(tmp_path, names, ["a", "▁"]))
+
+
+def test_a_byte_may_be_spelled_by_itself(tmp_path: Path) -> None:
+    vocab = read(sentence_piece(tmp_path, [*BYTES[:0x41], *BYTES[0x42:]], ["A"]))
+    assert vocab is not None
+    assert vocab.tokenize("A好")[-4:-3] == [vocab.pieces.index(b"A")]
+
+
+def test_bytes_that_only_begin_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "helpers.tiny_vocab._spelled_out",
+        lambda *_: (["<unk>", "<s>", "</s>", "\\x0a", "abc"], [TokenType.NORMAL] * 5),
+    )
+    with pytest.raises(ModelBroken, match="no tokens for single bytes"):
+        load(tmp_path, "rwkv")
+
+
+def test_a_file_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "none.gguf", "llama")
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(100)
+    with pytest.raises(ModelBroken, match="no vocabulary"):
+        read(written(writer))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_vocabulary_that_does_not_survive_every_text_is_refused(vocab_of: Load, name: str) -> None:
+    with pytest.raises(ModelBroken, match="choose a model that continues texts"):
+        vocab_of(name)
+
+
+def test_blanks_without_a_token_are_cut_like_other_characters(tmp_path: Path, vocab_of: Load) -> None:
+    poor = read(sentence_piece(tmp_path, BYTES, ["a"]))
+    assert poor is not None
+    text = "a" * 10_000 + " " * 3000
+    assert len(poor._unknown_cutter.pieces(text)) == 3
+    assert poor.tokenize(text) == in_one_call(poor, text)
+    assert vocab_of("llama")._unknown_cutter.pieces(text) == [text]
 
 
 def test_a_text_beyond_what_the_library_can_count_is_refused(
@@ -156,6 +197,24 @@ def test_a_text_beyond_what_the_library_can_count_is_refused(
     monkeypatch.setattr("emberkeep.engine.llamacpp.vocab._MAX_CHARS", 1000)
     with pytest.raises(EngineError, match="1001 characters is too long"):
         vocab_of("llama").tokenize("a" * 1001)
+
+
+def sentence_piece(folder: Path, bytes_: Sequence[str], words: Sequence[str]) -> Path:
+    specials = ("<unk>", "<s>", "</s>")
+    writer = GGUFWriter(folder / "poor.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*specials, *bytes_, *words])
+    writer.add_token_scores([0.0] * (len(specials) + len(bytes_) + len(words)))
+    kinds = [TokenType.CONTROL] * len(specials) + [TokenType.BYTE] * len(bytes_)
+    writer.add_token_types(kinds + [TokenType.NORMAL] * len(words))
+    return written(writer)
+
+
+def written(writer: GGUFWriter) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return Path(writer.path)
 
 
 def in_one_call(vocab: LlamaVocab, text: str, parse_special: bool = True) -> list[int]:

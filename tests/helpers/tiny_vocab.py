@@ -53,8 +53,11 @@ PRE_TOKENIZERS = (
 )
 """What `tokenizer.ggml.pre` may be for byte-pair vocabularies, one name for each of llama.cpp's own numbers."""
 
-OTHER_TOKENIZERS = ("llama", "t5", "bert", "rwkv", "plamo2", "whitespace")
+OTHER_TOKENIZERS = ("llama", "bert", "rwkv", "plamo2")
 """What `tokenizer.ggml.model` may be besides `gpt2`."""
+
+REFUSED = ("t5", "whitespace:whitespace", "gpt2:whitespace")
+"""Vocabularies with which llama.cpp would end the process at some text."""
 
 _SPELLED_OUT = ("gemma4", "sarvam-moe")
 """Pre-tokenizers of vocabularies whose pieces are text, not letters for bytes."""
@@ -84,7 +87,7 @@ def write(folder: Path, model: str, pre: str) -> Path:
     pieces, kinds = _byte_level(merges) if is_byte_level else _spelled_out(model, merges)
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre("whitespace" if model == "whitespace" else pre)
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(pieces)
     writer.add_token_scores([-float(len(piece)) for piece in pieces])
     writer.add_token_types(kinds)

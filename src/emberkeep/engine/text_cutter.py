@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from emberkeep.types.alternatives import alternatives
@@ -19,9 +20,25 @@ MAX_MATCH = 1 << 15
 MAX_SPECIALS = 256
 """Special tokens in one piece of a long text."""
 
-RUNS = (re.compile(r"\s\s{254}(?=\s)"), re.compile(r"\d\d{254}(?=\d)"))
-"""Beginnings of long runs of blanks and of digits, which are mostly grouped by three. The first character stands
-alone because `re` looks for that quickly."""
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Characters of one kind in a row, which are cut after every `limit` of them.
+
+    `pattern` matches all of them, however many: one that asks for a number is tried again at every character of a
+    run that is too short, and holds the interpreter's lock meanwhile.
+    """
+
+    pattern: re.Pattern[str]
+    limit: int
+
+    def cuts(self, text: str) -> Iterator[int]:
+        for match in self.pattern.finditer(text):
+            yield from range(match.start() + self.limit, match.end(), self.limit)
+
+
+RUNS = (Run(re.compile(r"\s+"), 255), Run(re.compile(r"\d+"), 255))
+"""Blanks, and digits, which are mostly grouped by three."""
 
 _BREAK = re.compile(r"\n(?=[^\s/])|[!-/:-@\[-`{-~][ \t](?=\S)")
 """No pre-tokenizer's match goes over this. Blanks alone are none (EXAONE's goes over words), nor are ends of lines
@@ -37,7 +54,7 @@ class TextCutter:
     """Cuts the texts for one vocabulary. May be used from any thread.
 
     A piece ends after `MAX_SPECIALS` of `specials`, the texts of the special tokens that will be looked for in it
-    (`strips`: some of them take the blanks around them away), after every match of `runs`, and, with
+    (`strips`: some of them take the blanks around them away), inside of long `runs`, and, with
     `limits_matches`, before a match of a pre-tokenizer could become longer than `MAX_MATCH`.
     """
 
@@ -46,7 +63,7 @@ class TextCutter:
         specials: Collection[str] = (),
         *,
         strips: bool = False,
-        runs: Sequence[re.Pattern[str]] = (),
+        runs: Sequence[Run] = (),
         limits_matches: bool = False,
     ) -> None:
         self._special = alternatives(specials)
@@ -67,8 +84,8 @@ class TextCutter:
 
     def _after_runs(self, text: str) -> Iterator[int]:
         for run in self._runs:
-            for match in run.finditer(text):
-                yield self._outside_special(text, match.end(), match.start())
+            for cut in run.cuts(text):
+                yield self._outside_special(text, cut, cut - run.limit)
 
     def _after_specials(self, text: str) -> Iterator[int]:
         """Nothing changes there: what stands between two special tokens is tokenized on its own anyway."""

@@ -40,7 +40,7 @@ VERSIONS = ("0.5.", "0.6.")
 TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_BYTE, TOKEN_LSTRIP, TOKEN_RSTRIP = 1, 8, 16, 32, 128, 256
 """Bits of a token's attributes."""
 
-VOCAB_NONE, VOCAB_SPM, VOCAB_BPE = 0, 1, 2
+VOCAB_NONE, VOCAB_SPM, VOCAB_BPE, VOCAB_UGM, VOCAB_RWKV = 0, 1, 2, 4, 5
 FLASH_ATTENTION_ON = 1
 TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """ggml's numbers for the types that live KV may have."""
@@ -235,6 +235,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     # vocabularies
     "llama_vocab_type": (c_int, (c_void_p,)),
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
+    "llama_vocab_get_text": (c_char_p, (c_void_p, c_int32)),
     "llama_vocab_get_attr": (c_int, (c_void_p, c_int32)),
     "llama_vocab_is_eog": (c_bool, (c_void_p, c_int32)),
     "llama_vocab_bos": (c_int32, (c_void_p,)),

@@ -22,6 +22,10 @@ CALLER_CHARS = 512
 SLOW_WITH_RUNS = frozenset({"deepseek-llm", "superbpe"})
 r"""Pre-tokenizers that try to find the end of a run from all of it: `\s+$`, and `(?=(\d{3})+(?!\d))`."""
 
+FOR_EMBEDDINGS = frozenset({"whitespace"})
+"""Pre-tokenizers that leave blanks in what is merged, at two of which llama.cpp ends the process. Only embedding
+models have them."""
+
 _STACK_BYTES = MAX_MATCH * 2048
 """Six times of what a match was seen to take. Only as much as one really takes becomes memory."""
 

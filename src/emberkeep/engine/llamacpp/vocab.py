@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from emberkeep.engine.llamacpp import api
 from emberkeep.engine.llamacpp.api import Handle
-from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, SLOW_WITH_RUNS, on_large_stack
+from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, FOR_EMBEDDINGS, SLOW_WITH_RUNS, on_large_stack
 from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.engine.text_cutter import RUNS, TextCutter
+from emberkeep.engine.text_cutter import RUNS, Run, TextCutter
 from emberkeep.errors import EngineError, ModelBroken
 
 _STRIPS = api.TOKEN_LSTRIP | api.TOKEN_RSTRIP
@@ -22,7 +22,11 @@ _MAX_CHARS = 1 << 28
 """The library counts bytes, up to four for a character, and tokens in 32 bits."""
 
 _LEAD = "\n"
+_BLANK = "▁"
+"""What stands for a blank in the tokens of SentencePiece."""
+
 _UNKNOWN_CHARS = 1 << 13
+_UNKNOWN_RUN = 1 << 10
 _SLICE = 1 << 16
 
 
@@ -36,12 +40,11 @@ class LlamaVocab:
         self._handle = handle
         self._pre = pre
         self._kind: int = llama().llama_vocab_type(handle)
-        if self._kind == api.VOCAB_NONE:
-            raise ModelBroken("The model file has no vocabulary: choose one that was made with its tokenizer.")
+        _check_kind(self._kind, pre)
         self.size: int = llama().llama_vocab_n_tokens(handle)
         self._attrs = [int(llama().llama_vocab_get_attr(handle, i)) for i in range(self.size)]
         self.pieces: Sequence[bytes] = _read_pieces(handle, self.size)
-        if self._kind == api.VOCAB_SPM and not _spells_bytes(self._attrs, self.pieces):
+        if not self._spells_bytes():
             raise ModelBroken(
                 "The model's vocabulary has no tokens for single bytes, so it cannot spell every text: choose "
                 "another file of this model, or another model."
@@ -51,6 +54,17 @@ class LlamaVocab:
         self.bos = _token_or_none(llama().llama_vocab_bos(handle))
         self.eos = _token_or_none(llama().llama_vocab_eos(handle))
         self.adds_bos = bool(llama().llama_vocab_get_add_bos(handle))
+
+    def _spells_bytes(self) -> bool:
+        """Whether what has no token can be spelled: llama.cpp survives no byte that has none either."""
+        if self._kind == api.VOCAB_SPM:
+            texts = set(self._texts())
+            return all(b"<0x%02X>" % byte in texts or bytes([byte]) in texts for byte in range(256))
+        return self._kind != api.VOCAB_RWKV or {bytes([byte]) for byte in range(256)} <= set(self.pieces)
+
+    def _texts(self) -> Iterator[bytes]:
+        """The tokens as the vocabulary has them, which is what llama.cpp looks up."""
+        return (llama().llama_vocab_get_text(self._handle, i) for i in range(self.size))
 
     @cached_property
     def specials(self) -> Mapping[str, int]:
@@ -107,10 +121,12 @@ class LlamaVocab:
         """Cuts runs of characters that have no token: at each of them llama.cpp copies all ids it has so far."""
         if self._kind != api.VOCAB_SPM:
             return TextCutter()
-        with_attrs = zip(self.pieces, self._attrs, strict=True)
-        words = (piece.decode("utf-8", "ignore") for piece, attr in with_attrs if not attr & api.TOKEN_BYTE)
-        unknown = "[^ " + "".join(re.escape(word) for word in words if len(word) == 1) + "]"
-        return TextCutter(runs=[re.compile(f"{unknown}{unknown}{{1023}}(?={unknown})")])
+        words = ((text, text.decode("utf-8", "ignore")) for text in self._texts())
+        known = {word for text, word in words if len(word) == 1 and word.encode() == text} - {" "}
+        if _BLANK in known:
+            known.add(" ")
+        unknown = f"[^{re.escape(''.join(sorted(known)))}]+" if known else r"(?s:.)+"
+        return TextCutter(runs=[Run(re.compile(unknown), _UNKNOWN_RUN)])
 
     def _tokenize_piece(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
@@ -129,10 +145,19 @@ class LlamaVocab:
         return ids
 
 
-def _spells_bytes(attrs: Sequence[int], pieces: Sequence[bytes]) -> bool:
-    """Whether what has no token can be spelled: llama.cpp does not survive a byte that has none either."""
-    names = {b"<0x%02X>" % byte for byte in range(256)}
-    return sum(attr & api.TOKEN_BYTE > 0 for attr in attrs) >= 256 or names <= set(pieces)
+def _check_kind(kind: int, pre: str) -> None:
+    if kind == api.VOCAB_NONE:
+        raise ModelBroken("The model file has no vocabulary: choose one that was made with its tokenizer.")
+    # It may bring a table of its own for rewriting texts, and llama.cpp ends the process where that is wrong.
+    if kind == api.VOCAB_UGM:
+        raise ModelBroken(
+            "The model's vocabulary is a unigram one, as T5 has it: choose a model that continues texts."
+        )
+    if kind == api.VOCAB_BPE and pre in FOR_EMBEDDINGS:
+        raise ModelBroken(
+            f"The model's vocabulary has the pre-tokenizer {pre!r}, which is for embeddings: choose a model that "
+            "continues texts."
+        )
 
 
 def _token_or_none(token: int) -> int | None:
