@@ -52,7 +52,7 @@ class Made(IntFlag):
 
 
 MADE = tuple(Made(number) for number in range(16))
-"""By number: making them anew takes a tenth of the time in which a large store is opened."""
+"""By number: making them anew is a twentieth of the time that opening a large store takes."""
 
 
 class Chunk:
