@@ -60,7 +60,8 @@ $(DEVELOPING): WHAT := .[dev,hf,embeddings,remote]
 $(DEVELOPING): ALSO := $(RUNNING)
 $(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
 	@echo "Installing Emberkeep into .venv."
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '$(WHAT)'
+	@# Without compiling every module of every package, most of which are never imported: half the time.
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '$(WHAT)'
 	@touch $@ $(ALSO)
 
 $(BIN)/python:
