@@ -25,8 +25,8 @@ MAX_SPECIALS = 256
 class Run:
     """Characters of one kind in a row, which are cut after every `limit` of them.
 
-    `pattern` matches all of them, however many: one that asks for a number is tried again at every character of a
-    run that is too short, and holds the interpreter's lock meanwhile.
+    `pattern` matches all of them where there are two or more: one that asks for `limit` is tried again at every
+    character of a run that is too short, and holds the interpreter's lock meanwhile.
     """
 
     pattern: re.Pattern[str]
@@ -37,7 +37,7 @@ class Run:
             yield from range(match.start() + self.limit, match.end(), self.limit)
 
 
-RUNS = (Run(re.compile(r"\s+"), 255), Run(re.compile(r"\d+"), 255))
+RUNS = (Run(re.compile(r"\s\s+"), 255), Run(re.compile(r"\d\d+"), 255))
 """Blanks, and digits, which are mostly grouped by three."""
 
 _BREAK = re.compile(r"\n(?=[^\s/])|[!-/:-@\[-`{-~][ \t](?=\S)")

@@ -125,8 +125,8 @@ class LlamaVocab:
         known = {word for text, word in words if len(word) == 1 and word.encode() == text} - {" "}
         if _BLANK in known:
             known.add(" ")
-        unknown = f"[^{re.escape(''.join(sorted(known)))}]+" if known else r"(?s:.)+"
-        return TextCutter(runs=[Run(re.compile(unknown), _UNKNOWN_RUN)])
+        unknown = f"[^{re.escape(''.join(sorted(known)))}]" if known else "(?s:.)"
+        return TextCutter(runs=[Run(re.compile(f"{unknown}{unknown}+"), _UNKNOWN_RUN)])
 
     def _tokenize_piece(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
