@@ -99,7 +99,7 @@ def test_what_works_is_tried_once_per_library_and_cpu(tmp_path, monkeypatch):
     for _ in range(3):
         trial.prove(used(), tmp_path)
     assert len(tries) == 1
-    monkeypatch.setattr(trial, "cpu", lambda: "another one")
+    monkeypatch.setattr(trial, "cpu_facts", lambda **_: ("another one",))
     trial.prove(used(), tmp_path)
     monkeypatch.setattr(trial, "digest", lambda library: "another one")
     trial.prove(used(), tmp_path)

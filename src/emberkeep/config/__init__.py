@@ -1,10 +1,11 @@
 """The settings: what there is (`settings`), what is accepted (`kinds`), where values come from (`loading`).
 
-And the RAM that some defaults are a share of (`ram`).
+And the machine: its CPU (`cpu`), and the RAM that some defaults are a share of (`ram`).
 """
 
 from __future__ import annotations
 
+from emberkeep.config.cpu import cpu_facts
 from emberkeep.config.kinds import parse_size, readable_size
 from emberkeep.config.loading import LoadedConfig, load_config
 from emberkeep.config.ram import free_ram, resident_ram, total_ram
@@ -38,6 +39,7 @@ __all__ = [
     "accepts",
     "check_exposure",
     "check_name",
+    "cpu_facts",
     "default_of",
     "free_ram",
     "help_for",

@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from pathlib import Path
 
 import torch
 import transformers
 
+from emberkeep.config import cpu_facts
 from emberkeep.engine.hf.loading import HfModel
 from emberkeep.types import Json
 
 _VERSION = 1
 """Of the payloads: raise it when their bytes change."""
-_CPU_NAMES = ("model name", "CPU implementer", "CPU part", "CPU variant")
 
 
 def fingerprint(
@@ -51,16 +50,7 @@ def _device(device: torch.device) -> Json:
         return ["mps", platform.machine(), platform.mac_ver()[0]]
     capability = torch.backends.cpu.get_cpu_capability()
     # A product over a long row is shared among the threads, and adds up in another order with more of them.
-    return [device.type, platform.machine(), _cpu_name(), capability, torch.get_num_threads()]
-
-
-def _cpu_name() -> Json:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return platform.processor()
-    said = [(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-    return sorted({fact for fact in said if fact[0] in _CPU_NAMES})
+    return [device.type, *cpu_facts(), capability, torch.get_num_threads()]
 
 
 def _switches() -> Json:

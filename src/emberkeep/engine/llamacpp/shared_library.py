@@ -9,7 +9,6 @@ import functools
 import hashlib
 import importlib.util
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -143,16 +142,3 @@ def _digest_of(paths: list[Path]) -> str:
         except OSError as error:
             raise EngineError(f"{path} cannot be read, {error.strerror}: install llama.cpp again.") from error
     return total.hexdigest()
-
-
-@functools.cache
-def cpu() -> str:
-    """What tells this machine's CPU from another that may lack some of its instructions."""
-    facts = [platform.machine(), platform.processor()]
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
-        facts += [line for line in first if line.startswith(wanted)]
-    except OSError:
-        pass
-    return "\n".join(facts)

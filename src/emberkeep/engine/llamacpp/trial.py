@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from emberkeep.config import total_ram
+from emberkeep.config import cpu_facts, total_ram
 from emberkeep.engine.base import Rows
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
@@ -27,7 +27,6 @@ from emberkeep.engine.llamacpp.shared_library import (
     NATIVE,
     LibraryFile,
     candidates,
-    cpu,
     digest,
     loader_variables,
     use,
@@ -91,7 +90,7 @@ def failing(choice: str, verdicts: Path | None = None) -> list[EngineError]:
 
 def prove(library: LibraryFile, verdicts: Path | None = None) -> None:
     """Raises EngineError unless `library` runs here. Only that it does is remembered: a failure may be mended."""
-    verdict = _verdict(verdicts, digest(library), cpu(), *loader_variables())
+    verdict = _verdict(verdicts, library)
     if not verdict.exists():
         reason = _try(_LIBRARY_S, library.path)
         if reason is not None:
@@ -106,7 +105,9 @@ def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -
     Tried once per library and weights: blocks for as long as loading them takes. Raises EngineError where no child
     could be had.
     """
-    verdict = _verdict(verdicts, digest(used()), cpu(), *loader_variables(), weights_digest)
+    verdict = _verdict(
+        verdicts, digest(used()), *cpu_facts(instructions=True), *loader_variables(), weights_digest
+    )
     if not verdict.exists():
         reason = _try(_MODEL_S, used().path, path)
         if reason is not None:
@@ -117,7 +118,8 @@ def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -
         _remember(verdict, path.name)
 
 
-def _verdict(folder: Path | None, *facts: str) -> Path:
+def _verdict(folder: Path | None, library: LibraryFile, *more: str) -> Path:
+    facts = (digest(library), *cpu_facts(instructions=True), *loader_variables(), *more)
     name = hashlib.sha256("\0".join(facts).encode()).hexdigest()
     return (folder or cache_folder() / "trials") / f"{name}.works"
 
