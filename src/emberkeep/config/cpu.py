@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 from pathlib import Path
 
@@ -10,7 +9,6 @@ _KIND = ("model name", "CPU implementer", "CPU part", "CPU variant")
 _INSTRUCTIONS = ("flags", "Features")
 
 
-@functools.cache
 def cpu_facts(*, instructions: bool = False) -> tuple[str, ...]:
     """What tells this machine's CPU from others; with `instructions` also which ones it has."""
     wanted = (*_KIND, *_INSTRUCTIONS) if instructions else _KIND

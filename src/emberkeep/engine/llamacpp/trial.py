@@ -105,9 +105,7 @@ def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -
     Tried once per library and weights: blocks for as long as loading them takes. Raises EngineError where no child
     could be had.
     """
-    verdict = _verdict(
-        verdicts, digest(used()), *cpu_facts(instructions=True), *loader_variables(), weights_digest
-    )
+    verdict = _verdict(verdicts, used(), weights_digest)
     if not verdict.exists():
         reason = _try(_MODEL_S, used().path, path)
         if reason is not None:
