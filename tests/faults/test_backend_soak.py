@@ -44,7 +44,7 @@ def asked(number: int) -> Request:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disk", [0, 120_000], ids=["disk off", "disk on"])
+@pytest.mark.parametrize("disk", [0, 50_000], ids=["disk off", "disk on"])
 def test_requests_of_users_who_come_once_leave_nothing_that_grows(tmp_path: Path, disk: int) -> None:
     config = Config(data_dir=tmp_path, ram_budget=40_000, disk_budget=disk, sweep_s=3600, parallel=2)
     backend = assemble(config, FakeEngine(cells=1 << 13, context=1024), CHATML, ModelCard("fake", 0, 1024))

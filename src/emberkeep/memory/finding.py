@@ -123,8 +123,9 @@ def _look_up(db: apsw.Connection, scope: Scope, stem: str) -> Word:
 def _estimate(scope: Scope, newest: Ids, oldest: Ids) -> float:
     """How many turns have a word, by how close together its newest and its oldest ones are. Their geometric mean:
     a word that was used much for a while is close together at one end only."""
-    recently = len(newest) / (scope.last - int(newest[-1]) + 1)
-    formerly = len(oldest) / (int(oldest[-1]) - scope.first + 1)
+    # In a damaged file they may be anywhere.
+    recently = len(newest) / max(scope.last - int(newest[-1]) + 1, 1)
+    formerly = len(oldest) / max(int(oldest[-1]) - scope.first + 1, 1)
     return min(sqrt(recently * formerly) * scope.length, float(scope.turns))
 
 
