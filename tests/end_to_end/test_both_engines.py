@@ -240,9 +240,6 @@ def test_damaged_files_are_noticed_and_evaluated_again(open_keeper: Open, kind: 
         assert keeper.stats()["store"]["cold"]["damaged_chunks"] > 0
         # Not with the conversation's own answer: that was computed in batches of other shapes.
         assert_same(repeated, chat.ask(before.messages[:-1], use_cache=False))
-    # Files below the first damaged one are found out when they are read, and written again after that.
-    with open_keeper() as keeper:
-        Chat(keeper, kind).ask(before.messages[:-1])
     with open_keeper() as keeper:
         again = Chat(keeper, kind).ask(before.messages[:-1])
         assert own_tokens(again) == 1, again.lookup

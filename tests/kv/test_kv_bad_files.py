@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from emberkeep.kv import chunkfile
+from emberkeep.kv.entries import Label
 from emberkeep.kv.fetch import FetchState
+from emberkeep.types import EntryKind
 from helpers.kv_building import (
     LONG,
     check_books,
@@ -156,6 +158,36 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
     assert load(again, LONG) == 1000
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
     again.close()
+
+
+def test_what_is_computed_again_is_written_over_files_that_nobody_has_looked_at(tmp_path):
+    store = only_on_disk(tmp_path, LONG)
+    for path in chunk_files(tmp_path):
+        damage(path)
+    assert load(store, LONG) == 0  # which gives up at the first
+    put(store, LONG)
+    check_books(store)
+    again = reopened(store, tmp_path)
+    assert load(again, LONG) == 1000
+    assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
+    check_books(again)
+    again.close()
+
+
+def test_what_was_not_computed_again_is_found_once_the_turn_has_ended(tmp_path):
+    other = prompt(1000, seed=7, start=LONG[:300])
+    store = only_on_disk(tmp_path, LONG, other)
+    match = store.match("", LONG)
+    damage(file_of(tmp_path, match.segments[0].chunk.key))
+    store.release(match)
+    assert load(store, LONG) == 0
+    end = put(store, LONG)
+    assert store.peek("", other, snapshots=False).tokens < 1000
+    store.turn_ended(Label(EntryKind.CONVERSATION, "talk", "Hello."), end)
+    assert store.peek("", other, snapshots=False).tokens == 1000
+    assert load(store, other) == 1000
+    check_books(store)
+    store.close()
 
 
 def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkeypatch):

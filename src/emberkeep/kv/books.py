@@ -79,6 +79,10 @@ class Books:
         self._orphans: dict[ChunkKey, dict[ChunkKey, Row]] = {}
         """On disk, by the parent without whom no lookup can reach them."""
         self._orphan_bytes = 0
+        self._lost: set[ChunkKey] = set()
+        """Those parents that were lost since the store was opened, and may well be computed again."""
+        self._returned: list[Chunk] = []
+        """Those that were computed again a moment ago."""
         self._content: ContentIndex | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -148,15 +152,29 @@ class Books:
     # ── coming ──
 
     def add(self, chunk: Chunk, payload: memoryview) -> None:
-        """Enter a chunk that has just been computed; it is in RAM only."""
+        """Enter a chunk that has just been computed; it is in RAM only.
+
+        A file of it that waits for its parent is given up: something above it was damaged, it may be no better.
+        """
+        assert chunk.parent is not None
         chunk.last_used = self.clock
+        if row := self._orphans.get(chunk.parent.key, {}).get(chunk.key):
+            self._stop_waiting(row.parent, row.key)
+            self.leave(row.key, row.bytes)
         if ghost := self.ghosts.take(chunk.key):
             chunk.hits, chunk.came_back, chunk.was_written = ghost.hits, True, ghost.was_written
             self.rhythm.heard(self.clock - ghost.last_used)
         self._warmed(chunk, payload)
         self._enter(chunk)
         if chunk.key in self._orphans:
-            self.adopt(self._returning(chunk.key), chunk.expires)
+            self._returned.append(chunk)
+
+    def adopt_orphans(self) -> None:
+        """Enter what waited for chunks that were computed again, and was not computed with them."""
+        returned, self._returned = self._returned, []
+        for chunk in returned:
+            if chunk in self and chunk.key in self._orphans:
+                self.adopt(self._returning(chunk.key), chunk.expires)
 
     def adopt(self, rows: Iterable[Row], wanted_until: float) -> None:
         """Enter chunks that are on disk; those whose parent is not known yet wait for it.
@@ -179,10 +197,14 @@ class Books:
             if row.key in self._orphans:
                 todo += self._returning(row.key)
 
-    def take_orphans(self) -> None:
-        """Let chunks go that no lookup can reach because their parent was lost."""
+    def take_orphans(self, *, lost_ones_too: bool) -> None:
+        """Let chunks go that no lookup can reach because their parent was gone when the store was opened, or was
+        lost since then."""
+        if lost_ones_too:
+            self.adopt_orphans()
         for parent in list(self._orphans):
-            for row in self._returning(parent):
+            may_return = parent in self._lost or parent in self._chunks
+            for row in self._returning(parent) if lost_ones_too or not may_return else ():
                 self.leave(row.key, row.bytes)
 
     def leave(self, key: ChunkKey, size: int) -> None:
@@ -350,7 +372,9 @@ class Books:
             return []
         below = [victim for victim in self._take_out(chunk) if victim.on_disk and victim is not chunk]
         for victim in below:
-            self._wait_for_parent(_row_of(victim))
+            row = _row_of(victim)
+            self._wait_for_parent(row)
+            self._lost.add(row.parent)
         if chunk.on_disk and is_there:
             self.leave(chunk.key, chunk.bytes)
         return [victim.key for victim in below]
@@ -553,10 +577,12 @@ class Books:
         self._orphan_bytes -= waiting.pop(key).bytes
         if not waiting:
             del self._orphans[parent]
+            self._lost.discard(parent)
 
     def _returning(self, parent: ChunkKey) -> list[Row]:
         """Those who waited for it, and do not any more."""
         rows = self._orphans.pop(parent)
+        self._lost.discard(parent)
         for row in rows.values():
             self._orphan_bytes -= row.bytes
         return list(rows.values())

@@ -170,15 +170,19 @@ class Housekeeping:
             if not alone:
                 return True
             self._cold.look_around()
-            with self._lock:
-                self._books.take_orphans()
-            self.remove_leaving()
+            self._remove_orphans(lost_ones_too=False)
             own = self._books.disk_bytes + self._cold.side_bytes
             self._other_stores = self._cold.shrink_other_stores(max(self._budget - incoming - own, 0))
             if not self._fits(incoming):
+                self._remove_orphans(lost_ones_too=True)
                 self._cold.drop_strays()
             self._evict(incoming, newcomer)
         return self._fits(incoming)
+
+    def _remove_orphans(self, *, lost_ones_too: bool) -> None:
+        with self._lock:
+            self._books.take_orphans(lost_ones_too=lost_ones_too)
+        self.remove_leaving()
 
     def _fits(self, incoming: int) -> bool:
         has_place = self._books.cold.chunks < MOST_FILES
