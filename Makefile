@@ -3,6 +3,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help run chat test test-fast check bench native clean
 
+# Compiled modules stay in .venv and beside the sources, whatever the shell says: else every process compiles them again.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
 RUNNING := .venv/.emberkeep-installed
 DEVELOPING := .venv/.emberkeep-dev-installed
