@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -17,52 +18,8 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
 
-_SLOW_FILES = (
-    # slow to import already: torch, schemathesis, vendors' SDKs
-    "test_hf_",
-    "test_from_pretrained",
-    "test_real_model",
-    "test_both_engines",
-    "test_server_schemathesis",
-    "test_anthropic_provider",
-    "test_gemini_provider",
-    # seconds each, of what is seldom worked on: the inner loop is to take a minute
-    "test_archive_faults",
-    "test_backend_evicting_answers",
-    "test_backend_evicting_branches",
-    "test_backend_evicting_recall",
-    "test_bench_",
-    "test_cache_commands",
-    "test_chat_saved",
-    "test_cli_main",
-    "test_configuration_docs",
-    "test_doctor",
-    "test_every_vendor",
-    "test_hostile_state",
-    "test_mcp_commands",
-    "test_mcp_hostile",
-    "test_mcp_http",
-    "test_mcp_offers",
-    "test_mcp_pins",
-    "test_mcp_serving",
-    "test_mcp_third_party",
-    "test_hostile_tools",
-    "test_json_tools",
-    "test_memory_disk",
-    "test_memory_retention",
-    "test_opening",
-    "test_packed_exports",
-    "test_packing",
-    "test_pull_",
-    "test_server_cache",
-    "test_server_lifecycle",
-    "test_server_metrics",
-    "test_server_tools_http",
-    "test_server_warm",
-    "test_snapshot_contract",
-    "test_tools_commands",
-)
-"""Files of tests that begin like this are not in the inner loop."""
+_ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow", re.MULTILINE)
+"""In files of tests that take seconds, or are slow to import: the inner loop is to take a minute."""
 
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and sys.platform == "linux":
     # A core for each worker, for its engines and for what it starts: compute threads of two workers that share
@@ -83,19 +40,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What is not going to run is not even imported: that takes half a minute."""
+    if collection_path.suffix != ".py":
+        return None
     chosen = config.getoption("-m")
-    is_slow = collection_path.name.startswith(_SLOW_FILES)
-    if is_slow and "not slow" in chosen:
-        return True
-    if chosen == "serial" and collection_path.is_file():
-        return "pytest.mark.serial" not in collection_path.read_text() or None
-    return None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.name.startswith(_SLOW_FILES):
-            item.add_marker(pytest.mark.slow)
+    text = collection_path.read_text()
+    is_left_out = ("not slow" in chosen and _ALL_SLOW.search(text)) or (
+        chosen == "serial" and "pytest.mark.serial" not in text
+    )
+    return True if is_left_out else None
 
 
 @pytest.fixture(scope="session", autouse=True)

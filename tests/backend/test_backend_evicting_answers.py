@@ -13,6 +13,8 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.types import FinishReason, TextDelta
 from helpers.conversing import CONTEXT, ENDLESS, Client, Harbour, line
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def harbour(tmp_path: Path) -> Iterator[Harbour]:

@@ -11,6 +11,8 @@ import pytest
 from emberkeep.types import Message, MissReason, Request, private_namespace
 from helpers.conversing import SYSTEM, Client, Harbour, line
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def harbour(tmp_path: Path) -> Iterator[Harbour]:

@@ -11,6 +11,8 @@ from emberkeep.bench.stage import open_stage
 from emberkeep.engine.llamacpp import LlamaEngine
 from helpers import tiny_gguf
 
+pytestmark = pytest.mark.slow
+
 
 def test_only_what_comes_before_the_first_difference_is_the_same_text() -> None:
     assert before_difference([1, 2, 3, 4], [1, 2, 9, 4]) == 2

@@ -24,6 +24,8 @@ from emberkeep.types import (
     Usage,
 )
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 COMPLETED = Completed(
     Usage(prompt_tokens=100, completion_tokens=3, cached_tokens=99),

@@ -14,6 +14,8 @@ from emberkeep.cli.bench import app
 from emberkeep.errors import EmberkeepError, ModelError
 from helpers import tiny_gguf
 
+pytestmark = pytest.mark.slow
+
 
 def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("EMBERKEEP_")}

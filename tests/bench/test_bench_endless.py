@@ -25,6 +25,8 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.types import Eviction
 from helpers import tiny_gguf
 
+pytestmark = pytest.mark.slow
+
 SAID = Said(
     text="Yes.",
     ttft_ms=5.0,

@@ -4,6 +4,8 @@ import pytest
 
 from emberkeep.bench.figures import overhead, percentile, ratios, series, speedup
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_series_has_a_median_and_a_spread() -> None:
     times = series([3.0, 1.0, 10.0, 2.0], "ms")

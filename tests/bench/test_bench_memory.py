@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from emberkeep.bench.memory import made_up_turns
 from emberkeep.cli.bench import app
+
+pytestmark = pytest.mark.slow
 
 
 def test_made_up_turns_are_the_same_wherever_one_begins() -> None:

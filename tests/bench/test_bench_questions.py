@@ -9,6 +9,8 @@ from emberkeep.bench.questions import Question, made_up_questions, read_question
 from emberkeep.bench.texts import Words
 from emberkeep.errors import EmberkeepError
 
+pytestmark = pytest.mark.slow
+
 QUESTION = Question("Where?", ("Rome",), ("one two three", "to Rome it goes", "five six seven"))
 WORDS = Words(dict.fromkeys(("some", "other", "words", "here"), 1))
 

@@ -10,6 +10,8 @@ from emberkeep.bench.figures import series
 from emberkeep.bench.report import Result, Row, Table, report_json
 from emberkeep.bench.tables import readable_series, render
 
+pytestmark = pytest.mark.slow
+
 RESULT = Result(
     "restart",
     (

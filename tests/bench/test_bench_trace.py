@@ -20,6 +20,8 @@ from emberkeep.bench.trace import (
 from emberkeep.cli.bench import app
 from emberkeep.errors import EmberkeepError
 
+pytestmark = pytest.mark.slow
+
 
 def asking(*prompts: tuple[int, ...]) -> list[Visit]:
     """Requests of whole blocks."""

@@ -26,6 +26,8 @@ from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import Progress, Sampling, TokenLogprob
 
+pytestmark = pytest.mark.slow
+
 REPLY = Reply(
     ttft_ms=1.0,
     text="",

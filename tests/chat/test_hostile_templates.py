@@ -23,6 +23,8 @@ from emberkeep.errors import ModelBroken, TemplateFailed
 from emberkeep.runtime import assemble
 from emberkeep.types import Message
 
+pytestmark = pytest.mark.slow
+
 GO = [Message("user", "go")]
 FINE = [Message("user", "hello")]
 

@@ -25,6 +25,8 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.types import Message
 
+pytestmark = pytest.mark.slow
+
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ECHO = IsolatedTemplate("{{ text }}")
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -134,10 +136,20 @@ def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool.
 
 
 @pytest.mark.slow
-def test_a_worker_that_ends_over_a_template_is_replaced(pool: render_pool._Pool) -> None:
+def test_a_worker_that_ends_over_a_template_is_replaced(
+    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ECHO.render({"text": "a"}, 2.0) == "a"
     [pid] = pids(pool)
     failures: list[TemplateFailed] = []
+    asked = threading.Event()
+    real = render_pool._Worker._answer
+
+    def answer(worker: render_pool._Worker, deadline: float) -> render_pool._Answered:
+        asked.set()
+        return real(worker, deadline)
+
+    monkeypatch.setattr(render_pool._Worker, "_answer", answer)
 
     def loop() -> None:
         try:
@@ -147,8 +159,7 @@ def test_a_worker_that_ends_over_a_template_is_replaced(pool: render_pool._Pool)
 
     looping = threading.Thread(target=loop)
     looping.start()
-    while pool._free:  # until it is at it
-        time.sleep(0.01)
+    assert asked.wait(20)
     os.kill(pid, signal.SIGKILL)
     looping.join()
     assert "ended the process that it ran in" in str(failures[0])

@@ -20,6 +20,8 @@ from emberkeep.library import Emberkeep
 from emberkeep.types import Json
 from helpers.kept_chats import asking, keep, let_time_pass, open_keeper
 
+pytestmark = pytest.mark.slow
+
 DAY_S = 86_400.0
 
 

@@ -26,6 +26,8 @@ from emberkeep.types import Message, SavedConversation, ToolCall
 from helpers.kept_chats import open_keeper
 from support.scripted_backend import ScriptedBackend, answer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -18,6 +18,8 @@ from emberkeep.errors import ModelNotFound
 from emberkeep.library import Emberkeep
 from support.scripted_backend import ScriptedBackend, answer
 
+pytestmark = pytest.mark.slow
+
 SETTING_FLAGS = (
     "--model",
     "--host",

@@ -16,6 +16,8 @@ from emberkeep.engine import llamacpp
 from emberkeep.types import RemoteModel
 from helpers import tiny_gguf
 
+pytestmark = pytest.mark.slow
+
 
 def findings(tmp_path: Path, **settings: object) -> dict[str, Finding]:
     settings = {"data_dir": tmp_path / "data", "port": 0, "disk_budget": 1, **settings}

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from emberkeep.cli.main import app
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).parent.parent / "mcp" / "hostile_server.py"
 TOOL = {"name": "echo", "description": "Say it again.\nAnd again.", "inputSchema": {"type": "object"}}
 

@@ -14,6 +14,8 @@ from emberkeep.cli.tools import app
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.types import Json
 
+pytestmark = pytest.mark.slow
+
 MINE = '''
 from emberkeep import tool
 

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from typer.main import get_group
 
 from emberkeep.cli.main import app
 from emberkeep.config import Config, accepts, default_of, help_for, public_values
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 DIFFERS_BETWEEN_MACHINES = {"data_dir": "your data folder", "tools_root": "the current folder"}

@@ -14,6 +14,8 @@ from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier
 from helpers.engines import TOKENS, evaluate, exported
 
+pytestmark = pytest.mark.slow
+
 FLASH, PLAIN = AttentionTier.FLASH, AttentionTier.PLAIN
 OTHERS = TOKENS[::-1].copy()
 FAMILIES = [

@@ -11,6 +11,8 @@ from emberkeep.engine.base import Engine, Outcome, Payload, Piece, Rows
 from emberkeep.errors import EngineError
 from helpers.engines import TOKENS, broken_payloads, evaluate, exported
 
+pytestmark = pytest.mark.slow
+
 OTHERS = TOKENS[::-1].copy()
 END = 60
 

@@ -11,7 +11,7 @@ from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, load_model, open
 from emberkeep.types import AttentionTier
 from helpers import tiny_hf
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 TOKENS = np.random.default_rng(3).integers(40, 120, 1000, dtype=np.int32)
 MIXTURES = ("gpt_oss", "deepseek_v3", "qwen3_moe")

@@ -17,6 +17,8 @@ from helpers import tiny_hf
 from helpers.engines import TOKENS, evaluate, exported
 from helpers.scheduling import Recorder, Rig
 
+pytestmark = pytest.mark.slow
+
 OTHERS = TOKENS[::-1].copy()
 
 
@@ -133,13 +135,14 @@ def test_the_fingerprint_knows_the_shape_and_the_number_format(hf_model, open_hf
     halved = load_model(HfSource(folder), device="cpu", dtype="bfloat16", attention="eager")
     settings = HfSettings(context=256, cells=256, sequences=2, batch=256, threads=1)
     engines = [
+        # First: where mkldnn cannot multiply bfloat16, torch switches it off for the rest of the process.
+        HfEngine(halved, settings, "digest"),
         open_hf("llama"),
         open_hf("qwen3"),
         open_hf("llama", digest="other"),
-        HfEngine(halved, settings, "digest"),
     ]
     assert len({engine.fingerprint for engine in engines}) == len(engines)
-    assert HfEngine(hf_model("llama"), settings, "digest").fingerprint == engines[0].fingerprint
+    assert HfEngine(hf_model("llama"), settings, "digest").fingerprint == engines[1].fingerprint
 
 
 # ── in the loop ──

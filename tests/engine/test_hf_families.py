@@ -14,6 +14,8 @@ from emberkeep.errors import EngineError
 from helpers import tiny_hf
 from helpers.engines import TOKENS, evaluate, exported
 
+pytestmark = pytest.mark.slow
+
 OTHERS = TOKENS[::-1].copy()
 LENGTH = 6 * tiny_hf.WINDOW + 5
 NOISE = 1e-3

@@ -17,6 +17,8 @@ from emberkeep.types import AttentionTier
 from helpers.engines import exported
 from helpers.scheduling import PATIENCE, Rig, text
 
+pytestmark = pytest.mark.slow
+
 FLASH, PLAIN = AttentionTier.FLASH, AttentionTier.PLAIN
 
 

@@ -14,6 +14,8 @@ from emberkeep.errors import EngineError, ModelBroken
 from helpers import tiny_gguf, tiny_hf
 from helpers.engines import TOKENS, evaluate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

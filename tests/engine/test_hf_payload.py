@@ -12,6 +12,8 @@ from emberkeep.engine.hf.payload import HEAD
 from emberkeep.errors import EngineError
 from helpers.engines import broken_payloads, evaluate, exported
 
+pytestmark = pytest.mark.slow
+
 START, END = 10, 42
 SHAPES = ["llama", "deepseek_v3", "gpt2"]
 """One shape for keys and values, two of them, and as many KV heads as heads."""

@@ -12,6 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from emberkeep.engine.hf.memory import KvMemory, LayerShape, StreamShape
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, Copy, Table
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = 9
 
 

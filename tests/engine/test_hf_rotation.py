@@ -8,6 +8,8 @@ import torch
 from emberkeep.engine.hf.network import Network, probe
 from emberkeep.engine.hf.rotation import Turn, learn_turns
 
+pytestmark = pytest.mark.slow
+
 WAYS = {
     "llama": {(8, False, False)},
     "phi": {(4, False, False)},  # half of the channels

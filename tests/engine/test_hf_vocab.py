@@ -18,6 +18,8 @@ from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import read_header
 from helpers import tiny_gguf, tiny_hf
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeé1", "ab", "▁ab", "日"]
 LETTERS = st.sampled_from([*"ab 1é日.,\n\t\r<>|s/", "<s>", "<|im_end|>", "é", "🎉", "  ", "'s"])
 TEXTS = st.lists(LETTERS, max_size=40).map("".join)

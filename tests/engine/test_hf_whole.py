@@ -16,6 +16,8 @@ from helpers import tiny_hf
 from helpers.engines import TOKENS, evaluate
 from helpers.scheduling import Rig
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 30
 OTHERS = TOKENS[::-1].copy()
 EVERY_TIME = {"mamba", "lfm2", "bloom", "llama4_text"}

@@ -15,6 +15,8 @@ from emberkeep.engine.llamacpp.blob import cell_count
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
 
+pytestmark = pytest.mark.slow
+
 START, END = 10, 30
 
 

@@ -18,6 +18,8 @@ from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, ll
 from emberkeep.engine.llamacpp.specimen import write_specimen
 from emberkeep.errors import EngineError, ModelBroken
 
+pytestmark = pytest.mark.slow
+
 UNDEFINED = {"aarch64": bytes(4), "x86_64": b"\x0f\x0b\x0f\x0b"}
 """No CPU of the kind has such an instruction."""
 

@@ -13,6 +13,8 @@ from emberkeep.engine.llamacpp import LlamaEngine
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, RANGE_KINDS, TOKENS, broken_payloads, evaluate, exported
 
+pytestmark = pytest.mark.slow
+
 WITH_RANGES = [*RANGE_KINDS, "hybrid", "sliding window"]
 NEAR = {8: 0.15, 4: 2.0}
 """How far logits may be off, of which other tokens change several."""

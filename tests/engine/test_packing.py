@@ -13,6 +13,8 @@ from hypothesis.extra import numpy as hnp
 from emberkeep.engine.packing import Group, Packed, Streams, is_packed, pack
 from emberkeep.errors import EngineError
 
+pytestmark = pytest.mark.slow
+
 BITS = [8, 4]
 KINDS = st.booleans()
 

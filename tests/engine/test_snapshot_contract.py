@@ -15,6 +15,8 @@ from emberkeep.errors import EngineError
 from helpers.engines import SNAPSHOT_KINDS, TOKENS, broken_payloads, evaluate, exported
 from helpers.engines import same as nearly_same
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Engine]
 same = partial(nearly_same, noise=0.02)
 FAKES = {"fake snapshot": KvUnit.SNAPSHOT, "fake both": KvUnit.BOTH}

@@ -20,6 +20,8 @@ from emberkeep.errors import EngineError, ModelBroken
 from helpers.long_texts import COMMON, SHAPES
 from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, REFUSED, load, read
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [int(chars) for chars in os.environ.get("EMBERKEEP_TOKENIZER_LENGTHS", "40000").split(",")]
 """In characters. All shapes are tried up to 200,000, the common ones with every length."""
 

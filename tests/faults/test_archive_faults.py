@@ -14,6 +14,8 @@ from emberkeep.errors import MemoryFailed
 from helpers.conversing import Answer, Client, Harbour, line
 from helpers.remembering import turn
 
+pytestmark = pytest.mark.slow
+
 Break = Callable[[Harbour, bool], None]
 
 

@@ -22,7 +22,7 @@ from emberkeep.tools.processes import Family, Mark
 from emberkeep.tools.toolbox import ToolBox, ToolLimits
 from emberkeep.types import Caller, ToolCall
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
 
 PYTHON = sys.executable
 

@@ -20,6 +20,8 @@ from emberkeep.errors import ToolFailed
 from emberkeep.tools import beneath
 from emberkeep.tools.files import FileTools
 
+pytestmark = pytest.mark.slow
+
 SECRET = "SECRET"
 
 

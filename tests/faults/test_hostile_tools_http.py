@@ -15,6 +15,8 @@ from emberkeep.tools.connecting import Resolve
 from emberkeep.tools.http import HttpTools
 from support.loopback import Loopback, answer, redirect
 
+pytestmark = pytest.mark.slow
+
 
 def refused(url: str, private: Sequence[str] = (), **how: Any) -> str:
     with pytest.raises(ToolFailed) as raised:

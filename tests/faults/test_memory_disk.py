@@ -16,6 +16,8 @@ from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Note, NoteKind
 from helpers.remembering import PLENTY, turn
 
+pytestmark = pytest.mark.slow
+
 
 def filled(path: Path, turns: int = 200) -> Memory:
     memory = Memory(path, limit_bytes=PLENTY)

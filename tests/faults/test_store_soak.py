@@ -19,6 +19,8 @@ from emberkeep.kv.store import KvStore
 from emberkeep.types import EntryKind, private_namespace
 from helpers.kv_building import PIECES, check_books, new_store
 
+pytestmark = pytest.mark.slow
+
 USERS = int(os.environ.get("EMBERKEEP_TEST_USERS", "240"))
 REMEMBERED = min(200, USERS // 4)
 """Instead of tens of thousands: of what is remembered by number and not by bytes."""

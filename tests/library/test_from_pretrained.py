@@ -11,6 +11,8 @@ from emberkeep.errors import EngineError
 from helpers import tiny_gguf, tiny_hf
 from helpers.hub_repo_server import ServedRepo, serving_repo
 
+pytestmark = pytest.mark.slow
+
 SYSTEM = {"role": "system", "content": "You answer in very few words, whatever it is that you are being asked."}
 QUESTION = [SYSTEM, {"role": "user", "content": "Why is the sky blue?"}]
 

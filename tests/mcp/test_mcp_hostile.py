@@ -12,6 +12,8 @@ from mcp_servers import Clock, alive, call, connected, hostile, offered
 
 from emberkeep.mcp.client import ServerStatus
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_crash_fails_the_calls_that_run_and_the_next_call_starts_it_again(tmp_path):
     async def story():

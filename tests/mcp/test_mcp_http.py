@@ -17,6 +17,8 @@ from mcp_servers import Clock, call, connected, offered
 from emberkeep.config import McpServer
 from emberkeep.mcp.client import ServerStatus
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("echo", "huge", "bomb", "deny", "redirect")
 TOOLS = [{"name": name, "inputSchema": {"type": "object"}} for name in NAMES]
 

@@ -12,6 +12,8 @@ from mcp_servers import call, connected, hostile
 from emberkeep.mcp.client import McpClients
 from emberkeep.types import Caller
 
+pytestmark = pytest.mark.slow
+
 
 def listed(folder, *tools, **settings):
     """The tools by the names that the server gave them, and the functions made of them."""

@@ -12,6 +12,8 @@ from mcp_servers import call, connected, hostile, offered
 from emberkeep.mcp.client import McpClients
 from emberkeep.mcp.pins import Standing
 
+pytestmark = pytest.mark.slow
+
 TOOL = {"name": "echo", "description": "Say it again.", "inputSchema": {"type": "object"}}
 
 

@@ -20,6 +20,8 @@ from emberkeep.config import Config, McpServer
 from emberkeep.runtime import open_memory
 from emberkeep.types import Message
 
+pytestmark = pytest.mark.slow
+
 ENV = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 INITIALIZE = {
     "jsonrpc": "2.0",

@@ -22,6 +22,8 @@ from mcp_servers import call, connected, offered
 from emberkeep.config import McpServer
 from emberkeep.types import Message
 
+pytestmark = pytest.mark.slow
+
 
 def program(name: str, *arguments: object) -> McpServer:
     """Skips the test where the program is not installed."""

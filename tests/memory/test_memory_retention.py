@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from emberkeep.bench.memory import made_up_turns
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Note, NoteKind
 from helpers.remembering import turn
+
+pytestmark = pytest.mark.slow
 
 LIMIT = 1 << 20
 

@@ -19,6 +19,8 @@ from emberkeep.models.profile import ModelKind
 from emberkeep.models.pull import pull
 from helpers.hub_repo_server import ServedRepo, serving_repo
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def library(tmp_path: Path) -> ModelLibrary:

@@ -12,6 +12,8 @@ from emberkeep.errors import DownloadFailed, ModelBroken
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 
+pytestmark = pytest.mark.slow
+
 COMMIT = "c" * 40
 
 

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from emberkeep.cli.bars import Bars
 from emberkeep.cli.reporters import Lines
+
+pytestmark = pytest.mark.slow
 
 
 def _report(reporter: Bars | Lines) -> None:

@@ -27,6 +27,8 @@ from emberkeep.models.sources import url as url_source
 from emberkeep.models.spec import HubFile, HubQuantisation, LocalFile, UrlFile, parse
 from helpers.hub_repo_server import ServedRepo, serving_repo
 
+pytestmark = pytest.mark.slow
+
 REPO = "owner/Big-GGUF"
 
 

@@ -20,6 +20,8 @@ from emberkeep.models.reporting import Silent
 from emberkeep.models.spec import LocalFile
 from emberkeep.models.workspace import workspace
 
+pytestmark = pytest.mark.slow
+
 
 class Said(Silent):
     def __init__(self) -> None:

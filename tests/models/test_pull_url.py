@@ -12,6 +12,8 @@ from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.pull import pull
 from emberkeep.models.sources import url
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

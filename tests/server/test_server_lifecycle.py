@@ -23,6 +23,8 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.server.listener import bind
 from emberkeep.types import TextDelta
 
+pytestmark = pytest.mark.slow
+
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 

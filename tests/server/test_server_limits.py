@@ -19,6 +19,8 @@ from emberkeep.config import Config
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.types import TextDelta
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

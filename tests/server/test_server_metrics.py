@@ -25,6 +25,8 @@ from emberkeep.server.metrics.figures import FIGURES, LEFT_OUT
 from emberkeep.server.metrics.requests import Metered
 from emberkeep.types import Finished, FinishReason, Json, MissReason, Request, TextDelta
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 DOCS = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")

@@ -19,6 +19,8 @@ from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
 from emberkeep.types import Json
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:

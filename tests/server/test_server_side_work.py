@@ -20,6 +20,8 @@ from emberkeep.server.wire.body import MAX_VALUES
 from emberkeep.server.wire.native import MAX_CHARS, MAX_TOKENS
 from emberkeep.types import CacheEntry, Fact, Json, Ttl
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 ENTRIES = 20_000

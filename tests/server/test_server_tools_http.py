@@ -41,6 +41,8 @@ from emberkeep.types import (
 from helpers.conversing import Harbour, ScriptedEngine
 from support.remote_model import ScriptedProvider, remote, said
 
+pytestmark = pytest.mark.slow
+
 HELLO: Any = [{"role": "user", "content": "When did the Zephyr come?"}]
 READ = ToolCall("call_1", "read_file", '{"path": "log.txt"}')
 MISSING = ToolCall("call_2", "read_file", '{"path": "no.txt"}')

@@ -13,6 +13,8 @@ from emberkeep.errors import EngineError
 from emberkeep.types import Json
 from helpers.scheduling import Gate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def sea(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

@@ -60,6 +60,8 @@ from support.vendors.anthropic_server import (
 )
 from support.vendors.loopback import Reply, Stream
 
+pytestmark = pytest.mark.slow
+
 REMOTE = RemoteModel("claude", "anthropic", MODELS[0], api_key_env="ANTHROPIC_API_KEY")
 HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}})

@@ -33,6 +33,8 @@ from support.vendors import openai_server as openai
 from support.vendors.loopback import Stream
 from support.vendors.trtllm_server import TrtllmServer
 
+pytestmark = pytest.mark.slow
+
 HELLO = Request(messages=(Message("user", "How deep is it at pier 3?"),))
 ARGUMENTS = '{"pier": 3}'
 

@@ -46,6 +46,8 @@ from emberkeep.types import (
 from support.vendors.gemini_server import KEY, MODEL, GeminiServer, blocked, camel, chunk, failed, last, said
 from support.vendors.loopback import Reply, Stream
 
+pytestmark = pytest.mark.slow
+
 REMOTE = RemoteModel("gem", "gemini", MODEL, api_key_env="GEMINI_API_KEY")
 HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"type": "object", "properties": {"place": {"type": "string"}}})
