@@ -10,7 +10,7 @@ from emberkeep.errors import StoreFailed
 from emberkeep.kv.books import Books
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.counters import StoreCounters
-from emberkeep.kv.forgotten import EVERYBODY, Whose, of_user
+from emberkeep.kv.forgotten import EVERYBODY, NOBODY, Whose, of_user
 from emberkeep.kv.index import Row
 from emberkeep.types import Removed
 
@@ -43,12 +43,30 @@ class Forgetter:
         if self._cold is None or self._cold.forgotten.is_known():
             return
         with self._noticing:
-            whose, known = self._cold.forgotten.news()
-            if whose is EVERYBODY:
-                self._begin_anew(self._cold)
-            elif whose is not None:
-                self._let_go(whose)
-            known()
+            self._notice(self._cold)
+
+    def adopt_unless_forgotten(self, read: Callable[[], list[Row]]) -> None:
+        """Enter the chunks that `read` finds on disk, and nothing of those who are forgotten meanwhile.
+
+        Raises OSError.
+        """
+        if self._cold is None:
+            return
+        with self._noticing:  # else what was read might be entered after its user was let go
+            self._notice(self._cold)
+            going = self._cold.forgotten.going
+            rows = read()
+            self.adopt(rows if going is NOBODY else [row for row in rows if row.namespace not in going])
+
+    def _notice(self, cold: ColdTier) -> None:
+        if cold.forgotten.is_known():
+            return
+        whose, known = cold.forgotten.news()
+        if whose is EVERYBODY:
+            self._begin_anew(cold)
+        elif whose is not None:
+            self._let_go(whose)
+        known()
 
     def forget(self, user: str) -> Removed:
         """Leave nothing of `user`. Raises StoreFailed when something may be left in a file: what was possible is

@@ -50,6 +50,7 @@ class Whose:
 
 
 EVERYBODY = Whose(lambda user: True)
+NOBODY = Whose(lambda user: False)
 
 
 def of_user(user: str) -> Whose:
@@ -115,6 +116,8 @@ class Forgotten:
         self._seen_version: tuple[int, ...] | None = self._version()
         known = self._read()
         self._seen_id, self._seen = (known.id, known.last) if known else ("", 0)
+        self.going: Whose = _going(known)
+        """Those of whom there may be files left, as of the last time that the record was looked at."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -133,14 +136,13 @@ class Forgotten:
         """
         version, record = self._version(), self._read()
         if record is None:
-            return (EVERYBODY if self._seen_id else None), lambda: self._know(version, "", 0)
-        last = record.last
+            return (EVERYBODY if self._seen_id else None), lambda: self._know(version, None)
         whose: Whose | None = None
         if self._seen_id not in ("", record.id) or (record.id == self._seen_id and self._seen < record.floor):
             whose = EVERYBODY
         elif new := [f for f in record.listed if record.id != self._seen_id or f.seq > self._seen]:
             whose = record.whose(new)
-        return whose, lambda: self._know(version, record.id, last)
+        return whose, lambda: self._know(version, record)
 
     def begin(self, user: str) -> Forgetting:
         """From now on, on every process, nothing of what is held of `user` is written or served any more."""
@@ -161,11 +163,13 @@ class Forgotten:
         record = self._read()
         return [(f, record.whose([f])) for f in record.listed if not f.is_done] if record else []
 
-    def _know(self, version: tuple[int, ...] | None, id_: str, seq: int) -> None:
+    def _know(self, version: tuple[int, ...] | None, record: Record | None) -> None:
+        id_, seq = (record.id, record.last) if record else ("", 0)
         if id_ == self._seen_id and seq < self._seen:
             return  # another thread knows more by now
         self._seen_id, self._seen = id_, seq
         self._seen_version = version
+        self.going = _going(record)
 
     def _version(self) -> tuple[int, ...] | None:
         try:
@@ -201,6 +205,11 @@ class Forgotten:
             yield
         finally:
             os.close(lock)
+
+
+def _going(record: Record | None) -> Whose:
+    unfinished = [f for f in record.listed if not f.is_done] if record else []
+    return record.whose(unfinished) if record and unfinished else NOBODY
 
 
 def _packed(record: Record) -> dict[str, Any]:

@@ -46,10 +46,10 @@ class Housekeeping:
         about: Mapping[str, Any],
         notice: Callable[[], None],
         refresh: Callable[[], None],
-        adopt: Callable[[list[Row]], None],
+        adopt: Callable[[Callable[[], list[Row]]], None],
     ) -> None:
         """`budget` is for all stores under the same root together. `notice`: whom any process has forgotten;
-        `refresh`: what others have stored; `adopt` enters chunks that are on disk."""
+        `refresh`: what others have stored; `adopt` enters the chunks that a function finds on disk."""
         self._books = books
         self._lock = lock
         self._cold = cold
@@ -153,9 +153,12 @@ class Housekeeping:
                     self._books.forget(whose)  # what has come back since goes with the rest
             self._cold.finish_forgetting()
             self.remove_leaving()
+        self._adopt(self._strays)
+
+    def _strays(self) -> list[Row]:
         rows, damaged = self._cold.adopt_strays()
         self._counters.damaged_chunks += damaged
-        self._adopt(rows)
+        return rows
 
     def _make_room(self, incoming: int, newcomer: Chunk | None = None) -> bool:
         """Evict until so many bytes more fit into the budget; False when they cannot, or not without giving up

@@ -140,7 +140,7 @@ class KvStore:
             about=about,
             notice=self._forgetter.notice,
             refresh=self.refresh,
-            adopt=self._adopt,
+            adopt=self._forgetter.adopt_unless_forgotten,
         )
         self._writer = Writer(
             cold,
@@ -295,12 +295,9 @@ class KvStore:
         if self._cold is None:
             return
         try:
-            self._forgetter.notice()
-            rows = self._cold.news()
+            self._forgetter.adopt_unless_forgotten(self._cold.news)
         except OSError as error:
             log.warning("cannot read what others have stored: %s", error)
-            return
-        self._adopt(rows)
 
     def notice_forgotten(self) -> None:
         """Let go of whoever another process on this folder has forgotten. One system call unless there is one."""
