@@ -35,7 +35,7 @@ test-fast: $(DEVELOPING) ## the tests that need neither a real model nor other p
 check: $(DEVELOPING) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check src tests
 	$(BIN)/ruff check src tests
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 	$(BIN)/lint-imports
 
 bench: $(RUNNING) ## measure: make bench ARGS=all
