@@ -99,6 +99,8 @@ class _State:
     cells: list[_Cell] = field(default_factory=list)
     is_whole: bool = True
     """False between the import of ranges and that of the snapshot that belongs to them."""
+    attended: list[int] = field(default_factory=list)
+    """What attention makes of the first cell, of two, ..., as far as it was asked for."""
 
 
 class FakeTiers:
@@ -181,9 +183,11 @@ class FakeEngine:
 
     def logits(self, index: int) -> Logits:
         latest = self._state(self._latest[index])
-        state = self._weights
-        for cell in latest.cells:
+        attended = latest.attended
+        state = attended[-1] if attended else self._weights
+        for cell in latest.cells[len(attended) :]:
             state = _mix(state, cell.value)
+            attended.append(state)
         if self._unit.has_snapshots:
             state = _mix(state, latest.rest)
         logits = np.random.Generator(np.random.PCG64(state)).standard_normal(self.vocab.size).astype(np.float32)
@@ -287,7 +291,9 @@ class FakeEngine:
         assert not self._state(target).end
         if self._unit.has_snapshots and end != state.end:
             raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
-        self._states[target] = _State(state.rest, min(end, state.end), state.cells[:end], state.is_whole)
+        self._states[target] = _State(
+            state.rest, min(end, state.end), state.cells[:end], state.is_whole, state.attended[:end]
+        )
 
     def trim(self, sequence: int, start: int) -> None:
         state = self._state(sequence)
@@ -296,7 +302,7 @@ class FakeEngine:
         if start == 0:
             self._states.pop(sequence)
         else:
-            del state.cells[start:]
+            del state.cells[start:], state.attended[start:]
             state.end = min(state.end, start)
 
     def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
@@ -311,6 +317,7 @@ class FakeEngine:
         if self._lacks_room(len(insert) + len(moved)):
             state.cells = before
             return Outcome.NO_ROOM
+        del state.attended[start:]
         for token in insert.tolist():
             self._append(state, token)
         state.cells += moved
@@ -350,8 +357,10 @@ class FakeEngine:
         state.end += 1
 
     def _lacks_room(self, more: int) -> bool:
-        used = len({id(cell) for state in self._states.values() for cell in state.cells})
-        return self._unit.has_ranges and used + more > self.capabilities.cells
+        room = self.capabilities.cells - more
+        if not self._unit.has_ranges or sum(len(state.cells) for state in self._states.values()) <= room:
+            return False
+        return len({id(cell) for state in self._states.values() for cell in state.cells}) > room
 
 
 def _packed(payload: Payload, bits: int) -> Payload:
