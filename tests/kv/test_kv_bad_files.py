@@ -174,6 +174,25 @@ def test_what_is_computed_again_is_written_over_files_that_nobody_has_looked_at(
     again.close()
 
 
+@pytest.mark.parametrize("are_all_damaged", [True, False])
+def test_what_begins_like_a_chunk_that_was_computed_again_is_looked_at_before_it_is_used(
+    tmp_path, are_all_damaged
+):
+    store = only_on_disk(tmp_path, LONG)
+    first = store.match("", LONG[:128]).segments[0].chunk
+    for path in chunk_files(tmp_path) if are_all_damaged else [file_of(tmp_path, first.key)]:
+        damage(path)
+    assert load(store, LONG) == 0
+    end = put(store, LONG[:950])
+    store.turn_ended(Label(EntryKind.CONVERSATION, "talk", "Hello."), end)
+    store.flush()
+    check_books(store)
+    again = reopened(store, tmp_path)
+    assert load(again, LONG) == (950 if are_all_damaged else 1000)
+    assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
+    again.close()
+
+
 def test_what_was_not_computed_again_is_found_once_the_turn_has_ended(tmp_path):
     other = prompt(1000, seed=7, start=LONG[:300])
     store = only_on_disk(tmp_path, LONG, other)

@@ -170,11 +170,29 @@ class Books:
             self._returned.append(chunk)
 
     def adopt_orphans(self) -> None:
-        """Enter what waited for chunks that were computed again, and was not computed with them."""
+        """Enter what waited for chunks that were computed again, and was not computed with them.
+
+        What begins like a chunk that was goes on waiting until somebody has looked at its file: it may be damaged,
+        and a lookup might prefer it.
+        """
         returned, self._returned = self._returned, []
-        for chunk in returned:
-            if chunk in self and chunk.key in self._orphans:
-                self.adopt(self._returning(chunk.key), chunk.expires)
+        for parent in returned:
+            rows = self._orphans.get(parent.key, {}).values() if parent in self else ()
+            for row in [row for row in rows if not _has_child_like(parent, row)]:
+                self._stop_waiting(row.parent, row.key)
+                self.adopt([row], parent.expires)
+
+    def reachable_orphans(self) -> list[Row]:
+        """Those that wait though their parent is there."""
+        return [row for parent, rows in self._orphans.items() if parent in self._chunks for row in rows.values()]
+
+    def was_looked_at(self, row: Row, *, is_whole: bool) -> None:
+        """Somebody has read an orphan's file: it is entered, or it is there no more."""
+        if row.key not in self._orphans.get(row.parent, {}):
+            return
+        self._stop_waiting(row.parent, row.key)
+        if is_whole:
+            self.adopt([row], row.expires)
 
     def adopt(self, rows: Iterable[Row], wanted_until: float) -> None:
         """Enter chunks that are on disk; those whose parent is not known yet wait for it.
@@ -617,6 +635,12 @@ class Books:
         self.clock = max(self.clock, row.last_used)
         self.became_cold(chunk, row.bytes)
         self._enter(chunk)
+
+
+def _has_child_like(parent: Chunk, row: Row) -> bool:
+    """Something there begins with the same token, at the same place."""
+    beside = parent.branches.get(row.take, {}).get(int(row.tokens[0]), ()) if len(row.tokens) else ()
+    return any(chunk.namespace == row.namespace for chunk in beside)
 
 
 def _row_of(chunk: Chunk) -> Row:

@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ _MOST_UNTOLD = 4096
 """Changes that the index has refused and is told again; of what is left out the files tell at the next opening."""
 _MOST_STRAYS = 1024
 _STRAYS_AT_ONCE = 64
+
+
+class Found(Enum):
+    """What came of reading a file."""
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    GONE = "gone"
+    UNREADABLE = "unreadable"
+    """Just now, or damaged and where it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,21 +197,20 @@ class ColdTier:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
         return chunkfile.read(self._path(expected.key), expected, self._buffers)
 
-    def is_whole(self, row: Row) -> bool:
-        """Read a chunk's file and verify it; a damaged one is put out of reach. One that is gone is no damage."""
+    def look_at(self, row: Row) -> Found:
+        """Read a chunk's file and verify it; a damaged one is put out of reach, if it can be."""
         identity = (row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made)
         try:
             self.read(Description(self._fingerprint, *identity))
         except Damaged as reason:
             log.info("quarantined %s.kv: %s", row.key.hex(), reason)
-            self.quarantine(row.key)
-            return False
+            return Found.DAMAGED if self.quarantine(row.key) else Found.UNREADABLE
         except FileNotFoundError:
-            return True
+            return Found.GONE
         except OSError as error:
             log.warning("cannot read %s.kv: %s", row.key.hex(), error)
-            return False
-        return True
+            return Found.UNREADABLE
+        return Found.WHOLE
 
     def get_ready(self, size: int, limit: int, readers: int) -> None:
         """Prepare memory, up to `limit` bytes, for `readers` threads that read files of `size`.

@@ -12,7 +12,7 @@ from emberkeep.kv import value
 from emberkeep.kv.books import LOW_WATER, Books
 from emberkeep.kv.chunkfile import most_bytes
 from emberkeep.kv.clock import StoreClock
-from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.cold import ColdTier, Found
 from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ChunkKey
@@ -111,6 +111,7 @@ class Housekeeping:
         """Whenever there is nothing to write."""
         self._notice()
         self.remove_leaving()
+        self._look_at_orphans()
         self._look_at_strays()
         self._make_room(0)
         # Uses alone wait for company: while a prompt is evaluated there are new ones all the time.
@@ -141,6 +142,16 @@ class Housekeeping:
         if key in self._books.leaving:
             self.remove_leaving()
         return key not in self._books.leaving
+
+    def _look_at_orphans(self) -> None:
+        """Chunks below a damaged one, which was computed again: are they any better?"""
+        with self._lock:
+            waiting = self._books.reachable_orphans()
+        for row in waiting:
+            found = self._cold.look_at(row)
+            if found is not Found.UNREADABLE:
+                with self._lock:
+                    self._books.was_looked_at(row, is_whole=found is Found.WHOLE)
 
     def _look_at_strays(self) -> None:
         """Try again what failed in a way that may pass."""

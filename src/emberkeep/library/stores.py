@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.cold import INDEX, ColdTier, stores_under
+from emberkeep.kv.cold import INDEX, ColdTier, Found, stores_under
 from emberkeep.kv.index import read_meta
 from emberkeep.kv.keys import store_name
 from emberkeep.kv.store import Keeping, KvStore
@@ -54,7 +54,7 @@ def check_files(folder: StoreFolder, on_progress: Callable[[int, int], None]) ->
         rows, damaged = cold.open_rows()
         done, total = 0, sum(row.bytes for row in rows)
         for row in rows:
-            damaged += not cold.is_whole(row)
+            damaged += cold.look_at(row) in (Found.DAMAGED, Found.UNREADABLE)
             done += row.bytes
             on_progress(done, total)
         return Checked(len(rows), damaged)
