@@ -81,8 +81,6 @@ class Books:
         self._orphan_bytes = 0
         self._lost: set[ChunkKey] = set()
         """Those parents that were lost since the store was opened, and may well be computed again."""
-        self._returned: list[Chunk] = []
-        """Those that were computed again a moment ago."""
         self._content: ContentIndex | None = None
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -166,33 +164,21 @@ class Books:
             self.rhythm.heard(self.clock - ghost.last_used)
         self._warmed(chunk, payload)
         self._enter(chunk)
-        if chunk.key in self._orphans:
-            self._returned.append(chunk)
-
-    def adopt_orphans(self) -> None:
-        """Enter what waited for chunks that were computed again, and was not computed with them.
-
-        What begins like a chunk that was goes on waiting until somebody has looked at its file: it may be damaged,
-        and a lookup might prefer it.
-        """
-        returned, self._returned = self._returned, []
-        for parent in returned:
-            rows = self._orphans.get(parent.key, {}).values() if parent in self else ()
-            for row in [row for row in rows if not _has_child_like(parent, row)]:
-                self._stop_waiting(row.parent, row.key)
-                self.adopt([row], parent.expires)
 
     def reachable_orphans(self) -> list[Row]:
-        """Those that wait though their parent is there."""
+        """Those whose parent is there again. Their files may be as damaged as its was: somebody has to look."""
         return [row for parent, rows in self._orphans.items() if parent in self._chunks for row in rows.values()]
 
     def was_looked_at(self, row: Row, *, is_whole: bool) -> None:
         """Somebody has read an orphan's file: it is entered, or it is there no more."""
-        if row.key not in self._orphans.get(row.parent, {}):
+        parent = self._chunks.get(row.parent)
+        if parent is None or row.key not in self._orphans.get(row.parent, {}):
             return
         self._stop_waiting(row.parent, row.key)
-        if is_whole:
-            self.adopt([row], row.expires)
+        if is_whole and row.take <= len(parent.tokens):
+            self._hang(row, parent, row.expires)
+        elif is_whole:
+            self.leave(row.key, row.bytes)
 
     def adopt(self, rows: Iterable[Row], wanted_until: float) -> None:
         """Enter chunks that are on disk; those whose parent is not known yet wait for it.
@@ -218,8 +204,6 @@ class Books:
     def take_orphans(self, *, lost_ones_too: bool) -> None:
         """Let chunks go that no lookup can reach because their parent was gone when the store was opened, or was
         lost since then."""
-        if lost_ones_too:
-            self.adopt_orphans()
         for parent in list(self._orphans):
             may_return = parent in self._lost or parent in self._chunks
             for row in self._returning(parent) if lost_ones_too or not may_return else ():
@@ -635,12 +619,6 @@ class Books:
         self.clock = max(self.clock, row.last_used)
         self.became_cold(chunk, row.bytes)
         self._enter(chunk)
-
-
-def _has_child_like(parent: Chunk, row: Row) -> bool:
-    """Something there begins with the same token, at the same place."""
-    beside = parent.branches.get(row.take, {}).get(int(row.tokens[0]), ()) if len(row.tokens) else ()
-    return any(chunk.namespace == row.namespace for chunk in beside)
 
 
 def _row_of(chunk: Chunk) -> Row:

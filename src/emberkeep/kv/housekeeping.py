@@ -144,14 +144,19 @@ class Housekeeping:
         return key not in self._books.leaving
 
     def _look_at_orphans(self) -> None:
-        """Chunks below a damaged one, which was computed again: are they any better?"""
+        """Chunks below one that was damaged and computed again: are they any better? Parents come first."""
+        seen: set[ChunkKey] = set()
+        while rows := self._orphans_besides(seen):
+            for row in rows:
+                seen.add(row.key)
+                found = self._cold.look_at(row)
+                if found is not Found.UNREADABLE:
+                    with self._lock:
+                        self._books.was_looked_at(row, is_whole=found is Found.WHOLE)
+
+    def _orphans_besides(self, seen: set[ChunkKey]) -> list[Row]:
         with self._lock:
-            waiting = self._books.reachable_orphans()
-        for row in waiting:
-            found = self._cold.look_at(row)
-            if found is not Found.UNREADABLE:
-                with self._lock:
-                    self._books.was_looked_at(row, is_whole=found is Found.WHOLE)
+            return [row for row in self._books.reachable_orphans() if row.key not in seen]
 
     def _look_at_strays(self) -> None:
         """Try again what failed in a way that may pass."""

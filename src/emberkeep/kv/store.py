@@ -176,7 +176,6 @@ class KvStore:
         """
         with self._lock:
             self._books.clock += 1
-            self._books.adopt_orphans()
             self.counters.lookups += 1
             cursor = self._deepest(self._books.origin(namespace), tokens)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
@@ -437,7 +436,6 @@ class KvStore:
             if cursor.chunk.is_root or cursor.chunk not in self._books:
                 return None
             entry = self._books.turn_ended(label, cursor, self._clock.now(), self.keeping.ttl)
-            self._books.adopt_orphans()
             self._books.forget_empty_entries()
             stale = entry.stale_tails(self.keeping.cold_after)
             self.counters.cooled_by_turns += sum(self._books.cool_branch(tail) for tail in stale)
