@@ -75,7 +75,6 @@ def test_the_help_does_not_threaten_the_folder_that_is_measured() -> None:
     assert "a subfolder of it is used and removed" in text
 
 
-@pytest.mark.slow
 def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
     arguments = ("all", "--quick", "--model", str(model), "--data-dir", "data", "--json", "report.json")
@@ -93,7 +92,6 @@ def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     assert list((tmp_path / "data").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_model_that_is_not_there_is_explained(tmp_path: Path) -> None:
     done = bench("turns", "--model", "none.gguf", cwd=tmp_path)
     assert done.returncode == 1

@@ -163,7 +163,6 @@ def test_the_pause_of_an_eviction_is_without_the_engine(monkeypatch: pytest.Monk
 # ── as a command ──
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("through", ["http", "library"])
 def test_the_benchmark_runs_and_reports(through: str, tmp_path: Path) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")

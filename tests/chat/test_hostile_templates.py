@@ -73,7 +73,6 @@ def check_rendered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat.render(FINE) == "fine"
 
 
-@pytest.mark.slow
 def test_in_this_process_a_hostile_step_would_stall_it() -> None:
     with Heartbeat() as heart, suppress(TemplateFailed):
         JinjaTemplate("{{ 5 | round(-2000000) }}").render({}, 0.1)
@@ -86,14 +85,12 @@ def test_a_hostile_step_is_stopped_where_it_harms_nobody(name: str, monkeypatch:
     check_rendered(name, monkeypatch)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("little_time")
 @pytest.mark.parametrize("name", sorted(RENDERED.keys() - set(QUICK)))
 def test_every_hostile_step_is_stopped_where_it_harms_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_rendered(name, monkeypatch)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("little_time")
 @pytest.mark.parametrize("name", sorted(OPENED))
 def test_a_template_that_is_hostile_at_once_is_refused(name: str) -> None:
@@ -102,7 +99,6 @@ def test_a_template_that_is_hostile_at_once_is_refused(name: str) -> None:
         opened(source)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("letter", ["x", "é", "😀", "\\ud800", "a\\ud800"])
 def test_as_much_text_as_is_allowed_stalls_nobody(letter: str) -> None:
     with harmless(2 * template.MAX_SECONDS):
@@ -110,7 +106,6 @@ def test_as_much_text_as_is_allowed_stalls_nobody(letter: str) -> None:
         assert len(chat.render(GO)) >= 400_000
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("little_time")
 def test_a_model_with_a_hostile_template_is_not_opened(tmp_path: Path) -> None:
     with (

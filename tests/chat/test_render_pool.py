@@ -135,7 +135,6 @@ def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool.
     assert pids(pool) != [pid]
 
 
-@pytest.mark.slow
 def test_a_worker_that_ends_over_a_template_is_replaced(
     pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +165,6 @@ def test_a_worker_that_ends_over_a_template_is_replaced(
     assert ECHO.render({"text": "b"}, 2.0) == "b"
 
 
-@pytest.mark.slow
 def test_a_worker_that_ran_out_of_memory_is_replaced(pool: render_pool._Pool) -> None:
     if sys.platform == "darwin":
         pytest.skip("macOS does not count address space")
@@ -237,7 +235,6 @@ def test_a_worker_that_was_taken_over_can_only_fail(says: bytes, monkeypatch: py
 
 
 @pytest.mark.usefixtures("pool")
-@pytest.mark.slow
 def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = ChatTemplate(
         "{% if messages[0].content == 'go' %}{{ 5 | round(-40000000) }}{% endif %}ok", bos="", eos=""
@@ -319,7 +316,6 @@ def started(program: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["idle", "exits", "busy"])
 def test_a_worker_ends_with_who_started_it(how: str) -> None:
     with started(PARENT, how) as parent:
@@ -352,7 +348,6 @@ else:
 """
 
 
-@pytest.mark.slow
 def test_two_processes_never_share_a_worker() -> None:
     with started(FORKED) as parent:
         said, errors = parent.communicate()

@@ -215,7 +215,6 @@ app(["chat", "--max-tokens", "4"])
 """
 
 
-@pytest.mark.slow
 def test_a_killed_chat_goes_on_where_it_was(data_dir: Path, backend: ScriptedBackend) -> None:
     paths = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("src", "tests"))
     with subprocess.Popen(

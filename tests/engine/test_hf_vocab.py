@@ -257,7 +257,6 @@ def test_a_gguf_file_gives_the_vocabulary_that_llamacpp_gives(both: tuple[HfVoca
         assert getattr(ours, trait) == getattr(theirs, trait), trait
 
 
-@pytest.mark.slow
 def test_the_default_model_has_the_tokens_that_llamacpp_gives_it(smollm2: Path) -> None:
     source = HfSource(smollm2.parent, smollm2.name, facts(smollm2))
     ours = load_model(source, device="cpu", dtype="auto", attention="eager").vocab

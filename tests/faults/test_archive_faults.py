@@ -130,7 +130,6 @@ with Harbour(Path(sys.argv[1]), recall="off") as harbour:
 """
 
 
-@pytest.mark.slow
 def test_the_same_where_files_cannot_grow(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)],

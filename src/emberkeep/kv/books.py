@@ -176,7 +176,7 @@ class Books:
             return
         self._stop_waiting(row.parent, row.key)
         if is_whole and row.take <= len(parent.tokens):
-            self._hang(row, parent, row.expires)
+            self._hang(row, parent, parent.expires)
         elif is_whole:
             self.leave(row.key, row.bytes)
 
@@ -204,9 +204,9 @@ class Books:
     def take_orphans(self, *, lost_ones_too: bool) -> None:
         """Let chunks go that no lookup can reach because their parent was gone when the store was opened, or was
         lost since then."""
-        for parent in list(self._orphans):
-            may_return = parent in self._lost or parent in self._chunks
-            for row in self._returning(parent) if lost_ones_too or not may_return else ():
+        missing = [key for key in self._orphans if key not in self._lost and key not in self._chunks]
+        for parent in list(self._orphans) if lost_ones_too else missing:
+            for row in self._returning(parent):
                 self.leave(row.key, row.bytes)
 
     def leave(self, key: ChunkKey, size: int) -> None:

@@ -65,6 +65,8 @@ class Housekeeping:
         """Bytes of other fingerprints' stores; None until looked at."""
         self._removing = threading.Lock()
         self._look_again_at = 0.0
+        self._unreadable: set[ChunkKey] = set()
+        """Orphans that could not be read, until `_look_again_at`."""
 
     def is_worth_it(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
         """Whether to write a chunk. `batch`: what is about to be written with it, in bytes."""
@@ -145,24 +147,27 @@ class Housekeeping:
 
     def _look_at_orphans(self) -> None:
         """Chunks below one that was damaged and computed again: are they any better? Parents come first."""
-        seen: set[ChunkKey] = set()
-        while rows := self._orphans_besides(seen):
+        while rows := self._orphans_to_look_at():
             for row in rows:
-                seen.add(row.key)
                 found = self._cold.look_at(row)
-                if found is not Found.UNREADABLE:
-                    with self._lock:
-                        self._books.was_looked_at(row, is_whole=found is Found.WHOLE)
+                self._counters.damaged_chunks += found is Found.DAMAGED
+                self._counters.vanished_chunks += found is Found.GONE
+                if found is Found.UNREADABLE:
+                    self._unreadable.add(row.key)
+                    continue
+                with self._lock:
+                    self._books.was_looked_at(row, is_whole=found is Found.WHOLE)
 
-    def _orphans_besides(self, seen: set[ChunkKey]) -> list[Row]:
+    def _orphans_to_look_at(self) -> list[Row]:
         with self._lock:
-            return [row for row in self._books.reachable_orphans() if row.key not in seen]
+            return [row for row in self._books.reachable_orphans() if row.key not in self._unreadable]
 
     def _look_at_strays(self) -> None:
         """Try again what failed in a way that may pass."""
         if monotonic() < self._look_again_at:
             return
         self._look_again_at = monotonic() + _RETRY_S
+        self._unreadable.clear()
         if owed := self._cold.owed:
             with self._lock:
                 for whose in owed:
