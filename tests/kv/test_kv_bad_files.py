@@ -209,6 +209,26 @@ def test_what_was_not_computed_again_is_found_once_somebody_has_looked_at_it(tmp
     store.close()
 
 
+def test_what_another_process_has_written_meanwhile_is_entered_once(tmp_path, monkeypatch):
+    store = only_on_disk(tmp_path, LONG)
+    match = store.match("", LONG)
+    damage(file_of(tmp_path, match.segments[0].chunk.key))
+    store.release(match)
+    assert load(store, LONG) == 0
+    look = store._house._look_at_orphans
+    monkeypatch.setattr(store._house, "_look_at_orphans", lambda: None)
+    put(store, LONG[:128])
+    store.flush()
+    waiting = store._books.reachable_orphans()
+    assert len(waiting) == 1
+    store._adopt(waiting)
+    check_books(store)
+    look()
+    check_books(store)
+    assert load(store, LONG) == 1000
+    store.close()
+
+
 def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkeypatch):
     store = only_on_disk(tmp_path, LONG)
     first = file_of(tmp_path, store.match("", LONG[:128]).segments[0].chunk.key)

@@ -156,8 +156,7 @@ class Books:
         """
         assert chunk.parent is not None
         chunk.last_used = self.clock
-        if row := self._orphans.get(chunk.parent.key, {}).get(chunk.key):
-            self._stop_waiting(row.parent, row.key)
+        if row := self._stop_waiting(chunk.parent.key, chunk.key):
             self.leave(row.key, row.bytes)
         if ghost := self.ghosts.take(chunk.key):
             chunk.hits, chunk.came_back, chunk.was_written = ghost.hits, True, ghost.was_written
@@ -172,9 +171,8 @@ class Books:
     def was_looked_at(self, row: Row, *, is_whole: bool) -> None:
         """Somebody has read an orphan's file: it is entered, or it is there no more."""
         parent = self._chunks.get(row.parent)
-        if parent is None or row.key not in self._orphans.get(row.parent, {}):
+        if parent is None or not self._stop_waiting(row.parent, row.key):
             return
-        self._stop_waiting(row.parent, row.key)
         if is_whole and row.take <= len(parent.tokens):
             self._hang(row, parent, parent.expires)
         elif is_whole:
@@ -384,11 +382,9 @@ class Books:
     def _lose_orphan(self, chunk: Chunk, *, is_there: bool) -> None:
         """It was being read when one above it was found damaged, and is no better."""
         assert chunk.parent is not None
-        row = self._orphans.get(chunk.parent.key, {}).get(chunk.key)
-        if row is not None:
-            self._stop_waiting(row.parent, row.key)
-            if is_there:
-                self.leave(row.key, row.bytes)
+        row = self._stop_waiting(chunk.parent.key, chunk.key)
+        if row is not None and is_there:
+            self.leave(row.key, row.bytes)
 
     def lose_orphans(self, missing: Container[ChunkKey]) -> None:
         """Their files are not there either."""
@@ -574,12 +570,16 @@ class Books:
             waiting[row.key] = row
         self._orphan_bytes += row.bytes
 
-    def _stop_waiting(self, parent: ChunkKey, key: ChunkKey) -> None:
-        waiting = self._orphans[parent]
-        self._orphan_bytes -= waiting.pop(key).bytes
-        if not waiting:
-            del self._orphans[parent]
-            self._lost.discard(parent)
+    def _stop_waiting(self, parent: ChunkKey, key: ChunkKey) -> Row | None:
+        """What waited so, if anything did."""
+        waiting = self._orphans.get(parent, {})
+        row = waiting.pop(key, None)
+        if row is not None:
+            self._orphan_bytes -= row.bytes
+            if not waiting:
+                del self._orphans[parent]
+                self._lost.discard(parent)
+        return row
 
     def _returning(self, parent: ChunkKey) -> list[Row]:
         """Those who waited for it, and do not any more."""
@@ -604,6 +604,7 @@ class Books:
         return _on_the_way(cursor) if cursor else iter(())
 
     def _hang(self, row: Row, parent: Chunk, wanted_until: float) -> None:
+        self._stop_waiting(row.parent, row.key)  # another process may have written it meanwhile
         chunk = Chunk(
             key=row.key,
             parent=parent,
