@@ -16,7 +16,7 @@ from emberkeep.chat.dialects import Reasoning, hidden_tokens
 from emberkeep.chat.messages import sorted_keys
 from emberkeep.chat.writing import TAGGED_JSON, Writing
 from emberkeep.errors import InvalidField
-from emberkeep.types import Json, Request, Tool, Vocab
+from emberkeep.types import Json, Request, Tool, Vocab, exceeds_depth
 
 Mask = npt.NDArray[np.uint32]
 """One bit per token, lowest bit first; set means allowed."""
@@ -219,19 +219,11 @@ def _arguments_schema(tool: Tool) -> dict[str, Json]:
 
 
 def _checked(schema: Mapping[str, Json], param: str) -> Mapping[str, Json]:
-    if _depth_exceeds(schema, MAX_SCHEMA_DEPTH):
+    if exceeds_depth(schema, MAX_SCHEMA_DEPTH):
         raise InvalidField(param, f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: flatten it.")
     if len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
         raise InvalidField(param, f"the schema is longer than {MAX_SCHEMA_CHARS} characters: shorten it.")
     return schema
-
-
-def _depth_exceeds(value: Json, limit: int) -> bool:
-    if limit < 0:
-        return True
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, list) and any(_depth_exceeds(item, limit - 1) for item in value)
 
 
 # ── the vocabulary, as llguidance wants it ───────────────────────────────────────────────────────

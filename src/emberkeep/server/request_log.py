@@ -8,8 +8,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from emberkeep.server.account import Account, account_of
-from emberkeep.server.wire.cost import total
-from emberkeep.types import Completed
+from emberkeep.types import Completed, merge_usage
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ def _line(scope: Scope, exchange: _Exchange, account: Account) -> str:
     # Quoted again, so that no path can look like a line of its own; without the query, which may hold secrets.
     line = f"{scope['method']} {quote(_without_name(scope['path']))[:200]} {exchange.status}"
     if account.bills and len(account.bills) == account.prompts:
-        return f"{line}: {_figures(total(account.bills))}"
+        return f"{line}: {_figures(merge_usage(account.bills))}"
     if exchange.client_left:
         return f"{line}: the client left"
     return f"{line}: broken off" if account.prompts and exchange.status == 200 else line

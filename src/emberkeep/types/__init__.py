@@ -41,7 +41,9 @@ from emberkeep.types.events import (
     TokenLogprob,
     ToolCallDelta,
     ToolEvent,
+    merge_usage,
 )
+from emberkeep.types.json_depth import exceeds_depth
 from emberkeep.types.keeping import (
     CacheEntry,
     EntryKind,
@@ -161,8 +163,10 @@ __all__ = [
     "bits_of",
     "cut_mark",
     "exact_namespace",
+    "exceeds_depth",
     "expectation",
     "marked_namespace",
+    "merge_usage",
     "private_namespace",
     "repair_of",
     "user_of",

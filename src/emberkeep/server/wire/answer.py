@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from emberkeep.server.wire.cost import detail_json, timings_json, tool_json, total, usage_json
+from emberkeep.server.wire.cost import detail_json, timings_json, tool_json, usage_json
 from emberkeep.server.wire.envelope import Envelope
 from emberkeep.server.wire.logprobs import chat_logprobs, text_logprobs
 from emberkeep.types import (
@@ -19,6 +19,7 @@ from emberkeep.types import (
     TextDelta,
     TokenLogprob,
     ToolCallDelta,
+    merge_usage,
 )
 
 
@@ -113,7 +114,7 @@ class Answer:
         return self._wrapped(envelope, "text_completion", choices)
 
     def _wrapped(self, envelope: Envelope, kind: str, choices: list[dict[str, Json]]) -> dict[str, Json]:
-        completed = total(self._completed)
+        completed = merge_usage(self._completed)
         return envelope.head(kind) | {
             "choices": choices,
             "usage": usage_json(completed.usage),

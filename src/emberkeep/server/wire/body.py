@@ -6,7 +6,7 @@ import json
 
 from emberkeep.errors import RequestError
 from emberkeep.library.checking import HALF_A_CHARACTER, B, checked
-from emberkeep.types import Json
+from emberkeep.types import Json, exceeds_depth
 
 MAX_DEPTH = 64
 MAX_VALUES = 600_000
@@ -46,7 +46,8 @@ def _parse_json(raw: bytes) -> Json:
         raise _too_deep() from None
     except ValueError as error:
         raise RequestError(f"The body is not valid JSON: {error}.") from None
-    _check_depth(value)
+    if exceeds_depth(value, MAX_DEPTH):
+        raise _too_deep()
     return value
 
 
@@ -63,20 +64,6 @@ def _without_strings(raw: bytes) -> bytes:
 
 def _refuse_constant(name: str) -> Json:
     raise ValueError(f"{name} is not a number in JSON")
-
-
-def _check_depth(value: Json) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _containers(parent)]
-        if not level:
-            return
-    raise _too_deep()
-
-
-def _containers(value: Json) -> list[Json]:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [child for child in children if isinstance(child, (dict, list))]
 
 
 def _too_deep() -> RequestError:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from emberkeep.types import (
     CallEnded,
@@ -13,72 +12,9 @@ from emberkeep.types import (
     Fit,
     Json,
     LookupRecord,
-    MissReason,
     Timings,
     Usage,
 )
-
-
-def total(parts: Sequence[Completed]) -> Completed:
-    """One bill for several prompts of one HTTP request."""
-    if len(parts) == 1:
-        return parts[0]
-    return Completed(
-        _total_usage([part.usage for part in parts]),
-        _total_timings([part.timings for part in parts]),
-        _total_lookup([part.lookup for part in parts]),
-        _total_fit([part.fit for part in parts]),
-        parts[0].answered_by,
-    )
-
-
-def _total_usage(parts: Sequence[Usage]) -> Usage:
-    return Usage(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        completion_tokens=sum(part.completion_tokens for part in parts),
-        cached_tokens=sum(part.cached_tokens for part in parts),
-        reasoning_tokens=sum(part.reasoning_tokens for part in parts),
-    )
-
-
-def _total_timings(parts: Sequence[Timings]) -> Timings:
-    return Timings(
-        cache_n=sum(part.cache_n for part in parts),
-        prompt_n=sum(part.prompt_n for part in parts),
-        prompt_ms=sum(part.prompt_ms for part in parts),
-        predicted_n=sum(part.predicted_n for part in parts),
-        predicted_ms=sum(part.predicted_ms for part in parts),
-        ttft_ms=min(part.ttft_ms for part in parts),
-        queue_ms=max(part.queue_ms for part in parts),
-    )
-
-
-def _total_lookup(parts: Sequence[LookupRecord]) -> LookupRecord:
-    """The reason and the divergence are those of the first prompt that missed something."""
-    missed = next((part for part in parts if part.reason is not MissReason.NONE), parts[0])
-    return LookupRecord(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        hot_tokens=sum(part.hot_tokens for part in parts),
-        warm_tokens=sum(part.warm_tokens for part in parts),
-        cold_tokens=sum(part.cold_tokens for part in parts),
-        moved_tokens=sum(part.moved_tokens for part in parts),
-        repaired_tokens=sum(part.repaired_tokens for part in parts),
-        is_approximate=any(part.is_approximate for part in parts),
-        load_ms=sum(part.load_ms for part in parts),
-        reason=missed.reason,
-        divergence=missed.divergence,
-    )
-
-
-def _total_fit(parts: Sequence[Fit]) -> Fit:
-    """The plan is the one that was predicted to need most."""
-    return replace(
-        max(parts, key=lambda part: part.predicted_bytes),
-        truncated_tokens=sum(part.truncated_tokens for part in parts),
-        truncated_messages=sum(part.truncated_messages for part in parts),
-        evictions=tuple(eviction for part in parts for eviction in part.evictions),
-        recalled=sum(part.recalled for part in parts),
-    )
 
 
 def usage_json(usage: Usage) -> dict[str, Json]:

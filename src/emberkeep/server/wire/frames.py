@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from emberkeep.server.wire.cost import detail_json, timings_json, tool_json, total, usage_json
+from emberkeep.server.wire.cost import detail_json, timings_json, tool_json, usage_json
 from emberkeep.server.wire.envelope import Envelope
 from emberkeep.server.wire.logprobs import chat_logprobs, text_logprobs
 from emberkeep.types import (
@@ -25,6 +25,7 @@ from emberkeep.types import (
     TextDelta,
     TokenLogprob,
     ToolCallDelta,
+    merge_usage,
 )
 
 DONE = b"data: [DONE]\n\n"
@@ -73,7 +74,7 @@ class _Chunks:
 
     def end(self, empty_choice: Json) -> bytes:
         """OpenAI's clients do not look at event names: to them the detail is one more chunk, without text."""
-        completed = total(self._completed)
+        completed = merge_usage(self._completed)
         timings = timings_json(completed.timings)
         detail = detail_json(completed, self._envelope.conversation_id)
         frames = b"event: emberkeep\n" + self.chunk([empty_choice], timings=timings, emberkeep=detail)
