@@ -236,7 +236,7 @@ def test_a_request_is_explained_with_the_tool_that_it_will_have(harbour):
 
 def test_a_prefix_is_warmed_with_the_tool_that_its_conversations_will_have(harbour):
     client = Client(harbour, tools=(FERRY,))
-    warmed = asyncio.run(harbour.backend.warm(client.request()))
+    warmed = asyncio.run(harbour.backend.warmer.warm(client.request()))
     assert client.say("Hello.").lookup.reused_tokens == warmed.tokens > 40
 
 

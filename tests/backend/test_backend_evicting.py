@@ -162,7 +162,7 @@ def test_a_message_that_barely_fits_is_answered(harbour):
 
 
 def harbour_tokens(harbour: Harbour, text: str) -> int:
-    return len(harbour.backend.tokenize(text, add_special=False, parse_special=True))
+    return len(harbour.backend.tokenizer.tokenize(text, add_special=False, parse_special=True))
 
 
 @pytest.mark.parametrize("how", ["config", "request"])

@@ -45,7 +45,7 @@ def test_an_answer_goes_on_when_the_context_is_full(harbour):
 
 
 def harbour_tokens(harbour: Harbour, text: str) -> int:
-    return len(harbour.backend.tokenize(text, add_special=False, parse_special=True))
+    return len(harbour.backend.tokenizer.tokenize(text, add_special=False, parse_special=True))
 
 
 def test_the_next_turn_goes_on_from_there(harbour):

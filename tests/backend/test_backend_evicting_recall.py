@@ -51,7 +51,9 @@ def test_it_stays_within_its_tokens(harbour):
     client = told_a_secret(harbour)
     answer = client.say("What is my boat called?")
     quote = question(answer).removesuffix("What is my boat called?")
-    assert 0 < len(harbour.backend.tokenize(quote, add_special=False, parse_special=False)) <= RECALL_TOKENS
+    assert (
+        0 < len(harbour.backend.tokenizer.tokenize(quote, add_special=False, parse_special=False)) <= RECALL_TOKENS
+    )
 
 
 def test_of_a_turn_that_is_too_long_the_passage_comes_back(harbour):
@@ -167,7 +169,7 @@ def test_what_comes_back_never_makes_a_prompt_too_long(harbour):
     client = told_a_secret(harbour)
     for words in range(20, 300, 35):
         text = line(words, words) + " What is my boat called?"
-        if len(harbour.backend.tokenize(text, add_special=False, parse_special=False)) > CONTEXT - 200:
+        if len(harbour.backend.tokenizer.tokenize(text, add_special=False, parse_special=False)) > CONTEXT - 200:
             break
         answer = client.say(text)
         client.messages[-2:] = []

@@ -109,7 +109,7 @@ def test_an_engine_that_fails_is_told_to_those_who_wait_and_to_those_who_come(ba
     for ask_now in (lambda: backend.cache.gc(), lambda: backend.cache.remove_user("ann")):
         with pytest.raises(EngineError, match="has failed"):
             ask_now()
-    warmed = asyncio.run(backend.warm(Request(prompt="harbour", is_prefix=True, max_tokens=0)))
+    warmed = asyncio.run(backend.warmer.warm(Request(prompt="harbour", is_prefix=True, max_tokens=0)))
     assert "has failed" in str(warmed.error)
 
 
@@ -127,5 +127,5 @@ def test_a_chain_fails_with_a_part_that_only_a_new_process_brings_back(backend, 
 
 def test_a_sweep_that_fails_is_not_the_last_one(backend, monkeypatch) -> None:
     monkeypatch.setattr(backend._store, "sweep", breaks)
-    backend._precache.sweep()
-    assert backend._precache._thread.is_alive()
+    backend.warmer.sweep()
+    assert backend.warmer._thread.is_alive()

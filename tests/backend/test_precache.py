@@ -93,15 +93,15 @@ def until(is_so: Callable[[], bool]) -> None:
 def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
     """Declare, and wait until its thread has seen to it."""
     done = threading.Event()
-    sweep = backend._precache.sweep
+    sweep = backend.warmer.sweep
 
     def swept() -> None:
         sweep()
-        if not backend._precache._due():
+        if not backend.warmer._due():
             done.set()
 
-    backend._precache.sweep = swept  # type: ignore[method-assign]
-    backend.keep_warm(prefixes)
+    backend.warmer.sweep = swept  # type: ignore[method-assign]
+    backend.warmer.keep_warm(prefixes)
     assert done.wait(20)
     settle(backend)
 
@@ -139,13 +139,13 @@ def test_a_prefix_is_touched_before_it_expires_and_an_unused_one_is_not(house):
     clock = backend._store._clock
     (before,) = backend.cache.entries()
     clock._offset += 239
-    backend._precache._prefixes[next(iter(backend._precache._prefixes))].warmed_at -= 239
-    backend._precache.sweep()
+    backend.warmer._prefixes[next(iter(backend.warmer._prefixes))].warmed_at -= 239
+    backend.warmer.sweep()
     assert backend.cache.entries()[0].turns == before.turns
     clock._offset += 2
-    backend._precache._prefixes[next(iter(backend._precache._prefixes))].warmed_at -= 2
+    backend.warmer._prefixes[next(iter(backend.warmer._prefixes))].warmed_at -= 2
     evaluated = engine.evaluated_tokens
-    backend._precache.sweep()
+    backend.warmer.sweep()
     (after,) = backend.cache.entries()
     assert after.turns == before.turns + 1
     assert after.expires_in_s > 290
@@ -158,9 +158,9 @@ def test_a_prefix_that_was_lost_is_evaluated_again(house):
     warmed = engine.evaluated_tokens
     (entry,) = backend.cache.entries()
     backend.cache.remove(entry.id)
-    for prefix in backend._precache._prefixes.values():
+    for prefix in backend.warmer._prefixes.values():
         prefix.warmed_at -= 1000
-    backend._precache.sweep()
+    backend.warmer.sweep()
     # The sweep of its own thread may have come first, and be at it.
     until(lambda: engine.evaluated_tokens >= 2 * warmed)
     settle(backend)
@@ -170,19 +170,19 @@ def test_a_prefix_that_was_lost_is_evaluated_again(house):
 def test_the_prefix_of_an_open_conversation_is_kept_and_of_a_closed_one_let_go(house):
     backend, _ = house.open(ttl_long_s=3600)
     bill(backend, chat("When?", namespace=ALICE))
-    ((key, prefix),) = backend._precache._prefixes.items()
+    ((key, prefix),) = backend.warmer._prefixes.items()
     assert key[0] == ALICE
     assert prefix.request.messages == (Message("system", SYSTEM),)
     prefix.asked_at -= 3601
-    backend._precache.sweep()
-    assert not backend._precache._prefixes
+    backend.warmer.sweep()
+    assert not backend.warmer._prefixes
 
 
 def test_only_so_many_conversations_are_looked_after(house):
     backend, _ = house.open(tracked_conversations=3)
     for number in range(6):
         bill(backend, chat("When?", system=f"{number} {SYSTEM}"))
-    assert [p.request.messages[0].content[0] for p in backend._precache._prefixes.values()] == ["3", "4", "5"]
+    assert [p.request.messages[0].content[0] for p in backend.warmer._prefixes.values()] == ["3", "4", "5"]
 
 
 def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
@@ -191,7 +191,7 @@ def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
     backend._store.flush()
     assert backend.loop.resting()
     backend._store._clock._offset += 4000
-    backend._precache.sweep()
+    backend.warmer.sweep()
     assert backend._store.stats()["warm"]["chunks"] == 0
     backend.loop.call(lambda: None).result()
     assert backend.loop.resting() == {}
@@ -203,9 +203,9 @@ def test_warming_over_messages_and_tools_says_what_it_did(house):
     backend, engine = house.open()
     tool = Tool("find_book", "Finds a book.", {"type": "object"})
     request = Request(messages=(Message("system", SYSTEM),), tools=(tool,), namespace=ALICE, ttl=Ttl.EXTENDED)
-    first = asyncio.run(backend.warm(request))
+    first = asyncio.run(backend.warmer.warm(request))
     settle(backend)
-    again = asyncio.run(backend.warm(request))
+    again = asyncio.run(backend.warmer.warm(request))
     assert first.tokens == engine.evaluated_tokens - (again.tokens - again.cached_tokens)
     assert (first.cached_tokens, first.error) == (0, None)
     assert again.cached_tokens == again.tokens
@@ -216,7 +216,7 @@ def test_warming_over_messages_and_tools_says_what_it_did(house):
 def test_warming_never_fails_for_a_busy_engine(house):
     backend, _ = house.open(parallel=1, queue=0)
     places = [backend._places.take("", 1)]
-    warmed = asyncio.run(backend.warm(PREFIX))
+    warmed = asyncio.run(backend.warmer.warm(PREFIX))
     assert (warmed.tokens, warmed.cached_tokens) == (0, 0)
     assert warmed.error is not None and "already" in warmed.error
     places[0].leave()
@@ -224,6 +224,6 @@ def test_warming_never_fails_for_a_busy_engine(house):
 
 def test_a_users_warm_prefix_is_not_anothers(house):
     backend, _ = house.open()
-    asyncio.run(backend.warm(Request(messages=(Message("system", SYSTEM),), namespace=ALICE)))
+    asyncio.run(backend.warmer.warm(Request(messages=(Message("system", SYSTEM),), namespace=ALICE)))
     assert bill(backend, chat("When?", namespace=private_namespace("bob"))).usage.cached_tokens == 0
     assert bill(backend, chat("When?", namespace=ALICE)).usage.cached_tokens > len(SYSTEM) // 3

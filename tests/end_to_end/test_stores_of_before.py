@@ -61,7 +61,7 @@ def client_of(harbour: Harbour, name: str, messages: list[Message] | None = None
 
 def blended(harbour: Harbour, order: list[int]) -> Answer:
     text = "".join(DOCUMENTS[i] for i in order)
-    ids = tuple(harbour.backend.tokenize(text, add_special=False, parse_special=False))
+    ids = tuple(harbour.backend.tokenizer.tokenize(text, add_special=False, parse_special=False))
     return harbour.ask(Request(prompt=ids, approximate=BLEND, sampling=GREEDY, max_tokens=4))
 
 

@@ -171,7 +171,7 @@ class Harbour:
 
         answers = self._runner.run(all_of_them())
         self.settle()
-        texts = [self.backend.detokenize(prompt) for prompt in self._prompts]
+        texts = [self.backend.tokenizer.detokenize(prompt) for prompt in self._prompts]
         return [Answer(events, texts, self._prompts[-1]) for events in answers]
 
     def leave_in_the_middle(self, request: Request, after: int) -> None:

@@ -56,6 +56,11 @@ class ScriptedBackend:
     """Plays `script` for every request and remembers what it was asked."""
 
     memory: Memory | None = None
+    cache = warmer = experts = attention = None
+
+    @property
+    def tokenizer(self) -> ScriptedBackend:
+        return self
 
     def __init__(self, script: Sequence[Step] = ()) -> None:
         self.script: Sequence[Step] = script or says("Hello", " world")

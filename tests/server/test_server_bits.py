@@ -124,7 +124,7 @@ def test_declared_prefixes_are_ready_in_the_configured_bits(tmp_path: Path) -> N
     engine = FakeEngine()
     backend = assemble(Config(data_dir=tmp_path, kv_bits=8), engine, CHATML, ModelCard("fake", 0, 4096))
     try:
-        warmed = asyncio.run(backend.warm(prefix))
+        warmed = asyncio.run(backend.warmer.warm(prefix))
         assert warmed.error is None
         (entry,) = backend.cache.entries()
         assert (entry.id, entry.kv_bits, entry.is_shared) == (warmed.entry_id, 8, True)

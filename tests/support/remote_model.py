@@ -80,7 +80,9 @@ def remote(
 ) -> RemoteBackend:
     memory = Memory(folder / "memory.sqlite3", limit_bytes=10 << 30) if folder else None
     sessions = Sessions(memory, Policy(context, recall=recall, recall_tokens=64))
-    return RemoteBackend("far", ModelCard("far-1", 0, context), provider, sessions, memory=memory, **options)
+    return RemoteBackend(
+        ModelCard("far-1", 0, context, remote="far"), provider, sessions, memory=memory, **options
+    )
 
 
 def read(backend: object, request: Request) -> list[Event]:

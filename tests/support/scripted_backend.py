@@ -54,6 +54,15 @@ def answer(
 
 class ScriptedBackend:
     memory: Memory | None = None
+    cache = experts = attention = None
+
+    @property
+    def tokenizer(self) -> ScriptedBackend:
+        return self
+
+    @property
+    def warmer(self) -> ScriptedBackend:
+        return self
 
     async def start(self) -> None: ...
 

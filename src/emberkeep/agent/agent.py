@@ -60,10 +60,9 @@ class _Turn:
         """With these messages, of which the results may be shorter where there is not enough room for them."""
 
         def count(text: str) -> int:
-            try:
-                return len(backend.tokenize(text, add_special=False, parse_special=False))
-            except RequestError:  # it runs elsewhere
+            if backend.tokenizer is None:
                 return about_tokens(text)
+            return len(backend.tokenizer.tokenize(text, add_special=False, parse_special=False))
 
         room = room_for_results(following.messages, self.given, bill, backend.card.context, count)
         kept = bearable((*following.messages[self.given :], *new), room, count)

@@ -1,9 +1,13 @@
-"""The backend seam: takes a request, yields events."""
+"""The backend seam: takes a request, yields events.
+
+What not every backend can do are attributes that may be None; `backend/capabilities.py` tells a user what is
+missing then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.types import (
@@ -39,10 +43,13 @@ class ModelCard:
     """It was taught to."""
     also: tuple[str, ...] = ()
     """Other names that clients may ask for it by."""
+    remote: str = field(default="", repr=False)
+    """How the configuration calls the service that runs it; empty: it runs here. Not in the repr, of which clients
+    get a hash as `system_fingerprint`."""
 
 
 class Cache(Protocol):
-    """What a backend keeps. Every method blocks: call it outside the event loop."""
+    """What a backend keeps. Every method but `verify` blocks: call it outside the event loop."""
 
     def entries(self) -> list[CacheEntry]:
         """Everything that is stored, the latest used first."""
@@ -66,6 +73,57 @@ class Cache(Protocol):
         """What `request` would reuse if it came now, and why not more: for the operator, because it tells about
         other users. Raises RequestError."""
 
+    async def verify(self, entry_id: str, tokens: int) -> Verified:
+        """Continue an entry's stored state greedily by so many tokens, and do the same without stored state. Does
+        not block. Raises Overloaded, EngineError.
+        """
+
+
+class Tokenizer(Protocol):
+    """Every method blocks, for milliseconds."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Raises RequestError for what is no token."""
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """Raises RequestError for what the template refuses."""
+
+
+class Warmer(Protocol):
+    async def warm(self, request: Request) -> Warmed:
+        """Evaluate a prefix (messages without an answer, or a text) so that later requests find it.
+
+        Raises RequestError for what is wrong with the request; any other failure is a line in the log and the
+        result's `error`.
+        """
+
+    def keep_warm(self, prefixes: Sequence[Request]) -> None:
+        """Warm these, now and before they fall out, for as long as the backend lives. Returns at once."""
+
+
+class Experts(Protocol):
+    def stats(self) -> ExpertStats:
+        """Which experts were chosen while they were counted."""
+
+    async def track(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
+        """Count experts or stop counting (None: as before), and with `reset` begin anew.
+
+        Switching waits for running requests, and new ones wait for it. Raises Overloaded, EngineError.
+        """
+
+
+class AttentionSwitch(Protocol):
+    @property
+    def tier(self) -> AttentionTier:
+        """Which code computes attention."""
+
+    async def switch(self, tier: AttentionTier) -> None:
+        """Use another one when what runs now has finished. Its state has a fingerprint of its own: until the first
+        tier is back, nothing is stored or loaded. Raises RequestError for one that is not there.
+        """
+
 
 class Backend(Protocol):
     @property
@@ -78,31 +136,6 @@ class Backend(Protocol):
         itself. Closing the iterator (or cancelling the task that reads it) stops the work within one step.
         """
 
-    async def warm(self, request: Request) -> Warmed:
-        """Evaluate a prefix (messages without an answer, or a text) so that later requests find it.
-
-        Raises RequestError for what is wrong with the request; any other failure is a line in the log and the
-        result's `error`.
-        """
-
-    async def verify(self, entry_id: str, tokens: int) -> Verified:
-        """Continue an entry's stored state greedily by so many tokens, and do the same without stored state.
-
-        Raises NoSuchEntry, Overloaded, EngineError.
-        """
-
-    def keep_warm(self, prefixes: Sequence[Request]) -> None:
-        """Warm these, now and before they fall out, for as long as the backend lives. Returns at once."""
-
-    @property
-    def cache(self) -> Cache: ...
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
-
-    def detokenize(self, tokens: Sequence[int]) -> str: ...
-
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str: ...
-
     def stats(self) -> dict[str, Json]:
         """Counters and gauges, cheap enough to be polled."""
 
@@ -112,30 +145,32 @@ class Backend(Protocol):
     def failure(self) -> EmberkeepError | None:
         """Why it will never answer again, however often it is asked; None while it may."""
 
-    def expert_stats(self) -> ExpertStats:
-        """Which experts were chosen while they were counted. Raises RequestError for a model without experts."""
-
-    async def track_experts(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
-        """Count experts or stop counting (None: as before), and with `reset` begin anew.
-
-        Switching waits for running requests, and new ones wait for it. Raises RequestError for a model without
-        experts, Overloaded, EngineError.
-        """
-
-    @property
-    def memory(self) -> Memory | None:
-        """What has left conversations, and facts. None: nothing is remembered."""
-
-    def attention_tier(self) -> AttentionTier | None:
-        """Which code computes attention; None where there is no choice."""
-
-    async def switch_attention(self, tier: AttentionTier) -> None:
-        """Use another one when what runs now has finished. Its state has a fingerprint of its own: until the first
-        tier is back, nothing is stored or loaded. Raises RequestError where there is no choice or not that one.
-        """
-
     async def start(self) -> None:
         """What needs the event loop: connect to what tools need. Never raises."""
 
     async def close(self) -> None:
         """No new work; finish or fail what runs; write what is not yet on disk."""
+
+    # ── what some can do ──
+
+    @property
+    def cache(self) -> Cache | None:
+        """None: the model runs elsewhere, as for the tokenizer and the warmer."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def warmer(self) -> Warmer | None: ...
+
+    @property
+    def experts(self) -> Experts | None:
+        """None for a model without experts too."""
+
+    @property
+    def attention(self) -> AttentionSwitch | None:
+        """None where there is one way to compute attention too."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """What has left conversations, and facts. None: nothing is remembered."""

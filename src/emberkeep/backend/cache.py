@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 from emberkeep.backend.fitting import Fitter
 from emberkeep.backend.marks import Lineages
 from emberkeep.backend.prompts import Prompt, PromptMaker
+from emberkeep.backend.verify import Verifier
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.catalogue import spelled
 from emberkeep.kv.forgotten import of_user
@@ -25,6 +27,7 @@ from emberkeep.types import (
     MissReason,
     Removed,
     Request,
+    Verified,
 )
 
 _EXCERPT_TOKENS = 12
@@ -34,7 +37,7 @@ _NOTICEABLE = 16
 
 
 class StoreCache:
-    """Every method may block for milliseconds, removing for longer: call them outside the event loop."""
+    """Every method but `verify` may block for milliseconds, removing for longer: not for the event loop."""
 
     def __init__(
         self,
@@ -44,8 +47,9 @@ class StoreCache:
         lineages: Lineages,
         fitter: Fitter,
         *,
+        verifier: Verifier,
         forget_beside: Callable[[Container[str]], Future[None]],
-        equipped: Callable[[Request], Request] = lambda request: request,
+        equipped: Callable[[Request], Request],
     ) -> None:
         """`equipped`: a request with the tools that its model gets besides. `forget_beside` lets go of everything
         of these namespaces that is not in the store."""
@@ -54,6 +58,7 @@ class StoreCache:
         self._prompts = prompts
         self._lineages = lineages
         self._fitter = fitter
+        self._verifier = verifier
         self._equipped = equipped
         self._forget_beside = forget_beside
 
@@ -102,6 +107,12 @@ class StoreCache:
         if entry is None:
             raise _unknown(entry_id)
         return _with_hot(entry, self._loop.resting())
+
+    async def verify(self, entry_id: str, tokens: int) -> Verified:
+        """Whether continuing an entry's state gives what a fresh evaluation does. Does not block. Raises
+        NoSuchEntry, Overloaded, EngineError."""
+        entry, ids, namespace = await asyncio.to_thread(self.stored, entry_id)
+        return await self._verifier.verify(entry, ids, namespace, tokens)
 
     # ── why ──
 

@@ -13,7 +13,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from emberkeep.backend.base import Backend, Cache, ModelCard
+from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, ModelCard, Tokenizer, Warmer
+from emberkeep.backend.capabilities import keep_warm, warm_prefix
 from emberkeep.backend.rounds import closable
 from emberkeep.errors import (
     ConfigError,
@@ -26,16 +27,11 @@ from emberkeep.errors import (
 )
 from emberkeep.memory.memory import Memory
 from emberkeep.types import (
-    AttentionTier,
     Completed,
     Event,
-    ExpertStats,
     Json,
-    Message,
     Request,
-    Tool,
     ToolEvent,
-    Verified,
     Warmed,
 )
 
@@ -159,7 +155,7 @@ class FallbackBackend:
         try:
             backend = await asyncio.to_thread(link.open)
             await backend.start()
-            backend.keep_warm(self._prefixes)
+            keep_warm(backend, self._prefixes)
             link.backend = backend
         finally:
             link.opening = None
@@ -171,27 +167,12 @@ class FallbackBackend:
             self._active = link
 
     async def warm(self, request: Request) -> Warmed:
-        return await self._backend.warm(request)
-
-    async def verify(self, entry_id: str, tokens: int) -> Verified:
-        return await self._backend.verify(entry_id, tokens)
+        return await warm_prefix(self._backend, request)
 
     def keep_warm(self, prefixes: Sequence[Request]) -> None:
+        """Those that are opened later warm them too."""
         self._prefixes = (*self._prefixes, *prefixes)
-        self._backend.keep_warm(prefixes)
-
-    @property
-    def cache(self) -> Cache:
-        return self._backend.cache
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        return self._backend.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._backend.detokenize(tokens)
-
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._backend.apply_template(messages, tools)
+        keep_warm(self._backend, prefixes)
 
     def stats(self) -> dict[str, Json]:
         return self._backend.stats()
@@ -204,22 +185,6 @@ class FallbackBackend:
         opened = [link.backend for link in self._links if link.backend]
         return next((failure for backend in opened if (failure := backend.failure())), None)
 
-    def expert_stats(self) -> ExpertStats:
-        return self._backend.expert_stats()
-
-    async def track_experts(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
-        return await self._backend.track_experts(enabled, reset=reset)
-
-    @property
-    def memory(self) -> Memory | None:
-        return self._backend.memory
-
-    def attention_tier(self) -> AttentionTier | None:
-        return self._backend.attention_tier()
-
-    async def switch_attention(self, tier: AttentionTier) -> None:
-        await self._backend.switch_attention(tier)
-
     async def start(self) -> None:
         await self._backend.start()
 
@@ -231,6 +196,30 @@ class FallbackBackend:
             if link.backend is not None:
                 with suppress(EmberkeepError):
                     await link.backend.close()
+
+    @property
+    def warmer(self) -> Warmer:
+        return self
+
+    @property
+    def cache(self) -> Cache | None:
+        return self._backend.cache
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._backend.tokenizer
+
+    @property
+    def experts(self) -> Experts | None:
+        return self._backend.experts
+
+    @property
+    def attention(self) -> AttentionSwitch | None:
+        return self._backend.attention
+
+    @property
+    def memory(self) -> Memory | None:
+        return self._backend.memory
 
 
 def _seen(opening: asyncio.Task[None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Container, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -14,25 +14,25 @@ from time import monotonic
 import numpy as np
 
 from emberkeep.backend.asking import Asking, HostTools
-from emberkeep.backend.base import Cache, ModelCard
+from emberkeep.backend.base import ModelCard
 from emberkeep.backend.cache import StoreCache
 from emberkeep.backend.channel import Channel, Outbox
 from emberkeep.backend.choices import Choice, Full, Item, until_completed
 from emberkeep.backend.evicting import Evictor
 from emberkeep.backend.fitting import Fitted, Fitter, Planning
 from emberkeep.backend.forgotten import ForgottenUsers
+from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.lookups import RecentLookups
 from emberkeep.backend.marks import Lineages, stored_namespace
 from emberkeep.backend.places import Place, Places
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.backend.rounds import closable
+from emberkeep.backend.verify import Verifier
 from emberkeep.chat.dialects import Reasoning, open_reasoning
 from emberkeep.chat.stream import TextStream
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.engine.base import ExpertTracking
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded, RequestError, TemplateFailed
-from emberkeep.kv.entries import entry_id
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
@@ -42,25 +42,17 @@ from emberkeep.sched.probe import Machine
 from emberkeep.sched.sampling import Sampler
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
-    SHARED,
-    AttentionTier,
     Completed,
     Event,
-    ExpertStats,
     Fit,
     Json,
-    LookupRecord,
     Message,
     MissReason,
     ReasoningFormat,
     Request,
     Sampling,
     TextDelta,
-    Tool,
-    Verified,
     Vocab,
-    Warmed,
-    bits_of,
     exact_namespace,
 )
 
@@ -98,16 +90,13 @@ class LocalBackend:
     ) -> None:
         self.card = replace(card, calls_tools=template.supports_tools)
         self._vocab = vocab
-        self._template = template
         self.loop = loop
         self._store = store
         self._outbox = outbox
         self._places = places
-        self._context = context
         self._lineages = lineages
         self._deadline_s = deadline_s
         self._drain_s = drain_s
-        self._tracking = asyncio.Lock()
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
         self._prompts = PromptMaker(
@@ -115,7 +104,7 @@ class LocalBackend:
         )
         self._sessions = sessions
         self._asking = Asking(sessions, tools, tool_rounds, deadline_s)
-        self._memory = memory
+        self.memory = memory
         self._raw_tools = raw_tools
         self._reasoning = reasoning
         evictor = Evictor(self._prompts, sessions, lineages)
@@ -129,13 +118,17 @@ class LocalBackend:
         )
         self._machine = machine
         self._rehearse()
-        self._precache = Precache(self.warm, self._prompts, store, loop, keep_alive)
-        self._cache = StoreCache(
+        self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, store, loop, keep_alive)
+        self.tokenizer = LocalTokenizer(vocab, template, self._prompts)
+        self.experts = LocalExperts(loop.experts, loop) if loop.experts else None
+        self.attention = LocalAttention(loop.attention, loop) if loop.attention else None
+        self.cache = StoreCache(
             store,
             loop,
             self._prompts,
             lineages,
             self._fitter,
+            verifier=Verifier(self.generate, vocab, context),
             equipped=self._asking.equipped,
             forget_beside=self._forget,
         )
@@ -213,88 +206,6 @@ class LocalBackend:
         self.loop.make_room(job, more[1] if more else None)
         return more[0] if more else fitted
 
-    async def warm(self, request: Request) -> Warmed:
-        prefix = replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
-        prefix = self._lineages.settle(self._asking.equipped(prefix))
-        begin = monotonic()
-        usage, error = None, None
-        try:
-            async for event in self.generate(prefix):
-                usage = event.usage if isinstance(event, Completed) else usage
-        except RequestError:
-            raise
-        except EmberkeepError as failure:
-            log.warning("a prefix was not warmed: %s", failure)
-            error = str(failure)
-        name = entry_id(prefix.namespace, self._prompts.label(prefix))
-        entry = await asyncio.to_thread(self._store.catalogue.entry, name)
-        if entry is None and error is None:
-            error = "It was evaluated, but there is no room to keep it: raise ram_budget."
-        return Warmed(
-            tokens=usage.prompt_tokens if usage else 0,
-            cached_tokens=usage.cached_tokens if usage else 0,
-            seconds=monotonic() - begin,
-            entry_id=name,
-            ttl=entry.ttl if entry else None,
-            error=error,
-        )
-
-    def keep_warm(self, prefixes: Sequence[Request]) -> None:
-        self._precache.declare([self._lineages.settle(self._asking.equipped(prefix)) for prefix in prefixes])
-
-    async def verify(self, entry_id: str, tokens: int) -> Verified:
-        entry, ids, namespace = await asyncio.to_thread(self._cache.stored, entry_id)
-        # At the end of a turn a model has nothing to add: without this there would be nothing to compare.
-        text_only = dict.fromkeys(self._vocab.controls | self._vocab.eog, -100.0)
-        greedy = Request(
-            prompt=tuple(ids[: max(self._context - tokens, 1)]),
-            sampling=Sampling(temperature=0.0, logit_bias=text_only),
-            max_tokens=tokens,
-            user=SHARED,  # nobody asked for it: it counts against nobody's limit
-            namespace=namespace,
-            is_kept=False,
-            from_store=True,
-            kv_bits=bits_of(namespace),
-        )
-        stored, lookup = await self._continued(greedy)
-        fresh, _ = await self._continued(replace(greedy, use_cache=False))
-        pairs = zip(stored, fresh, strict=False)
-        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(stored), len(fresh)))
-        return Verified(
-            entry,
-            lookup.reused_tokens,
-            max(len(stored), len(fresh)),
-            agreed,
-            lookup.wide_tokens,
-            lookup.reproducible_tokens,
-        )
-
-    async def _continued(self, request: Request) -> tuple[list[int], LookupRecord]:
-        """The ids that follow, and what of the prompt was reused."""
-        ids: list[int] = []
-        lookup = LookupRecord()
-        async for event in self.generate(request):
-            if isinstance(event, TextDelta):
-                ids += event.tokens
-            elif isinstance(event, Completed):
-                lookup = event.lookup
-        return ids, lookup
-
-    @property
-    def cache(self) -> Cache:
-        return self._cache
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        ids = self._vocab.tokenize(text, parse_special=parse_special)
-        return [*self._prompts.lead(text), *ids] if add_special else ids
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        self._prompts.check_ids(tokens, "tokens")
-        return self._prompts.detokenize(tokens)
-
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._template.render(messages, tools)
-
     def stats(self) -> dict[str, Json]:
         self._store.notice_forgotten()
         costs = self._store.costs
@@ -302,10 +213,10 @@ class LocalBackend:
             "model": self.card.id,
             "scheduler": self.loop.stats(),
             "store": self._store.stats(),
-            "engine": {"attention": self.attention_tier(), **self.loop.engine_stats()},
+            "engine": {"attention": self.attention.tier if self.attention else None, **self.loop.engine_stats()},
             "planning": self._fitter.stats(),
             "sessions": self._sessions.stats(),
-            "memory": self._memory.stats() if self._memory else None,
+            "memory": self.memory.stats() if self.memory else None,
             "machine": self._machine.json(),
             "recent_lookups": self._lookups.json(),
             "measured": {
@@ -322,56 +233,17 @@ class LocalBackend:
     def failure(self) -> EmberkeepError | None:
         return self.loop.failure()
 
-    def expert_stats(self) -> ExpertStats:
-        return self._experts().stats()
-
-    async def track_experts(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
-        experts = self._experts()
-
-        def change() -> ExpertStats:
-            if enabled is not None:
-                experts.track(enabled)
-            if reset:
-                experts.reset()
-            return experts.stats()
-
-        async with self._tracking:  # one after the other, so that the last word counts
-            switches = enabled not in (None, experts.stats().enabled)
-            run = self.loop.between_jobs if switches else self.loop.call
-            return await asyncio.wrap_future(run(change))
-
-    @property
-    def memory(self) -> Memory | None:
-        return self._memory
-
-    def attention_tier(self) -> AttentionTier | None:
-        return self.loop.attention.tier if self.loop.attention else None
-
-    async def switch_attention(self, tier: AttentionTier) -> None:
-        attention = self.loop.attention
-        if attention is None:
-            raise RequestError(f"{self.card.id} has one way to compute attention: tiers are for --engine hf.")
-        if tier not in attention.available:
-            raise RequestError(f"Attention can be {', '.join(attention.available)} on this device, not {tier}.")
-        if tier is not attention.tier:
-            await asyncio.wrap_future(self.loop.between_jobs(lambda: attention.switch(tier)))
-
-    def _experts(self) -> ExpertTracking:
-        if self.loop.experts is None:
-            raise RequestError(f"{self.card.id} is not a mixture of experts: load a model that is one.")
-        return self.loop.experts
-
     async def start(self) -> None:
         await self._asking.start()
 
     async def close(self) -> None:
         await self._asking.close()
-        self._precache.stop()
+        self.warmer.stop()
         await asyncio.to_thread(self.loop.close, self._drain_s)
-        await asyncio.to_thread(self._precache.join)
+        await asyncio.to_thread(self.warmer.join)
         await asyncio.to_thread(self._store.close)
-        if self._memory is not None:
-            await asyncio.to_thread(self._memory.close)
+        if self.memory is not None:
+            await asyncio.to_thread(self.memory.close)
 
     def _rehearse(self) -> None:
         """Go through the motions once, so that the first request does not pay for lazy imports and cold caches."""
@@ -384,20 +256,24 @@ class LocalBackend:
 
     # ── beside the request ──
 
+    def _prepare_prefix(self, prefix: Request) -> Request:
+        """With the tools that its model gets besides, and whose state it may share."""
+        return self._lineages.settle(self._asking.equipped(prefix))
+
     def _tokens_in_ram(self, namespace: str, tokens: TokenArray) -> int:
         return self._store.peek(namespace, tokens, snapshots=self.loop.kv_unit.has_snapshots).warm_tokens
 
     def _note_stable(self, request: Request, prompt: Prompt, notes: Notes, asked_at: float) -> None:
         """Off the critical path: the prompt is being evaluated meanwhile."""
         notes.stable = self._prompts.stable(request, prompt.tokens)
-        self._precache.seen(request, prompt.keys)
+        self.warmer.seen(request, prompt.keys)
         if self._forgotten.since(asked_at, request.namespace):
-            self._precache.forget({exact_namespace(request.namespace)})
+            self.warmer.forget({exact_namespace(request.namespace)})
 
     def _forget(self, namespaces: Container[str]) -> Future[None]:
         """Leave nothing of these beside the store: what rests in the engine, answers, prefixes, figures."""
         self._forgotten.add(namespaces)
-        self._precache.forget(namespaces)
+        self.warmer.forget(namespaces)
         self._lookups.forget(namespaces)
         return self.loop.forget(namespaces)
 
@@ -410,7 +286,7 @@ class LocalBackend:
         """The bill, with the part of the request in which it left what was stored."""
         lookup = bill.lookup
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
-            lookup = await asyncio.to_thread(self._cache.located, request, prompt, lookup)
+            lookup = await asyncio.to_thread(self.cache.located, request, prompt, lookup)
         self._lookups.add(request, lookup)
         if self._forgotten.since(asked_at, request.namespace):
             self._lookups.forget({exact_namespace(request.namespace)})

@@ -9,16 +9,17 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
 from emberkeep.backend.prompts import PromptMaker
 from emberkeep.chat.segments import CacheKeys, cache_keys, stable_messages
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import EmberkeepError, RequestError
+from emberkeep.kv.entries import entry_id
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.loop import EngineLoop
-from emberkeep.types import SHARED, Request, Ttl, Warmed, exact_namespace
+from emberkeep.types import SHARED, Completed, Event, Request, Ttl, Warmed, exact_namespace
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -49,17 +50,21 @@ class _Prefix:
 
 
 class Precache:
-    """Everything but `join` may be called from any thread, and returns at once."""
+    """The `Warmer` of a model that runs here. Everything but `warm` and `join` may be called from any thread, and
+    returns at once."""
 
     def __init__(
         self,
-        warm: Callable[[Request], Awaitable[Warmed]],
+        generate: Callable[[Request], AsyncIterator[Event]],
+        prepare: Callable[[Request], Request],
         prompts: PromptMaker,
         store: KvStore,
         loop: EngineLoop,
         settings: KeepAlive,
     ) -> None:
-        self._warm = warm
+        """`prepare`: a prefix as requests have it, with the tools that its model gets besides."""
+        self._generate = generate
+        self._prepare = prepare
         self._prompts = prompts
         self._store = store
         self._loop = loop
@@ -72,10 +77,38 @@ class Precache:
         self._thread = threading.Thread(target=self._run, name="precache", daemon=True)
         self._thread.start()
 
-    def declare(self, prefixes: Sequence[Request]) -> None:
+    async def warm(self, request: Request) -> Warmed:
+        """Evaluate a prefix now. Raises RequestError; any other failure is in the log and the result's `error`."""
+        prefix = replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
+        prefix = self._prepare(prefix)
+        begin = monotonic()
+        usage, error = None, None
+        try:
+            async for event in self._generate(prefix):
+                usage = event.usage if isinstance(event, Completed) else usage
+        except RequestError:
+            raise
+        except EmberkeepError as failure:
+            log.warning("a prefix was not warmed: %s", failure)
+            error = str(failure)
+        name = entry_id(prefix.namespace, self._prompts.label(prefix))
+        entry = await asyncio.to_thread(self._store.catalogue.entry, name)
+        if entry is None and error is None:
+            error = "It was evaluated, but there is no room to keep it: raise ram_budget."
+        return Warmed(
+            tokens=usage.prompt_tokens if usage else 0,
+            cached_tokens=usage.cached_tokens if usage else 0,
+            seconds=monotonic() - begin,
+            entry_id=name,
+            ttl=entry.ttl if entry else None,
+            error=error,
+        )
+
+    def keep_warm(self, prefixes: Sequence[Request]) -> None:
         """Warm these now and keep them warm for good."""
+        prepared = [self._prepare(prefix) for prefix in prefixes]
         with self._changed:
-            for request in prefixes:
+            for request in prepared:
                 self._prefixes[_key(request)] = _Prefix(request, True, monotonic(), float("-inf"))
             self._changed.notify_all()
 
@@ -166,7 +199,7 @@ class Precache:
             log.exception("a prefix was not warmed")
 
     async def _warm_one(self, request: Request) -> None:
-        loop, warming = asyncio.get_running_loop(), asyncio.ensure_future(self._warm(request))
+        loop, warming = asyncio.get_running_loop(), asyncio.ensure_future(self.warm(request))
         with self._changed:
             self._give_up = lambda: loop.call_soon_threadsafe(warming.cancel)
             if self._closing:

@@ -56,11 +56,11 @@ class HfModelUnderTest:
         self.words = Words.of(self.tokenize)
 
     def tokenize(self, text: str) -> list[int]:
-        return self.backend.tokenize(text, add_special=False, parse_special=True)
+        return self.backend.tokenizer.tokenize(text, add_special=False, parse_special=True)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """What a fresh conversation with these messages is evaluated as."""
-        return self.tokenize(self.backend.apply_template(messages, ()))
+        return self.tokenize(self.backend.tokenizer.apply_template(messages, ()))
 
     async def ask(self, request: Request) -> Reply:
         """Waits until everything that was computed is also on disk. Raises EmberkeepError."""

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from emberkeep.backend.base import Backend, Cache, ModelCard
+from emberkeep.backend.capabilities import attention_of, cache_of, experts_of, keep_warm, warm_prefix
 from emberkeep.config import Config, load_config
 from emberkeep.errors import InvalidField
 from emberkeep.library.acting import Acting, is_runnable, own_toolbox
@@ -73,7 +74,7 @@ class Emberkeep:
 
         prefixes = declared_prefixes(config)
         backend = open_backend(config)
-        backend.keep_warm(prefixes)
+        keep_warm(backend, prefixes)
         keeper = cls(backend)
         try:
             keeper._bridge.run(backend.start())
@@ -128,7 +129,7 @@ class Emberkeep:
         Of messages, what every conversation that begins with them has in common. Best effort: what goes wrong is
         in the result's `error` and in the log. Raises RequestError for a prefix that cannot be.
         """
-        warmed = self._bridge.run(self._backend.warm(prefix_request(prompt_or_messages, tools, options)))
+        warmed = self._bridge.run(warm_prefix(self._backend, prefix_request(prompt_or_messages, tools, options)))
         return WarmResult(warmed.tokens, warmed.cached_tokens, 1e3 * warmed.seconds, warmed.error)
 
     def keep_warm(self, messages: Messages, *, tools: Tools | None = None) -> None:
@@ -137,12 +138,12 @@ class Emberkeep:
         What goes wrong is a line in the log. Raises RequestError for a prefix that cannot be.
         """
         # It counts against nobody's limit: whoever asks while it is being evaluated is not refused for it.
-        self._backend.keep_warm([replace(prefix_request(messages, tools, {}), user=SHARED)])
+        keep_warm(self._backend, [replace(prefix_request(messages, tools, {}), user=SHARED)])
 
     @property
     def cache(self) -> Cache:
         """What is stored: list, show, pin, remove, explain."""
-        return self._backend.cache
+        return cache_of(self._backend)
 
     @property
     def memory(self) -> UserMemory:
@@ -154,7 +155,7 @@ class Emberkeep:
 
         Raises NoSuchEntry, EngineError.
         """
-        return self._bridge.run(self._backend.verify(entry_id, tokens))
+        return self._bridge.run(cache_of(self._backend).verify(entry_id, tokens))
 
     def verify(
         self,
@@ -194,14 +195,14 @@ class Emberkeep:
 
     def expert_stats(self) -> ExpertStats:
         """Which experts were chosen while they were counted. Raises RequestError for a model without experts."""
-        return self._backend.expert_stats()
+        return experts_of(self._backend).stats()
 
     def track_experts(self, enabled: bool | None = None, *, reset: bool = False) -> ExpertStats:
         """Begin or end to count which experts are chosen, or count anew. Running calls finish before it.
 
         Raises RequestError for a model without experts.
         """
-        return self._bridge.run(self._backend.track_experts(enabled, reset=reset))
+        return self._bridge.run(experts_of(self._backend).track(enabled, reset=reset))
 
     def attention_tier(self, switch_to: str | None = None) -> str | None:
         """Which code computes attention: `own`, `flash` or `plain`; None for an engine without a choice.
@@ -213,8 +214,9 @@ class Emberkeep:
         if switch_to is not None:
             if switch_to not in list(AttentionTier):
                 raise InvalidField("switch_to", f"it must be one of {', '.join(AttentionTier)}.")
-            self._bridge.run(self._backend.switch_attention(AttentionTier(switch_to)))
-        return self._backend.attention_tier()
+            self._bridge.run(attention_of(self._backend).switch(AttentionTier(switch_to)))
+        attention = self._backend.attention
+        return attention.tier if attention else None
 
     def close(self) -> None:
         """Finish or fail what runs and write what is not yet on disk. Calling it twice is harmless."""

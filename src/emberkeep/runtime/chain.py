@@ -115,10 +115,11 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
         about = asyncio.run(asked(open_provider(remote, os.environ)))
     model = settled(remote).model or next(iter(about.models), "")
     context = remote.ctx or about.context or default_context(remote)
-    card = ModelCard(model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,))
+    card = ModelCard(
+        model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,), remote=remote.name
+    )
     memory = open_memory_or_none(config)
     return RemoteBackend(
-        remote.name,
         card,
         open_provider(replace(remote, model=model), os.environ),
         open_sessions(config, memory, context),

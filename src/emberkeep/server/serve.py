@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from emberkeep.backend.base import Backend
+from emberkeep.backend.capabilities import keep_warm
 from emberkeep.config import Config, check_exposure
 from emberkeep.library.warming import declared_prefixes
 from emberkeep.runtime import open_backend
@@ -34,7 +35,7 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
         install(config)
         backend = open_backend(config)
-        backend.keep_warm(prefixes)
+        keep_warm(backend, prefixes)
 
         def announce() -> None:
             url = reachable_url(config.host, listener.getsockname()[1])

@@ -56,8 +56,8 @@ class Vendor:
         remote = RemoteModel(self.kind, self.kind, self.model, url, "THE_KEY")
         provider = open_provider(remote, {"THE_KEY": self.key or "unused"})
         sessions = Sessions(None, Policy(100_000))
-        card = ModelCard(self.model, 0, 100_000)
-        return RemoteBackend(self.kind, card, provider, sessions, tools=tools, tool_rounds=4, retries=retries)
+        card = ModelCard(self.model, 0, 100_000, remote=self.kind)
+        return RemoteBackend(card, provider, sessions, tools=tools, tool_rounds=4, retries=retries)
 
 
 def openai_calls() -> Stream:

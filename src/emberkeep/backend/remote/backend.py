@@ -13,13 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
-from typing import NoReturn
 
 from emberkeep.backend.asking import Asking, HostTools
-from emberkeep.backend.base import Cache, ModelCard
+from emberkeep.backend.base import ModelCard
 from emberkeep.backend.places import Places
 from emberkeep.backend.remote.base import Provider
-from emberkeep.backend.remote.cache import NoCache
 from emberkeep.backend.remote.failing import faults_of
 from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
 from emberkeep.backend.remote.losing import Losses, TellsLosses
@@ -28,25 +26,19 @@ from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFul
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
-    AttentionTier,
     Completed,
     Event,
-    ExpertStats,
     Finished,
     Json,
     LookupRecord,
-    Message,
     MissReason,
     ReasoningDelta,
     ReasoningFormat,
     Request,
     TextDelta,
     Timings,
-    Tool,
     ToolCallDelta,
     Usage,
-    Verified,
-    Warmed,
 )
 
 log = logging.getLogger("emberkeep.remote")
@@ -71,11 +63,12 @@ class _Counters:
 
 
 class RemoteBackend:
-    """Owns the provider. Belongs to the event loop."""
+    """Owns the provider. Belongs to the event loop. What a model has besides its answers is not here."""
+
+    cache = tokenizer = warmer = experts = attention = None
 
     def __init__(
         self,
-        name: str,
         card: ModelCard,
         provider: Provider,
         sessions: Sessions,
@@ -92,12 +85,12 @@ class RemoteBackend:
     ) -> None:
         """`places`: for requests at a time; None: as many as there are. `max_tokens`: of an answer, unless a
         request says."""
-        self.name = name
+        self.name = card.remote
         self.card = card
         self._provider = provider
         self._sessions = sessions
         self._places = places
-        self._memory = memory
+        self.memory = memory
         self._asking = Asking(sessions, tools, tool_rounds, deadline_s)
         self._fitter = RemoteFitter(sessions)
         self._losses = Losses(sessions) if isinstance(provider, TellsLosses) else None
@@ -223,52 +216,12 @@ class RemoteBackend:
         lookup = LookupRecord(usage.prompt_tokens, reason=MissReason.REMOTE)
         return Completed(usage, timings, lookup, fitted.fit, self.name)
 
-    async def warm(self, request: Request) -> Warmed:
-        """A service keeps what it likes for as long as it likes."""
-        error = f"{self.name} runs elsewhere: its prompts cannot be warmed from here."
-        return Warmed(0, 0, 0.0, "", None, error)
-
-    def keep_warm(self, prefixes: Sequence[Request]) -> None:
-        if prefixes:
-            log.info("%s runs elsewhere: nothing is warmed.", self.name)
-
-    async def verify(self, entry_id: str, tokens: int) -> Verified:
-        self._only_here("has no stored state to verify")
-
-    @property
-    def cache(self) -> Cache:
-        return NoCache(self.name)
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        self._only_here("does not tell its tokens")
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        self._only_here("does not tell its tokens")
-
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        self._only_here("does not tell its template")
-
-    def expert_stats(self) -> ExpertStats:
-        self._only_here("does not tell its experts")
-
-    async def track_experts(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
-        self._only_here("does not tell its experts")
-
-    def attention_tier(self) -> AttentionTier | None:
-        return None
-
-    async def switch_attention(self, tier: AttentionTier) -> None:
-        self._only_here("computes attention as it likes")
-
-    def _only_here(self, reason: str) -> NoReturn:
-        raise RequestError(f"{self.name} runs elsewhere and {reason}: use a model that runs here.")
-
     def stats(self) -> dict[str, Json]:
         return {
             "model": self.card.id,
             "remote": asdict(self._counters),
             "sessions": self._sessions.stats(),
-            "memory": self._memory.stats() if self._memory else None,
+            "memory": self.memory.stats() if self.memory else None,
         }
 
     def health(self) -> dict[str, Json]:
@@ -278,10 +231,6 @@ class RemoteBackend:
     def failure(self) -> None:
         """Whatever is wrong with it may pass."""
 
-    @property
-    def memory(self) -> Memory | None:
-        return self._memory
-
     async def start(self) -> None:
         await self._asking.start()
 
@@ -290,8 +239,8 @@ class RemoteBackend:
         await self._provider.close()
         if self._losses is not None:
             await self._losses.close()
-        if self._memory is not None:
-            await asyncio.to_thread(self._memory.close)
+        if self.memory is not None:
+            await asyncio.to_thread(self.memory.close)
 
 
 def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:

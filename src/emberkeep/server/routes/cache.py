@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.backend.base import Backend
+from emberkeep.backend.capabilities import cache_of
 from emberkeep.library.fields import INT32_MAX, Label
 from emberkeep.server.leaving import while_there
 from emberkeep.server.openapi import HELLO, takes
@@ -70,31 +71,31 @@ def _looking(router: APIRouter, backend: Backend, side: SideWork) -> None:
 
     @router.get("/v1/cache/{entry_id:entry_id}")
     async def entry(entry_id: str, chars: Chars = SHOWN_CHARS) -> Response:
-        return json_response(shown_json(await side.run(backend.cache.show, entry_id), chars))
+        return json_response(shown_json(await side.run(cache_of(backend).show, entry_id), chars))
 
 
 def _changing(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
     async def pin(http: HttpRequest) -> Response:
         body = await read(http, EntryBody)
-        return json_response(entry_json(await side.run(backend.cache.pin, body.id, True)))
+        return json_response(entry_json(await side.run(cache_of(backend).pin, body.id, True)))
 
     @router.post("/v1/cache/unpin", openapi_extra=takes(EntryBody))
     async def unpin(http: HttpRequest) -> Response:
         body = await read(http, EntryBody)
-        return json_response(entry_json(await side.run(backend.cache.pin, body.id, False)))
+        return json_response(entry_json(await side.run(cache_of(backend).pin, body.id, False)))
 
     @router.post("/v1/cache/gc")
     async def gc() -> Response:
-        return json_response(removed_json(await side.run(backend.cache.gc)))
+        return json_response(removed_json(await side.run(cache_of(backend).gc)))
 
     @router.delete("/v1/cache")
     async def remove_user(user_id: Label) -> Response:
-        return json_response(removed_json(await side.run(backend.cache.remove_user, user_id)))
+        return json_response(removed_json(await side.run(cache_of(backend).remove_user, user_id)))
 
     @router.delete("/v1/cache/{entry_id:entry_id}")
     async def remove(entry_id: str) -> Response:
-        return json_response(removed_json(await side.run(backend.cache.remove, entry_id)))
+        return json_response(removed_json(await side.run(cache_of(backend).remove, entry_id)))
 
 
 def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
@@ -103,7 +104,7 @@ def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
         asked = await read_object(http)
         body = await made_of_body(http, lambda: asked_body(asked))
         check_model(body.model, backend.card)
-        explanation = await side.run(lambda: backend.cache.explain(asked_request(body)))
+        explanation = await side.run(lambda: cache_of(backend).explain(asked_request(body)))
         return json_response(explained_json(explanation))
 
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
@@ -117,13 +118,13 @@ async def _verified(backend: Backend, side: SideWork, body: VerifyBody) -> list[
     """One after the other, so that others are held up little."""
     ids = body.ids
     if ids is None:
-        latest = await side.run(backend.cache.entries)
+        latest = await side.run(cache_of(backend).entries)
         ids = [entry.id for entry in latest[: body.sample or SAMPLE]]
-    return [await backend.verify(entry_id, body.tokens or TOKENS) for entry_id in ids]
+    return [await cache_of(backend).verify(entry_id, body.tokens or TOKENS) for entry_id in ids]
 
 
 def _listed(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:
-    entries = _selected(backend.cache.entries(), user, kind)
+    entries = _selected(cache_of(backend).entries(), user, kind)
     return page_response(entries, entry_json, limit, offset, totals=totals_json(entries))
 
 

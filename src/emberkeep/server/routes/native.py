@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.backend.base import Backend
+from emberkeep.backend.capabilities import tokenizer_of
 from emberkeep.errors import InvalidField
 from emberkeep.library.messages import to_messages
 from emberkeep.server.drain import Drain
@@ -55,7 +56,7 @@ def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody, tokens=[1, 2]))
     async def detokenize(http: HttpRequest) -> Response:
         body = await read(http, DetokenizeBody)
-        return await side.run(lambda: json_response({"content": backend.detokenize(body.tokens)}))
+        return await side.run(lambda: json_response({"content": tokenizer_of(backend).detokenize(body.tokens)}))
 
     @router.post("/apply-template", openapi_extra=takes(TemplateBody, messages=[HELLO]))
     async def apply_template(http: HttpRequest) -> Response:
@@ -75,7 +76,8 @@ def _for_anybody(health: Json) -> Json:
 
 
 def _tokens(backend: Backend, body: TokenizeBody) -> Response:
-    ids = backend.tokenize(
+    tokenizer = tokenizer_of(backend)
+    ids = tokenizer.tokenize(
         body.content, add_special=bool(body.add_special), parse_special=body.parse_special is not False
     )
     if not body.with_pieces:
@@ -84,9 +86,10 @@ def _tokens(backend: Backend, body: TokenizeBody) -> Response:
         return Response(f'{{"tokens": [{written}]}}', media_type="application/json")
     if len(ids) > MAX_PIECES:
         raise InvalidField("with_pieces", f"is for {MAX_PIECES} tokens at most: send less, or leave it out.")
-    return list_response("tokens", ({"id": token, "piece": backend.detokenize([token])} for token in ids))
+    return list_response("tokens", ({"id": token, "piece": tokenizer.detokenize([token])} for token in ids))
 
 
 def _prompt(backend: Backend, body: TemplateBody) -> Response:
     tools = [tool.to_tool() for tool in body.tools or ()]
-    return json_response({"prompt": backend.apply_template(to_messages(body.messages), tools)})
+    messages = to_messages(body.messages)
+    return json_response({"prompt": tokenizer_of(backend, "template").apply_template(messages, tools)})

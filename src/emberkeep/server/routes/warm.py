@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.backend.base import Backend
+from emberkeep.backend.capabilities import warm_prefix
 from emberkeep.server.leaving import while_there
 from emberkeep.server.openapi import takes
 from emberkeep.server.reading import made_of_body, read
@@ -25,6 +26,6 @@ def warm_routes(backend: Backend) -> APIRouter:
         body = await read(http, WarmBody)
         check_model(body.model, backend.card)
         request = await made_of_body(http, body.to_request)
-        return json_response(warmed_json(await while_there(http, backend.warm(request))))
+        return json_response(warmed_json(await while_there(http, warm_prefix(backend, request))))
 
     return router

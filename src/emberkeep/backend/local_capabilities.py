@@ -1,0 +1,73 @@
+"""What only a model that runs here can do besides answering: tell its tokens, count experts, switch attention."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from emberkeep.backend.prompts import PromptMaker
+from emberkeep.chat.template import ChatTemplate
+from emberkeep.engine.base import Attention, ExpertTracking
+from emberkeep.errors import RequestError
+from emberkeep.sched.loop import EngineLoop
+from emberkeep.types import AttentionTier, ExpertStats, Message, Tool, Vocab
+
+
+class LocalTokenizer:
+    def __init__(self, vocab: Vocab, template: ChatTemplate, prompts: PromptMaker) -> None:
+        self._vocab = vocab
+        self._template = template
+        self._prompts = prompts
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        ids = self._vocab.tokenize(text, parse_special=parse_special)
+        return [*self._prompts.lead(text), *ids] if add_special else ids
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        self._prompts.check_ids(tokens, "tokens")
+        return self._prompts.detokenize(tokens)
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        return self._template.render(messages, tools)
+
+
+class LocalExperts:
+    """`track` belongs to one event loop."""
+
+    def __init__(self, tracking: ExpertTracking, loop: EngineLoop) -> None:
+        self._tracking = tracking
+        self._loop = loop
+        self._turn = asyncio.Lock()
+
+    def stats(self) -> ExpertStats:
+        return self._tracking.stats()
+
+    async def track(self, enabled: bool | None, *, reset: bool) -> ExpertStats:
+        def change() -> ExpertStats:
+            if enabled is not None:
+                self._tracking.track(enabled)
+            if reset:
+                self._tracking.reset()
+            return self._tracking.stats()
+
+        async with self._turn:  # one after the other, so that the last word counts
+            switches = enabled not in (None, self._tracking.stats().enabled)
+            run = self._loop.between_jobs if switches else self._loop.call
+            return await asyncio.wrap_future(run(change))
+
+
+class LocalAttention:
+    def __init__(self, attention: Attention, loop: EngineLoop) -> None:
+        self._attention = attention
+        self._loop = loop
+
+    @property
+    def tier(self) -> AttentionTier:
+        return self._attention.tier
+
+    async def switch(self, tier: AttentionTier) -> None:
+        available = self._attention.available
+        if tier not in available:
+            raise RequestError(f"Attention can be {', '.join(available)} on this device, not {tier}.")
+        if tier is not self._attention.tier:
+            await asyncio.wrap_future(self._loop.between_jobs(lambda: self._attention.switch(tier)))

@@ -1,0 +1,65 @@
+"""Whether stored state is right: it is continued, and so is a fresh evaluation of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+from emberkeep.types import (
+    SHARED,
+    CacheEntry,
+    Completed,
+    Event,
+    LookupRecord,
+    Request,
+    Sampling,
+    TextDelta,
+    Verified,
+    Vocab,
+    bits_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    generate: Callable[[Request], AsyncIterator[Event]]
+    vocab: Vocab
+    context: int
+
+    async def verify(self, entry: CacheEntry, ids: list[int], namespace: str, tokens: int) -> Verified:
+        """Of `entry`, whose latest state has these `ids`. Raises Overloaded, EngineError."""
+        # At the end of a turn a model has nothing to add: without this there would be nothing to compare.
+        text_only = dict.fromkeys(self.vocab.controls | self.vocab.eog, -100.0)
+        greedy = Request(
+            prompt=tuple(ids[: max(self.context - tokens, 1)]),
+            sampling=Sampling(temperature=0.0, logit_bias=text_only),
+            max_tokens=tokens,
+            user=SHARED,  # it counts against no user's limit
+            namespace=namespace,
+            is_kept=False,
+            from_store=True,
+            kv_bits=bits_of(namespace),
+        )
+        stored, lookup = await self._continue(greedy)
+        fresh, _ = await self._continue(replace(greedy, use_cache=False))
+        pairs = zip(stored, fresh, strict=False)
+        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(stored), len(fresh)))
+        return Verified(
+            entry,
+            lookup.reused_tokens,
+            max(len(stored), len(fresh)),
+            agreed,
+            lookup.wide_tokens,
+            lookup.reproducible_tokens,
+        )
+
+    async def _continue(self, request: Request) -> tuple[list[int], LookupRecord]:
+        """The ids that follow, and what of the prompt was reused."""
+        ids: list[int] = []
+        lookup = LookupRecord()
+        async for event in self.generate(request):
+            if isinstance(event, TextDelta):
+                ids += event.tokens
+            elif isinstance(event, Completed):
+                lookup = event.lookup
+        return ids, lookup

@@ -1,0 +1,75 @@
+"""What a model that runs elsewhere cannot do, as users are told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from emberkeep.backend.capabilities import (
+    attention_of,
+    cache_of,
+    experts_of,
+    keep_warm,
+    tokenizer_of,
+    warm_prefix,
+)
+from emberkeep.backend.remote.backend import RemoteBackend
+from emberkeep.errors import NoSuchEntry, RequestError
+from emberkeep.types import Message, Removed, Request
+from support.remote_model import ScriptedProvider, remote
+from support.scripted_backend import ScriptedBackend
+
+PREFIX = Request(messages=(Message("system", "You are brief."),))
+
+
+@pytest.fixture
+def far() -> RemoteBackend:
+    return remote(ScriptedProvider(lambda request: []))
+
+
+def test_its_tokens_and_its_template_are_not_known(far: RemoteBackend) -> None:
+    with pytest.raises(RequestError, match=r"^far runs elsewhere and does not tell its tokens: use a model that"):
+        tokenizer_of(far)
+    with pytest.raises(RequestError, match="far runs elsewhere and does not tell its template: use"):
+        tokenizer_of(far, "template")
+
+
+def test_its_experts_and_its_attention_are_its_own(far: RemoteBackend) -> None:
+    with pytest.raises(RequestError, match="far runs elsewhere and does not tell its experts: use"):
+        experts_of(far)
+    with pytest.raises(RequestError, match="far runs elsewhere and computes attention as it likes: use"):
+        attention_of(far)
+
+
+def test_a_model_here_may_have_neither() -> None:
+    here = ScriptedBackend(lambda request: [])
+    with pytest.raises(RequestError, match="scripted is not a mixture of experts: load a model that is one"):
+        experts_of(here)
+    with pytest.raises(RequestError, match="scripted has one way to compute attention: tiers are for --engine hf"):
+        attention_of(here)
+
+
+def test_nothing_of_it_is_warmed(far: RemoteBackend, caplog: pytest.LogCaptureFixture) -> None:
+    warmed = asyncio.run(warm_prefix(far, PREFIX))
+    assert (warmed.tokens, warmed.entry_id) == (0, "")
+    assert warmed.error == "far runs elsewhere: its prompts cannot be warmed from here."
+    with caplog.at_level(logging.INFO, "emberkeep.remote"):
+        keep_warm(far, [])
+        assert not caplog.messages
+        keep_warm(far, [PREFIX])
+    assert caplog.messages == ["far runs elsewhere: nothing is warmed."]
+
+
+def test_its_cache_is_empty(far: RemoteBackend) -> None:
+    cache = cache_of(far)
+    assert cache.entries() == []
+    assert cache.gc() == cache.remove_user("ann") == Removed(0, 0)
+    for act in (cache.show, cache.remove, lambda entry_id: cache.pin(entry_id, True)):
+        with pytest.raises(NoSuchEntry, match="far runs elsewhere: nothing of it is stored here"):
+            act("0123456789ab")
+    with pytest.raises(RequestError, match="far runs elsewhere: what it reuses is not known here"):
+        cache.explain(PREFIX)
+    with pytest.raises(RequestError, match="far runs elsewhere and has no stored state to verify: use"):
+        asyncio.run(cache.verify("0123456789ab", 8))
