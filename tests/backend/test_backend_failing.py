@@ -11,7 +11,7 @@ import pytest
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.local import LocalBackend
-from emberkeep.chat.stream import TextStream
+from emberkeep.chat.output import TextStream
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import CHATML, FakeEngine

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.chat.render_pool import IsolatedTemplate
+from emberkeep.chat.template import IsolatedTemplate
 from emberkeep.config import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine

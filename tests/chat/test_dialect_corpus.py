@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import Answer, read_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_vocab import TinyVocab
 
-from emberkeep.chat.dialects import REASONING
+from emberkeep.chat.dialects.table import REASONING
 from emberkeep.types import Tool
+from helpers.answers import Answer, read_text
+from helpers.byte_vocab import TinyVocab
 
 Output = dict[str, Any]
 

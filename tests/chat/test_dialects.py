@@ -3,12 +3,12 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
-from answers import Answer, read_text
-from tiny_vocab import TinyVocab
 
-from emberkeep.chat.dialects import MARKED_DIALECTS, REASONING, STRAY_ENDS, hidden_tokens
-from emberkeep.chat.stream import TextStream
+from emberkeep.chat.dialects.table import MARKED_DIALECTS, REASONING, STRAY_ENDS
+from emberkeep.chat.output import OutputOptions, TextStream, hidden_tokens
 from emberkeep.types import Event, Tool, ToolCallDelta
+from helpers.answers import Answer, read_text
+from helpers.byte_vocab import TinyVocab
 
 VOCAB = TinyVocab()
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "depth": {"type": "integer"}}}
@@ -20,7 +20,7 @@ def answered(text: str, **options: object) -> Answer:
 
 
 def deltas(text: str) -> list[ToolCallDelta]:
-    stream = TextStream(VOCAB, tools=TOOLS)
+    stream = TextStream(VOCAB, OutputOptions(tools=TOOLS))
     events: list[Event] = [event for byte in text.encode() for event in stream.push(byte)[0]]
     return [event for event in events if isinstance(event, ToolCallDelta)]
 

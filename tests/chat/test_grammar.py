@@ -4,14 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from masked_walk import allowed, walk
-from tiny_vocab import TinyVocab
 
-from emberkeep.chat.dialects import REASONING
+from emberkeep.chat.dialects.table import REASONING
 from emberkeep.chat.grammar import Grammars, Matcher
-from emberkeep.chat.stream import TextStream
+from emberkeep.chat.output import OutputOptions, TextStream
 from emberkeep.errors import InvalidField
 from emberkeep.types import JsonFormat, Request, Tool, ToolCallDelta, ToolChoice, Vocab
+from helpers.byte_vocab import TinyVocab
+from helpers.masked_walk import allowed, walk
 
 VOCAB = TinyVocab()
 GRAMMARS = Grammars(VOCAB)
@@ -88,7 +88,7 @@ def test_a_required_call_is_one_that_the_stream_reads() -> None:
     names = set()
     for seed in range(12):
         ids = walk(VOCAB, matcher_for(request), seed, limit=3000)
-        stream = TextStream(VOCAB, tools=TOOLS)
+        stream = TextStream(VOCAB, OutputOptions(tools=TOOLS))
         events = [event for token in ids for event in stream.push(token)[0]] + stream.finish()
         deltas = [event for event in events if isinstance(event, ToolCallDelta)]
         assert len(deltas) == len(events)
@@ -104,7 +104,7 @@ def test_with_tools_and_a_schema_the_answer_is_json_that_fits_or_a_call() -> Non
     kinds = set()
     for seed in range(30):
         ids = walk(VOCAB, matcher_for(request), seed, limit=3000)
-        stream = TextStream(VOCAB, tools=TOOLS)
+        stream = TextStream(VOCAB, OutputOptions(tools=TOOLS))
         events = [event for token in ids for event in stream.push(token)[0]] + stream.finish()
         called = any(isinstance(event, ToolCallDelta) for event in events)
         kinds.add(called)

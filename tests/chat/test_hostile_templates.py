@@ -10,18 +10,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from heartbeat import Heartbeat
-from hostile_templates import OPENED, RENDERED, when_told
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.chat import render_pool, template
-from emberkeep.chat.jinja import JinjaTemplate
+from emberkeep.chat import template
+from emberkeep.chat.sandbox import JinjaTemplate
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ModelBroken, TemplateFailed
 from emberkeep.runtime import assemble
 from emberkeep.types import Message
+from helpers.heartbeat import Heartbeat
+from helpers.hostile_templates import OPENED, RENDERED, when_told
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ QUICK = ("round", "test_eq", "list_of_letters", "much_text")
 @pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than in earnest, so that there is time to try them all."""
-    monkeypatch.setattr(render_pool, "_GRACE_S", 0.2)
+    monkeypatch.setattr(template, "_GRACE_S", 0.2)
 
 
 @contextmanager

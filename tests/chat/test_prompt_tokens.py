@@ -5,10 +5,10 @@ from collections.abc import Sequence, Set
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_vocab import TinyVocab
 
 from emberkeep.chat.tokens import PromptTokenizer, _Fragments
 from emberkeep.types import Vocab
+from helpers.byte_vocab import TinyVocab
 
 SPECIALS = ("<|im_start|>", "<|im_start|>x", "<|im_end|>")
 PARTS = st.sampled_from([*SPECIALS, "<|im_", "|>", "x", "Hello", "ST", "OP", " é", "\n", "🔥"])

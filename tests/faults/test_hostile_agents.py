@@ -18,8 +18,7 @@ from emberkeep.backend.prompts import PromptMaker
 from emberkeep.backend.remote.failing import Service
 from emberkeep.backend.remote.kinds import open_provider
 from emberkeep.backend.rounds import MOST_CALLS
-from emberkeep.chat.seams import SeamedTemplate
-from emberkeep.chat.template import ChatTemplate
+from emberkeep.chat.template import ChatTemplate, SeamedTemplate
 from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.cli.common import complain
 from emberkeep.config import Config, public_values

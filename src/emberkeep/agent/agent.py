@@ -22,7 +22,7 @@ from emberkeep.backend.rounds import (
     together,
     urged,
 )
-from emberkeep.chat.turns import bearable, exchange, room_for_results, shorter
+from emberkeep.chat.messages import bearable, exchange, room_for_results, shorter
 from emberkeep.errors import RequestError
 from emberkeep.session.sessions import about_tokens
 from emberkeep.tools.toolbox import ToolBox

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from emberkeep.backend.channel import Channel
 from emberkeep.backend.places import Place
-from emberkeep.chat.stream import TextStream
+from emberkeep.chat.output import TextStream
 from emberkeep.errors import EmberkeepError
 from emberkeep.sched.job import Ending, EndReason
 from emberkeep.types import Completed, Event, Finished, FinishReason, Progress, Timings, TokenLogprob, Usage

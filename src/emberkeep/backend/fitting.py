@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from emberkeep.backend.evicting import Conversation, Evictor
 from emberkeep.backend.marks import Lineages
 from emberkeep.backend.prompts import Draft, Prompt, PromptMaker
-from emberkeep.chat.turns import leaving_turns, without
+from emberkeep.chat.messages import leaving_turns, without
 from emberkeep.errors import ContextExceeded, TooLarge
 from emberkeep.kv.keys import TokenArray
 from emberkeep.sched.admission import Admission, Admitted, largest

@@ -29,8 +29,8 @@ from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.backend.rounds import closable
 from emberkeep.backend.verify import Verifier
-from emberkeep.chat.dialects import Reasoning, open_reasoning
-from emberkeep.chat.stream import TextStream
+from emberkeep.chat.dialects.table import Reasoning
+from emberkeep.chat.output import TextStream, open_reasoning
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded, RequestError, TemplateFailed
 from emberkeep.kv.keys import TokenArray

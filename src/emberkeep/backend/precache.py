@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from emberkeep.backend.prompts import PromptMaker
-from emberkeep.chat.segments import CacheKeys, cache_keys, stable_messages
+from emberkeep.chat.messages import CacheKeys, cache_keys, stable_messages
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.kv.store import KvStore

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from emberkeep.chat.grammar import Constraint, Grammars
-from emberkeep.chat.seams import SeamedTemplate
-from emberkeep.chat.segments import (
+from emberkeep.chat.messages import (
     CacheKeys,
     Place,
     cache_keys,
@@ -22,8 +21,8 @@ from emberkeep.chat.segments import (
     stable_head,
     stable_messages,
 )
-from emberkeep.chat.template import ChatTemplate
-from emberkeep.chat.tokens import PromptTokenizer, Spelled
+from emberkeep.chat.template import ChatTemplate, SeamedTemplate
+from emberkeep.chat.tokens import PromptTokenizer, TokenizedText
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.kv.entries import Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
@@ -48,7 +47,7 @@ class Draft:
     """A request as text and as tokens, however long."""
 
     text: str
-    spelled: Spelled
+    spelled: TokenizedText
     read_ahead: frozenset[ChunkKey]
 
     def __len__(self) -> int:
@@ -65,7 +64,7 @@ class Prompt:
     keys: CacheKeys
     label: Label
     borders: frozenset[int]
-    spelled: Spelled
+    spelled: TokenizedText
 
 
 class PromptMaker:
@@ -141,10 +140,10 @@ class PromptMaker:
         at, position = min(ends, default=(len(longer.text), len(longer)))
         moved_up = len(longer.text) - len(text)
         look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
-        head = self._tokenizer.spell(text[: at - moved_up], replay=look.replay, before=self.lead(text))
+        head = self._tokenizer.tokenize(text[: at - moved_up], replay=look.replay, before=self.lead(text))
         gone = position - len(head.ids)
         tail = [(end - moved_up, token - gone) for end, token in ends if end > at]
-        spelled = Spelled(head.ids + longer.spelled.ids[position:], head.ends + tail)
+        spelled = TokenizedText(head.ids + longer.spelled.ids[position:], head.ends + tail)
         return Draft(text, spelled, longer.read_ahead)
 
     def count(self, request: Request) -> int:
@@ -219,19 +218,19 @@ class PromptMaker:
             return ()
         return () if text.startswith(self.detokenize([bos])) else (bos,)
 
-    def _spell(self, request: Request) -> tuple[str, Spelled, set[ChunkKey]]:
+    def _spell(self, request: Request) -> tuple[str, TokenizedText, set[ChunkKey]]:
         """Text and ids of a request, and what it began to read from disk."""
         if isinstance(request.prompt, tuple):
             self.check_ids(request.prompt, "prompt")
-            return self.detokenize(request.prompt), Spelled(list(request.prompt), []), set()
+            return self.detokenize(request.prompt), TokenizedText(list(request.prompt), []), set()
         if request.is_prefix and request.prompt is None and _is_stable(request):
             ids = self._stable_prefix(request).tolist()
-            return self.detokenize(ids), Spelled(ids, []), set()
+            return self.detokenize(ids), TokenizedText(ids, []), set()
         text = request.prompt if request.prompt is not None else self.render(request)
         look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
         lead = self.lead(text)
         ahead = look.read_ahead(self.detokenize(lead) + text) if request.use_cache else set()
-        return text, self._tokenizer.spell(text, replay=look.replay, before=lead), ahead
+        return text, self._tokenizer.tokenize(text, replay=look.replay, before=lead), ahead
 
     def _check_length(self, request: Request, length: int) -> None:
         if length == 0:
@@ -270,7 +269,7 @@ class PromptMaker:
 
     # ── borders ──
 
-    def _borders(self, request: Request, text: str, spelled: Spelled, tokens: TokenArray) -> frozenset[int]:
+    def _borders(self, request: Request, text: str, spelled: TokenizedText, tokens: TokenArray) -> frozenset[int]:
         """Token positions at which the stable beginning and the last messages end."""
         ends: list[int] = []
         stable = self.stable(request, tokens)

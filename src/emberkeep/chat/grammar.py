@@ -12,9 +12,10 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.chat.dialects import Reasoning, hidden_tokens
+from emberkeep.chat.dialects.table import Reasoning
 from emberkeep.chat.messages import sorted_keys
-from emberkeep.chat.writing import TAGGED_JSON, Writing
+from emberkeep.chat.output import hidden_tokens
+from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.errors import InvalidField
 from emberkeep.types import Json, Request, Tool, Vocab, exceeds_depth
 
@@ -35,7 +36,7 @@ _LENIENT = {**_STRICT, "lenient": True}
 class Grammars:
     """Compiles constraints for one vocabulary, and remembers the latest. Safe to use from several threads."""
 
-    def __init__(self, vocab: Vocab, writing: Writing = TAGGED_JSON) -> None:
+    def __init__(self, vocab: Vocab, writing: CallWriting = TAGGED_JSON) -> None:
         """`writing`: how the model writes calls."""
         self._vocab = vocab
         self._writing = writing
@@ -157,10 +158,10 @@ def _json_grammar(schema: Mapping[str, Json] | None) -> str:
 
 
 def _answer(schema: Mapping[str, Json] | None) -> Mapping[str, Json]:
-    return _checked(schema if schema is not None else {"type": "object"}, "response_format")
+    return _check_schema(schema if schema is not None else {"type": "object"}, "response_format")
 
 
-def _either_grammar(request: Request, vocab: Vocab, writing: Writing) -> str:
+def _either_grammar(request: Request, vocab: Vocab, writing: CallWriting) -> str:
     """JSON that fits, or calls."""
     assert request.format is not None
     answer = {**_answer(request.format.schema), "x-guidance": _STRICT}
@@ -168,12 +169,12 @@ def _either_grammar(request: Request, vocab: Vocab, writing: Writing) -> str:
     return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules + _calls_rules(request, vocab, writing))))
 
 
-def _calls_grammar(request: Request, vocab: Vocab, writing: Writing) -> str:
+def _calls_grammar(request: Request, vocab: Vocab, writing: CallWriting) -> str:
     rules = ["start: calls", *_calls_rules(request, vocab, writing)]
     return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules)))
 
 
-def _calls_rules(request: Request, vocab: Vocab, writing: Writing) -> list[str]:
+def _calls_rules(request: Request, vocab: Vocab, writing: CallWriting) -> list[str]:
     """`calls`: one, or several where allowed, as the model writes them."""
     tools = _callable_tools(request)
     before, between, after = (_literal(text, vocab) for text in (writing.before, writing.between, writing.after))
@@ -190,7 +191,7 @@ def _calls_rules(request: Request, vocab: Vocab, writing: Writing) -> list[str]:
 
 
 def _literal(text: str, vocab: Vocab) -> str:
-    """With special tokens as such: spelled out they would be something the model has never seen.
+    """With special tokens as such: as plain text they would be something the model has never seen.
 
     It ends before a token that ends the answer.
     """
@@ -214,11 +215,11 @@ def _callable_tools(request: Request) -> list[Tool]:
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Json]:
-    schema = sorted_keys(_checked(tool.parameters, "tools"))
+    schema = sorted_keys(_check_schema(tool.parameters, "tools"))
     return {"type": "object", **schema, "x-guidance": _LENIENT}
 
 
-def _checked(schema: Mapping[str, Json], param: str) -> Mapping[str, Json]:
+def _check_schema(schema: Mapping[str, Json], param: str) -> Mapping[str, Json]:
     if exceeds_depth(schema, MAX_SCHEMA_DEPTH):
         raise InvalidField(param, f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: flatten it.")
     if len(json.dumps(schema)) > MAX_SCHEMA_CHARS:

@@ -1,16 +1,198 @@
-"""Messages and tools in the shape that chat templates read, and as plain text where a template cannot."""
+"""The messages and tools of a request: the names that its state has, what each part is in the prompt's text, the
+shape that templates read, and which of them a conversation that is too long can do without.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
-from emberkeep.types import Json, Message, Tool, ToolCall
+from emberkeep.chat.dialects.table import TAGGED
+from emberkeep.types import Json, Message, Request, Tool, ToolCall, Usage
 
-CALL_START = "<tool_call>"
-CALL_END = "</tool_call>"
+_HEAD_CHARS = 80
+_PREFIX_CHARS = 512
+_LEAST_CHARS = 16
+_SHORT = "short"
+"""The one entry of raw prompts that are too short to have one each, and come without a name."""
+_STAYS = ("system", "developer")
+_LEFT_OUT = "[This result was left out to make room.]"
+_CUT = "\n[The rest was left out to make room.]"
+_SHORTEST = 200
+_FILLED = 0.8
+
+Render = Callable[[Sequence[Message], Sequence[Tool]], str]
+"""A conversation as the model reads it, without the header of the next answer. Raises TemplateFailed."""
+
+
+# ── names ──
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeys:
+    """Names for the state of one request, by text alone: they are the same for every model."""
+
+    conversation: str | None
+    """As the client calls it."""
+    stable: str | None
+    """Hash of system messages and tools; None without any."""
+    prefix: str | None
+    """Hash of everything up to the first message of the user, or of a raw prompt's beginning; None where that is
+    too short to tell prompts apart."""
+    legacy: str | None
+    """OpenAI's `prompt_cache_key`."""
+
+    @property
+    def affinity(self) -> str:
+        """Requests that share it probably share much of their state: they like to have one slot."""
+        return self.conversation or self.stable or self.prefix or self.legacy or _SHORT
+
+    @property
+    def entry(self) -> str:
+        """What makes two requests turns of one conversation."""
+        return self.conversation or self.prefix or self.legacy or _SHORT
+
+
+def cache_keys(request: Request) -> CacheKeys:
+    messages = opening(request.messages)
+    prefix: str | None
+    if request.prompt is None:
+        prefix = f"prefix:{_digest('chat', _plain(request, messages))}"
+    else:
+        is_enough = len(request.prompt) >= _LEAST_CHARS
+        prefix = f"prefix:{_digest('raw', request.prompt[:_PREFIX_CHARS])}" if is_enough else None
+    return CacheKeys(
+        conversation=f"id:{request.conversation_id}" if request.conversation_id else None,
+        stable=stable_hash(request),
+        prefix=prefix,
+        legacy=f"key:{request.cache_key}" if request.cache_key else None,
+    )
+
+
+def stable_hash(request: Request) -> str | None:
+    messages = stable_messages(request.messages)
+    if request.prompt is not None or not (messages or request.tools):
+        return None
+    return f"stable:{_digest('stable', _plain(request, messages))}"
+
+
+def stable_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The system's and developer's, before any other role speaks."""
+    count = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    return tuple(messages[:count])
+
+
+def opening(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The stable messages and the first that follows: what tells conversations apart."""
+    return tuple(messages[: len(stable_messages(messages)) + 1])
+
+
+def head_of(request: Request) -> str:
+    """The first words of a conversation or prefix, for people."""
+    if isinstance(request.prompt, tuple):
+        return f"{len(request.prompt)} token ids"
+    text = request.prompt
+    if text is None:
+        first = next((m for m in request.messages if m.role == "user"), None)
+        text = (first or opening(request.messages)[-1]).content if request.messages else "tools"
+    return first_words(text)
+
+
+def stable_head(request: Request) -> str:
+    """The first words of its stable beginning."""
+    texts = [message.content for message in stable_messages(request.messages)]
+    return first_words(" ".join(texts) or "tools: " + ", ".join(tool.name for tool in request.tools))
+
+
+def first_words(text: str) -> str:
+    line = " ".join(text[: 4 * _HEAD_CHARS].split())
+    return line if len(line) <= _HEAD_CHARS else line[: _HEAD_CHARS - 1] + "…"
+
+
+def _plain(request: Request, messages: Sequence[Message]) -> Json:
+    return [
+        [asdict(message) for message in messages],
+        [asdict(tool) for tool in request.tools],
+        dict(request.template_args),
+    ]
+
+
+def _digest(kind: str, value: Json) -> str:
+    data = json.dumps([kind, value], sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+# ── where a character of the prompt belongs ──
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a request that a person can point at."""
+
+    sentence: str
+    """`message 3 (user)`, `the tool get_weather`."""
+    in_tools: bool = False
+    is_last: bool = False
+    """In the last message: what a new turn is expected to differ in."""
+
+
+def message_ends(render: Render, request: Request, text: str, last: int) -> list[int]:
+    """Where the `last` messages end in `text`, in characters."""
+    count = len(request.messages)
+    return [_end(render, request, text, i) for i in range(max(count - last, 0) + 1, count + 1)]
+
+
+def place_of(render: Render, request: Request, text: str, offset: int) -> Place:
+    """What stands at `offset` of `text`, which `request` was rendered to. Raises TemplateFailed."""
+    if tool := _tool_at(render, request, offset):
+        return Place(f"the tool {tool}", in_tools=True)
+    first, last = 0, len(request.messages) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if _end(render, request, text, middle + 1) > offset:
+            last = middle
+        else:
+            first = middle + 1
+    role = request.messages[first].role
+    is_last = first == len(request.messages) - 1 and role not in ("system", "developer")
+    return Place(f"message {first + 1} ({role})", is_last=is_last)
+
+
+def _end(render: Render, request: Request, text: str, count: int) -> int:
+    return common_prefix(render(request.messages[:count], request.tools), text)
+
+
+def _tool_at(render: Render, request: Request, offset: int) -> str | None:
+    """The tool whose definition stands there."""
+    if not request.tools:
+        return None
+    text, without = render(request.messages, request.tools), render(request.messages, ())
+    begin = common_prefix(without, text)
+    end = len(text) - common_prefix(without[::-1], text[::-1])
+    if not begin <= offset < end:
+        return None
+    starts = {tool.name: text.find(f'"{tool.name}"', begin) for tool in request.tools}
+    before = {name: start for name, start in starts.items() if 0 <= start <= offset}
+    return max(before, key=lambda name: before[name]) if before else request.tools[0].name
+
+
+def common_prefix(a: str, b: str) -> int:
+    """In characters; found by halving, because comparing slices is quick and comparing characters is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ── as templates read them ──
+
 
 _INSTRUCTION = """\
 These functions can be called, one JSON description per line:
@@ -96,7 +278,7 @@ def as_dict(message: Message, form: CallForm) -> dict[str, Json]:
 
 
 def _call_dict(call: ToolCall, form: CallForm) -> dict[str, Json]:
-    arguments = _parsed(call.arguments) if form.parsed else call.arguments
+    arguments = _parse_arguments(call.arguments) if form.parsed else call.arguments
     function = {"name": call.name, "arguments": arguments}
     return {"type": "function", "id": _call_id(call.id, form), "function": function}
 
@@ -105,14 +287,14 @@ def _call_id(id: str, form: CallForm) -> str:
     return hashlib.sha256(id.encode()).hexdigest()[:9] if form.short_ids else id
 
 
-def _parsed(arguments: str) -> Json:
+def _parse_arguments(arguments: str) -> Json:
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
 
 
-# ── for templates that know no tools, or no system message ───────────────────────────────────────
+# ── for templates that know no tools, or no system message ──
 
 
 def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
@@ -140,7 +322,7 @@ def _call_as_text(message: Message) -> Message:
 
 def call_text(name: str, arguments: str) -> str:
     body = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
-    return f"{CALL_START}\n{body}\n{CALL_END}"
+    return f"{TAGGED.start}\n{body}\n{TAGGED.end}"
 
 
 def system_in_first_user(messages: Sequence[Message]) -> list[Message]:
@@ -152,3 +334,107 @@ def system_in_first_user(messages: Sequence[Message]) -> list[Message]:
         return [Message("user", system.content), *rest]
     rest[0] = replace(rest[0], content=f"{system.content}\n\n{rest[0].content}")
     return rest
+
+
+# ── which may leave ──
+
+
+def leaving_turns(messages: Sequence[Message]) -> list[frozenset[int]]:
+    """The indices of the messages that may leave, in groups that leave together, the oldest first.
+
+    A group is a turn, a message of the user and what follows it: where a template wants speakers to alternate,
+    they still do when whole turns leave. Of the last turn only tool calls with their results may leave, all but
+    the latest. System messages stay, and turns with tool calls whose results are elsewhere.
+    """
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    if not users:
+        return []
+    borders = sorted({0, *users})
+    turns = [range(start, end) for start, end in pairwise(borders)]
+    turns += _exchanges(messages, range(users[-1] + 1, len(messages)))[:-1]
+    return [leaving for turn in turns if (leaving := _leaving(messages, turn))]
+
+
+def without(messages: Sequence[Message], turns: Sequence[frozenset[int]]) -> tuple[Message, ...]:
+    gone = frozenset[int]().union(*turns)
+    return tuple(message for i, message in enumerate(messages) if i not in gone)
+
+
+def _exchanges(messages: Sequence[Message], turn: range) -> list[range]:
+    """Tool calls of one turn, each with what follows up to the next ones."""
+    calls = [i for i in turn if messages[i].tool_calls]
+    return [range(start, end) for start, end in pairwise([*calls, turn.stop])]
+
+
+def _leaving(messages: Sequence[Message], turn: range) -> frozenset[int]:
+    """Empty where the turn has to stay."""
+    if not _is_closed([messages[i] for i in turn]):
+        return frozenset()
+    return frozenset(i for i in turn if messages[i].role not in _STAYS)
+
+
+def _is_closed(turn: Sequence[Message]) -> bool:
+    """Every tool call has its result in this turn, and every result its call."""
+    calls = {call.id for message in turn for call in message.tool_calls}
+    results = [message.tool_call_id for message in turn if message.role == "tool"]
+    if None in results:  # some clients send results without ids
+        return len(results) == len(calls)
+    return set(results) == calls
+
+
+def shorter(messages: Sequence[Message]) -> tuple[Message, ...] | None:
+    """The same with less of the tools' results: without the oldest one, or with half of the longest of the latest.
+
+    None: there is nothing left to shorten.
+    """
+    results = [i for i, message in enumerate(messages) if message.role == "tool"]
+    latest = max((i for i, message in enumerate(messages) if message.tool_calls), default=-1)
+    old = [i for i in results if i < latest and len(messages[i].content) > len(_LEFT_OUT)]
+    long = [i for i in results if i > latest and len(messages[i].content) > _SHORTEST + len(_CUT)]
+    if old:
+        return _with(messages, old[0], _LEFT_OUT)
+    if long:
+        longest = max(long, key=lambda i: len(messages[i].content))
+        text = messages[longest].content.removesuffix(_CUT)
+        return _with(messages, longest, text[: max(len(text) // 2, _SHORTEST)] + _CUT)
+    return None
+
+
+def exchange(
+    said: str, calls: Sequence[ToolCall], results: Sequence[str], reasoning: str = ""
+) -> tuple[Message, ...]:
+    """What a conversation says about calls and their results."""
+    told = zip(calls, results, strict=True)
+    asked = Message("assistant", said, reasoning, tuple(calls))
+    return (asked, *(Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in told))
+
+
+def bearable(messages: Sequence[Message], room: int, count: Callable[[str], int]) -> tuple[Message, ...]:
+    """As much of the tools' results as has room, in tokens, where that can be had."""
+    kept = tuple(messages)
+    while count(text_of(kept)) > room and (less := shorter(kept)) is not None:
+        kept = less
+    return kept
+
+
+def room_for_results(
+    messages: Sequence[Message], given: int, bill: Usage, context: int, count: Callable[[str], int]
+) -> int:
+    """Tokens that the calls and results of a turn may have, which are the messages from `given` on.
+
+    `bill`: of the prompt that `messages` are, and its answer. What was said before the turn can leave, but not the
+    system's messages and the user's latest.
+    """
+    users = [i for i, message in enumerate(messages[:given]) if message.role == "user"]
+    old = [message for message in messages[: users[-1] if users else 0] if message.role not in _STAYS]
+    fixed = bill.prompt_tokens + bill.completion_tokens - count(text_of(old)) - count(text_of(messages[given:]))
+    return int(_FILLED * context) - fixed
+
+
+def text_of(messages: Iterable[Message]) -> str:
+    parts = [(message.content, *(call.arguments for call in message.tool_calls)) for message in messages]
+    return "\n".join(text for part in parts for text in part)
+
+
+def _with(messages: Sequence[Message], place: int, text: str) -> tuple[Message, ...]:
+    return (*messages[:place], replace(messages[place], content=text), *messages[place + 1 :])

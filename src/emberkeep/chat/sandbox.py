@@ -1,40 +1,43 @@
-"""The Jinja dialect of chat templates: away from Python, and no growth and no loop without a bound.
+"""Chat templates made to run: they come out of model files, so they are foreign code.
 
-Jinja's immutable sandbox keeps templates away from Python. What it leaves open is cost, so on top of it
-filters and string methods are allow-lists, operators and calls pay before they build (`budget`), and loops
-pay for every turn. That is not all that can cost: what is left is stopped from outside (`render_pool`).
+Jinja's immutable sandbox keeps templates away from Python. What it leaves open is cost, so on top of it filters
+and string methods are allow-lists, operators and calls pay before they build, and loops pay for every turn: a
+rendering has a deadline, and a number of characters that it may build on the way. Nothing here interrupts
+anything: the operation that cannot pay raises, with a sentence that says why. What else can cost is stopped from
+outside, with the process that it runs in (`template.IsolatedTemplate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
+from string import Formatter
 from typing import Any
 
-from jinja2 import Environment, Template, nodes, pass_context, pass_environment
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2 import Environment, Template, TemplateError, nodes, pass_context, pass_environment
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.filters import FILTERS
+from jinja2.filters import FILTERS, do_indent
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from emberkeep.chat.budget import spend
-from emberkeep.chat.building import (
-    Turns,
-    concatenated,
-    formatted,
-    indented,
-    joined,
-    replaced,
-    tojson,
-    walked,
-    walking,
-)
+from emberkeep.errors import TemplateFailed
+from emberkeep.types import Json
 
+MAX_SECONDS = 2.0
+MORE_SECONDS_PER_MESSAGE = 0.01
+"""Some templates look at all messages again for each message."""
+MAX_CHARS = 256 << 20
+"""Built in total; a template that appends to one string message by message builds far more than it writes."""
+MAX_OUTPUT = 32 << 20
 MAX_SOURCE = 1 << 20
 _MAX_INTEGER_BITS = 256
 
@@ -50,7 +53,203 @@ _STRING_METHODS = """
 """
 
 
-def compile_template(source: str) -> Template:
+class JinjaTemplate:
+    """Runs its source in this process, where nothing can stop a long step of it: foreign ones belong in a worker
+    (`template.IsolatedTemplate`).
+
+    Raises TemplateFailed when `source` is not a template.
+    """
+
+    def __init__(self, source: str) -> None:
+        try:
+            self._template = _compile(source)
+        except MemoryError as error:
+            raise stop_error("it needs too much memory") from error
+        # Foreign code: Jinja, Python's parser and its recursion limit all have their say.
+        except Exception as error:
+            raise TemplateFailed(f"The model's chat template is not valid Jinja: {_reason(error)}.") from error
+
+    def render(self, values: Mapping[str, Json], seconds: float, most: int = MAX_OUTPUT) -> str:
+        """At most `most` characters, within `seconds` unless one step takes longer. Raises TemplateFailed."""
+        try:
+            with _budget(seconds):
+                text = self._template.render(values)
+        except _OutOfBudget as error:
+            raise stop_error(str(error)) from error
+        except MemoryError as error:
+            raise stop_error("it needs too much memory") from error
+        # Foreign code may fail in any way; all of them mean that it cannot write these messages.
+        except Exception as error:
+            raise TemplateFailed(
+                f"The model's chat template refused these messages ({_reason(error)}): "
+                "change them to what it expects.",
+                "messages",
+            ) from error
+        if len(text) > MAX_OUTPUT:
+            raise TemplateFailed("The prompt is too long to be tokenised: shorten the messages.", "messages")
+        if len(text) > most:
+            raise stop_error("it builds more text than is allowed")
+        return text
+
+
+def stop_error(reason: str) -> TemplateFailed:
+    return TemplateFailed(f"The model's chat template was stopped: {reason}.", "messages")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a foreign error, short enough for one sentence."""
+    text = error.message if isinstance(error, TemplateError) else str(error)
+    line = (text or type(error).__name__).strip().partition("\n")[0]
+    return line[:200].rstrip(".")
+
+
+# ── what a rendering may spend ──
+
+
+_running = threading.local()
+
+
+class _OutOfBudget(SecurityError):
+    """The template takes too long or builds too much."""
+
+
+@contextmanager
+def _budget(seconds: float) -> Iterator[None]:
+    """Let this thread's sandbox operations spend for the length of the block."""
+    _running.deadline = time.monotonic() + seconds
+    _running.chars = MAX_CHARS
+    try:
+        yield
+    finally:
+        del _running.deadline, _running.chars
+
+
+def _spend(chars: int = 0) -> None:
+    """Pay for `chars` characters (or list items) about to be built. Raises _OutOfBudget."""
+    _running.chars -= chars
+    if _running.chars < 0:
+        raise _OutOfBudget("it builds more text than is allowed")
+    if time.monotonic() > _running.deadline:
+        raise _OutOfBudget("it takes too long")
+
+
+def _spend_on(value: object) -> None:
+    """Pay for the text of `value`, walking all of it.
+
+    A few shared lists nested in each other have a text of exponential length, and are walked by one
+    uninterruptible call when they are printed, compared or hashed: so they are walked here first.
+    """
+    if isinstance(value, str):
+        _spend(len(value))
+        return
+    _spend(1)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _spend_on(key)
+            _spend_on(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            _spend_on(item)
+
+
+# ── what templates do to values when it can grow or walk far: each operation pays first ──
+
+
+class _Iterations:
+    """A loop's iterable; keeps `len`, which `loop.length` and `loop.last` want."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            _spend()
+            yield item
+
+
+def _walk(value: Any) -> Any:
+    """`value`, after paying for the walk that comparing, hashing or printing it will be."""
+    if not isinstance(value, str):
+        _spend_on(value)
+    return value
+
+
+def _concatenate(values: list[Any]) -> str:
+    _spend_on(values)
+    return "".join(map(str, values))
+
+
+def _replace(text: object, old: str, new: str, count: int | None = None) -> str:
+    subject = str(_walk(text))
+    _spend(len(subject) + subject.count(old) * len(new))
+    return subject.replace(old, new, -1 if count is None else count)
+
+
+def _join_text(values: Iterable[Any], separator: str = "") -> str:
+    items = list(_Iterations(values))
+    _spend(len(items) * len(separator))
+    _spend_on(items)
+    return separator.join(map(str, items))
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    _spend(len(text) + (text.count("\n") + 1) * _width(width))
+    return do_indent(text, width, first, blank)
+
+
+def _width(indent: int | str) -> int:
+    return max(indent, 0) if isinstance(indent, int) else len(indent)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As chat templates expect it: plain JSON, with no escaping for HTML."""
+    _spend_on(value)
+    if indent is not None and _width(indent) > 16:
+        raise SecurityError("it indents JSON by more than 16")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _format(pattern: str, *values: Any, **named: Any) -> str:
+    """`str.format` with plain fields only: no attributes, no widths."""
+    parts: list[Any] = []
+    unnamed = iter(values)
+    for literal, field, spec, conversion in Formatter().parse(pattern):
+        parts.append(literal)
+        if spec or conversion:
+            raise SecurityError("it formats text with more than plain fields")
+        if field is not None:
+            parts.append(named[field] if field in named else values[int(field)] if field else next(unnamed))
+    return _concatenate(parts)
+
+
+def _walk_first(name: str) -> Callable[..., Any]:
+    """Jinja's filter of this name, behind a walk over what it compares."""
+    plain = FILTERS[name]
+
+    def filter(*args: Any, **options: Any) -> Any:
+        for arg in args:
+            if not isinstance(arg, Environment):
+                _spend_on(arg)
+        return plain(*args, **options)
+
+    if hasattr(plain, "jinja_pass_arg"):
+        filter.jinja_pass_arg = plain.jinja_pass_arg  # type: ignore[attr-defined]
+    return filter
+
+
+# ── the dialect ──
+
+
+def _compile(source: str) -> Template:
     """Raises a Jinja TemplateError, or whatever Python's own parser says of hopeless sources."""
     if len(source) > MAX_SOURCE:
         raise TemplateError(f"it is longer than {MAX_SOURCE} characters")
@@ -62,34 +261,31 @@ class _Meter(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, "_turns")
+        node.iter = _behind_filter(node.iter, "_iterate")
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.expr = _filtered(node.expr, "_walked")
+        node.expr = _behind_filter(node.expr, "_walk")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_concatenated")
+        return _behind_filter(nodes.List(node.nodes, lineno=node.lineno), "_concatenate")
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, "_walked") if node.ctx == "load" else node
+        return _behind_filter(node, "_walk") if node.ctx == "load" else node
 
 
-def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+def _behind_filter(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-# ── filters and functions ────────────────────────────────────────────────────────────────────────
-
-
 @pass_context
-def _printed(_context: Context, value: Any) -> Any:
+def _print(_context: Context, value: Any) -> Any:
     """Takes the context only because Jinja would otherwise print constants while it compiles."""
-    return walked(value)
+    return _walk(value)
 
 
 @pass_environment
@@ -97,8 +293,8 @@ def _join(
     environment: Environment, values: Iterable[Any], separator: str = "", attribute: str | None = None
 ) -> str:
     if attribute is None:
-        return joined(values, separator)
-    return joined((environment.getitem(item, attribute) for item in values), separator)
+        return _join_text(values, separator)
+    return _join_text((environment.getitem(item, attribute) for item in values), separator)
 
 
 def _raise_exception(message: str) -> None:
@@ -120,9 +316,9 @@ class _GenerationTag(Extension):
 
 
 _BUILDING_METHODS: dict[str, Callable[..., str]] = {
-    "format": formatted,
-    "join": lambda separator, values: joined(values, separator),
-    "replace": replaced,
+    "format": _format,
+    "join": lambda separator, values: _join_text(values, separator),
+    "replace": _replace,
 }
 
 
@@ -136,20 +332,20 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
             # Folding constants would run filters and operators while the template is compiled.
             optimized=False,
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-            finalize=_printed,
+            finalize=_print,
         )
         self._string_methods = frozenset(_STRING_METHODS.split())
         self.filters = {name: FILTERS[name] for name in _FILTERS.split()}
-        self.filters |= {name: walking(name) for name in _WALKING_FILTERS.split()}
-        self.filters |= {"replace": replaced, "join": _join, "indent": indented, "tojson": tojson}
-        self.filters |= {"_turns": Turns, "_walked": walked, "_concatenated": concatenated}
+        self.filters |= {name: _walk_first(name) for name in _WALKING_FILTERS.split()}
+        self.filters |= {"replace": _replace, "join": _join, "indent": _indent, "tojson": _to_json}
+        self.filters |= {"_iterate": _Iterations, "_walk": _walk, "_concatenate": _concatenate}
         self.globals.pop("lipsum")
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Joins what a macro, a `set` block or the template wrote."""
-        written = list(Turns(pieces))
-        spend(sum(map(len, written)))
+        written = list(_Iterations(pieces))
+        _spend(sum(map(len, written)))
         return "".join(written)
 
     def wrap_str_format(self, value: Any) -> None:
@@ -167,15 +363,15 @@ class _ChatEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **options: Any) -> Any:
         subject = getattr(obj, "__self__", None)
         if isinstance(subject, str):
-            spend(len(subject))
+            _spend(len(subject))
             own = _BUILDING_METHODS.get(obj.__name__)
             obj = partial(own, subject) if own else obj
-        spend()
+        _spend()
         return super().call(context, obj, *args, **options)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        spend(_size_of_result(operator, left, right))
-        return _walked_tuple(super().call_binop(context, operator, left, right))
+        _spend(_size_of_result(operator, left, right))
+        return _walk_tuple(super().call_binop(context, operator, left, right))
 
 
 def _size_of_result(operator: str, left: Any, right: Any) -> int:
@@ -196,8 +392,8 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple) else 0
 
 
-def _walked_tuple(value: Any) -> Any:
-    return walked(value) if isinstance(value, tuple) else value
+def _walk_tuple(value: Any) -> Any:
+    return _walk(value) if isinstance(value, tuple) else value
 
 
 _ENVIRONMENT = _ChatEnvironment()

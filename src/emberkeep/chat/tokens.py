@@ -27,7 +27,7 @@ _LONG_CHARS = 1 << 15
 
 
 @dataclass(slots=True)
-class Spelled:
+class TokenizedText:
     """A text as tokens."""
 
     ids: list[int]
@@ -64,7 +64,7 @@ class PromptTokenizer:
         self._blank = b" " if first and vocab.pieces[first[0]].startswith(b" ") else b""
 
     def fewest(self, text: str) -> int:
-        """No fewer tokens can spell `text`. Takes milliseconds for a million characters."""
+        """`text` has no fewer tokens. Takes milliseconds for a million characters."""
         assert self._border is not None
         specials = sum(1 for _ in self._border.finditer(text)) if len(text) > _LONG_CHARS else 0
         return max(len(text) // self._longest_piece, specials)
@@ -74,29 +74,29 @@ class PromptTokenizer:
 
         Blocks; mutates nothing but the memory of fragments.
         """
-        return self.spell(text, replay=replay, before=before).ids
+        return self.tokenize(text, replay=replay, before=before).ids
 
-    def spell(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> Spelled:
+    def tokenize(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> TokenizedText:
         """As `encode`, with where each stretch of `text` ends."""
         fragments = list(self._fragments(text))
-        parts = [self._as_spelled(*fragment) for fragment in fragments]
+        parts = [self._bytes_of(*fragment) for fragment in fragments]
         ends = list(accumulate(len(part) for part in parts))
         data, borders = b"".join(parts), frozenset(ends)
-        spelled = Spelled(list(before), [(0, len(before))])
+        tokenized = TokenizedText(list(before), [(0, len(before))])
         covered, at = 0, 0
         for (fragment, special), begin, end in zip(fragments, [0, *ends], ends, strict=False):
             at += len(fragment)
             if begin < covered:
-                spelled.skip_to(at, end == covered)
+                tokenized.skip_to(at, end == covered)
                 continue
             if special is not None or fragment == SEAM:
-                spelled.add(() if special is None else (special,), at)
+                tokenized.add(() if special is None else (special,), at)
                 continue
-            replayed, covered = replay(spelled.ids, data, begin, borders) if replay else ((), begin)
-            spelled.add(replayed or self._tokenize(fragment), at, is_whole=covered <= end)
-        return spelled
+            replayed, covered = replay(tokenized.ids, data, begin, borders) if replay else ((), begin)
+            tokenized.add(replayed or self._ids_of(fragment), at, is_whole=covered <= end)
+        return tokenized
 
-    def _as_spelled(self, fragment: str, special: int | None) -> bytes:
+    def _bytes_of(self, fragment: str, special: int | None) -> bytes:
         """The bytes that its tokens stand for. A seam's own are there so that nothing is replayed over it."""
         data = fragment.encode("utf-8", "surrogatepass")
         return data if special is not None or fragment == SEAM else self._blank + data
@@ -113,7 +113,7 @@ class PromptTokenizer:
         if start < len(text):
             yield text[start:], None
 
-    def _tokenize(self, fragment: str) -> tuple[int, ...]:
+    def _ids_of(self, fragment: str) -> tuple[int, ...]:
         known = self._known.get(fragment)
         if known is None:
             known = tuple(self._vocab.tokenize(fragment))

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from emberkeep.chat.messages import CALL_FORMS, CallForm, values_for
-from emberkeep.chat.segments import common_prefix
-from emberkeep.chat.writing import TAGGED_JSON, Writing, find_writing
+from emberkeep.chat.dialects.table import HARMONY, TAGGED
+from emberkeep.chat.messages import CALL_FORMS, CallForm, common_prefix, values_for
+from emberkeep.chat.output import Kind, Sections
 from emberkeep.errors import TemplateFailed
 from emberkeep.types import Json, Message, Tool, ToolCall
 
@@ -24,6 +24,30 @@ Write = Callable[[Mapping[str, Json], float], str]
 
 
 @dataclass(frozen=True, slots=True)
+class CallWriting:
+    """The literal text that a template writes around calls whose arguments are JSON:
+    `before` name `between` arguments, `separator` name `between` arguments, ..., `after`.
+    """
+
+    before: str
+    between: str
+    separator: str | None
+    """None: one call only."""
+    after: str
+
+    def call(self, name: str, arguments: str) -> str:
+        return f"{self.before}{name}{self.between}{arguments}{self.after}"
+
+
+TAGGED_JSON = CallWriting(
+    before=f'{TAGGED.start}\n{{"name": "',
+    between='", "arguments": ',
+    separator=f'}}\n{TAGGED.end}\n{TAGGED.start}\n{{"name": "',
+    after=f"}}\n{TAGGED.end}",
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Traits:
     loops_over_no_tools: bool
     """It goes through the tools without asking for any; most templates compare with none."""
@@ -32,7 +56,7 @@ class Traits:
     supports_tools: bool
     """The template writes tool definitions, calls and results; otherwise they are written as text for it."""
     form: CallForm
-    writing: Writing
+    writing: CallWriting
     """How a call is written that the model is made to write."""
     turn_end: str
     """What always follows an assistant's content, up to the next message's header. Empty when unknown."""
@@ -44,7 +68,7 @@ class Traits:
 
     @classmethod
     def from_json(cls, text: str) -> Traits:
-        """From whoever ran a foreign template: nothing but the types is believed. Raises ValueError."""
+        """From the process that ran a foreign template: nothing but the types is believed. Raises ValueError."""
         if len(text) > _LONGEST_JSON:
             raise ValueError("too long")
         try:
@@ -54,7 +78,7 @@ class Traits:
                 bool(system),
                 bool(tools),
                 CALL_FORMS[form],
-                Writing(str(before), str(between), None if separator is None else str(separator), str(after)),
+                CallWriting(str(before), str(between), None if separator is None else str(separator), str(after)),
                 str(turn_end),
             )
         except (TypeError, IndexError, RecursionError) as error:
@@ -74,11 +98,11 @@ class _Trial:
         self._loops_over_no_tools = False
 
     def traits(self) -> Traits:
-        if not self._tried(_ASK):
+        if not self._try(_ASK):
             self._loops_over_no_tools = True
-        written = self._tried([Message("system", "ember7s"), Message("user", "ember7u")])
+        written = self._try([Message("system", "ember7s"), Message("user", "ember7u")])
         turn_end = self._find_turn_end()
-        form = self._find_call_form() if "ember7f" in self._tried(_ASK, [_TOOL]) else None
+        form = self._find_call_form() if "ember7f" in self._try(_ASK, [_TOOL]) else None
         return Traits(
             loops_over_no_tools=self._loops_over_no_tools,
             supports_system="ember7s" in written,
@@ -90,8 +114,8 @@ class _Trial:
 
     def _find_turn_end(self) -> str:
         turns = [Message("user", "ember7u"), Message("assistant", "ember7a")]
-        last = self._tried(turns)
-        followed = self._tried([*turns, Message("user", "ember7v")])
+        last = self._try(turns)
+        followed = self._try([*turns, Message("user", "ember7v")])
         ends = [text.partition("ember7a")[2] for text in (last, followed)]
         shared = ends[0][: common_prefix(*ends)]
         if len(shared) > _LONGEST:
@@ -101,15 +125,15 @@ class _Trial:
 
     def _find_call_form(self) -> CallForm | None:
         for form in CALL_FORMS:
-            written = self._tried([*_ASK, *_CALLED], [_TOOL], form)
+            written = self._try([*_ASK, *_CALLED], [_TOOL], form)
             if all(word in written for word in ("ember7x", "ember7r")):
                 return form
         return None
 
-    def _find_writing(self, form: CallForm, turn_end: str) -> Writing | None:
-        plain = self._tried([*_ASK, Message("assistant", "ember7a")], [_TOOL], form)
+    def _find_writing(self, form: CallForm, turn_end: str) -> CallWriting | None:
+        plain = self._try([*_ASK, Message("assistant", "ember7a")], [_TOOL], form)
         one, two = (
-            self._tried([*_ASK, Message("assistant", tool_calls=calls)], [_TOOL], form)
+            self._try([*_ASK, Message("assistant", tool_calls=calls)], [_TOOL], form)
             for calls in (_WRITTEN[:1], _WRITTEN)
         )
         header = common_prefix(plain, one)
@@ -118,9 +142,7 @@ class _Trial:
         is_long = found and any(len(part or "") > _LONGEST for part in astuple(found))
         return None if is_long else found
 
-    def _tried(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: CallForm = CALL_FORMS[0]
-    ) -> str:
+    def _try(self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: CallForm = CALL_FORMS[0]) -> str:
         """What it writes; nothing where it fails, takes long, or too much was tried already."""
         values = {
             "add_generation_prompt": False,
@@ -143,3 +165,33 @@ _CALLED = [
     Message("assistant", tool_calls=(_CALL,)),
     Message("tool", "ember7r", tool_call_id=_CALL.id, name="ember7f"),
 ]
+
+
+def find_writing(one: str, two: str, names: tuple[str, str], key: str) -> CallWriting | None:
+    """From what a template writes for a call of the first of `names`, and for calls of both ("": it cannot).
+
+    Every call has one argument, `key`, whose value is the call's name. None where arguments are not written as
+    JSON, or where what is written could not be read again.
+    """
+    match = _calls(names[:1], key).fullmatch(one)
+    if match is None:
+        return None
+    before, between, after = match["before"], match["between0"], match["after"].rstrip()
+    both = _calls(names, key).fullmatch(two)
+    is_alike = both and (both["before"], both["between0"], both["between1"]) == (before, between, between)
+    writing = CallWriting(before, between, both["separator"] if both and is_alike else None, after)
+    return writing if _is_read(writing, names[0], f'{{"{key}": "{names[0]}"}}') else None
+
+
+def _calls(names: tuple[str, ...], key: str) -> re.Pattern[str]:
+    parts = [rf'{name}(?P<between{i}>[^{{}}]*)\{{\s*"{key}"\s*:\s*"{name}"\s*\}}' for i, name in enumerate(names)]
+    return re.compile("(?P<before>.*?)" + "(?P<separator>.*?)".join(parts) + "(?P<after>.*)", re.DOTALL)
+
+
+def _is_read(writing: CallWriting, name: str, arguments: str) -> bool:
+    sections = Sections({name: Tool(name)}, None, HARMONY)
+    found = sections.feed(writing.call(name, arguments)) + sections.finish()
+    pieces = [piece for section in found for piece in section.pieces]
+    texts = [section.text.strip() for section in found if section.kind is Kind.TEXT]
+    is_same = "".join(piece.arguments for piece in pieces) == arguments
+    return is_same and [piece.name for piece in pieces if piece.name] == [name] and not any(texts)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
-from emberkeep.chat.turns import bearable, exchange, leaving_turns, room_for_results, shorter
+from emberkeep.chat.messages import bearable, exchange, leaving_turns, room_for_results, shorter
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.archiving import archived

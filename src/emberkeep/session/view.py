@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from emberkeep.chat.turns import leaving_turns
+from emberkeep.chat.messages import leaving_turns
 from emberkeep.session.history import History
 from emberkeep.types import Json, Message, Note, NoteKind, ToolCall
 

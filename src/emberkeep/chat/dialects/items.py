@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from emberkeep.chat.dialects.calls import Calls, NoCall
 from emberkeep.chat.dialects.json_calls import call_object
-from emberkeep.chat.dialects.named import STEPS, Steps, mistral_call, stepped_call
-from emberkeep.chat.dialects.pythonic import python_call
-from emberkeep.chat.dialects.tape import Reading, Tape
+from emberkeep.chat.dialects.named import STEPS, Steps, mistral_call, python_call, stepped_call
+from emberkeep.chat.dialects.reader import Calls, NoCall, Read, Reading, Tape
 from emberkeep.chat.dialects.xml import ELEMENTS, Element, element_call, key_value_call
 
 _LIST = re.compile(r"[\s,;\[]*")
 _AROUND = re.compile(r"[\s,;\[\]})]*")
 """Between calls, and what small models write too many of."""
 _STARTS = ("{", *ELEMENTS, *STEPS)
-
-Read = Callable[[Tape, Calls, str], Reading[None]]
-"""Reads what follows a start marker, up to the end marker. Raises NoCall where it is no call."""
 
 
 def marked(tape: Tape, calls: Calls, end: str) -> Reading[None]:

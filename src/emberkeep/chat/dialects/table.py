@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from emberkeep.chat.dialects.gemma import gemma_call
 from emberkeep.chat.dialects.items import (
-    Read,
     after_tool_calls,
     fenced,
     in_json,
@@ -17,23 +15,11 @@ from emberkeep.chat.dialects.items import (
     read_element,
     read_steps,
 )
-from emberkeep.chat.dialects.named import STEPS, harmony_call
-from emberkeep.chat.dialects.reasoning import REASONING
+from emberkeep.chat.dialects.named import STEPS, gemma_call, harmony_call
+from emberkeep.chat.dialects.reader import Dialect
 from emberkeep.chat.dialects.xml import ELEMENTS
-from emberkeep.chat.messages import CALL_END, CALL_START
-from emberkeep.types import Vocab
 
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    start: str
-    end: str
-    read: Read
-    any_name: bool = True
-    """The markers leave no doubt; otherwise only the name of a tool makes it a call."""
-
-
-TAGGED = Dialect(CALL_START, CALL_END, marked)
+TAGGED = Dialect("<tool_call>", "</tool_call>", marked)
 BARE = Dialect("", "", listed, any_name=False)
 """Where the answer begins with a bracket: JSON, or a list of Python calls."""
 
@@ -91,15 +77,24 @@ HARMONY = (
 """What gpt-oss writes around its messages. The first begins another message."""
 
 
-def framing(vocab: Vocab) -> tuple[str, ...]:
-    """Strings that a model of this vocabulary writes around its messages, and that are no part of them."""
-    return HARMONY if "<|channel|>" in vocab.specials else ()
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    start: str
+    end: str
 
 
-def hidden_tokens(vocab: Vocab) -> frozenset[int]:
-    """Tokens that are not part of the text: control tokens, except those that are markers of a dialect."""
-    texts = _MARKERS | _tokens_in(framing(vocab))
-    return (vocab.controls - {vocab.specials[text] for text in texts if text in vocab.specials}) | vocab.eog
+REASONING = (
+    Reasoning("<think>", "</think>"),
+    Reasoning("<thinking>", "</thinking>"),
+    Reasoning("<seed:think>", "</seed:think>"),
+    Reasoning("[THINK]", "[/THINK]"),
+    Reasoning("<mm:think>", "</mm:think>"),
+    Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
+    Reasoning("<|inner_prefix|>", "<|inner_suffix|>"),
+    Reasoning("<|channel>thought", "<channel|>"),
+    Reasoning("<unused94>thought", "<unused95>"),
+    Reasoning("<|channel|>analysis<|message|>", "<|end|>"),
+)
 
 
 def _tokens_in(texts: Iterable[str]) -> frozenset[str]:
@@ -108,13 +103,18 @@ def _tokens_in(texts: Iterable[str]) -> frozenset[str]:
 
 
 _INNER = ("[ARGS][CALL_ID]", '<|"|>', "<arg_key></arg_key><arg_value></arg_value>", "<｜tool▁sep｜>")
-_MARKERS = _tokens_in(
-    [
-        *_INNER,
-        *STRAY_ENDS,
-        *(text for block in REASONING for text in (block.start, block.end)),
-        *(text for dialect in MARKED_DIALECTS for text in (dialect.start, dialect.end)),
-        *(text for steps in STEPS.values() for text in (steps.begin, steps.name, steps.arguments, steps.end)),
-        *(text for xml in ELEMENTS.values() for text in (xml.end, xml.value_end)),
-    ]
-) - _tokens_in(HARMONY)
+HARMONY_TOKENS = _tokens_in(HARMONY)
+MARKER_TOKENS = (
+    _tokens_in(
+        [
+            *_INNER,
+            *STRAY_ENDS,
+            *(text for block in REASONING for text in (block.start, block.end)),
+            *(text for dialect in MARKED_DIALECTS for text in (dialect.start, dialect.end)),
+            *(text for steps in STEPS.values() for text in (steps.begin, steps.name, steps.arguments, steps.end)),
+            *(text for xml in ELEMENTS.values() for text in (xml.end, xml.value_end)),
+        ]
+    )
+    - HARMONY_TOKENS
+)
+"""Control tokens that a reader has to see. gpt-oss's are left out: other models mean something else by them."""

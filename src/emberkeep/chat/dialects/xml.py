@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from emberkeep.chat.dialects.calls import Calls, NoCall, as_json, typed_json
-from emberkeep.chat.dialects.json_calls import Arguments
-from emberkeep.chat.dialects.tape import Reading, Tape
+from emberkeep.chat.dialects.json_calls import Arguments, as_json
+from emberkeep.chat.dialects.reader import Calls, NoCall, Reading, Tape
+from emberkeep.types import Json, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class _Object:
 
     def add(self, key: str, text: str) -> None:
         before = ", " if self._count else "{"
-        value = typed_json(self._calls.tool, key, text)
+        value = _typed_json(self._calls.tool, key, text)
         self._calls.add(f"{before}{as_json(key)}: {value}")
         self._count += 1
 
@@ -128,3 +130,32 @@ def key_value_call(tape: Tape, calls: Calls, name: str) -> Reading[None]:
         yield from tape.skip()
     if not tape.is_cut_here:
         arguments.end()
+
+
+def _typed_json(tool: Tool, key: str, text: str) -> str:
+    """`text` as the JSON value that the tool's schema wants for `key`."""
+    schema = tool.parameters.get("properties", {}).get(key, {})
+    if not _takes_text(schema):
+        try:
+            json.loads(text, parse_constant=_refuse)
+            return text.strip()
+        except (ValueError, RecursionError):
+            if text.strip() in _PYTHONS:
+                return _PYTHONS[text.strip()]
+    return as_json(text)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _takes_text(schema: Json) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    if isinstance(schema.get("enum"), list):
+        return all(isinstance(value, str) for value in schema["enum"])
+    either = schema.get("anyOf") or schema.get("oneOf") or ()
+    return schema.get("type") == "string" or any(_takes_text(option) for option in either)

@@ -3,14 +3,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from answers import read_text
-from masked_walk import walk
-from tiny_vocab import TinyVocab
 
 from emberkeep.chat.grammar import Grammars
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.chat.writing import TAGGED_JSON, Writing
+from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.types import Request, Tool, ToolChoice
+from helpers.answers import read_text
+from helpers.byte_vocab import TinyVocab
+from helpers.masked_walk import walk
 
 _FRAME = """
 {%- if tools %}{{ tools | tojson }}{% endif %}
@@ -39,12 +39,12 @@ def template(calls: str) -> ChatTemplate:
     ("calls", "writing"),
     [
         (TAGGED, TAGGED_JSON),
-        (LISTED, Writing('[TOOL_CALLS][{"name": "', '", "arguments": ', '}, {"name": "', "}]")),
-        (NAMED, Writing("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "")),
-        (BARE, Writing('{"name": "', '", "parameters": ', None, "}")),
+        (LISTED, CallWriting('[TOOL_CALLS][{"name": "', '", "arguments": ', '}, {"name": "', "}]")),
+        (NAMED, CallWriting("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "")),
+        (BARE, CallWriting('{"name": "', '", "parameters": ', None, "}")),
     ],
 )
-def test_a_template_shows_how_its_model_writes_calls(calls: str, writing: Writing) -> None:
+def test_a_template_shows_how_its_model_writes_calls(calls: str, writing: CallWriting) -> None:
     assert template(calls).writing == writing
 
 

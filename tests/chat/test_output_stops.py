@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.chat.stops import StopScanner
+from emberkeep.chat.output import StopScanner
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

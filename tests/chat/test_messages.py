@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.chat.segments import cache_keys, head_of, message_ends, place_of, stable_head
+from emberkeep.chat.messages import cache_keys, head_of, message_ends, place_of, stable_head
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.types import Message, Request, Tool
 

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.chat import render_pool, template
-from emberkeep.chat.jinja import JinjaTemplate
-from emberkeep.chat.render_pool import MOST_WORKERS, IsolatedTemplate
-from emberkeep.chat.template import ChatTemplate
+from emberkeep.chat import template
+from emberkeep.chat.sandbox import JinjaTemplate
+from emberkeep.chat.template import MOST_WORKERS, ChatTemplate, IsolatedTemplate
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.types import Message
 
@@ -33,14 +32,14 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[render_pool._Pool]:
-    pool = render_pool._Pool()
-    monkeypatch.setattr(render_pool, "_POOL", pool)
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[template._Pool]:
+    pool = template._Pool()
+    monkeypatch.setattr(template, "_POOL", pool)
     yield pool
     pool.close()
 
 
-def pids(pool: render_pool._Pool) -> list[int]:
+def pids(pool: template._Pool) -> list[int]:
     return [worker._process.pid for worker in pool._free]
 
 
@@ -106,14 +105,14 @@ def test_the_date_is_that_of_our_time_zone(zone: str, monkeypatch: pytest.Monkey
         time.tzset()
 
 
-def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: render_pool._Pool) -> None:
+def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: template._Pool) -> None:
     templates = [IsolatedTemplate(f"{i}{{{{ text }}}}") for i in range(20)]
     for _ in range(2):
         assert [one.render({"text": "x"}, 2.0) for one in templates] == [f"{i}x" for i in range(20)]
     assert len(pids(pool)) == 1
 
 
-def test_everybody_gets_the_answer_to_what_they_asked(pool: render_pool._Pool) -> None:
+def test_everybody_gets_the_answer_to_what_they_asked(pool: template._Pool) -> None:
     def ask(i: int) -> bool:
         text = f"{i} " * (1 + i * 37 % 400)
         return ECHO.render({"text": text}, 20.0) == text
@@ -126,7 +125,7 @@ def test_everybody_gets_the_answer_to_what_they_asked(pool: render_pool._Pool) -
 # ── faults ──
 
 
-def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool._Pool) -> None:
+def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: template._Pool) -> None:
     assert ECHO.render({"text": "a"}, 2.0) == "a"
     [pid] = pids(pool)
     os.kill(pid, signal.SIGKILL)
@@ -136,19 +135,19 @@ def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool.
 
 
 def test_a_worker_that_ends_over_a_template_is_replaced(
-    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ECHO.render({"text": "a"}, 2.0) == "a"
     [pid] = pids(pool)
     failures: list[TemplateFailed] = []
     asked = threading.Event()
-    real = render_pool._Worker._answer
+    real = template._Worker._answer
 
-    def answer(worker: render_pool._Worker, deadline: float) -> render_pool._Answered:
+    def answer(worker: template._Worker, deadline: float) -> template._Reply:
         asked.set()
         return real(worker, deadline)
 
-    monkeypatch.setattr(render_pool._Worker, "_answer", answer)
+    monkeypatch.setattr(template._Worker, "_answer", answer)
 
     def loop() -> None:
         try:
@@ -165,7 +164,7 @@ def test_a_worker_that_ends_over_a_template_is_replaced(
     assert ECHO.render({"text": "b"}, 2.0) == "b"
 
 
-def test_a_worker_that_ran_out_of_memory_is_replaced(pool: render_pool._Pool) -> None:
+def test_a_worker_that_ran_out_of_memory_is_replaced(pool: template._Pool) -> None:
     if sys.platform == "darwin":
         pytest.skip("macOS does not count address space")
     assert ECHO.render({"text": "a"}, 2.0) == "a"
@@ -178,7 +177,7 @@ def test_a_worker_that_ran_out_of_memory_is_replaced(pool: render_pool._Pool) ->
 
 
 def test_an_interrupted_question_leaves_no_answer_behind(
-    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ECHO.render({"text": "a"}, 2.0) == "a"
 
@@ -186,20 +185,20 @@ def test_an_interrupted_question_leaves_no_answer_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(render_pool._Worker, "_answer", interrupt)
+        patched.setattr(template._Worker, "_answer", interrupt)
         ECHO.render({"text": "somebody else's"}, 2.0)
     assert ECHO.render({"text": "b"}, 2.0) == "b"
     assert pool._taken == 0
 
 
 def test_no_descriptors_left_means_later_and_loses_nothing(
-    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
-        patched.setattr(render_pool, "_started", fail)
+        patched.setattr(template, "_start_process", fail)
         for _ in range(MOST_WORKERS + 1):
             with pytest.raises(Overloaded, match="Too many open files"):
                 ECHO.render({"text": "a"}, 2.0)
@@ -209,7 +208,7 @@ def test_no_descriptors_left_means_later_and_loses_nothing(
 
 @pytest.mark.usefixtures("pool")
 def test_a_program_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render_pool, "_PROGRAM", "raise SystemExit(1)")
+    monkeypatch.setattr(template, "_PROGRAM", "raise SystemExit(1)")
     with pytest.raises(Overloaded, match="does not start"):
         ECHO.render({"text": "a"}, 2.0)
 
@@ -229,7 +228,7 @@ def test_a_program_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_that_was_taken_over_can_only_fail(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     hello = bytes([1]) + bytes(8)
     program = f"import os; os.write(0, {hello!r}); os.read(0, 1); os.write(0, {says!r})"
-    monkeypatch.setattr(render_pool, "_PROGRAM", program)
+    monkeypatch.setattr(template, "_PROGRAM", program)
     with pytest.raises(TemplateFailed, match="was stopped"):
         ECHO.render({"text": "a"}, 20.0)
 
@@ -247,7 +246,7 @@ def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.Mon
             assert ECHO.render({"text": str(i)}, 20.0) == str(i)
         assert not any(one.done() for one in stuck)
         while not all(one.done() for one in stuck):  # one of them may still be starting its worker
-            for worker in list(render_pool._POOL._workers):
+            for worker in list(template._POOL._workers):
                 worker._process.kill()
             wait(stuck, timeout=0.05)
     assert all(isinstance(one.exception(), TemplateFailed) for one in stuck)
@@ -258,7 +257,7 @@ def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.Mon
 
 @ON_LINUX
 def test_a_worker_has_no_file_socket_or_secret_of_ours(
-    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pool: template._Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EMBERKEEP_API_KEY", "canary-7f3a")
     with socket.socket() as ours, (tmp_path / "file").open("w") as file:
@@ -277,7 +276,7 @@ def test_a_worker_has_no_file_socket_or_secret_of_ours(
 
 
 @ON_LINUX
-def test_a_worker_has_limits_of_its_own(pool: render_pool._Pool) -> None:
+def test_a_worker_has_limits_of_its_own(pool: template._Pool) -> None:
     assert ECHO.render({"text": "a"}, 2.0) == "a"
     [pid] = pids(pool)
     limits = Path(f"/proc/{pid}/limits").read_text()
@@ -289,13 +288,13 @@ def test_a_worker_has_limits_of_its_own(pool: render_pool._Pool) -> None:
 
 PARENT = """
 import os, sys, threading
-from emberkeep.chat import render_pool
-from emberkeep.chat.render_pool import IsolatedTemplate
+from emberkeep.chat import template
+from emberkeep.chat.template import IsolatedTemplate
 IsolatedTemplate("{{ 1 }}").render({}, 2.0)
-[worker] = render_pool._POOL._free
+[worker] = template._POOL._free
 if sys.argv[1] == "busy":
     threading.Thread(target=IsolatedTemplate("{{ 5 | round(-40000000) }}").render, args=({}, 2.0)).start()
-    while render_pool._POOL._free:
+    while template._POOL._free:
         pass
 print(worker._process.pid, flush=True)
 if sys.argv[1] == "exits":
@@ -330,21 +329,21 @@ def test_a_worker_ends_with_who_started_it(how: str) -> None:
 
 FORKED = """
 import os
-from emberkeep.chat import render_pool
-from emberkeep.chat.render_pool import IsolatedTemplate
+from emberkeep.chat import template
+from emberkeep.chat.template import IsolatedTemplate
 echo = IsolatedTemplate("{{ text }}")
 echo.render({"text": "a"}, 2.0)
-pid = render_pool._POOL._free[0]._process.pid
+pid = template._POOL._free[0]._process.pid
 if child := os.fork():
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert echo.render({"text": "c"}, 2.0) == "c"
-    assert render_pool._POOL._free[0]._process.pid == pid
+    assert template._POOL._free[0]._process.pid == pid
     print("good")
 else:
-    assert not render_pool._POOL._free
+    assert not template._POOL._free
     assert echo.render({"text": "b"}, 2.0) == "b"
-    assert render_pool._POOL._free[0]._process.pid != pid
+    assert template._POOL._free[0]._process.pid != pid
 """
 
 

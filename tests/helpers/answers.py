@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from emberkeep.chat.stream import TextStream
+from emberkeep.chat.output import OutputOptions, TextStream
 from emberkeep.types import Event, ReasoningDelta, TextDelta, ToolCallDelta, Vocab
 
 
@@ -61,7 +61,7 @@ class Pieces:
 
 def read_text(vocab: Vocab, pieces: list[str], *, cut: bool = False, **options: Any) -> Answer:
     """The answer when it is sampled in these pieces."""
-    stream = TextStream(Pieces(vocab, pieces), **options)  # type: ignore[arg-type]
+    stream = TextStream(Pieces(vocab, pieces), OutputOptions(**options))  # type: ignore[arg-type]
     answer = Answer()
     for token in range(len(pieces)):
         events, answer.stopped = stream.push(token)

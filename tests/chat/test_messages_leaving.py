@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from emberkeep.chat.turns import leaving_turns, without
+from emberkeep.chat.messages import leaving_turns, without
 from emberkeep.types import Message, ToolCall
 
 SYSTEM = Message("system", "Be brief.")

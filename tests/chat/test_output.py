@@ -5,13 +5,10 @@ import re
 from typing import Any
 
 import pytest
-from answers import Answer
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_vocab import TinyVocab
 
-from emberkeep.chat.dialects import open_reasoning
-from emberkeep.chat.stream import TextStream
+from emberkeep.chat.output import OutputOptions, TextStream, open_reasoning
 from emberkeep.types import (
     Event,
     Message,
@@ -23,6 +20,8 @@ from emberkeep.types import (
     Tool,
     ToolChoice,
 )
+from helpers.answers import Answer
+from helpers.byte_vocab import TinyVocab
 
 VOCAB = TinyVocab(("<|eot|>", "[THINK]", "[/THINK]", "<|im_end|>"))
 TOOLS = (Tool("weather"), Tool("read_file"))
@@ -43,8 +42,8 @@ def read(stream: TextStream, ids: list[int]) -> Answer:
 
 def answered(text: str, **options: Any) -> Answer:
     """The answer when `text` is sampled byte by byte, which must not differ from word by word."""
-    by_byte = read(TextStream(VOCAB, **options), list(text.encode()))
-    by_word = read(TextStream(VOCAB, **options), VOCAB.tokenize(text))
+    by_byte = read(TextStream(VOCAB, OutputOptions(**options)), list(text.encode()))
+    by_word = read(TextStream(VOCAB, OutputOptions(**options)), VOCAB.tokenize(text))
     for one in ("text", "reasoning", "names", "arguments"):
         assert getattr(by_byte, one) == getattr(by_word, one)
     return by_byte
@@ -58,26 +57,26 @@ def answered(text: str, **options: Any) -> Answer:
 )
 def test_plain_text_comes_through_with_every_token_and_logprob_once(text: str) -> None:
     ids = VOCAB.tokenize(text)
-    answer = read(TextStream(VOCAB), ids)
+    answer = read(TextStream(VOCAB, OutputOptions()), ids)
     assert (answer.text, answer.tokens, answer.logprobs) == (text, ids, ids)
 
 
 def test_a_character_is_never_cut() -> None:
-    stream = TextStream(VOCAB)
+    stream = TextStream(VOCAB, OutputOptions())
     outs = [stream.push(byte)[0] for byte in "🔥".encode()]
     assert outs[:3] == [[], [], []]
     assert outs[3] == [TextDelta(0, "🔥", (), tuple("🔥".encode()))]
 
 
 def test_bytes_that_are_no_text_become_replacement_characters() -> None:
-    answer = read(TextStream(VOCAB), [*b"a\xff", *"🔥".encode()[:2]])
+    answer = read(TextStream(VOCAB, OutputOptions()), [*b"a\xff", *"🔥".encode()[:2]])
     assert answer.text == "a��"
     assert len(answer.logprobs) == 4
 
 
 def test_control_tokens_are_invisible() -> None:
     ids = [ord("a"), VOCAB.specials["<|eot|>"], ord("b"), VOCAB.specials["<|im_end|>"]]
-    answer = read(TextStream(VOCAB), ids)
+    answer = read(TextStream(VOCAB, OutputOptions()), ids)
     assert (answer.text, answer.tokens) == ("ab", [ord("a"), ord("b")])
 
 
@@ -90,7 +89,7 @@ def test_raw_prompts_get_raw_text() -> None:
 
 
 def test_text_ends_before_a_stop_string_that_spans_tokens() -> None:
-    stream = TextStream(VOCAB, stop=("STOP",))
+    stream = TextStream(VOCAB, OutputOptions(stop=("STOP",)))
     answer = read(stream, [*VOCAB.tokenize("Hello worldSTOP"), ord("!")])
     assert answer.stopped
     assert answer.text == "Hello world"
@@ -100,7 +99,7 @@ def test_text_ends_before_a_stop_string_that_spans_tokens() -> None:
 
 def test_a_token_that_reaches_into_the_stop_string_is_visible_but_not_kept() -> None:
     vocab = TinyVocab(words=["end.ST"])
-    stream = TextStream(vocab, stop=("STOP",))
+    stream = TextStream(vocab, OutputOptions(stop=("STOP",)))
     ids = vocab.tokenize("The end.STOP")
     events = [event for token in ids for event in stream.push(token)[0]] + stream.finish()
     texts = [event for event in events if isinstance(event, TextDelta)]
@@ -110,7 +109,7 @@ def test_a_token_that_reaches_into_the_stop_string_is_visible_but_not_kept() -> 
 
 
 def test_all_tokens_are_kept_when_nothing_stopped_the_text() -> None:
-    stream = TextStream(VOCAB, stop=("STOP",))
+    stream = TextStream(VOCAB, OutputOptions(stop=("STOP",)))
     read(stream, [*VOCAB.tokenize("Hello ST"), VOCAB.eos])
     assert stream.text_kept_tokens == 4
 
@@ -132,7 +131,7 @@ def test_reasoning_is_separated(text: str) -> None:
 
 def test_blanks_at_the_beginning_are_not_held_back() -> None:
     """The first token counts. A reasoning block may still follow them."""
-    stream = TextStream(VOCAB)
+    stream = TextStream(VOCAB, OutputOptions())
     events, _ = stream.push(ord("\n"))
     assert [event.text for event in events if isinstance(event, TextDelta)] == ["\n"]
     assert answered("\n<think>Why?</think>So.").reasoning == "Why?"
@@ -140,13 +139,13 @@ def test_blanks_at_the_beginning_are_not_held_back() -> None:
 
 def test_markers_that_are_control_tokens_still_separate() -> None:
     think = [VOCAB.specials["[THINK]"], *b"Why?", VOCAB.specials["[/THINK]"], *b"So."]
-    answer = read(TextStream(VOCAB), think)
+    answer = read(TextStream(VOCAB, OutputOptions()), think)
     assert (answer.reasoning, answer.text) == ("Why?", "So.")
 
 
 def test_reasoning_that_the_prompt_opened_needs_no_start_marker() -> None:
     block = open_reasoning("<|im_start|>assistant\n<think>\n")
-    stream = TextStream(VOCAB, reasoning=block)
+    stream = TextStream(VOCAB, OutputOptions(reasoning=block))
     answer = read(stream, list(b"Why?</think>So."))
     assert (answer.reasoning, answer.text) == ("Why?", "So.")
     assert stream.reasoning_tokens == 4
@@ -158,7 +157,7 @@ def test_a_prompt_with_a_closed_block_opens_nothing() -> None:
 
 
 def test_reasoning_streams_before_it_ends() -> None:
-    stream = TextStream(VOCAB)
+    stream = TextStream(VOCAB, OutputOptions())
     events = [event for byte in b"<think>Because" for event in stream.push(byte)[0]]
     assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "Because"
 
@@ -199,7 +198,7 @@ def test_a_call_that_ends_an_answer_is_meant_although_the_reasoning_never_ended(
 
 @pytest.mark.parametrize("form", ReasoningFormat)
 def test_thoughts_are_counted_wherever_they_go(form: ReasoningFormat) -> None:
-    stream = TextStream(VOCAB, reasoning_format=form)
+    stream = TextStream(VOCAB, OutputOptions(reasoning_format=form))
     read(stream, list(b"<think>Why?</think>So."))
     assert stream.reasoning_tokens == 4
 
@@ -295,7 +294,7 @@ def test_what_is_no_call_comes_through_as_text(text: str) -> None:
 
 
 def test_ordinary_json_is_not_held_back_until_the_end() -> None:
-    stream = TextStream(VOCAB, tools=TOOLS)
+    stream = TextStream(VOCAB, OutputOptions(tools=TOOLS))
     events = [event for byte in b'{"city": "Bern' for event in stream.push(byte)[0]]
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == '{"city": "Bern'
 
@@ -305,7 +304,7 @@ def test_without_tools_a_call_is_text() -> None:
 
 
 def test_one_call_only_stops_after_the_first() -> None:
-    stream = TextStream(VOCAB, tools=TOOLS, one_call=True)
+    stream = TextStream(VOCAB, OutputOptions(tools=TOOLS, one_call=True))
     answer = read(stream, list(f"{CALL}{CALL}".encode()))
     assert answer.stopped
     assert answer.pushed == len(CALL)
@@ -335,7 +334,7 @@ def test_nothing_is_lost_whatever_is_written(text: str) -> None:
 
 
 def cut(text: str, **options: Any) -> tuple[TextStream, list[Event]]:
-    stream = TextStream(VOCAB, tools=TOOLS, **options)
+    stream = TextStream(VOCAB, OutputOptions(tools=TOOLS, **options))
     events = [event for byte in text.encode() for event in stream.push(byte)[0]]
     return stream, [*events, *stream.finish(cut=True)]
 

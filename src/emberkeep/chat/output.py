@@ -1,0 +1,609 @@
+"""Sampled tokens to events: bytes to text, up to a stop string, then reasoning, tool calls and text.
+
+`TextStream` has every token of one choice pass through a UTF-8 decoder, `StopScanner` and `Sections`, and makes
+events of what comes out.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import secrets
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from emberkeep.chat.dialects.reader import Attempt, AttemptState, CallPiece, Dialect
+from emberkeep.chat.dialects.table import (
+    BARE,
+    HARMONY,
+    HARMONY_TOKENS,
+    MARKED_DIALECTS,
+    MARKER_TOKENS,
+    REASONING,
+    STRAY_ENDS,
+    TAGGED,
+    Reasoning,
+)
+from emberkeep.types import (
+    Event,
+    ReasoningDelta,
+    ReasoningFormat,
+    Request,
+    TextDelta,
+    TokenLogprob,
+    Tool,
+    ToolCallDelta,
+    Vocab,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What a request wants of the text of its answer."""
+
+    stop: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    """Those that may be called."""
+    one_call: bool = False
+    reasoning: Reasoning | None = None
+    """The block that the prompt has opened."""
+    reasoning_format: ReasoningFormat = ReasoningFormat.SEPARATE
+    raw: bool = False
+    """The text goes through as it is."""
+
+
+class TextStream:
+    """One choice of one request. Not thread-safe; `push` is called for every token, `finish` once."""
+
+    def __init__(self, vocab: Vocab, options: OutputOptions, *, index: int = 0) -> None:
+        self._pieces = vocab.pieces
+        self._hidden = hidden_tokens(vocab)
+        self._index = index
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = StopScanner(options.stop)
+        tools = {tool.name: tool for tool in options.tools}
+        self._sections = None if options.raw else Sections(tools, options.reasoning, framing(vocab))
+        self._reasoning_format = options.reasoning_format
+        self._one_call = options.one_call
+        self._has_its_call = False
+        self._calls = 0
+        self._call_was_cut = False
+        self._decoded = 0
+        self._passed = 0
+        self._stopped = False
+        self._ends: list[int] = []
+        self._waiting: deque[_Sampled] = deque()
+        self.reasoning_tokens = 0
+
+    @classmethod
+    def for_request(cls, vocab: Vocab, request: Request, *, index: int, prompt: str) -> TextStream:
+        """`prompt` is the rendered text, whose end may have opened a reasoning block."""
+        with_tools = request.tool_choice.mode != "none" and not request.raw_tools
+        options = OutputOptions(
+            stop=request.stop,
+            tools=request.tools if with_tools else (),
+            one_call=not request.parallel_tool_calls,
+            reasoning=open_reasoning(prompt),
+            reasoning_format=request.reasoning or ReasoningFormat.SEPARATE,
+            raw=request.prompt is not None,
+        )
+        return cls(vocab, options, index=index)
+
+    @property
+    def saw_tool_calls(self) -> bool:
+        """The answer came to its end with calls; one that was cut does not count."""
+        return self._calls > 0 and not self._call_was_cut
+
+    @property
+    def text_kept_tokens(self) -> int:
+        """How many of the tokens pushed lie wholly before the stop string; all, when none has come."""
+        return bisect_right(self._ends, self._passed) if self._stopped else len(self._ends)
+
+    def push(self, token_id: int, logprob: TokenLogprob | None = None) -> tuple[list[Event], bool]:
+        """Events that became certain, and whether generation should stop here (then call `finish`)."""
+        if token_id in self._hidden:
+            self._ends.append(self._decoded)
+            return [], False
+        start = self._decoded
+        text = self._decoder.decode(self._pieces[token_id])
+        self._decoded += len(text)
+        # A character of which only some bytes have come counts as the text of all its tokens.
+        end = self._decoded + bool(self._decoder.getstate()[0])
+        self._ends.append(end)
+        self._waiting.append(_Sampled(token_id, logprob, start, end))
+        return (self._pass_on(text), self._stopped or self._has_its_call) if text else ([], False)
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What was held back. `cut`: the answer had to end here (max_tokens, the context)."""
+        if self._has_its_call:
+            return []
+        events: list[Event] = []
+        if not self._stopped:
+            events += self._pass_on(self._decoder.decode(b"", final=True))
+            if not self._stopped:
+                events += self._pass_to_sections(self._stops.flush())
+        if self._sections:
+            events += self._events(self._sections.finish(cut=cut))
+        return events + self._left_over()
+
+    def _pass_on(self, text: str) -> list[Event]:
+        passed, self._stopped = self._stops.feed(text)
+        return self._pass_to_sections(passed)
+
+    def _pass_to_sections(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        self._passed += len(text)
+        if self._sections is None:
+            return [self._text_delta(text, self._passed)]
+        return self._events(self._sections.feed(text))
+
+    def _events(self, sections: list[Section]) -> list[Event]:
+        events: list[Event] = []
+        for section in sections:
+            if self._has_its_call:
+                break
+            match section.kind:
+                case Kind.TEXT:
+                    events.append(self._text_delta(section.text, section.end))
+                case Kind.REASONING | Kind.AROUND_REASONING:
+                    events += self._reasoning_events(section)
+                case Kind.CALLS | Kind.CUT_CALL:
+                    events += self._call_events(section)
+                case Kind.HIDDEN:
+                    self._drop_inside(section.end)
+        return events
+
+    def _reasoning_events(self, section: Section) -> list[Event]:
+        is_thought = section.kind is Kind.REASONING
+        if self._reasoning_format is ReasoningFormat.INLINE:
+            delta = self._text_delta(section.text, section.end)
+            self.reasoning_tokens += is_thought * len(delta.tokens)
+            return [delta]
+        self.reasoning_tokens += is_thought * self._drop_inside(section.end)
+        is_shown = is_thought and self._reasoning_format is ReasoningFormat.SEPARATE
+        return [ReasoningDelta(self._index, section.text)] if is_shown else []
+
+    def _call_events(self, section: Section) -> list[Event]:
+        self._drop_inside(section.end)
+        self._call_was_cut |= section.kind is Kind.CUT_CALL
+        events: list[Event] = []
+        for pieces in _by_call(section.pieces):
+            is_new = pieces[0].name is not None
+            if is_new and self._one_call and self._calls:
+                self._has_its_call = True
+                return events
+            self._calls += is_new
+            id = f"call_{secrets.token_hex(12)}" if is_new else None
+            arguments = "".join(piece.arguments for piece in pieces)
+            if is_new or arguments:
+                events.append(ToolCallDelta(self._index, self._calls - 1, id, pieces[0].name, arguments))
+        self._has_its_call = self._one_call and section.is_end
+        return events
+
+    def _text_delta(self, text: str, end: int) -> TextDelta:
+        """With every token that begins before `end`: also one of which the rest will stay invisible."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        waiting = self._waiting
+        while waiting and waiting[0].start < end:
+            sampled = waiting.popleft()
+            tokens.append(sampled.token)
+            if sampled.logprob is not None:
+                logprobs.append(sampled.logprob)
+        return TextDelta(self._index, text, tuple(logprobs), tuple(tokens))
+
+    def _drop_inside(self, end: int) -> int:
+        """Forget tokens that lie wholly before `end`; they are no visible text."""
+        count = len(self._waiting)
+        while self._waiting and self._waiting[0].end <= end:
+            self._waiting.popleft()
+        return count - len(self._waiting)
+
+    def _left_over(self) -> list[Event]:
+        """Logprobs of tokens that have no text of their own, such as an empty piece at the end."""
+        if self._stopped or self._calls or all(sampled.logprob is None for sampled in self._waiting):
+            return []
+        return [self._text_delta("", self._decoded + 1)]
+
+
+def _by_call(pieces: Sequence[CallPiece]) -> list[list[CallPiece]]:
+    """The pieces of each call together; the first may go on with a call that has begun before."""
+    groups: list[list[CallPiece]] = []
+    for piece in pieces:
+        if piece.name is not None or not groups:
+            groups.append([])
+        groups[-1].append(piece)
+    return groups
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """A token whose text, characters [start, end) of the stream, has not been passed on yet."""
+
+    token: int
+    logprob: TokenLogprob | None
+    start: int
+    end: int
+
+
+def open_reasoning(prompt: str) -> Reasoning | None:
+    """The block that the prompt itself has opened, if it ends with a start marker."""
+    prompt = prompt[-80:].rstrip()
+    return next((block for block in REASONING if prompt.endswith(block.start)), None)
+
+
+def framing(vocab: Vocab) -> tuple[str, ...]:
+    """Strings that a model of this vocabulary writes around its messages, and that are no part of them."""
+    return HARMONY if "<|channel|>" in vocab.specials else ()
+
+
+def hidden_tokens(vocab: Vocab) -> frozenset[int]:
+    """Tokens that are not part of the text: control tokens, except those that are markers of a dialect."""
+    texts = MARKER_TOKENS | HARMONY_TOKENS if framing(vocab) else MARKER_TOKENS
+    return (vocab.controls - {vocab.specials[text] for text in texts if text in vocab.specials}) | vocab.eog
+
+
+# ── stop strings ──
+
+
+class StopScanner:
+    """Passes text on as soon as it cannot be the beginning of a stop string any more.
+
+    The first stop string to be complete wins, so the outcome does not depend on how the text was cut.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._automata = [_Automaton(stop) for stop in stops if stop]
+        self._firsts = frozenset(automaton.word[0] for automaton in self._automata)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that may be passed on, and whether a stop string was completed right after it."""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text, False
+        pending = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            for automaton in self._automata:
+                if automaton.step(char):
+                    self._held = ""
+                    return pending[: end - len(automaton.word)], True
+        keep = max(automaton.matched for automaton in self._automata)
+        passed = pending[: len(pending) - keep]
+        self._held = pending[len(passed) :]
+        return passed, False
+
+    def flush(self) -> str:
+        """What is still held back: the text has ended, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Automaton:
+    """Knuth-Morris-Pratt: the text ends with the first `matched` characters of `word`, and no more."""
+
+    __slots__ = ("_fallback", "matched", "word")
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.matched = 0
+        self._fallback = _fallbacks(word)
+
+    def step(self, char: str) -> bool:
+        """Read one character; True when the word is complete."""
+        while self.matched and self.word[self.matched] != char:
+            self.matched = self._fallback[self.matched - 1]
+        self.matched += self.word[self.matched] == char
+        return self.matched == len(self.word)
+
+
+def _fallbacks(word: str) -> list[int]:
+    """For every beginning of `word`: the length of its longest proper border."""
+    fallback = [0] * len(word)
+    length = 0
+    for i in range(1, len(word)):
+        while length and word[i] != word[length]:
+            length = fallback[length - 1]
+        length += word[i] == word[length]
+        fallback[i] = length
+    return fallback
+
+
+# ── reasoning, calls and text ──
+
+
+class Kind(Enum):
+    TEXT = auto()
+    REASONING = auto()
+    AROUND_REASONING = auto()  # its markers, and the blanks beside them
+    CALLS = auto()
+    CUT_CALL = auto()  # the beginning of a call; its name may be missing
+    HIDDEN = auto()  # blanks around calls, and what stands around messages
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    kind: Kind
+    text: str
+    end: int
+    """Where it ends, in characters from the beginning of the stream."""
+    pieces: tuple[CallPiece, ...] = ()
+    is_end: bool = False
+    """Of calls: no more of them follow without another marker."""
+
+
+class Markers:
+    """Finds one of many strings in a text that is still being written.
+
+    None of them is a part of another, so the first to be complete is also the first to begin.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        texts = [text for text in texts if text]
+        self._any = re.compile("|".join(map(re.escape, texts)))
+        self._beginnings = frozenset(text[:length] for text in texts for length in range(1, len(text)))
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def search(self, text: str) -> re.Match[str] | None:
+        return self._any.search(text)
+
+    def find_all(self, text: str) -> Iterator[re.Match[str]]:
+        return self._any.finditer(text)
+
+    def held(self, text: str) -> int:
+        """How many characters at the end of `text` may be the beginning of a marker."""
+        lengths = range(min(self._longest, len(text)), 0, -1)
+        return next((length for length in lengths if text[-length:] in self._beginnings), 0)
+
+
+_BY_START = {dialect.start: dialect for dialect in MARKED_DIALECTS}
+_IN_ANSWER = (*_BY_START, *STRAY_ENDS)
+_STARTS = Markers(_IN_ANSWER)
+_CUT_START = Markers([TAGGED.start])
+_OPENINGS = Markers(block.start for block in REASONING)
+_ENDS = {block: Markers([block.end]) for block in REASONING}
+_MAX_IN_VAIN = 1 << 18
+"""Characters of one answer that may be read as a call in vain, and again as text. Then it has no more calls."""
+_MAX_AT_END = 32
+"""Attempts that may fail because the answer has ended."""
+_MAX_LAST_CALLS = 8
+"""Calls at the end of reasoning that was not ended."""
+_BETWEEN_CALLS = re.compile(r"[\s,;]*")
+
+
+class Sections:
+    """Cuts an answer, while it is being written, into reasoning, tool calls and text. Every character fed comes
+    out in exactly one section, in order.
+
+        opening ──> reasoning ──> after ──> beginning ──> answer <──> call
+           └────────────────────────────────────┘          └─> quoted
+
+    Each state is a method that takes what it can from the front of the buffer. It returns True when it handed over
+    to another state, and False when it needs more text.
+
+    `tools`: those that may be called, by name; none, and nothing is taken for a call.
+    `opened`: the reasoning block that the prompt has begun already.
+    `framing`: what stands around messages; the first begins another one.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], opened: Reasoning | None, framing: tuple[str, ...] = ()) -> None:
+        self._tools = tools
+        self._framing = framing
+        self._markers = _markers(bool(tools), framing)
+        self._block = opened
+        self._buffer = ""
+        self._taken = 0
+        self._out: list[Section] = []
+        self._called = False
+        self._has_said = False
+        self._thought: list[str] = []
+        self._attempt: Attempt | None = None
+        self._quote_end: Markers | None = None
+        self._in_vain = 0
+        self._at_end = 0
+        self._is_over = False
+        self._is_cut = False
+        self._state: Callable[[], bool] = self._reasoning_start if opened else self._opening
+
+    def feed(self, text: str) -> list[Section]:
+        """Sections that are certain now."""
+        self._buffer += text
+        return self._advance()
+
+    def finish(self, *, cut: bool = False) -> list[Section]:
+        """The rest: nothing more will be written. `cut`: although more was to come."""
+        self._is_over, self._is_cut = True, cut
+        out = self._advance()
+        if cut and self._tools and self._state in (self._opening, self._answer, self._after_bare):
+            self._take_cut_marker()
+        if self._buffer:
+            self._take(len(self._buffer), self._kind_of_rest())
+        out += self._take_out()
+        if not cut and self._tools and self._state == self._reasoning:
+            self._take_last_thought()
+        return out + self._take_out()
+
+    def _advance(self) -> list[Section]:
+        while (self._buffer or self._attempt) and self._state():
+            pass
+        return self._take_out()
+
+    def _take_out(self) -> list[Section]:
+        out, self._out = self._out, []
+        return out
+
+    def _take(self, length: int, kind: Kind) -> None:
+        if length:
+            self._out.append(self._cut_off(length, kind))
+            self._has_said |= kind is Kind.TEXT
+            if kind is Kind.REASONING:
+                self._thought.append(self._out[-1].text)
+
+    def _cut_off(
+        self, length: int, kind: Kind, pieces: tuple[CallPiece, ...] = (), is_end: bool = False
+    ) -> Section:
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._taken += length
+        return Section(kind, text, self._taken, pieces, is_end)
+
+    def _kind_of_rest(self) -> Kind:
+        is_blank = not self._buffer.strip()
+        if self._state in (self._reasoning_start, self._reasoning):
+            return Kind.AROUND_REASONING if is_blank else Kind.REASONING
+        if is_blank and self._called:
+            return Kind.HIDDEN
+        return Kind.AROUND_REASONING if is_blank and self._block else Kind.TEXT
+
+    # ── the states ──
+
+    def _opening(self) -> bool:
+        text = self._buffer.lstrip()
+        self._block = next((block for block in REASONING if text.startswith(block.start)), None)
+        if self._block:
+            self._take(len(self._buffer) - len(text) + len(self._block.start), Kind.AROUND_REASONING)
+            return self._go(self._reasoning_start)
+        if not text and not self._tools:
+            # The first token counts: blanks before a reasoning block are rare, and harmless as text.
+            self._take(len(self._buffer), Kind.TEXT)
+        if not self._is_over and _OPENINGS.held(text) == len(text):
+            return False
+        return self._go(self._beginning)
+
+    def _reasoning_start(self) -> bool:
+        self._take_blanks()
+        return self._go(self._reasoning) if self._buffer else False
+
+    def _reasoning(self) -> bool:
+        assert self._block
+        before, end, _ = self._buffer.partition(self._block.end)
+        if end:
+            self._take(len(before.rstrip()), Kind.REASONING)
+            self._take(self._buffer.index(end) + len(end), Kind.AROUND_REASONING)
+            return self._go(self._after_reasoning)
+        self._take_settled(_ENDS[self._block], Kind.REASONING)
+        return False
+
+    def _after_reasoning(self) -> bool:
+        self._take_blanks()
+        return self._go(self._beginning) if self._buffer else False
+
+    def _beginning(self) -> bool:
+        text = self._buffer.lstrip()
+        if not self._tools:
+            return self._go(self._answer)
+        if not text:
+            return False
+        if text[0] in "{[":
+            return self._try(BARE, 0)
+        return self._go(self._answer)
+
+    def _answer(self) -> bool:
+        if not self._markers:
+            self._take(len(self._buffer), Kind.TEXT)
+            return False
+        marker = self._markers.search(self._buffer)
+        if marker is None:
+            self._take_settled(self._markers, Kind.TEXT)
+            return False
+        before = len(self._buffer[: marker.start()].rstrip())
+        self._take(before, Kind.TEXT)
+        if marker[0] in self._framing:
+            self._take(marker.end() - before, Kind.HIDDEN)
+            return self._go(self._opening if marker[0] == self._framing[0] else self._answer)
+        if marker[0] in STRAY_ENDS:
+            self._take(marker.end() - before, Kind.HIDDEN if self._called else Kind.TEXT)
+            return True
+        return self._try(_BY_START[marker[0]], marker.end() - before)
+
+    def _call(self) -> bool:
+        attempt = self._attempt
+        assert attempt
+        state = attempt.resume(self._buffer, is_over=self._is_over, is_cut=self._is_cut)
+        if state is AttemptState.NO_CALL:
+            return self._not_a_call(attempt)
+        if state is AttemptState.CUT:
+            self._attempt = None
+            self._out.append(self._cut_off(len(self._buffer), Kind.CUT_CALL, attempt.pieces()))
+            return self._go(self._answer)
+        is_end = state is AttemptState.ENDED
+        if attempt.has_begun:
+            self._out.append(self._cut_off(attempt.drop_read(), Kind.CALLS, attempt.pieces(), is_end))
+        if not is_end:
+            return False
+        self._attempt, self._called = None, True
+        return self._go(self._answer if attempt.dialect.end else self._after_bare)
+
+    def _after_bare(self) -> bool:
+        """Another one may follow, behind a comma or a semicolon."""
+        between = _BETWEEN_CALLS.match(self._buffer)
+        assert between
+        following = self._buffer[between.end() : between.end() + 1]
+        if not following:
+            return False
+        return self._try(BARE, between.end()) if following == "{" else self._go(self._answer)
+
+    def _quoted(self) -> bool:
+        """Code in the answer, in which markers mean nothing."""
+        assert self._quote_end
+        end = self._quote_end.search(self._buffer)
+        if end is None:
+            self._take_settled(self._quote_end, Kind.TEXT)
+            return False
+        self._take(end.end(), Kind.TEXT)
+        return self._go(self._answer)
+
+    # ── what they share ──
+
+    def _go(self, state: Callable[[], bool]) -> bool:
+        self._state = state
+        return True
+
+    def _try(self, dialect: Dialect, start: int) -> bool:
+        self._attempt = Attempt(dialect, start, self._tools, is_first=not self._has_said)
+        return self._go(self._call)
+
+    def _not_a_call(self, attempt: Attempt) -> bool:
+        """Pass the marker on as text, and read on behind it."""
+        self._attempt = None
+        self._in_vain += attempt.read
+        self._at_end += self._is_over
+        if self._in_vain > _MAX_IN_VAIN or self._at_end > _MAX_AT_END:
+            self._markers = None
+        self._take(attempt.start, Kind.TEXT)
+        self._quote_end = Markers([attempt.quoted_until]) if attempt.quoted_until else None
+        return self._go(self._quoted if self._quote_end else self._answer)
+
+    def _take_blanks(self) -> None:
+        self._take(len(self._buffer) - len(self._buffer.lstrip()), Kind.AROUND_REASONING)
+
+    def _take_settled(self, markers: Markers, kind: Kind) -> None:
+        """All but what may turn out to be a marker, or blanks before one."""
+        settled = self._buffer[: len(self._buffer) - markers.held(self._buffer)]
+        self._take(len(settled.rstrip()), kind)
+
+    def _take_last_thought(self) -> None:
+        """Calls with which an answer ends are meant, also where the model forgot to end its reasoning first."""
+        thought = "".join(self._thought)
+        for marker in [*_STARTS.find_all(thought)][-_MAX_LAST_CALLS:]:
+            sections = Sections(self._tools, None)
+            found = sections.feed(thought[marker.start() :]) + sections.finish()
+            self._in_vain += sections._in_vain
+            if all(section.kind in (Kind.CALLS, Kind.HIDDEN) for section in found):
+                pieces = tuple(piece for section in found for piece in section.pieces)
+                self._out.append(self._cut_off(0, Kind.CALLS, pieces, is_end=True))
+            if self._out or self._in_vain > _MAX_IN_VAIN:
+                return
+
+    def _take_cut_marker(self) -> None:
+        if marker := _CUT_START.held(self._buffer):
+            self._take(len(self._buffer[:-marker].rstrip()), Kind.TEXT)
+            self._take(len(self._buffer), Kind.CUT_CALL)
+
+
+def _markers(with_tools: bool, framing: tuple[str, ...]) -> Markers | None:
+    if not framing:
+        return _STARTS if with_tools else None
+    return Markers([*framing, *(_IN_ANSWER if with_tools else ())])
