@@ -33,13 +33,13 @@ test-fast: $(DEVELOPING) ## the tests that need neither a real model nor other p
 	$(BIN)/python -m pytest -m "not slow and not serial" $(ON_ALL_CORES) $(ARGS)
 
 check: $(DEVELOPING) ## formatting, lint, types, layers
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src benchmarks tests
+	$(BIN)/ruff check src benchmarks tests
 	$(BIN)/mypy --num-workers auto
 	$(BIN)/lint-imports
 
 bench: $(RUNNING) ## measure: make bench ARGS=all
-	@$(BIN)/emberkeep bench $(ARGS)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 # The multimodal library is not used; leaving it out saves minutes. A GPU: make native CMAKE_ARGS=-DGGML_CUDA=ON
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF

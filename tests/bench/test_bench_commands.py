@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("EMBERKEEP_")}
     env |= {"XDG_CONFIG_HOME": str(cwd), "XDG_DATA_HOME": str(cwd)}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-m", "emberkeep", "bench", *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
@@ -61,7 +62,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert report in refusal("turns", "--quick", "--model", tiny, "--json", report)
 
 
-@pytest.mark.parametrize("sizes", [["restart", "--tokens", "1000"], ["shared", "--prefix", "1000"], ["miss"]])
+@pytest.mark.parametrize("sizes", [["restart", "--tokens", "1000"], ["shared", "--prefix", "1000"]])
 def test_sizes_beyond_the_trained_context_are_refused_before_anything_is_measured(
     tiny: str, sizes: list[str]
 ) -> None:
@@ -82,7 +83,7 @@ def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     names = [result["name"] for result in report["results"]]
-    assert names == ["restart", "turns", "shared", "miss", "load", "bits", "store", "memory", "crowd", "endless"]
+    assert names == ["restart", "turns", "shared", "load"]
     assert report["machine"]["cores"] == os.cpu_count()
     cold, disk, ram, hot = report["results"][0]["tables"][0]["rows"]
     assert cold["reused tokens"] == 0

@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from emberkeep.bench.figures import series
-from emberkeep.bench.report import Result, Row, Table, report_json
-from emberkeep.bench.tables import readable_series, render
+from emberkeep.bench.report import Result, Row, Table, readable_series, render, report_json
 
 pytestmark = pytest.mark.slow
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from emberkeep.engine.base import Engine, Outcome, Payload, Rows
@@ -59,3 +61,15 @@ def broken_payloads(payload: Payload) -> list[Payload]:
         memoryview(data[: len(data) // 2]),
         memoryview(data + data),
     ]
+
+
+class RecordingEngine(FakeEngine):
+    """Knows the shape of every batch: (sequence, start, length, wants logits)."""
+
+    def __init__(self, **settings: int) -> None:
+        super().__init__(**settings)
+        self.shapes: list[list[tuple[int, int, int, bool]]] = []
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        self.shapes.append([(rows.sequence, rows.start, len(rows.tokens), rows.want_logits) for rows in batch])
+        return super().evaluate(batch)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.bench.memory import made_up_turns
+from benchmarks.memory import made_up_turns
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Forgotten, Message, Note, NoteKind

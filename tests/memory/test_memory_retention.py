@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.bench.memory import made_up_turns
+from benchmarks.memory import made_up_turns
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Note, NoteKind
 from helpers.remembering import turn

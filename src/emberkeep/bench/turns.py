@@ -13,7 +13,7 @@ from emberkeep.bench.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class TurnsPlan:
+class Plan:
     turns: int = 8
     system_tokens: int = 512
     user_tokens: int = 64
@@ -24,7 +24,7 @@ class TurnsPlan:
     def context(self) -> int:
         return self.system_tokens + self.turns * (self.user_tokens + self.answer_tokens)
 
-    def quick(self) -> TurnsPlan:
+    def quick(self) -> Plan:
         return replace(self, turns=3, system_tokens=128, answer_tokens=8, repeat=1)
 
 
@@ -43,7 +43,7 @@ class Turn:
         return self.reply.prompt_tokens - self.reply.cached_tokens
 
 
-async def run(stage: Stage, plan: TurnsPlan) -> Result:
+async def run(stage: Stage, plan: Plan) -> Result:
     with ServerProcess(stage.model, stage.new_data_dir(), parallel=1) as server:
         talks = [await _talk(stage, plan, Client(server.port), number) for number in range(plan.repeat)]
     rows = tuple(_row(number, turns) for number, turns in enumerate(zip(*talks, strict=True), 1))
@@ -56,7 +56,7 @@ async def run(stage: Stage, plan: TurnsPlan) -> Result:
     )
 
 
-async def _talk(stage: Stage, plan: TurnsPlan, client: Client, number: int) -> list[Turn]:
+async def _talk(stage: Stage, plan: Plan, client: Client, number: int) -> list[Turn]:
     stage.say(f"conversation {number + 1} of {plan.repeat}")
     question = stage.words.text(plan.user_tokens, "question")
     messages = [{"role": "system", "content": stage.words.text(plan.system_tokens, number)}]

@@ -4,64 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from inspect import Signature, signature
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+from importlib import import_module
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from typer import BadParameter, Option, Typer
+from typer import Option, Typer
 
-from emberkeep.cli.common import ConfigFlag, DeviceFlag, ModelFlag, console, install_model, load_config
+from emberkeep.cli.common import ConfigFlag, ModelFlag, console, install_model, load_config
 from emberkeep.cli.tables import show
-from emberkeep.engine.extras import require_hf
 
 if TYPE_CHECKING:
-    from emberkeep.bench.report import Result
     from emberkeep.bench.stage import Folder
-
-app = Typer(
-    help="Measure this machine: restarts, turns, sharing, load, bits, stores, memory. Leave it alone meanwhile.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Every flag of every benchmark, in the order of `--help`; one that a benchmark does not have is not given."""
+    """Every flag of every benchmark. Those of its own have the names of what they set in its plan."""
 
     model: ModelFlag = None
-    tokens: Annotated[
+    sizes: Annotated[
         list[int] | None, Option("--tokens", min=128, help="Prompt length; may be given several times.")
     ] = None
     sessions: Annotated[
         list[int] | None, Option("--sessions", min=1, help="Number of sessions; may be given several times.")
     ] = None
-    traces: Annotated[
-        list[Path] | None,
-        Option("--trace", exists=True, dir_okay=False, help="A recorded trace; may be given several times."),
-    ] = None
-    questions: Annotated[
-        Path | None,
-        Option("--questions", exists=True, dir_okay=False, help="Questions with passages (default: made up)."),
-    ] = None
-    prompts: Annotated[int | None, Option("--prompts", min=1, help="Number of prompts.")] = None
-    chunks: Annotated[int | None, Option("--chunks", min=100, help="Chunks in the store.")] = None
-    turns: Annotated[int | None, Option("--turns", min=100, help="Archived turns.")] = None
-    searches: Annotated[int | None, Option("--searches", min=4, help="Searches that are timed.")] = None
-    writes: Annotated[int | None, Option("--writes", min=1, help="Archived turns that are timed.")] = None
-    prefix: Annotated[int | None, Option("--prefix", min=1, help="Tokens of the shared prefix.")] = None
-    device: DeviceFlag = None
-    layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
-    hidden: Annotated[int | None, Option("--hidden", min=8, help="Width of its layers.")] = None
-    ctx: Annotated[int | None, Option("--ctx", min=128, help="Tokens of the context.")] = None
-    times: Annotated[int | None, Option("--times", min=1, help="How many contexts the conversation fills.")] = None
-    facts: Annotated[int | None, Option("--facts", min=1, max=100, help="Facts told and asked for.")] = None
-    through: Annotated[
-        Literal["http", "library"] | None, Option("--through", help="How to talk (default: http).")
-    ] = None
+    prefix_tokens: Annotated[int | None, Option("--prefix", min=1, help="Tokens of the shared prefix.")] = None
     data_dir: Annotated[
         Path | None,
         Option(
@@ -77,262 +49,145 @@ class Flags:
     config: ConfigFlag = None
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A benchmark, and what it measures: `run` takes a stage (without a model, a folder) and the `plan`."""
-
-    run: Callable[..., Coroutine[Any, Any, Result]]
-    plan: Any
-    needs_model: bool = True
-    loads_model: bool = False
-    """By itself, so that it may also be one that only transformers can read."""
-
-
 COMMON = ("data_dir", "json_file", "quick")
 WITH_MODEL = ("model", "config", *COMMON)
+OF_ALL = ("sizes", "sessions", "prefix_tokens", "repeat")
+LAST = ("data_dir", "repeat", "json_file", "quick", "config")
 
 
-# ── what the flags mean for each workload; imported late, as in every command ──
+class Needs(IntEnum):
+    """What a benchmark is given; the later ones have all that the earlier ones have."""
+
+    FOLDER = 0
+    MODEL = 1
+    """Which it loads by itself, so that it may also be one that only transformers can read."""
+    WORDS = 2
+    """Of which it makes prompts of a known length."""
 
 
-def restart(flags: Flags) -> Workload:
-    from emberkeep.bench.restart import RestartPlan, run
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    name: str
+    sentence: str
+    module: str
+    """Its `Plan` says how much is measured, and its `run` does it. Imported late, as in every command."""
+    flags: tuple[str, ...] = ()
+    """Of its own: fields of its plan."""
+    needs: Needs = Needs.WORDS
+    check: Callable[[Any], None] = field(default=lambda flags: None)
+    """Gets the flags, and raises EmberkeepError or BadParameter where it cannot run."""
 
-    return _planned(run, RestartPlan(), flags.quick, repeat=flags.repeat, sizes=flags.tokens)
-
-
-def turns(flags: Flags) -> Workload:
-    from emberkeep.bench.turns import TurnsPlan, run
-
-    return _planned(run, TurnsPlan(), flags.quick, repeat=flags.repeat)
-
-
-def shared(flags: Flags) -> Workload:
-    from emberkeep.bench.shared import SharedPlan, run
-
-    return _planned(run, SharedPlan(), flags.quick, sessions=flags.sessions, prefix_tokens=flags.prefix)
-
-
-def miss(flags: Flags) -> Workload:
-    from emberkeep.bench.miss import MissPlan, run
-
-    return _planned(run, MissPlan(), flags.quick, repeat=flags.repeat)
+    def plan(self, flags: Flags) -> Any:
+        """What was asked for; explicit flags win over --quick."""
+        plan = import_module(self.module).Plan()
+        given = {name: getattr(flags, name) for name in self.flags}
+        chosen = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value
+        }
+        return replace(plan.quick() if flags.quick else plan, **chosen)
 
 
-def load(flags: Flags) -> Workload:
-    from emberkeep.bench.load import LoadPlan, run
-
-    return _planned(run, LoadPlan(), flags.quick, repeat=flags.repeat)
-
-
-def store(flags: Flags) -> Workload:
-    from emberkeep.bench.store import StorePlan, run
-
-    planned = _planned(run, StorePlan(), flags.quick, repeat=flags.repeat, chunks=flags.chunks)
-    return replace(planned, needs_model=False)
-
-
-def memory(flags: Flags) -> Workload:
-    from emberkeep.bench.memory import MemoryPlan, run
-
-    given = {"turns": flags.turns, "searches": flags.searches, "writes": flags.writes}
-    return replace(_planned(run, MemoryPlan(), flags.quick, **given), needs_model=False)
-
-
-def bits(flags: Flags) -> Workload:
-    from emberkeep.bench.bits import BitsPlan, run
-
-    return _planned(run, BitsPlan(), flags.quick, prompts=flags.prompts)
+BENCHMARKS = (
+    Benchmark(
+        "restart",
+        "Time to first token in a fresh process: nothing stored, against resumed after a crash.",
+        "emberkeep.bench.restart",
+        ("sizes", "repeat"),
+    ),
+    Benchmark(
+        "turns",
+        "Eight turns of a conversation: time to first token and reuse of each.",
+        "emberkeep.bench.turns",
+        ("repeat",),
+    ),
+    Benchmark(
+        "shared",
+        "Many sessions over one prefix: tokens evaluated and bytes stored for what is unique.",
+        "emberkeep.bench.shared",
+        ("sessions", "prefix_tokens"),
+    ),
+    Benchmark("load", "Eight clients at once, against a bare decode loop.", "emberkeep.bench.load", ("repeat",)),
+)
 
 
-def crowd(flags: Flags) -> Workload:
-    from emberkeep.bench.crowd import CrowdPlan, run
-
-    return replace(_planned(run, CrowdPlan(), flags.quick), needs_model=False)
-
-
-def trace(flags: Flags) -> Workload:
-    from emberkeep.bench.trace import TracePlan, run
-
-    if not flags.traces:
-        raise BadParameter("give at least one trace with --trace FILE.")
-    return replace(_planned(run, TracePlan(), flags.quick, files=flags.traces), needs_model=False)
-
-
-def hf_turns(flags: Flags) -> Workload:
-    require_hf()
-    from emberkeep.bench.hf_turns import run
-    from emberkeep.bench.turns import TurnsPlan
-
-    return replace(_planned(run, TurnsPlan(), flags.quick, repeat=flags.repeat), loads_model=True)
-
-
-def rag(flags: Flags) -> Workload:
-    require_hf()
-    from emberkeep.bench.rag import RagPlan, run
-
-    given = {"questions": flags.questions, "sizes": flags.tokens, "prompts": flags.prompts}
-    return replace(_planned(run, RagPlan(), flags.quick, **given), loads_model=True)
+def make_app(
+    sentence: str, benchmarks: Iterable[Benchmark], together: Iterable[str], flags: type[Flags] = Flags
+) -> Typer:
+    """A command for each benchmark, and `all` for those that can run `together`."""
+    app = Typer(
+        help=sentence,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    by_name = {benchmark.name: benchmark for benchmark in benchmarks}
+    for benchmark in by_name.values():
+        common = COMMON if benchmark.needs is Needs.FOLDER else WITH_MODEL
+        chosen = _parameters(flags, common + benchmark.flags)
+        app.command(benchmark.name, help=benchmark.sentence)(_command([benchmark], flags, chosen))
+    everything = _command([by_name[name] for name in together], flags, _parameters(flags, WITH_MODEL + OF_ALL))
+    app.command("all", help="All of them, one after the other.")(everything)
+    return app
 
 
-def gpu(flags: Flags) -> Workload:
-    require_hf()
-    from emberkeep.bench.gpu import GpuPlan, run
-
-    given = {"device": flags.device, "layers": flags.layers, "hidden": flags.hidden, "sizes": flags.tokens}
-    return replace(_planned(run, GpuPlan(), flags.quick, repeat=flags.repeat, **given), needs_model=False)
-
-
-def endless(flags: Flags) -> Workload:
-    from emberkeep.bench.endless import EndlessPlan, run
-
-    given = {"ctx": flags.ctx, "times": flags.times, "facts": flags.facts, "through": flags.through}
-    return _planned(run, EndlessPlan(), flags.quick, **given)
-
-
-def _planned(run: Callable[..., Any], plan: Any, quick: bool, **given: object) -> Workload:
-    """The workload with what was asked for; explicit flags win over --quick."""
-    chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value}
-    return Workload(run, replace(plan.quick() if quick else plan, **chosen))
-
-
-# ── the commands ──
+def _parameters(flags: type[Flags], names: tuple[str, ...]) -> list[Parameter]:
+    hints = get_type_hints(flags, include_extras=True)
+    known = {
+        flag.name: Parameter(flag.name, Parameter.KEYWORD_ONLY, default=flag.default, annotation=hints[flag.name])
+        for flag in fields(flags)
+    }
+    assert known.keys() >= set(names)
+    return sorted((known[name] for name in known if name in names), key=lambda flag: flag.name in LAST)
 
 
 def _command(
-    name: str,
-    sentence: str,
-    own: tuple[str, ...],
-    *workloads: Callable[[Flags], Workload],
-    common: tuple[str, ...] = WITH_MODEL,
-) -> None:
-    """Adds a command whose flags are the common ones and its `own`."""
-
+    benchmarks: Sequence[Benchmark], flags: type[Flags], parameters: Sequence[Parameter]
+) -> Callable[..., None]:
     def command(**given: Any) -> None:
-        flags = Flags(**given)
-        _run({workload.__name__: workload(flags) for workload in workloads}, flags)
+        _run(benchmarks, flags(**given))
 
-    known = signature(Flags, eval_str=True).parameters
-    assert known.keys() >= {*common, *own}
-    chosen = [flag for flag in known.values() if flag.name in common + own]
     # Typer finds out about options from a function's signature.
-    command.__signature__ = Signature(chosen)  # type: ignore[attr-defined]
-    app.command(name, help=sentence)(command)
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
-_command(
-    "restart",
-    "Time to first token in a fresh process: nothing stored, against resumed after a crash.",
-    ("tokens", "repeat"),
-    restart,
-)
-_command("turns", "Eight turns of a conversation: time to first token and reuse of each.", ("repeat",), turns)
-_command(
-    "shared",
-    "Many sessions over one prefix: tokens evaluated and bytes stored for what is unique.",
-    ("sessions", "prefix"),
-    shared,
-)
-_command("miss", "What looking up and storing cost when nothing is reusable.", ("repeat",), miss)
-_command("load", "Eight clients at once, against a bare decode loop.", ("repeat",), load)
-_command(
-    "bits", "State in 16, 8 and 4 bits: its size, its speed, and what is left of an answer.", ("prompts",), bits
-)
-_command(
-    "store",
-    "A store with a hundred thousand chunks: opening it, and looking up a prompt.",
-    ("repeat", "chunks"),
-    store,
-    common=COMMON,
-)
-_command(
-    "memory",
-    "A million archived turns: searching them, and archiving one more.",
-    ("turns", "searches", "writes"),
-    memory,
-    common=COMMON,
-)
-_command(
-    "crowd",
-    "A hundred conversations over a budget that holds twenty: does it hold, and who is still there?",
-    (),
-    crowd,
-    common=COMMON,
-)
-_command(
-    "trace",
-    "Recorded requests over a store that holds a few percent of them: how much is found, by us, LRU and Belady.",
-    ("traces",),
-    trace,
-    common=COMMON,
-)
-_command(
-    "endless",
-    "A conversation twenty times as long as the context: what eviction costs, and what is found again.",
-    ("ctx", "times", "facts", "through"),
-    endless,
-)
-_command(
-    "hf-turns",
-    "Eight turns in the Hugging Face engine, against transformers.generate, which keeps nothing between them.",
-    ("repeat",),
-    hf_turns,
-)
-_command(
-    "rag",
-    "Passages seen before, in another order: moved and repaired, against a full prefill; time, work, answers.",
-    ("questions", "tokens", "prompts"),
-    rag,
-)
-_command(
-    "gpu",
-    "The Hugging Face engine with random weights, against eager transformers and the device's own limits.",
-    ("device", "layers", "hidden", "tokens", "repeat"),
-    gpu,
-    common=COMMON,
-)
-_command(
-    "all",
-    "All of them, one after the other.",
-    ("tokens", "sessions", "prefix", "repeat"),
-    restart,
-    turns,
-    shared,
-    miss,
-    load,
-    bits,
-    store,
-    memory,
-    crowd,
-    endless,
+app = make_app(
+    "Measure this machine: restarts, turns, sharing, load. Leave it alone meanwhile.",
+    BENCHMARKS,
+    [benchmark.name for benchmark in BENCHMARKS],
 )
 
 
 # ── running and printing ──
 
 
-def _run(workloads: dict[str, Workload], flags: Flags) -> None:
+def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
     from emberkeep.bench.machine import surroundings
-    from emberkeep.bench.report import report_json
+    from emberkeep.bench.report import render, report_json
     from emberkeep.bench.stage import require_context
 
+    for benchmark in benchmarks:
+        benchmark.check(flags)
+    plans = [benchmark.plan(flags) for benchmark in benchmarks]
     if flags.json_file is not None:
         # Tried before anything is measured: an hour's figures need a place to go.
         flags.json_file.open("a").close()
-    with_model = {name: workload for name, workload in workloads.items() if workload.needs_model}
-    needed = {name: workload.plan.context for name, workload in with_model.items() if not workload.loads_model}
-    model = _model_file(flags) if with_model else None
-    if model is not None and needed:
-        require_context(model, needed)
+    needs = max(benchmark.needs for benchmark in benchmarks)
+    model = _model_file(flags) if needs >= Needs.MODEL else None
+    if model is not None and needs is Needs.WORDS:
+        pairs = zip(benchmarks, plans, strict=True)
+        require_context(model, {one.name: plan.context for one, plan in pairs if one.needs is Needs.WORDS})
     results = []
-    with _place(model, flags.data_dir, with_words=bool(needed)) as stage:
+    with _place(model, flags.data_dir, with_words=needs is Needs.WORDS) as stage:
         around = surroundings(model, stage.folder)
-        for name, workload in workloads.items():
-            _say(name)
-            results.append(asyncio.run(workload.run(stage, workload.plan)))
-            _print(results[-1])
+        for benchmark, plan in zip(benchmarks, plans, strict=True):
+            _say(benchmark.name)
+            results.append(asyncio.run(import_module(benchmark.module).run(stage, plan)))
+            show("", *render(results[-1]))
             if flags.json_file is not None:
-                # After every workload: an hour of measuring must not be lost to a Ctrl-C in the last one.
+                # After every benchmark: an hour of measuring must not be lost to a Ctrl-C in the last one.
                 flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
 
 
@@ -355,9 +210,3 @@ def _model_file(flags: Flags) -> Path:
 
 def _say(what: str) -> None:
     console(stderr=True).print(f"… {what}", style="dim", markup=False)
-
-
-def _print(result: Result) -> None:
-    from emberkeep.bench.tables import render
-
-    show("", *render(result))

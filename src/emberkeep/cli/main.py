@@ -169,9 +169,9 @@ def serve(
     """
     settled = load_config(**locals())
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
-    from emberkeep.server.serve import serve as run
+    from emberkeep.server.serve import serve as serve_until_stopped
 
-    run(settled, install=install_model)
+    serve_until_stopped(settled, install=install_model)
 
 
 app.command(cls=ChatCommand, epilog=CHAT_EXAMPLES)(chat)
@@ -187,6 +187,10 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
+    run(app)
+
+
+def run(app: typer.Typer) -> None:
     """Exit status: 0 done, 1 an error that has been explained, 2 wrong usage, 128 and a signal's number (130:
     interrupted)."""
     _leave_in_order()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from emberkeep.bench.stage import open_place
-from emberkeep.cli.bench import app
 
 pytestmark = pytest.mark.slow
 
@@ -91,13 +91,14 @@ def test_the_gpu_benchmark_runs_without_the_command_line(tmp_path: Path) -> None
         "-X",
         "importtime",
         "-m",
-        "emberkeep.bench.gpu",
+        "benchmarks.gpu",
         "decode",
         "--quick",
         "--device",
         "cpu",
     ]
-    done = subprocess.run([*command, "--json", "gpu.json"], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([*command, "--json", "gpu.json"], cwd=tmp_path, env=env, capture_output=True, text=True)
     (table,) = json.loads((tmp_path / "gpu.json").read_text())["tables"]
     assert table["title"] == "a decode step after 64 tokens"
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}

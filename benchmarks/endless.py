@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
+from random import Random
 
-from emberkeep.bench.facts import Fact, made_up_facts
+from benchmarks.talkers import WAYS, Said, Talker
 from emberkeep.bench.figures import percentile, series
 from emberkeep.bench.report import Result, Row, Table, Value
 from emberkeep.bench.stage import Stage
-from emberkeep.bench.talking import WAYS, Said, Talker
 from emberkeep.bench.texts import Words
 from emberkeep.errors import EmberkeepError
 
@@ -23,9 +23,17 @@ _FACTS_PER_MESSAGE = 3
 _FIRST = 3
 """Results of a search among which a fact has to be."""
 
+_NAMES = (
+    *("Adara", "Belmin", "Corvo", "Dagny", "Elswin", "Farren", "Gisela", "Hollis", "Ivarin", "Jorun", "Kerrin"),
+    *("Lomax", "Maelis", "Nerida", "Osric", "Perrin", "Quilla", "Rowena", "Sorrel", "Tamsin"),
+)
+_THINGS = ("boat", "horse", "garden", "violin", "cottage", "bakery", "parrot", "sword", "tavern", "telescope")
+_ADJECTIVES = ("amber", "cobalt", "crimson", "dusty", "frozen", "gilded", "hollow", "ivory", "silent", "velvet")
+_NOUNS = ("badger", "comet", "falcon", "glacier", "heron", "lantern", "meadow", "orchid", "raven", "thistle")
+
 
 @dataclass(frozen=True, slots=True)
-class EndlessPlan:
+class Plan:
     ctx: int = 1024
     times: int = 20
     """How many contexts the conversation fills, without the questions at its end."""
@@ -41,8 +49,17 @@ class EndlessPlan:
     def context(self) -> int:
         return self.ctx
 
-    def quick(self) -> EndlessPlan:
+    def quick(self) -> Plan:
         return replace(self, ctx=512, times=3, exact_times=2, facts=4, answer_tokens=16)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """That nobody can guess, with the question that asks for it."""
+
+    sentence: str
+    question: str
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +111,7 @@ class Talk:
         return [turn for turn in self.turns if turn.asks]
 
 
-async def run(stage: Stage, plan: EndlessPlan) -> Result:
+async def run(stage: Stage, plan: Plan) -> Result:
     shorter = replace(plan, is_exact=True, times=plan.exact_times, facts=min(plan.facts, _FACTS_PER_MESSAGE))
     talks = {"": await _talk(stage, plan), "exact, ": await _talk(stage, shorter)}
     evicting = {label: talk for label, talk in talks.items() if talk.evicting}
@@ -124,7 +141,7 @@ def _doubts(talk: Talk) -> Iterator[str]:
 # ── the conversation ──
 
 
-async def _talk(stage: Stage, plan: EndlessPlan) -> Talk:
+async def _talk(stage: Stage, plan: Plan) -> Talk:
     facts, talk = made_up_facts(plan.facts), Talk()
     total, told = plan.times * plan.ctx, 0
     async with WAYS[plan.through](stage, plan.ctx) as talker:
@@ -140,7 +157,7 @@ async def _talk(stage: Stage, plan: EndlessPlan) -> Talk:
     return talk
 
 
-def _told(facts: Sequence[Fact], words: Words, plan: EndlessPlan) -> Iterator[str]:
+def _told(facts: Sequence[Fact], words: Words, plan: Plan) -> Iterator[str]:
     """Facts, with a little else after every second message, and then anything, without end."""
     numbers = count()
     for begin in range(0, len(facts), _FACTS_PER_MESSAGE):
@@ -150,11 +167,11 @@ def _told(facts: Sequence[Fact], words: Words, plan: EndlessPlan) -> Iterator[st
     yield from (_small_talk(words, plan, number) for number in numbers)
 
 
-def _small_talk(words: Words, plan: EndlessPlan, number: int) -> str:
+def _small_talk(words: Words, plan: Plan, number: int) -> str:
     return f"Let us talk about {words.text(plan.user_tokens - 4, number)}."
 
 
-async def _say(talk: Talk, talker: Talker, plan: EndlessPlan, text: str, asks: Fact | None = None) -> int:
+async def _say(talk: Talk, talker: Talker, plan: Plan, text: str, asks: Fact | None = None) -> int:
     """About how many tokens the conversation has become longer. A turn that fails is left out of it."""
     messages = [*talk.messages, {"role": "user", "content": text}]
     try:
@@ -236,3 +253,14 @@ def _held_row(label: str, talk: Talk) -> Row:
 def _share(these: Iterable[bool]) -> str:
     known = list(these)
     return f"{sum(known)} of {len(known)}"
+
+
+def made_up_facts(count: int) -> list[Fact]:
+    """At most a hundred. Names and things come again, but never together; values do not."""
+    random = Random(count)
+    owned = random.sample([(name, thing) for name in _NAMES for thing in _THINGS], count)
+    values = random.sample([f"{first}-{second}" for first in _ADJECTIVES for second in _NOUNS], count)
+    return [
+        Fact(f"The {thing} of {name} is called {value}.", f"What is the {thing} of {name} called?", value)
+        for (name, thing), value in zip(owned, values, strict=True)
+    ]

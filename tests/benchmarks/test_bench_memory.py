@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from emberkeep.bench.memory import made_up_turns
-from emberkeep.cli.bench import app
+from benchmarks.__main__ import app
+from benchmarks.memory import made_up_turns
 
 pytestmark = pytest.mark.slow
 

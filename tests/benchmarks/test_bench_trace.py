@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from emberkeep.bench.trace import (
+from benchmarks.__main__ import app
+from benchmarks.trace import (
     BLOCK,
     Visit,
     found_by_belady,
@@ -17,7 +18,6 @@ from emberkeep.bench.trace import (
     found_by_the_store,
     read_trace,
 )
-from emberkeep.cli.bench import app
 from emberkeep.errors import EmberkeepError
 
 pytestmark = pytest.mark.slow

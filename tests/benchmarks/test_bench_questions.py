@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.bench.questions import Question, made_up_questions, read_questions
+from benchmarks.questions import Question, made_up_questions, read_questions
 from emberkeep.bench.texts import Words
 from emberkeep.errors import EmberkeepError
 

@@ -1,4 +1,4 @@
-"""`python -m emberkeep.bench.gpu`: `emberkeep bench gpu` where the command line's packages are not installed."""
+"""`python -m benchmarks.gpu`: the benchmark `gpu` where the command line's packages are not installed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from emberkeep.bench.gpu import GpuPlan, measure
-from emberkeep.bench.gpu.plan import PARTS
+from benchmarks.gpu import Plan, measure
+from benchmarks.gpu.plan import PARTS
 
 
 def main() -> None:
-    parser = ArgumentParser(prog="python -m emberkeep.bench.gpu")
+    parser = ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS])
     parser.add_argument("--device")
     parser.add_argument("--layers", type=int)
@@ -26,7 +26,7 @@ def main() -> None:
     given = vars(parser.parse_args())
     report, quick = given.pop("json"), given.pop("quick")
     chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v}
-    plan = replace(GpuPlan().quick() if quick else GpuPlan(), **chosen)
+    plan = replace(Plan().quick() if quick else Plan(), **chosen)
     for result in measure(plan, lambda what: print(f"… {what}", file=sys.stderr, flush=True)):
         report.write_text(json.dumps(result.json(), indent=2) + "\n")
 

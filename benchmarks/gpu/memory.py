@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.gpu.plan import Plan
+from benchmarks.gpu.rig import Rig, decode, fill
 from emberkeep.bench.figures import percentile, ratios, series
-from emberkeep.bench.gpu.plan import GpuPlan
-from emberkeep.bench.gpu.rig import Rig
-from emberkeep.bench.gpu.steps import decode, fill
 from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine
 from emberkeep.errors import TooLarge
@@ -31,7 +30,7 @@ class _Ran:
     """The most bytes of the device that were allocated while it ran."""
 
 
-def measure(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
+def measure(rig: Rig, plan: Plan) -> Iterator[Table]:
     footprint, capabilities = rig.engine.footprint, rig.engine.capabilities
     admission = open_admission(footprint, capabilities, largest_slice=plan.slice, margin=0.0, store_room=lambda: 0)
     if admission is None or rig.alone(lambda _: _peak(rig)) is None:
@@ -41,13 +40,13 @@ def measure(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
     yield Table(f"memory of {len(ran)} requests", (_figures(ran), _refused(rig, plan, admission)))
 
 
-def _lengths(plan: GpuPlan) -> list[int]:
+def _lengths(plan: Plan) -> list[int]:
     """From short to long, evenly in proportion, in random order."""
     lengths = np.geomspace(_SHORTEST, plan.longest - plan.answer_tokens, plan.requests).astype(int)
     return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
 
 
-def _run(rig: Rig, plan: GpuPlan, admission: Admission, length: int) -> _Ran:
+def _run(rig: Rig, plan: Plan, admission: Admission, length: int) -> _Ran:
     admitted, prompt = admission.admit(length, plan.answer_tokens), rig.prompt(length)
 
     def used(engine: Engine) -> int:
@@ -91,7 +90,7 @@ def _figures(ran: list[_Ran]) -> Row:
     )
 
 
-def _refused(rig: Rig, plan: GpuPlan, admission: Admission) -> Row:
+def _refused(rig: Rig, plan: Plan, admission: Admission) -> Row:
     """The first prompt, of lengths that double, that is refused; and what was allocated to find that out."""
     tokens = plan.longest
     rig.alone(lambda _: _peak(rig))

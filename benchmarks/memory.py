@@ -32,16 +32,16 @@ _FIRST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class Plan:
     turns: int = 1_000_000
     searches: int = 500
     writes: int = 500
 
-    def quick(self) -> MemoryPlan:
-        return MemoryPlan(turns=4_000, searches=50, writes=50)
+    def quick(self) -> Plan:
+        return Plan(turns=4_000, searches=50, writes=50)
 
 
-async def run(folder: Folder, plan: MemoryPlan) -> Result:
+async def run(folder: Folder, plan: Plan) -> Result:
     path = folder.new_data_dir() / "memory.sqlite"
     memory = Memory(path, limit_bytes=_PLENTY)
     try:
@@ -93,7 +93,7 @@ def made_up_turns(count: int, begin: int) -> Iterator[Turn]:
             yield Turn(i.to_bytes(16), f"talk {i // _PER_CONVERSATION}", 1e9 + i * _EVERY_S, user, assistant)
 
 
-def measure_searches(memory: Memory, plan: MemoryPlan) -> Iterator[Row]:
+def measure_searches(memory: Memory, plan: Plan) -> Iterator[Row]:
     everything: list[float] = []
     for kind, write in _KINDS.items():
         times, found = [], 0
@@ -107,7 +107,7 @@ def measure_searches(memory: Memory, plan: MemoryPlan) -> Iterator[Row]:
     yield _row("search, all of them", everything)
 
 
-def measure_writes(memory: Memory, plan: MemoryPlan) -> Row:
+def measure_writes(memory: Memory, plan: Plan) -> Row:
     times = []
     for turn in made_up_turns(plan.writes, begin=plan.turns):
         begin = perf_counter()
@@ -121,7 +121,7 @@ def _row(label: str, times: list[float], found: str = "") -> Row:
     return Row(label, {"time": series(times, "ms"), "p95": p95, "found": found})
 
 
-def _questions(write: _Writer, plan: MemoryPlan) -> Iterator[tuple[Turn, str]]:
+def _questions(write: _Writer, plan: Plan) -> Iterator[tuple[Turn, str]]:
     """Turns from all of the time, each with a question about it."""
     random = Random(plan.searches)
     rank_of = {word: rank for rank, word in enumerate(_vocabulary())}

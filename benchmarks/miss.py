@@ -36,7 +36,7 @@ _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @dataclass(frozen=True, slots=True)
-class MissPlan:
+class Plan:
     tokens: int = 2048
     repeat: int = 7
 
@@ -44,7 +44,7 @@ class MissPlan:
     def context(self) -> int:
         return self.tokens + _ROOM
 
-    def quick(self) -> MissPlan:
+    def quick(self) -> Plan:
         return replace(self, tokens=512, repeat=2)
 
 
@@ -83,7 +83,7 @@ class _Recorder(LlamaEngine):
         return super().evaluate(batch)
 
 
-async def run(stage: Stage, plan: MissPlan) -> Result:
+async def run(stage: Stage, plan: Plan) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=slice_tokens(config))
     thread = EngineThread()
@@ -157,7 +157,7 @@ def _now() -> _Cost:
     return _Cost(perf_counter(), process_time())
 
 
-def _result(plan: MissPlan, rounds: list[_Round]) -> Result:
+def _result(plan: Plan, rounds: list[_Round]) -> Result:
     rows = (
         Row("bare engine", {"time": _series(rounds, "bare", "wall"), "CPU": _series(rounds, "bare", "cpu")}),
         _row("to the first token", rounds, "answered"),

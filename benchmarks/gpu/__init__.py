@@ -7,20 +7,20 @@
     decode    a decode step, against transformers and against reading the weights once
 
 Of the package's dependencies it needs only those of the engine, the scheduler and the store, so that
-`python -m emberkeep.bench.gpu` also runs where little is installed.
+`python -m benchmarks.gpu` also runs where little is installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from emberkeep.bench.gpu import decode, memory, transfer, ttft
-from emberkeep.bench.gpu.plan import GpuPlan
-from emberkeep.bench.gpu.rig import Rig, open_rig
+from benchmarks.gpu import decode, memory, transfer, ttft
+from benchmarks.gpu.plan import Plan
+from benchmarks.gpu.rig import Rig, open_rig
 from emberkeep.bench.report import Result, Table
 from emberkeep.bench.stage import Folder
 
-__all__ = ["GpuPlan", "measure", "run"]
+__all__ = ["Plan", "measure", "run"]
 
 _NOTES = (
     "prefill alone: nothing is looked up and nothing stored. from RAM: nothing of it was in the engine any more.",
@@ -28,7 +28,7 @@ _NOTES = (
     "weights read once: their bytes / the bytes per second that a copy within the device reads and writes.",
 )
 
-_PARTS: dict[str, Callable[[Rig, GpuPlan], Iterator[Table]]] = {
+_PARTS: dict[str, Callable[[Rig, Plan], Iterator[Table]]] = {
     "memory": memory.measure,
     "prompts": ttft.measure_prompts,
     "transfer": transfer.measure,
@@ -38,12 +38,12 @@ _PARTS: dict[str, Callable[[Rig, GpuPlan], Iterator[Table]]] = {
 """Memory first, and transformers, which has weights of its own, last: nothing else is on the device then."""
 
 
-async def run(place: Folder, plan: GpuPlan) -> Result:
+async def run(place: Folder, plan: Plan) -> Result:
     *_, last = measure(plan, place.say)
     return last
 
 
-def measure(plan: GpuPlan, say: Callable[[str], None]) -> Iterator[Result]:
+def measure(plan: Plan, say: Callable[[str], None]) -> Iterator[Result]:
     """Everything that is known, again after every table. Blocks. Raises EngineError."""
     tables: list[Table] = []
     with open_rig(plan) as rig:

@@ -29,7 +29,7 @@ _PLENTY = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
-class StorePlan:
+class Plan:
     chunks: int = 100_000
     per_conversation: int = 40
     tokens: int = 4_000
@@ -37,11 +37,11 @@ class StorePlan:
     lookups: int = 50
     repeat: int = 5
 
-    def quick(self) -> StorePlan:
-        return StorePlan(chunks=2_000, lookups=10, repeat=2)
+    def quick(self) -> Plan:
+        return Plan(chunks=2_000, lookups=10, repeat=2)
 
 
-async def run(folder: Folder, plan: StorePlan) -> Result:
+async def run(folder: Folder, plan: Plan) -> Result:
     root = folder.new_data_dir()
     folder.say(f"writing {plan.chunks:,} chunks")
     prompts = _fill(root, plan)
@@ -59,7 +59,7 @@ async def run(folder: Folder, plan: StorePlan) -> Result:
     )
 
 
-def _lookups(store: KvStore, prompts: list[TokenArray], plan: StorePlan) -> Iterator[Row]:
+def _lookups(store: KvStore, prompts: list[TokenArray], plan: Plan) -> Iterator[Row]:
     random = np.random.default_rng(1)
     edited = [_edited(prompt, random) for prompt in prompts]
     unknown = [random.integers(0, _VOCABULARY, plan.tokens, dtype=np.int32) for _ in prompts]
@@ -101,7 +101,7 @@ def _open(root: Path) -> KvStore:
     return KvStore(_FINGERPRINT, warm_budget=_PLENTY, cold=ColdTier(root, _FINGERPRINT), cold_budget=_PLENTY)
 
 
-def _fill(root: Path, plan: StorePlan) -> list[TokenArray]:
+def _fill(root: Path, plan: Plan) -> list[TokenArray]:
     """Write the chunks; returns the beginnings of some conversations as prompts."""
     random = np.random.default_rng(0)
     prompts: list[TokenArray] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,11 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from emberkeep.bench.gpu.plan import GpuPlan
+from benchmarks.gpu.plan import Plan
+from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.limits import DeviceLimits
 from emberkeep.engine.hf.synthetic import Shape, random_model
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.job import Ending, Job
@@ -109,7 +110,7 @@ class Rig:
 
 
 @contextmanager
-def open_rig(plan: GpuPlan) -> Iterator[Rig]:
+def open_rig(plan: Plan) -> Iterator[Rig]:
     """Raises EngineError."""
     shape = Shape(plan.layers, plan.hidden, plan.longest)
     settings = HfSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
@@ -123,3 +124,26 @@ def open_rig(plan: GpuPlan) -> Iterator[Rig]:
     finally:
         loop.close()
         store.close()
+
+
+# ── without a scheduler, on the engine's thread ──
+
+
+def fill(engine: Engine, sequence: int, tokens: TokenArray, largest: int) -> int:
+    """Evaluate a prompt in slices of at most `largest` tokens; the token that follows it."""
+    for start in range(0, len(tokens), largest):
+        end = min(start + largest, len(tokens))
+        step(engine, [Rows(sequence, start, tokens[start:end], want_logits=end == len(tokens))])
+    return int(engine.logits(0).argmax())
+
+
+def decode(engine: Engine, positions: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """Sequences 0, 1, ... go on by one token each; the tokens that follow."""
+    placed = enumerate(zip(positions, chosen, strict=True))
+    step(engine, [Rows(s, at, np.array([token], np.int32), want_logits=True) for s, (at, token) in placed])
+    return [int(engine.logits(index).argmax()) for index in range(len(chosen))]
+
+
+def step(engine: Engine, batch: Sequence[Rows]) -> None:
+    if engine.evaluate(batch) is not Outcome.DONE:
+        raise EngineError("The benchmark's prompts do not fit its context: choose smaller sizes.")

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from emberkeep.bench import talking
+from benchmarks import talkers
+from benchmarks.endless import Plan, Talk, Turn, made_up_facts, run
+from benchmarks.talkers import Left, Said
 from emberkeep.bench.client import Messages
-from emberkeep.bench.endless import EndlessPlan, Talk, Turn, run
-from emberkeep.bench.facts import made_up_facts
 from emberkeep.bench.report import Result
 from emberkeep.bench.stage import Stage
-from emberkeep.bench.talking import Left, Said
 from emberkeep.bench.texts import COMMON, Words
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Eviction
@@ -37,7 +36,7 @@ SAID = Said(
     is_approximate=False,
 )
 EVICTION = Eviction(messages=4, tokens=50, out=4, plan_ms=1.0, archive_ms=2.0, engine_ms=30.0)
-PLAN = EndlessPlan(ctx=200, times=3, exact_times=1, facts=5, user_tokens=20, answer_tokens=10, through="script")
+PLAN = Plan(ctx=200, times=3, exact_times=1, facts=5, user_tokens=20, answer_tokens=10, through="script")
 
 
 def turn(*, evicts: bool = False, **fields: Any) -> Turn:
@@ -108,7 +107,7 @@ class Script:
 
 
 def endless(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> Result:
-    monkeypatch.setitem(talking.WAYS, "script", script)
+    monkeypatch.setitem(talkers.WAYS, "script", script)
     stage = Stage(tmp_path, lambda text: None, tmp_path / "none.gguf", Words(dict.fromkeys(COMMON, 1)))
     return asyncio.run(run(stage, replace(PLAN, **changes)))
 
@@ -167,7 +166,8 @@ def test_the_pause_of_an_eviction_is_without_the_engine(monkeypatch: pytest.Monk
 def test_the_benchmark_runs_and_reports(through: str, tmp_path: Path) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
     env = {key: value for key, value in os.environ.items() if not key.startswith("EMBERKEEP_")}
-    command = [sys.executable, "-m", "emberkeep", "bench", "endless", "--quick", "--model", str(model)]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "benchmarks", "endless", "--quick", "--model", str(model)]
     options = ["--through", through, "--json", str(tmp_path / "report.json")]
     done = subprocess.run([*command, *options], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

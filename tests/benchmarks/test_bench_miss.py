@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from benchmarks.miss import largest_slices, leading
+from emberkeep.bench.bare import prefill
+from emberkeep.errors import EmberkeepError
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.job import Ending, Job
+from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import Progress, Sampling, TokenLogprob
+from helpers.engines import RecordingEngine
+
+pytestmark = pytest.mark.slow
+
+
+class UntilEnded:
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        return False
+
+    def kept_tokens(self) -> int:
+        return 0
+
+    def ended(self, ending: Ending) -> None:
+        self.over.set()
+
+    def failed(self, error: EmberkeepError) -> None:
+        raise error
+
+
+def test_the_bare_prefill_repeats_the_steps_of_the_scheduler() -> None:
+    tokens = np.arange(32, 100, dtype=np.int32)
+    scheduled, bare = RecordingEngine(), RecordingEngine()
+    store = KvStore(scheduled.fingerprint, warm_budget=1 << 30, cold=None, cold_budget=0)
+    loop = EngineLoop(scheduled, store, LoopSettings(parallel=1, prefill_slice=16))
+    consumer = UntilEnded()
+    loop.submit(Job(tokens, Sampler(Sampling(temperature=0)), consumer, max_new=1))
+    assert consumer.over.wait(30)
+    loop.close()
+    store.close()
+    prefill(bare, tokens, leading([step[0][2] for step in scheduled.shapes], len(tokens)))
+    assert bare.shapes == scheduled.shapes[: len(bare.shapes)]
+    assert sum(step[0][2] for step in bare.shapes) == len(tokens)
+
+
+def test_the_steps_of_a_prompt_end_where_its_answer_begins() -> None:
+    assert leading([5, 4, 1, 1, 1], 10) == [5, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slices"), [(1, [1]), (2, [1, 1]), (16, [15, 1]), (17, [16, 1]), (40, [16, 16, 7, 1])]
+)
+def test_the_largest_slices_leave_the_last_token_alone(tokens: int, slices: list[int]) -> None:
+    assert largest_slices(tokens, 16) == slices
