@@ -31,7 +31,7 @@ from emberkeep.sched.job import Ending, Job
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.thread import EngineThread
-from emberkeep.types import EXACT_BITS, Progress, Sampling, TokenLogprob, marked_namespace, private_namespace
+from emberkeep.types import EXACT, EXACT_BITS, Lineage, Progress, Sampling, TokenLogprob, private_namespace
 
 Logits = npt.NDArray[np.float32]
 
@@ -176,7 +176,7 @@ class _Bench:
         """What the model writes after `opening`."""
         ends = dict.fromkeys(self._ends, -100.0)
         sampler = Sampler(Sampling(seed=seed, logit_bias=ends))
-        tokens = await self._run(opening, sampler, self._plan.tokens - len(opening), namespace="", is_kept=False)
+        tokens = await self._run(opening, sampler, self._plan.tokens - len(opening), EXACT, is_kept=False)
         return np.array([*opening, *tokens], np.int32)
 
     async def compare(self, prompt: Tokens, salt: str, findings: dict[int, _Findings]) -> None:
@@ -184,32 +184,31 @@ class _Bench:
         exact = _Script(self._ends)
         answer: list[int] = []
         for bits, found in findings.items():
-            marks = [str(bits)] if bits < EXACT_BITS else []
-            namespace = marked_namespace(private_namespace(f"in {bits}", salt), marks)
+            lineage = Lineage(private_namespace(f"in {bits}", salt), bits)
             self._engine.meter = found.meter
             if bits == EXACT_BITS:
-                answer = await self._answer(prompt, exact, namespace)
+                answer = await self._answer(prompt, exact, lineage)
             else:
-                await self._run(prompt, Sampler(Sampling()), 0, namespace)
+                await self._run(prompt, Sampler(Sampling()), 0, lineage)
             forced, free = _Script(self._ends, answer), _Script(self._ends)
-            await self._answer(prompt, forced, namespace, from_store=True, is_kept=False)
-            tokens = await self._answer(prompt, free, namespace, from_store=True, is_kept=False)
+            await self._answer(prompt, forced, lineage, from_store=True, is_kept=False)
+            tokens = await self._answer(prompt, free, lineage, from_store=True, is_kept=False)
             found.same_choice.append(percentage(sum(map(int.__eq__, forced.greedy, exact.greedy)), len(answer)))
             found.same_text.append(percentage(before_difference(tokens, answer), len(answer)))
             found.divergence += [kl(a, b) for a, b in zip(exact.seen, forced.seen, strict=True)]
 
     async def _answer(
-        self, prompt: Tokens, sampler: Sampler, namespace: str, *, from_store: bool = False, is_kept: bool = True
+        self, prompt: Tokens, sampler: Sampler, lineage: Lineage, *, from_store: bool = False, is_kept: bool = True
     ) -> list[int]:
         length = self._plan.answer
-        return await self._run(prompt, sampler, length, namespace, from_store=from_store, is_kept=is_kept)
+        return await self._run(prompt, sampler, length, lineage, from_store=from_store, is_kept=is_kept)
 
     async def _run(
         self,
         prompt: Sequence[int] | Tokens,
         sampler: Sampler,
         length: int,
-        namespace: str,
+        lineage: Lineage,
         *,
         from_store: bool = False,
         is_kept: bool = True,
@@ -220,7 +219,7 @@ class _Bench:
             sampler,
             waiter,
             length,
-            namespace=namespace,
+            lineage=lineage,
             from_store=from_store,
             is_kept=is_kept,
         )

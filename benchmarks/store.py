@@ -19,6 +19,7 @@ from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.keys import ROOT, TokenArray, chunk_key
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.kv.tree import Made
+from emberkeep.types import EXACT
 
 _FINGERPRINT = hashlib.sha256(b"bench store").digest()
 _PAYLOAD = memoryview(bytes(256))
@@ -73,7 +74,7 @@ def _lookups(store: KvStore, prompts: list[TokenArray], plan: Plan) -> Iterator[
 
 def _match(store: KvStore, prompt: TokenArray) -> tuple[float, int]:
     begin = perf_counter()
-    match = store.match("", prompt)
+    match = store.match(EXACT, prompt)
     seconds = perf_counter() - begin
     store.release(match)
     return seconds, match.tokens
@@ -127,7 +128,7 @@ def _described(tokens: TokenArray) -> Iterator[Description]:
     parent, take = ROOT, 0
     for start in range(0, len(tokens), CHUNK_TOKENS):
         part = tokens[start : start + CHUNK_TOKENS]
-        key = chunk_key(_FINGERPRINT, "", parent, take, part)
+        key = chunk_key(_FINGERPRINT, EXACT, parent, take, part)
         yield Description(_FINGERPRINT, "", key, parent, take, start, part, (), Made.WIDE)
         parent, take = key, CHUNK_TOKENS
 

@@ -24,6 +24,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.kv.books import LOW_WATER, Books
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.tree import Chunk, path_to
+from emberkeep.types import EXACT
 
 BLOCK = 512
 _MOST = 2**31 - 1
@@ -139,7 +140,7 @@ def found_by_the_store(visits: Sequence[Visit], capacity: int) -> int:
 def _served(books: Books, visit: Visit, capacity: int) -> int:
     books.clock += 1
     tokens = np.repeat(np.array(visit.blocks, np.int32), BLOCK)[: visit.tokens]
-    place = books.deepest(books.origin(""), tokens)
+    place = books.deepest(books.origin(EXACT), tokens)
     for segment in path_to(place):
         books.use(segment.chunk)
     chunk, take = place.chunk, place.used

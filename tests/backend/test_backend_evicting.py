@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from emberkeep.backend.evicting import Evictor
 from emberkeep.backend.prompts import Draft, PromptMaker
 from emberkeep.errors import ContextExceeded
-from emberkeep.types import Message, Request, ToolCall, private_namespace
+from emberkeep.types import Lineage, Message, Request, ToolCall, private_namespace
 from helpers.conversing import CONTEXT, SYSTEM, Answer, Client, Harbour, ScriptedEngine, line
 
 
@@ -227,8 +227,8 @@ def test_a_long_history_in_few_tokens_stays_shortened(harbour, monkeypatch):
     drafts: list[int] = []
     draft = PromptMaker.draft
 
-    def counted(self: PromptMaker, request: Request) -> Draft:
-        made = draft(self, request)
+    def counted(self: PromptMaker, request: Request, lineage: Lineage) -> Draft:
+        made = draft(self, request, lineage)
         drafts.append(len(made))
         return made
 

@@ -17,7 +17,7 @@ from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.kv.cost import Rate
 from emberkeep.runtime import assemble
-from emberkeep.types import SHARED, Completed, Message, Request, Sampling, Tool, Ttl, private_namespace
+from emberkeep.types import SHARED, Completed, Lineage, Message, Request, Sampling, Tool, Ttl, private_namespace
 
 SYSTEM = "You are the assistant of a small library that is open from nine to five. " * 6
 PREFIX = Request(
@@ -171,7 +171,7 @@ def test_the_prefix_of_an_open_conversation_is_kept_and_of_a_closed_one_let_go(h
     backend, _ = house.open(ttl_long_s=3600)
     bill(backend, chat("When?", namespace=ALICE))
     ((key, prefix),) = backend.warmer._prefixes.items()
-    assert key[0] == ALICE
+    assert key[0] == Lineage(ALICE)
     assert prefix.request.messages == (Message("system", SYSTEM),)
     prefix.asked_at -= 3601
     backend.warmer.sweep()

@@ -143,7 +143,7 @@ def test_what_is_said_to_be_reproducible_is(open_engine, tmp_path: Path, seed: i
 
 
 def way_to(chunk: Chunk) -> tuple[Segment, ...]:
-    return path_to(Cursor(chunk, len(chunk.tokens), chunk.namespace))
+    return path_to(Cursor(chunk, len(chunk.tokens), chunk.lineage))
 
 
 def evaluated_alone(engine: LlamaEngine, chunk: Chunk) -> bytes:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from emberkeep.kv.entries import Label
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
-from emberkeep.types import EntryKind, private_namespace
+from emberkeep.types import EntryKind, Lineage, private_namespace
 from helpers.kv_building import exported, prompt
 
 TOKENS = 420
@@ -73,7 +73,7 @@ class Canary:
 
     def keep(self, store: KvStore, length: int) -> None:
         """What a request does that has computed so many tokens."""
-        tokens, cursor, before = self.tokens[:length], store.origin(self.namespace), -1
+        tokens, cursor, before = self.tokens[:length], store.origin(Lineage(self.namespace)), -1
         cell = len(self.payload) // TOKENS
         while before < (cursor := store.advance(cursor, tokens)).position < length:
             before = cursor.position

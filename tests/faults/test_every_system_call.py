@@ -16,6 +16,7 @@ from faulty_disk import FaultyDisk
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.store import KvStore
+from emberkeep.types import Lineage
 from helpers.kv_building import check_books, chunk_files, load, new_store
 
 EVERY = os.environ.get("EMBERKEEP_TEST_EVERY_CALL", "") == "1"
@@ -42,7 +43,7 @@ def filled(folder: Path) -> None:
     GOES.keep(store, TOKENS)
     SPOILT.keep(store, TOKENS)
     store.flush()
-    match = store.match(SPOILT.namespace, SPOILT.tokens)
+    match = store.match(Lineage(SPOILT.namespace), SPOILT.tokens)
     path = store._cold._path(match.segments[1].chunk.key)
     store.release(match)
     store.close()

@@ -16,6 +16,7 @@ from canaries import TOKENS, Canary, found_in
 from emberkeep.errors import StoreFailed
 from emberkeep.kv import chunkfile
 from emberkeep.kv.store import KvStore
+from emberkeep.types import Lineage
 from helpers.kv_building import chunk_files, chunks_of, load, new_store, reopened
 
 HISTORIES = int(os.environ.get("EMBERKEEP_TEST_HISTORIES", "12"))
@@ -32,7 +33,7 @@ def traces_in(store: KvStore, canary: Canary) -> list[str]:
     """What a process shows of them."""
     store.refresh()
     shown = [str(store.stats()), *(str(entry) for entry in store.catalogue.entries())]
-    shown += store.catalogue.namespaces()
+    shown += map(str, store.catalogue.lineages())
     shown += [str(ghost) for ghost in store._books.ghosts._by_key.values()]
     shown += [str(vars(store._books.news))]
     return [text for text in shown if canary.user in text]
@@ -69,7 +70,7 @@ def test_what_hung_below_a_damaged_chunk_goes_with_its_user(tmp_path: Path, plac
     ANN.keep(store, TOKENS)
     BOB.keep(store, TOKENS)
     store = reopened(store, tmp_path)
-    match = store.match(ANN.namespace, ANN.tokens)
+    match = store.match(Lineage(ANN.namespace), ANN.tokens)
     store.release(match)
     flip(store._cold._path(match.segments[1].chunk.key), place)
     load(store, ANN.tokens, namespace=ANN.namespace)
@@ -127,7 +128,7 @@ def test_stores_of_other_models_are_swept_too(tmp_path: Path) -> None:
     store.close()
     other = new_store(tmp_path, fingerprint=bytes(32))
     assert_gone(tmp_path, ANN, other)
-    assert other.match(BOB.namespace, BOB.tokens).tokens == TOKENS
+    assert other.match(Lineage(BOB.namespace), BOB.tokens).tokens == TOKENS
     other.close()
 
 

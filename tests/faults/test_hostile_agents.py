@@ -27,6 +27,7 @@ from emberkeep.errors import ConfigError, EmberkeepError, RemoteError
 from emberkeep.models.remotes import Remotes
 from emberkeep.tools.jsons import JsonTools
 from emberkeep.types import (
+    EXACT,
     CallEnded,
     Completed,
     Finished,
@@ -69,7 +70,7 @@ def harbour(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
 
 def headers(prompts: PromptMaker, engine: ScriptedEngine, *messages: Message) -> int:
     """How many messages a model takes a conversation for."""
-    tokens = prompts.make(Request(messages=messages)).tokens.tolist()
+    tokens = prompts.make(Request(messages=messages), EXACT).tokens.tolist()
     return int(tokens.count(engine.vocab.specials["<|im_start|>"]))
 
 
@@ -80,7 +81,7 @@ def test_a_message_cannot_end_itself_and_begin_another(
     prompts = harbour.backend._prompts
     hello, quoted = Message("user", "Hello."), Message(role, FORGED)
     assert headers(prompts, engine, hello, quoted) == 3  # with the one of the answer
-    written = prompts.detokenize(prompts.make(Request(messages=(hello, quoted))).tokens.tolist())
+    written = prompts.detokenize(prompts.make(Request(messages=(hello, quoted)), EXACT).tokens.tolist())
     assert FORGED in written  # not a letter of it is lost
 
 

@@ -16,7 +16,7 @@ from emberkeep.kv import index
 from emberkeep.kv.entries import Label
 from emberkeep.kv.ghosts import Ghosts
 from emberkeep.kv.store import KvStore
-from emberkeep.types import EntryKind, private_namespace
+from emberkeep.types import EXACT, EntryKind, Lineage, private_namespace
 from helpers.kv_building import PIECES, check_books, new_store
 
 pytestmark = pytest.mark.slow
@@ -46,15 +46,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def visit(store: KvStore, number: int) -> None:
     """One conversation of one user, as a request has it: looked for, computed, stored, looked for again."""
-    namespace = private_namespace(f"user-{number}", "salt" if number % 3 else "")
+    lineage = Lineage(private_namespace(f"user-{number}", "salt" if number % 3 else ""))
     tokens = np.random.default_rng(number).integers(32, 127, TOKENS, dtype=np.int32)
     store.refresh()
-    store.readahead(namespace, b"Hello.", PIECES)
-    store.peek_elsewhere(namespace, tokens, 0, _moving())
-    store.release(store.match(namespace, tokens))
-    cursor = store.insert(store.advance(store.origin(namespace), tokens), tokens, PAYLOAD, ((3, 9),), fork=False)
+    store.readahead(lineage, b"Hello.", PIECES)
+    store.peek_elsewhere(lineage, tokens, 0, _moving())
+    store.release(store.match(lineage, tokens))
+    cursor = store.insert(store.advance(store.origin(lineage), tokens), tokens, PAYLOAD, ((3, 9),), fork=False)
     store.turn_ended(Label(EntryKind.CONVERSATION, f"conversation {number}", "Hello."), cursor)
-    match = store.match(namespace, tokens)
+    match = store.match(lineage, tokens)
     for chunk in match.chunks:
         store.fetch(chunk, lambda: None)
     store.release(match)
@@ -73,8 +73,8 @@ def _moving() -> Any:
 def same_prompt(store: KvStore, number: int) -> None:
     """Another conversation of somebody who always says the same: its state is there already."""
     tokens = np.arange(32, 72, dtype=np.int32)
-    store.release(store.match("", tokens))
-    cursor = store.insert(store.origin(""), tokens, PAYLOAD, (), fork=True)
+    store.release(store.match(EXACT, tokens))
+    cursor = store.insert(store.origin(EXACT), tokens, PAYLOAD, (), fork=True)
     store.turn_ended(Label(EntryKind.CONVERSATION, f"again {number}", "Hello."), cursor)
 
 

@@ -15,6 +15,7 @@ from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span
+from emberkeep.types import Lineage
 
 FINGERPRINT = FakeEngine().fingerprint
 PIECES = FakeVocab().pieces
@@ -68,14 +69,14 @@ def put(
     store: KvStore,
     tokens: TokenArray,
     *,
-    namespace: str = "",
+    namespace: str | Lineage = "",
     size: int = CHUNK_TOKENS,
     sampled: tuple[Span, ...] = (),
     fork: bool = False,
     made: Made = Made.UNKNOWN,
 ) -> Cursor:
     """Store `tokens` as a sequence at rest does: full chunks, then a tail."""
-    cursor, before = store.origin(namespace), -1
+    cursor, before = store.origin(lineage_of(namespace)), -1
     while before < (cursor := store.advance(cursor, tokens)).position < len(tokens):
         before = cursor.position
         begin = store.growth_point(cursor)
@@ -86,9 +87,14 @@ def put(
     return cursor
 
 
-def load(store: KvStore, tokens: TokenArray, *, namespace: str = "") -> int:
+def lineage_of(namespace: str | Lineage) -> Lineage:
+    """A text is the owner of something exact."""
+    return Lineage(namespace) if isinstance(namespace, str) else namespace
+
+
+def load(store: KvStore, tokens: TokenArray, *, namespace: str | Lineage = "") -> int:
     """Match, fetch and check every payload; returns how many leading tokens have right state."""
-    match = store.match(namespace, tokens)
+    match = store.match(lineage_of(namespace), tokens)
     good = 0
     try:
         for segment in match.segments:

@@ -21,6 +21,7 @@ from emberkeep.sched.job import Ending, Job
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import LookupRecord, Progress, Sampling, TokenLogprob
+from helpers.kv_building import lineage_of
 
 GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
@@ -139,6 +140,9 @@ class Rig:
         **more,
     ) -> Job:
         more.setdefault("closing", CLOSING)
+        if "namespace" in more:
+            more.setdefault("lineage", lineage_of(more["namespace"]))
+            del more["namespace"]
         top_logprobs = more.pop("top_logprobs", None)
         return Job(
             tokens=np.fromiter(tokens, np.int32),

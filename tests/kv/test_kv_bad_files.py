@@ -9,7 +9,7 @@ import pytest
 from emberkeep.kv import chunkfile
 from emberkeep.kv.entries import Label
 from emberkeep.kv.fetch import FetchState
-from emberkeep.types import EntryKind
+from emberkeep.types import EXACT, EntryKind
 from helpers.kv_building import (
     LONG,
     check_books,
@@ -36,7 +36,7 @@ def damage(path: Path) -> None:
 @pytest.mark.parametrize("index", [0, 3, 7])
 def test_a_damaged_file_costs_what_follows_it_and_nothing_else(tmp_path, index):
     store = only_on_disk(tmp_path, LONG)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     damage(file_of(tmp_path, match.segments[index].chunk.key))
     store.release(match)
     assert load(store, LONG) == 128 * index
@@ -52,7 +52,7 @@ def test_a_damaged_file_costs_what_follows_it_and_nothing_else(tmp_path, index):
 
 def test_a_file_that_vanishes_between_match_and_fetch_is_a_miss(tmp_path):
     store = only_on_disk(tmp_path, LONG)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     file_of(tmp_path, match.segments[2].chunk.key).unlink()
     states = [fetched(store, segment.chunk) for segment in match.segments]
     store.release(match)
@@ -66,7 +66,7 @@ def test_a_file_that_vanishes_between_match_and_fetch_is_a_miss(tmp_path):
 def test_a_chunk_the_engine_refuses_is_forgotten_and_quarantined(store, tmp_path):
     put(store, LONG)
     store.flush()
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     store.reject(match.segments[1].chunk)
     store.release(match)
     assert load(store, LONG) == 128
@@ -77,7 +77,7 @@ def test_a_chunk_the_engine_refuses_is_forgotten_and_quarantined(store, tmp_path
 def test_chunks_whose_parent_is_lost_are_removed_when_the_disk_is_tended(store, tmp_path):
     put(store, LONG)
     store.flush()
-    first = store.match("", LONG[:128]).segments[0].chunk
+    first = store.match(EXACT, LONG[:128]).segments[0].chunk
     store.close()
     file_of(tmp_path, first.key).unlink()
     again = new_store(tmp_path)
@@ -113,13 +113,13 @@ def test_a_read_that_fails_in_a_way_that_may_pass_is_a_miss_now_and_found_again_
 
 def test_what_follows_a_damaged_file_is_found_again_when_that_was_computed_again(tmp_path):
     store = only_on_disk(tmp_path, LONG)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     first = match.segments[0].chunk
     damage(file_of(tmp_path, first.key))
     store.release(match)
     assert load(store, LONG) == 0
     check_books(store)
-    store.insert(store.origin(""), LONG[:128], exported(LONG, 0, 128), (), fork=False)
+    store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
     assert load(store, LONG) == 1000
     check_books(store)
@@ -145,7 +145,7 @@ def test_a_damaged_file_that_cannot_be_put_away_counts_until_it_is_gone(tmp_path
 
 def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
     store = only_on_disk(tmp_path, LONG)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     chunks = [segment.chunk for segment in match.segments]
     for place in (1, 2):
         damage(file_of(tmp_path, chunks[place].key))
@@ -180,7 +180,7 @@ def test_what_begins_like_a_chunk_that_was_computed_again_is_looked_at_before_it
     tmp_path, are_all_damaged
 ):
     store = only_on_disk(tmp_path, LONG)
-    first = store.match("", LONG[:128]).segments[0].chunk
+    first = store.match(EXACT, LONG[:128]).segments[0].chunk
     for path in chunk_files(tmp_path) if are_all_damaged else [file_of(tmp_path, first.key)]:
         damage(path)
     assert load(store, LONG) == 0
@@ -197,13 +197,13 @@ def test_what_begins_like_a_chunk_that_was_computed_again_is_looked_at_before_it
 def test_what_was_not_computed_again_is_found_once_somebody_has_looked_at_it(tmp_path):
     other = prompt(1000, seed=7, start=LONG[:300])
     store = only_on_disk(tmp_path, LONG, other)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     damage(file_of(tmp_path, match.segments[0].chunk.key))
     store.release(match)
     assert load(store, LONG) == 0
     put(store, LONG)
     store.flush()
-    assert store.peek("", other, snapshots=False).tokens == 1000
+    assert store.peek(EXACT, other, snapshots=False).tokens == 1000
     assert load(store, other) == 1000
     check_books(store)
     store.close()
@@ -211,7 +211,7 @@ def test_what_was_not_computed_again_is_found_once_somebody_has_looked_at_it(tmp
 
 def test_what_another_process_has_written_meanwhile_is_entered_once(tmp_path, monkeypatch):
     store = only_on_disk(tmp_path, LONG)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     damage(file_of(tmp_path, match.segments[0].chunk.key))
     store.release(match)
     assert load(store, LONG) == 0
@@ -231,7 +231,7 @@ def test_what_another_process_has_written_meanwhile_is_entered_once(tmp_path, mo
 
 def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkeypatch):
     store = only_on_disk(tmp_path, LONG)
-    first = file_of(tmp_path, store.match("", LONG[:128]).segments[0].chunk.key)
+    first = file_of(tmp_path, store.match(EXACT, LONG[:128]).segments[0].chunk.key)
     real = chunkfile.read
 
     def bad_sector(path, *rest):
@@ -246,7 +246,7 @@ def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkey
     load(store, LONG)
     assert not first.exists()
     monkeypatch.setattr("emberkeep.kv.chunkfile.read", real)
-    store.insert(store.origin(""), LONG[:128], exported(LONG, 0, 128), (), fork=False)
+    store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
     assert load(store, LONG) == 1000
     store.close()

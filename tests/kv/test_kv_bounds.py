@@ -7,7 +7,7 @@ import pytest
 from emberkeep.errors import StoreFailed
 from emberkeep.kv import chunkfile
 from emberkeep.kv.entries import Label
-from emberkeep.types import EntryKind, private_namespace
+from emberkeep.types import EXACT, EntryKind, private_namespace
 from helpers.kv_building import (
     LONG,
     check_books,
@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_pat
 
 def test_unreachable_and_unreadable_files_go_before_anything_that_is_of_use(tmp_path, monkeypatch):
     store = only_on_disk(tmp_path, LONG)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     store.release(match)
     store._cold._path(match.segments[0].chunk.key).unlink()
     load(store, LONG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emberkeep.types import EXACT
 from helpers.kv_building import (
     CHUNK_BYTES,
     LONG,
@@ -49,7 +50,7 @@ def test_pinned_chunks_stay_in_ram(tmp_path):
     store = new_store(tmp_path, warm=3 * CHUNK_BYTES)
     put(store, LONG[:256])
     store.flush()
-    match = store.match("", LONG[:256])
+    match = store.match(EXACT, LONG[:256])
     put(store, prompt(900, seed=1))
     store.flush()
     assert all(segment.chunk.payload is not None for segment in match.segments)
@@ -98,7 +99,7 @@ def test_what_is_used_survives_what_is_not(tmp_path):
 def test_a_pinned_chunk_is_not_evicted_from_disk(tmp_path):
     store = new_store(tmp_path, cold=30_000)
     put(store, LONG[:500])
-    match = store.match("", LONG[:500])
+    match = store.match(EXACT, LONG[:500])
     for seed in range(6):
         put(store, prompt(500, seed=seed))
         store.flush()

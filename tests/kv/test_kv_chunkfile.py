@@ -12,6 +12,7 @@ from emberkeep.kv.chunkfile import Damaged, Description, pack_spans
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key, pack_fields
 from emberkeep.kv.reading import Buffers
 from emberkeep.kv.tree import Made
+from emberkeep.types import Lineage
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt
 
 TOKENS = prompt(20)
@@ -26,7 +27,7 @@ def description(
     parent: ChunkKey = ROOT,
     fingerprint: bytes = FINGERPRINT,
 ) -> Description:
-    key = chunk_key(fingerprint, namespace, parent, 0, tokens)
+    key = chunk_key(fingerprint, Lineage.parse(namespace), parent, 0, tokens)
     return Description(
         fingerprint, namespace, key, parent, 0, 0, tokens, ((2, 5), (9, 20)), Made.GIVEN | Made.WIDE
     )
@@ -136,7 +137,7 @@ def test_what_was_sampled_is_no_part_of_a_chunks_identity(file):
 
 
 def test_a_description_cannot_claim_another_chunks_key(tmp_path):
-    liar = replace(description(), key=chunk_key(FINGERPRINT, "someone", ROOT, 0, ids(1)))
+    liar = replace(description(), key=chunk_key(FINGERPRINT, Lineage("someone"), ROOT, 0, ids(1)))
     chunkfile.write(tmp_path / "liar.kv", liar, PAYLOAD)
     with pytest.raises(Damaged, match="key"):
         chunkfile.read_description(tmp_path / "liar.kv")

@@ -9,6 +9,7 @@ from emberkeep.kv.chunkfile import Damaged, Description, write
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.keys import ROOT, chunk_key, store_name
 from emberkeep.kv.tree import Made
+from emberkeep.types import EXACT
 from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
 
 OTHER = bytes(32)
@@ -16,7 +17,7 @@ OTHER = bytes(32)
 
 def description(seed: int = 0, *, fingerprint: bytes = FINGERPRINT) -> Description:
     tokens = prompt(10, seed=seed)
-    key = chunk_key(fingerprint, "", ROOT, 0, tokens)
+    key = chunk_key(fingerprint, EXACT, ROOT, 0, tokens)
     return Description(fingerprint, "", key, ROOT, 0, 0, tokens, (), Made.UNKNOWN)
 
 

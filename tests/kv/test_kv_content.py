@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 from emberkeep.kv.content import WINDOW, ContentIndex, Moved, to_pieces
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Segment
-from emberkeep.types import SHARED, Approximation, Repair, marked_namespace
-from helpers.kv_building import LONG, PLENTY, chunks_of, ids, new_store, path_tokens, prompt, put, reopened
+from emberkeep.types import EXACT, SHARED, Approximation, Lineage, Repair
+from helpers.kv_building import (
+    LONG,
+    PLENTY,
+    chunks_of,
+    ids,
+    lineage_of,
+    new_store,
+    path_tokens,
+    prompt,
+    put,
+    reopened,
+)
 
 MOVE_ALL = Approximation(Repair.NONE)
 PASSAGE = prompt(300, seed=7)
@@ -25,7 +36,7 @@ def lead(length: int) -> np.ndarray:
 
 
 def found(store: KvStore, tokens: np.ndarray, *, namespace: str = "", begin: int = 0, how=MOVE_ALL):
-    pieces = store.match_elsewhere(namespace, tokens, begin, how)
+    pieces = store.match_elsewhere(lineage_of(namespace), tokens, begin, how)
     for piece in pieces:
         store.release(piece)
         for segment in piece.segments:
@@ -105,7 +116,7 @@ def test_everybody_sees_shared_passages_and_own_text_after_them():
 
 def test_approximate_state_is_no_source():
     store = new_store(None)
-    marked = marked_namespace("alice", [Repair.NONE])
+    marked = Lineage("alice", repair=Repair.NONE)
     put(store, lead(128), namespace="alice")
     put(store, np.concatenate([lead(128), PASSAGE]), namespace=marked)
     asked = np.concatenate([lead(9), PASSAGE])
@@ -150,7 +161,7 @@ def test_what_is_on_disk_is_found_after_a_restart(tmp_path):
 
 def test_what_is_found_is_pinned_until_it_is_released(store):
     put(store, np.concatenate([lead(40), PASSAGE]))
-    (piece,) = store.match_elsewhere("", np.concatenate([lead(9), PASSAGE]), 0, MOVE_ALL)
+    (piece,) = store.match_elsewhere(EXACT, np.concatenate([lead(9), PASSAGE]), 0, MOVE_ALL)
     assert all(chunk.pins == 1 and chunk.hits == 1 for chunk in piece.chunks)
     store.release(piece)
     assert all(chunk.pins == 0 for chunk in chunks_of(store))
@@ -158,11 +169,11 @@ def test_what_is_found_is_pinned_until_it_is_released(store):
 
 def test_a_longer_exact_chunk_does_not_replace_an_approximate_tail():
     store = new_store(None)
-    marked = marked_namespace("", [Repair.NONE])
+    marked = Lineage(repair=Repair.NONE)
     put(store, LONG[:128])
     put(store, LONG[:200], namespace=marked)
     put(store, LONG[:256])
-    assert {chunk.namespace for chunk in chunks_of(store) if chunk.start == 128} == {"", marked}
+    assert {chunk.lineage for chunk in chunks_of(store) if chunk.start == 128} == {EXACT, marked}
 
 
 # ── pieces ──
@@ -225,7 +236,7 @@ def test_pieces_are_in_order_disjoint_inside_the_prompt_and_hold_its_tokens(stor
     assert borders == sorted(borders)
     assert all(end - start >= WINDOW for start, end in pieces)
     assert all(max(begin, how.sinks) <= start and end <= len(tokens) for start, end in pieces)
-    sources = store.match_elsewhere("", tokens, begin, how)
+    sources = store.match_elsewhere(EXACT, tokens, begin, how)
     assert all(segment.start >= how.sinks for piece in sources for segment in piece.segments)
 
 

@@ -11,7 +11,7 @@ from emberkeep.kv.clock import StoreClock
 from emberkeep.kv.cold import ColdTier
 from emberkeep.kv.entries import Label
 from emberkeep.kv.store import Keeping, KvStore
-from emberkeep.types import SHARED, EntryKind, MissReason, Ttl, private_namespace
+from emberkeep.types import EXACT, SHARED, EntryKind, Lineage, MissReason, Ttl, private_namespace
 from helpers.kv_building import (
     CHUNK_BYTES,
     FINGERPRINT,
@@ -49,9 +49,9 @@ def label(name: str, kind: EntryKind = EntryKind.CONVERSATION, **more) -> Label:
 def turn(store: KvStore, tokens, name: str, namespace: str = "", **more) -> str:
     """One turn of a conversation, as the scheduler would leave it behind; its entry's id."""
     tokens = np.array(tokens, np.int32)
-    store.release(store.match(namespace, tokens))
+    store.release(store.match(Lineage(namespace), tokens))
     put(store, tokens, namespace=namespace)
-    entry = store.turn_ended(label(name, **more), store.advance(store.origin(namespace), tokens))
+    entry = store.turn_ended(label(name, **more), store.advance(store.origin(Lineage(namespace)), tokens))
     assert entry is not None
     return entry.id
 
@@ -177,7 +177,7 @@ def test_gc_removes_what_has_expired_and_nothing_else(store, time, tmp_path):
     assert (removed.entries, removed.tokens) == (1, 256)
     assert listed(store) == {"new": 300}
     assert len(chunk_files(tmp_path)) == 3
-    cursor = store.advance(store.origin(""), LONG)
+    cursor = store.advance(store.origin(EXACT), LONG)
     assert store.why_gone(cursor, LONG) is MissReason.EXPIRED
 
 
@@ -294,7 +294,7 @@ def test_removing_an_entry_leaves_what_others_share_with_it(store, tmp_path):
     assert listed(store) == {"two": 306}
     assert load(store, LONG[:500]) == 256
     assert len(chunk_files(tmp_path)) == 3
-    assert store.why_gone(store.advance(store.origin(""), LONG), LONG) is MissReason.REMOVED
+    assert store.why_gone(store.advance(store.origin(EXACT), LONG), LONG) is MissReason.REMOVED
 
 
 def test_removing_a_conversation_takes_its_text_also_where_its_prefix_ends_in_the_same_chunk(store):
@@ -341,7 +341,7 @@ def test_a_shared_prefix_is_everybodys_and_what_follows_it_is_not(store):
     put(store, LONG[:256], namespace=SHARED)
     for namespace in (ALICE, BOB):
         assert load(store, LONG, namespace=namespace) == 256
-    cursor = store.advance(store.origin(ALICE), LONG)
+    cursor = store.advance(store.origin(Lineage(ALICE)), LONG)
     assert cursor.position == 256
     put(store, LONG[:400], namespace=ALICE)
     assert load(store, LONG, namespace=ALICE) == 400
@@ -368,11 +368,11 @@ def test_one_users_text_is_not_spelled_with_anothers_tokens(store):
     put(store, LONG[:400], namespace=ALICE, sampled=((0, 128),))
     text = b"".join(PIECES[token] for token in LONG[256:400])
     for namespace, expected in ((ALICE, 144), (BOB, 0)):
-        cursor = store.advance(store.origin(namespace), LONG[:256])
+        cursor = store.advance(store.origin(Lineage(namespace)), LONG[:256])
         ids, _ = store.replay(cursor, text, 0, {len(text)}, PIECES)
         assert len(ids) == expected
-    assert not len(store.stored_after(store.advance(store.origin(BOB), LONG)))
-    assert len(store.stored_after(store.advance(store.origin(ALICE), LONG[:300])))
+    assert not len(store.stored_after(store.advance(store.origin(Lineage(BOB)), LONG)))
+    assert len(store.stored_after(store.advance(store.origin(Lineage(ALICE)), LONG[:300])))
 
 
 def test_an_operator_can_see_that_somebody_else_has_it(store):
@@ -396,15 +396,15 @@ def test_what_was_evicted_is_remembered_with_its_hits(tmp_path, time):
         for _ in range(5):
             load(store, prompt(512, seed=50 + seed))
         store.flush()
-    reached = store.advance(store.origin(""), LONG)
+    reached = store.advance(store.origin(EXACT), LONG)
     assert reached.position < 512
     assert store.why_gone(reached, LONG) is MissReason.EVICTED
     store.close()
     again = opened(tmp_path, time)
-    reached = again.advance(again.origin(""), LONG)
+    reached = again.advance(again.origin(EXACT), LONG)
     assert again.why_gone(reached, LONG) is MissReason.EVICTED
     put(again, LONG[:512])
-    assert again.why_gone(again.advance(again.origin(""), LONG), LONG) is None
+    assert again.why_gone(again.advance(again.origin(EXACT), LONG), LONG) is None
     back = [chunk.hits for chunk in again._books if chunk.came_back]
     assert back and min(back) == 3
     again.close()
@@ -413,15 +413,15 @@ def test_what_was_evicted_is_remembered_with_its_hits(tmp_path, time):
 def test_a_prompt_that_ends_inside_what_is_gone_is_explained_too(store):
     one = turn(store, LONG[:100], "one")
     store.catalogue.remove(one)
-    assert store.why_gone(store.origin(""), LONG[:90]) is MissReason.REMOVED
-    assert store.why_gone(store.origin(""), LONG[:10]) is None  # too little to know it by
+    assert store.why_gone(store.origin(EXACT), LONG[:90]) is MissReason.REMOVED
+    assert store.why_gone(store.origin(EXACT), LONG[:10]) is None  # too little to know it by
 
 
 def test_something_else_at_the_same_place_was_never_there(store):
     one = turn(store, LONG[:256], "one")
     store.catalogue.remove(one)
     other = prompt(256, seed=77)
-    assert store.why_gone(store.advance(store.origin(""), other), other) is None
+    assert store.why_gone(store.advance(store.origin(EXACT), other), other) is None
 
 
 # ── how much is written ──
@@ -464,7 +464,7 @@ def test_what_was_evicted_unused_is_not_written_again_before_it_is_reused(tmp_pa
         load(store, prompt(512, seed=60 + seed))
         store.flush()
     files = len(chunk_files(tmp_path))
-    reached = store.advance(store.origin(""), LONG[:512]).position
+    reached = store.advance(store.origin(EXACT), LONG[:512]).position
     put(store, LONG[:512])
     store.flush()
     assert reached < 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from emberkeep.kv.fetch import FetchState
+from emberkeep.types import EXACT
 from helpers.kv_building import (
     LONG,
     PIECES,
@@ -16,14 +17,14 @@ from helpers.kv_building import (
 def test_opening_reads_no_payload(tmp_path):
     store = only_on_disk(tmp_path, LONG)
     assert all(chunk.payload is None for chunk in chunks_of(store))
-    assert store.match("", LONG).tokens == 1000
+    assert store.match(EXACT, LONG).tokens == 1000
     assert store.counters.read_chunks == 0
     store.close()
 
 
 def test_waiters_of_one_read_are_all_told(tmp_path):
     store = only_on_disk(tmp_path, LONG)
-    match = store.match("", LONG)
+    match = store.match(EXACT, LONG)
     chunk = match.segments[0].chunk
     results = [fetched(store, chunk) for _ in range(3)]
     assert results == [FetchState.READY] * 3
@@ -35,11 +36,11 @@ def test_waiters_of_one_read_are_all_told(tmp_path):
 def test_readahead_brings_a_prompts_chunks_into_ram(tmp_path):
     store = only_on_disk(tmp_path, LONG, prompt(500, seed=5))
     text = b"".join(PIECES[token] for token in LONG)
-    started = store.readahead("", text, PIECES)
-    match = store.match("", LONG)
+    started = store.readahead(EXACT, text, PIECES)
+    match = store.match(EXACT, LONG)
     assert started == {segment.chunk.key for segment in match.segments}
     assert [fetched(store, s.chunk) for s in match.segments] == [FetchState.READY] * 8
     store.release(match)
     assert store.counters.read_chunks == 8
-    assert store.readahead("", text, PIECES) == set()
+    assert store.readahead(EXACT, text, PIECES) == set()
     store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from emberkeep.types import EXACT
 from helpers.kv_building import (
     LONG,
     chunks_of,
@@ -48,11 +49,11 @@ def test_an_empty_prompt_matches_nothing(store):
 
 def test_what_follows_a_place_explains_a_divergence(store):
     put(store, LONG[:256])
-    inside = store.advance(store.origin(""), LONG[:200])
+    inside = store.advance(store.origin(EXACT), LONG[:200])
     assert np.array_equal(store.stored_after(inside), LONG[200:256])
-    border = store.advance(store.origin(""), LONG[:128])
+    border = store.advance(store.origin(EXACT), LONG[:128])
     assert np.array_equal(store.stored_after(border), LONG[128:256])
-    end = store.advance(store.origin(""), LONG[:256])
+    end = store.advance(store.origin(EXACT), LONG[:256])
     assert len(store.stored_after(end)) == 0
 
 
@@ -66,7 +67,7 @@ def test_equal_prefixes_are_stored_once(store):
 
 def test_inserting_what_is_known_queues_no_second_write(store):
     for _ in range(3):
-        store.insert(store.origin(""), LONG[:128], exported(LONG, 0, 128), (), fork=False)
+        store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
     assert store.stats()["cold"]["written_chunks"] == 1
     assert store.stats()["cold"]["refused_chunks"] == 0

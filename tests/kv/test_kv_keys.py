@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.kv.keys import ROOT, ChunkKey, chunk_key, pack_fields, token_bytes, unpack_fields
+from emberkeep.types import SHARED, Lineage, Repair, owner_of
 from helpers.kv_building import ids
 
 PRINT = bytes(range(32))
@@ -23,7 +24,7 @@ fields = st.tuples(
 
 
 def key_of(fingerprint: bytes, namespace: str, parent: bytes, take: int, tokens: list[int]) -> ChunkKey:
-    return chunk_key(fingerprint, namespace, ChunkKey(parent), take, np.array(tokens, np.int32))
+    return chunk_key(fingerprint, Lineage.parse(namespace), ChunkKey(parent), take, np.array(tokens, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -77,3 +78,36 @@ def test_bytes_moving_between_neighbouring_fields_change_the_key():
 def test_token_bytes_are_little_endian_words_whatever_the_array_was():
     wide = np.array([1, -2], np.int64)
     assert token_bytes(ids(1, -2)) == token_bytes(wide) == struct.pack("<2i", 1, -2)
+
+
+OWNERS = ["", "*", '["alice", ""]', '["~8~", "+"]']
+LINEAGES = [
+    Lineage(owner, bits, repair, splice)
+    for owner in OWNERS
+    for bits in (16, 8, 4)
+    for repair in (None, *Repair)
+    for splice in ("", "5f1c")
+]
+
+
+def test_a_lineage_is_read_back_from_its_name():
+    assert [Lineage.parse(str(lineage)) for lineage in LINEAGES] == LINEAGES
+    assert len({str(lineage) for lineage in LINEAGES}) == len(LINEAGES)
+    assert [owner_of(str(lineage)) for lineage in LINEAGES] == [lineage.owner for lineage in LINEAGES]
+
+
+@pytest.mark.parametrize("name", ["~~", "~16~", "~8+4~", "~none+8~", "~weird~", "~8", "~+~", "~cut-a+cut-b~x"])
+def test_a_name_that_is_none_of_ours_belongs_to_an_owner_whom_nobody_is(name):
+    foreign = Lineage.parse(name)
+    assert str(foreign) == name
+    assert not any(lineage.sees(foreign) for lineage in LINEAGES)
+
+
+def test_a_lineage_sees_what_is_no_more_approximate_than_itself():
+    def marks(lineage: Lineage) -> set[object]:
+        return {lineage.bits, lineage.repair, lineage.splice} - {16, None, ""}
+
+    for one in LINEAGES:
+        for other in LINEAGES:
+            is_mine = other.owner in (one.owner, SHARED)
+            assert one.sees(other) == (is_mine and marks(other) <= marks(one))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from emberkeep.types import private_namespace
+from emberkeep.types import Lineage, private_namespace
 from helpers.kv_building import (
     LONG,
     PIECES,
@@ -32,7 +32,7 @@ def test_namespaces_do_not_see_each_other(store):
 
 def test_readahead_stays_in_its_namespace(tmp_path):
     store = only_on_disk(tmp_path, LONG)
-    assert store.readahead(ALICE, b"".join(PIECES[t] for t in LONG), PIECES) == set()
+    assert store.readahead(Lineage(ALICE), b"".join(PIECES[t] for t in LONG), PIECES) == set()
     store.close()
 
 
@@ -61,7 +61,7 @@ def test_forgetting_a_namespace_removes_its_files_and_no_others(store, tmp_path)
 def test_forgetting_also_removes_chunks_that_lost_their_parent(store, tmp_path):
     put(store, LONG, namespace=ALICE)
     store.flush()
-    first = store.match(ALICE, LONG[:128]).segments[0].chunk
+    first = store.match(Lineage(ALICE), LONG[:128]).segments[0].chunk
     store.close()
     file_of(tmp_path, first.key).unlink()
     again = new_store(tmp_path)
@@ -71,7 +71,7 @@ def test_forgetting_also_removes_chunks_that_lost_their_parent(store, tmp_path):
 
 
 def test_a_running_sequence_goes_on_storing_after_its_namespace_was_forgotten(store):
-    origin = store.origin(ALICE)
+    origin = store.origin(Lineage(ALICE))
     put(store, LONG[:128], namespace=ALICE)
     store.catalogue.forget_user("alice")
     cursor = store.advance(origin, LONG[:128])

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from emberkeep.types import EXACT
 from helpers.kv_building import (
     LONG,
     check_books,
@@ -43,11 +44,11 @@ def test_uses_survive_a_restart_and_the_clock_goes_on(store, tmp_path):
 def test_two_thousand_small_chunks_open(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)
     store = new_store(tmp_path)
-    cursor, payload = store.origin(""), memoryview(b"payload")
+    cursor, payload = store.origin(EXACT), memoryview(b"payload")
     for index in range(2000):
         cursor = store.insert(cursor, LONG[index % 1000 :][:1], payload, (), fork=True)
     again = reopened(store, tmp_path)
-    assert again.match("", np.tile(LONG, 2)).tokens == 2000
+    assert again.match(EXACT, np.tile(LONG, 2)).tokens == 2000
     again.close()
 
 

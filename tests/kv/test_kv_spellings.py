@@ -5,6 +5,7 @@ from __future__ import annotations
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.store import CHUNK_TOKENS
 from emberkeep.kv.tree import Made
+from emberkeep.types import EXACT
 from helpers.kv_building import exported, ids, new_store, put, replayed
 
 VOCAB = FakeVocab()
@@ -20,11 +21,11 @@ def test_of_several_spellings_the_one_that_was_sampled_is_replayed() -> None:
     store = new_store(None)
     begun = ids(*QUESTION, LETTERS[0])
     rest_sampled, rest_tokenized = ids(*LETTERS[1:]), ids(*HE)
-    at = store.insert(store.origin(""), begun, exported(begun, 0, 6), ((5, 6),), fork=True)
+    at = store.insert(store.origin(EXACT), begun, exported(begun, 0, 6), ((5, 6),), fork=True)
     for rest, spans in ((rest_sampled, ((0, 2),)), (rest_tokenized, ())):
         whole = ids(*begun, *rest)
         store.insert(at, rest, exported(whole, 6, len(whole)), spans, fork=False)
-    cursor = store.advance(store.origin(""), ids(*QUESTION))
+    cursor = store.advance(store.origin(EXACT), ids(*QUESTION))
     assert replayed(store, cursor, b"the", VOCAB.pieces) == tuple(LETTERS)
 
 
@@ -33,9 +34,9 @@ def test_a_chunk_knows_what_any_of_its_siblings_knew_was_sampled() -> None:
     asked = ids(*QUESTION)
     answered = ids(*QUESTION, *LETTERS)
     continued = ids(*answered, *b" and then?")
-    origin = store.origin("")
+    origin = store.origin(EXACT)
     store.insert(origin, asked, exported(asked, 0, 5), (), fork=False)
-    in_use = store.match("", asked)  # so that it stays beside the longer ones
+    in_use = store.match(EXACT, asked)  # so that it stays beside the longer ones
     store.insert(origin, answered, exported(answered, 0, 8), ((5, 8),), fork=False)
     store.insert(origin, continued, exported(continued, 0, len(continued)), (), fork=False)
     store.release(in_use)
@@ -47,24 +48,27 @@ def test_what_was_sampled_may_go_on_over_the_borders_of_a_text() -> None:
     store = new_store(None)
     answer, closing = list(b"yes</tool>"), [VOCAB.specials["<|im_end|>"]]
     whole = ids(*b"assistant:", *answer, *closing, *b"next")
-    store.insert(store.origin(""), whole, exported(whole, 0, len(whole)), ((10, 20),), fork=False)
+    store.insert(store.origin(EXACT), whole, exported(whole, 0, len(whole)), ((10, 20),), fork=False)
     text = b"assistant:yes</tool><|im_end|>next"
     borders = {13, 20, 30, 34}
-    assert store.replay(store.origin(""), text, 0, borders, VOCAB.pieces) == (tuple(whole[:20].tolist()), 20)
+    assert store.replay(store.origin(EXACT), text, 0, borders, VOCAB.pieces) == (tuple(whole[:20].tolist()), 20)
 
 
 def test_a_templates_own_words_are_replayed_only_up_to_the_first_border() -> None:
     store = new_store(None)
     whole = ids(*b"user:hi", *b"bot:", *b"yes")
-    store.insert(store.origin(""), whole, exported(whole, 0, len(whole)), ((11, 14),), fork=False)
-    assert store.replay(store.origin(""), b"user:hibot:yes", 0, {7, 14}, VOCAB.pieces) == ((), 0)
-    assert store.replay(store.origin(""), b"user:hibot:yes", 0, {14}, VOCAB.pieces) == (tuple(whole.tolist()), 14)
+    store.insert(store.origin(EXACT), whole, exported(whole, 0, len(whole)), ((11, 14),), fork=False)
+    assert store.replay(store.origin(EXACT), b"user:hibot:yes", 0, {7, 14}, VOCAB.pieces) == ((), 0)
+    assert store.replay(store.origin(EXACT), b"user:hibot:yes", 0, {14}, VOCAB.pieces) == (
+        tuple(whole.tolist()),
+        14,
+    )
 
 
 def stretch(store, text: str) -> tuple[int, ...]:
     """The stored ids of a prompt that begins with `text` and a special token."""
     data = text.encode()
-    found, end = store.replay(store.origin(""), data + b"<|im_end|>", 0, {len(data)}, VOCAB.pieces, SPECIALS)
+    found, end = store.replay(store.origin(EXACT), data + b"<|im_end|>", 0, {len(data)}, VOCAB.pieces, SPECIALS)
     assert end == (len(data) if found else 0)
     return found
 

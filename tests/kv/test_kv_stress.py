@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.types import EXACT
 from helpers.kv_building import CHUNK_TOKENS, check_books, chunks_of, exported, load, new_store, right_bytes
 
 ROUNDS = 30
@@ -36,7 +37,7 @@ CELL = len(PAYLOADS[0]) // 600
 
 def keep(store: KvStore, number: int, length: int) -> None:
     """What a sequence does as it grows, with payloads prepared beforehand."""
-    tokens, cursor, before = conversation(number, length), store.origin(""), -1
+    tokens, cursor, before = conversation(number, length), store.origin(EXACT), -1
     while before < (cursor := store.advance(cursor, tokens)).position < length:
         before = cursor.position
         begin = store.growth_point(cursor)
@@ -58,7 +59,7 @@ def use(store: KvStore, worker: int) -> None:
         if random.random() < 0.03:
             store.catalogue.forget_user("")
         if random.random() < 0.05:
-            match = store.match("", conversation(number, length))
+            match = store.match(EXACT, conversation(number, length))
             store.release(match)
             for segment in match.segments[-1:]:
                 store.reject(segment.chunk)
@@ -119,7 +120,7 @@ def test_any_history_leaves_right_books_and_right_payloads(tmp_path_factory, his
         elif action == "forget":
             store.catalogue.forget_user("")
         elif action == "reject":
-            match = store.match("", tokens)
+            match = store.match(EXACT, tokens)
             store.release(match)
             for segment in match.segments[-1:]:
                 store.reject(segment.chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.kv.fetch import FetchState
+from emberkeep.types import EXACT
 from helpers.kv_building import (
     LONG,
     check_books,
@@ -39,7 +40,7 @@ def test_a_fork_is_not_superseded_by_one_of_its_branches(store):
 
 def test_a_tail_that_others_build_on_is_not_superseded(store):
     put(store, LONG[:50])
-    cursor = store.advance(store.origin(""), LONG[:50])
+    cursor = store.advance(store.origin(EXACT), LONG[:50])
     part = prompt(20, seed=3)
     whole = np.concatenate([LONG[:50], part])
     store.insert(cursor, part, exported(whole, 50, 70), (), fork=False)
@@ -51,7 +52,7 @@ def test_a_tail_that_others_build_on_is_not_superseded(store):
 
 def test_a_pinned_tail_stays_until_it_is_released(store):
     put(store, LONG[:50])
-    match = store.match("", LONG[:50])
+    match = store.match(EXACT, LONG[:50])
     put(store, LONG[:128])
     store.flush()
     assert fetched(store, match.segments[0].chunk) is FetchState.READY

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from emberkeep.kv.keys import TokenArray, chunk_key
 from emberkeep.kv.tree import Chunk, Cursor, Segment, common_prefix, descend, new_root, path_to
+from emberkeep.types import EXACT
 from helpers.kv_building import ids
 
 TOKEN = st.integers(1, 3)
@@ -13,7 +14,7 @@ TOKEN = st.integers(1, 3)
 
 
 def grow(cursor: Cursor, tokens: TokenArray) -> Chunk:
-    key = chunk_key(b"", "", cursor.chunk.key, cursor.used, tokens)
+    key = chunk_key(b"", EXACT, cursor.chunk.key, cursor.used, tokens)
     chunk = Chunk(key=key, parent=cursor.chunk, take=cursor.used, tokens=tokens)
     chunk.attach()
     return chunk
@@ -28,11 +29,11 @@ def spelled(cursor: Cursor) -> list[int]:
 def trees(draw):
     """A root, and every place in its tree: chunks hang anywhere, also twice at the same place."""
     root = new_root("")
-    places = [Cursor(root, 0, "")]
+    places = [Cursor(root, 0, EXACT)]
     for _ in range(draw(st.integers(0, 8))):
         parent = draw(st.sampled_from(places))
         chunk = grow(parent, ids(*draw(st.lists(TOKEN, min_size=1, max_size=5))))
-        places += [Cursor(chunk, used, "") for used in range(1, len(chunk.tokens) + 1)]
+        places += [Cursor(chunk, used, EXACT) for used in range(1, len(chunk.tokens) + 1)]
     return places
 
 
@@ -66,31 +67,31 @@ def test_the_path_to_a_place_has_no_gaps(places):
 
 def test_a_prompt_that_differs_in_the_last_token_of_a_chunk_uses_all_before_it():
     root = new_root("")
-    chunk = grow(Cursor(root, 0, ""), ids(1, 2, 3, 4))
-    assert descend(Cursor(root, 0, ""), ids(1, 2, 3, 9)) == Cursor(chunk, 3, "")
+    chunk = grow(Cursor(root, 0, EXACT), ids(1, 2, 3, 4))
+    assert descend(Cursor(root, 0, EXACT), ids(1, 2, 3, 9)) == Cursor(chunk, 3, EXACT)
 
 
 def test_a_branch_inside_a_chunk_uses_only_the_parents_part():
     root = new_root("")
-    trunk = grow(Cursor(root, 0, ""), ids(1, 2, 3, 4))
-    branch = grow(Cursor(trunk, 2, ""), ids(7, 8))
-    found = descend(Cursor(root, 0, ""), ids(1, 2, 7, 8, 9))
+    trunk = grow(Cursor(root, 0, EXACT), ids(1, 2, 3, 4))
+    branch = grow(Cursor(trunk, 2, EXACT), ids(7, 8))
+    found = descend(Cursor(root, 0, EXACT), ids(1, 2, 7, 8, 9))
     assert path_to(found) == (Segment(trunk, 0, 2), Segment(branch, 2, 4))
 
 
 def test_two_chunks_that_begin_alike_are_both_looked_into():
     root = new_root("")
-    grow(Cursor(root, 0, ""), ids(1, 2))
-    longer = grow(Cursor(root, 0, ""), ids(1, 2, 3))
-    assert descend(Cursor(root, 0, ""), ids(1, 2, 3)) == Cursor(longer, 3, "")
+    grow(Cursor(root, 0, EXACT), ids(1, 2))
+    longer = grow(Cursor(root, 0, EXACT), ids(1, 2, 3))
+    assert descend(Cursor(root, 0, EXACT), ids(1, 2, 3)) == Cursor(longer, 3, EXACT)
 
 
 def test_a_detached_chunk_is_not_found_and_leaves_its_parent_a_leaf():
     root = new_root("")
-    first, second = grow(Cursor(root, 0, ""), ids(1)), grow(Cursor(root, 0, ""), ids(1, 2))
+    first, second = grow(Cursor(root, 0, EXACT), ids(1)), grow(Cursor(root, 0, EXACT), ids(1, 2))
     first.detach()
     first.detach()
-    assert descend(Cursor(root, 0, ""), ids(1)) == Cursor(second, 1, "")
+    assert descend(Cursor(root, 0, EXACT), ids(1)) == Cursor(second, 1, EXACT)
     second.detach()
     assert root.is_leaf
 

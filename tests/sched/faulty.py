@@ -23,7 +23,7 @@ from emberkeep.kv.entries import EntryKind, Label
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Admitted
 from emberkeep.sched.job import Cut, Job, Notes, Room, Stable
-from emberkeep.types import Approximation, Plan, Repair, Sampling, TokenLogprob, cut_mark, marked_namespace
+from emberkeep.types import EXACT, Approximation, Lineage, Plan, Repair, Sampling, TokenLogprob
 from helpers.kv_building import check_books
 from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, reference, text
 
@@ -109,10 +109,10 @@ DAMAGED = text(140, seed=6)
 """The same, but its bytes are no state."""
 SHARED = text(150, seed=7)
 SHUFFLED = [*KEPT, *OLD, *ASK]
-MARKED = marked_namespace("", [cut_mark("abc")])
+MARKED = Lineage(splice="abc")
 BLENDED = {
     "approximate": Approximation(Repair.NONE),
-    "approximate_namespace": marked_namespace("", [Repair.NONE]),
+    "lineage": Lineage(repair=Repair.NONE),
 }
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
 NEW = 4
@@ -179,9 +179,7 @@ class Crowd:
             threading.Thread(target=lambda: self.rig.loop.make_room(asked.job, room)).start()
             return True
 
-        asked = self.add(
-            prompt, exact=False, max_new=2, sampling=ENDLESS, on_full=full, approximate_namespace=MARKED
-        )
+        asked = self.add(prompt, exact=False, max_new=2, sampling=ENDLESS, on_full=full, lineage=MARKED)
 
     def run(self) -> None:
         """The first comes alone. All others are there before their first step."""
@@ -243,9 +241,7 @@ def crowd_of(rig: Rig) -> Crowd:
     crowd.add([*DAMAGED, *ASK], want_progress=True)
     crowd.add(text(50, seed=14), use_cache=False)
     if rig.engine.capabilities.can_shift:
-        crowd.add(
-            [*LEAD, *NOTICE, *KEPT, *ASK], exact=False, cut=_cut([*STORED, *ASK]), approximate_namespace=MARKED
-        )
+        crowd.add([*LEAD, *NOTICE, *KEPT, *ASK], exact=False, cut=_cut([*STORED, *ASK]), lineage=MARKED)
         crowd.add_growing([*LEAD, *OLD, *text(30, seed=15)])
         crowd.add(SHUFFLED, exact=False, **BLENDED)
     return crowd
@@ -282,9 +278,9 @@ def prepare(folder: Path, unit: KvUnit) -> None:
         rig.run(STORED, max_new=NEW, borders=frozenset({len(LEAD)}))
         tokens = np.array(DAMAGED, np.int32)
         for start in range(0, len(tokens), 128):
-            cursor = rig.store.advance(rig.store.origin(""), tokens)
+            cursor = rig.store.advance(rig.store.origin(EXACT), tokens)
             rig.store.insert(cursor, tokens[start : start + 128], memoryview(b"no state"), (), fork=False)
-        cursor = rig.store.advance(rig.store.origin(""), tokens)
+        cursor = rig.store.advance(rig.store.origin(EXACT), tokens)
         if unit.has_snapshots:
             rig.store.insert_snapshot(cursor, memoryview(b"no state"))
 

@@ -9,11 +9,11 @@ import pytest
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.store import CHUNK_TOKENS
-from emberkeep.types import bits_of, marked_namespace, private_namespace
+from emberkeep.types import Lineage, Repair, private_namespace
 from helpers.kv_building import check_books, chunks_of
 from helpers.scheduling import CLOSING, PROMPT, Rig, reference, text
 
-PACKED = {bits: marked_namespace("", [str(bits)]) for bits in (8, 4)}
+PACKED = {bits: Lineage(bits=bits) for bits in (8, 4)}
 EXACT_BYTES = 12
 """Of one token in the fake engine."""
 
@@ -96,7 +96,7 @@ def test_bits_do_not_see_each_other(rig):
 
 
 def test_users_do_not_see_each_others_packed_state(rig):
-    mine, theirs = (marked_namespace(private_namespace(user), ["8"]) for user in ("alice", "bob"))
+    mine, theirs = (Lineage(private_namespace(user), 8) for user in ("alice", "bob"))
     rig.run(PROMPT, namespace=mine)
     assert rig.run(PROMPT, namespace=theirs).lookup.reused_tokens == 0
     assert rig.run(PROMPT, namespace=mine).lookup.reused_tokens == len(PROMPT) - 1
@@ -126,6 +126,7 @@ def test_a_model_with_snapshots_packs_its_ranges(tmp_path):
         assert packed and all(len(chunk.payload) < CHUNK_TOKENS * EXACT_BYTES / 2 for chunk in packed)
 
 
-def test_a_namespace_says_in_how_many_bits_it_is_stored():
-    assert [bits_of(name) for name in ("", "*", private_namespace("8", "4"))] == [16, 16, 16]
-    assert bits_of(marked_namespace(private_namespace("4"), ["moved", "8"])) == 8
+def test_a_lineage_says_in_how_many_bits_it_is_stored():
+    owners = "", "*", private_namespace("8", "4")
+    assert [Lineage.parse(str(Lineage(owner))).bits for owner in owners] == [16, 16, 16]
+    assert Lineage.parse(str(Lineage(private_namespace("4"), 8, Repair.NONE))).bits == 8

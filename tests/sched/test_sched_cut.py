@@ -14,14 +14,14 @@ from emberkeep.engine.base import KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.job import Cut, EndReason, Room
-from emberkeep.types import Sampling, cut_mark, marked_namespace
+from emberkeep.types import Lineage, Sampling
 from helpers.kv_building import check_books, chunk_files
 from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, reference, text
 
 LEAD, OLD, KEPT = text(50, seed=1), text(300, seed=2), text(260, seed=3)
 NOTICE, ASK = text(12, seed=4), text(30, seed=5)
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
-MARKED = marked_namespace("", [cut_mark("abc")])
+MARKED = Lineage(splice="abc")
 
 
 def cut(source: list[int], start: int = 50, end: int = 350, insert: list[int] = NOTICE) -> Cut:
@@ -31,7 +31,7 @@ def cut(source: list[int], start: int = 50, end: int = 350, insert: list[int] = 
 def shorter(source: list[int]) -> tuple[list[int], dict]:
     """The prompt without OLD, and what its job needs to come by the longer one's state."""
     made = cut(source)
-    return [*source[: made.start], *NOTICE, *source[made.end :]], {"cut": made, "approximate_namespace": MARKED}
+    return [*source[: made.start], *NOTICE, *source[made.end :]], {"cut": made, "lineage": MARKED}
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_next_turn_finds_all_of_it_in_the_lineage_and_nothing_outside(rig):
     assert exact.lookup.reused_tokens == len(LEAD)
     assert not exact.lookup.is_approximate
     assert exact.answer == reference(again, max_new=1)
-    marked = rig.run(again, max_new=1, closing=(), approximate_namespace=MARKED)
+    marked = rig.run(again, max_new=1, closing=(), lineage=MARKED)
     assert marked.lookup.reused_tokens == len(again) - 1  # what the exact job computed is better, and is there too
     assert not marked.lookup.is_approximate
 
@@ -83,7 +83,7 @@ def test_what_was_cut_survives_a_restart(tmp_path):
         answer = rig.run(prompt, **how)
         again = [*prompt, *answer.answer, *CLOSING, *ASK]
     with Rig(tmp_path) as rig:
-        lookup = rig.run(again, approximate_namespace=MARKED).lookup
+        lookup = rig.run(again, lineage=MARKED).lookup
         assert lookup.cold_tokens == len(again) - len(ASK)
         assert lookup.is_approximate
         assert rig.run(again).lookup.reused_tokens == len(LEAD)
@@ -176,9 +176,7 @@ class Growing:
 
     def __init__(self, rig: Rig, prompt: list[int], namespace: str | None = MARKED, more: int = 20) -> None:
         self._rig, self._prompt, self._namespace, self._more = rig, prompt, namespace, more
-        self.job = rig.job(
-            prompt, sampling=ENDLESS, max_new=10, closing=(), on_full=self._full, approximate_namespace=MARKED
-        )
+        self.job = rig.job(prompt, sampling=ENDLESS, max_new=10, closing=(), on_full=self._full, lineage=MARKED)
         self.asked = 0
 
     def _full(self) -> bool:
@@ -216,7 +214,7 @@ def test_an_answer_goes_on_when_room_was_made(rig):
     evaluated = len(PROMPT) + len(NOTICE) + 20
     assert rig.engine.evaluated_tokens == evaluated
     again = [*LEAD, *NOTICE, *KEPT, *recorder.answer, *ASK]
-    lookup = rig.run(again, approximate_namespace=MARKED).lookup
+    lookup = rig.run(again, lineage=MARKED).lookup
     assert lookup.reused_tokens == len(again) - len(ASK)
     assert rig.run([*PROMPT, *recorder.answer]).lookup.reused_tokens == 512  # its full chunks
 
@@ -290,7 +288,7 @@ def test_exact_answers_never_change_whatever_was_cut(data):
                 insert = text(data.draw(st.integers(1, 20)), seed=9)
                 prompt = [*source[:start], *insert, *source[end:]]
                 made = cut(source, start, end, insert)
-                answer = rig.run(prompt, cut=made, approximate_namespace=MARKED, max_new=4)
+                answer = rig.run(prompt, cut=made, lineage=MARKED, max_new=4)
                 if not answer.lookup.is_approximate:
                     assert answer.answer == reference(prompt, max_new=4)
             else:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from emberkeep.engine.base import Blended, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError, StepFailed
-from emberkeep.types import Approximation, MissReason, Repair, exact_namespace, marked_namespace
+from emberkeep.types import EXACT, Approximation, Lineage, MissReason, Repair
 from helpers.kv_building import check_books, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Gate, Recorder, Rig, no_pins, reference, text
 
@@ -28,9 +28,8 @@ MOVED = len(A) + len(B) + len(C)
 def how(repair: Repair = Repair.NONE, namespace: str = "", **more) -> dict:
     """What makes a job approximate."""
     return {
-        "namespace": namespace,
         "approximate": Approximation(repair, **more),
-        "approximate_namespace": marked_namespace(namespace, [repair]),
+        "lineage": Lineage(namespace, repair=repair),
     }
 
 
@@ -125,7 +124,7 @@ def test_where_nothing_is_found_everything_is_and_stays_exact(rig):
     assert answer.answer == reference(other)
     assert not answer.lookup.is_approximate
     assert rig.run(other).lookup.reused_tokens == len(other) - 1
-    assert namespaces(rig) == {""}
+    assert lineages(rig) == {EXACT}
 
 
 def test_without_the_cache_nothing_is_moved(rig):
@@ -193,7 +192,7 @@ def test_an_answer_of_moved_state_is_not_how_an_exact_request_spells_it(rig):
     rig.run(STORED)
     answer = rig.run(SHUFFLED, **how())
     history = [*SHUFFLED, *answer.tokens, *CLOSING]
-    assert all(exact_namespace(s.namespace) != s.namespace for s in rig.loop.recent._latest_first[:1])
+    assert all(not s.lineage.is_exact for s in rig.loop.recent._latest_first[:1])
     assert rig.run(history).lookup.reused_tokens == len(LEAD)
 
 
@@ -429,14 +428,10 @@ def test_exact_answers_are_exact_whatever_approximate_requests_do(
         rig.close()
 
 
-def namespaces(rig: Rig) -> set[str]:
-    return {chunk.namespace for chunk in chunks_of(rig.store)}
+def lineages(rig: Rig) -> set[Lineage]:
+    return {chunk.lineage for chunk in chunks_of(rig.store)}
 
 
 def sources_are_exact(rig: Rig) -> bool:
     """No exact chunk stands below an approximate one."""
-    return all(
-        chunk.parent.namespace == exact_namespace(chunk.parent.namespace)
-        for chunk in chunks_of(rig.store)
-        if chunk.namespace == exact_namespace(chunk.namespace)
-    )
+    return all(chunk.parent.lineage.is_exact for chunk in chunks_of(rig.store) if chunk.lineage.is_exact)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types import MissReason
+from emberkeep.types import EXACT, MissReason
 from helpers.kv_building import check_books, chunk_files
 from helpers.scheduling import (
     CLOSING,
@@ -237,7 +237,7 @@ def test_a_damaged_chunk_is_recomputed_and_counted(tmp_path, index):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
-        match = rig.store.match("", rig.job(PROMPT).tokens)
+        match = rig.store.match(EXACT, rig.job(PROMPT).tokens)
         key = match.segments[index].chunk.key
         rig.store.release(match)
         (path,) = [path for path in chunk_files(tmp_path) if path.stem == key.hex()]
@@ -267,7 +267,7 @@ def test_state_the_engine_refuses_is_recomputed_and_counted(tmp_path):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
-        match = rig.store.match("", rig.job(PROMPT).tokens)
+        match = rig.store.match(EXACT, rig.job(PROMPT).tokens)
         chunk = match.segments[1].chunk
         chunk.payload = memoryview(bytes(12 * 128))
         rig.store._books.warm.bytes += len(chunk.payload)
@@ -294,7 +294,7 @@ def test_stored_tokens_of_no_known_vocabulary_do_not_stop_the_engine(tmp_path):
     with Rig(tmp_path) as rig:
         payload = memoryview(bytes(24))
         alien = rig.job([65, 2_000_000]).tokens
-        rig.store.insert(rig.store.origin(""), alien, payload, (), fork=False)
+        rig.store.insert(rig.store.origin(EXACT), alien, payload, (), fork=False)
         prompt = [65, *text(20)]
         assert rig.run(prompt, Recorder()).answer == reference(prompt)
 

@@ -39,7 +39,6 @@ from emberkeep.types import (
     ToolCall,
     ToolChoice,
     Usage,
-    exact_namespace,
 )
 
 _REFUSED = "The user did not allow this call: ask for another way, or go on without it."
@@ -141,7 +140,7 @@ class Agent:
         self, request: Request, calls: tuple[ToolCall, ...], repeats: Repeats
     ) -> AsyncGenerator[Event, None]:
         """Who has to be asked is asked first, one call after the other; then all that may run do."""
-        caller = Caller(exact_namespace(request.namespace), request.depth)
+        caller = Caller(request.namespace, request.depth)
         refused: dict[str, str] = {}
         allowed: set[str] = set()
         for call in calls:

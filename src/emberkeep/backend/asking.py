@@ -39,7 +39,6 @@ from emberkeep.types import (
     Tool,
     ToolCall,
     Usage,
-    exact_namespace,
 )
 
 _SEARCH_ROUNDS = 4
@@ -150,7 +149,7 @@ class Asking:
         self, asked: Request, bill: Usage, current: Round, repeats: Repeats
     ) -> AsyncGenerator[Event, None]:
         """Carry out what the model asked for: from now on the conversation has the results."""
-        caller = Caller(exact_namespace(asked.namespace), asked.depth)
+        caller = Caller(asked.namespace, asked.depth)
         calls = repeats.told_apart(current.calls)
         outcomes: list[Outcome] = []
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from emberkeep.backend.fitting import Fitter
-from emberkeep.backend.marks import Lineages
+from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.backend.verify import Verifier
 from emberkeep.errors import NoSuchEntry
@@ -23,6 +23,7 @@ from emberkeep.types import (
     Divergence,
     EntryText,
     Explanation,
+    Lineage,
     LookupRecord,
     MissReason,
     Removed,
@@ -73,12 +74,12 @@ class StoreCache:
         entry, tokens, _ = self.stored(entry_id)
         return EntryText(entry, self._prompts.detokenize(tokens))
 
-    def stored(self, entry_id: str) -> tuple[CacheEntry, list[int], str]:
+    def stored(self, entry_id: str) -> tuple[CacheEntry, list[int], Lineage]:
         """An entry, the tokens of its latest state, and whose they are."""
         entry, tail = self._entry(entry_id), self._store.catalogue.tail(entry_id)
         if tail is None:
             raise _unknown(entry_id)
-        return entry, spelled(tail).tolist(), tail.namespace
+        return entry, spelled(tail).tolist(), tail.lineage
 
     def pin(self, entry_id: str, pinned: bool) -> CacheEntry:
         if not self._store.catalogue.pin(self._entry(entry_id).id, pinned):
@@ -111,21 +112,22 @@ class StoreCache:
     async def verify(self, entry_id: str, tokens: int) -> Verified:
         """Whether continuing an entry's state gives what a fresh evaluation does. Does not block. Raises
         NoSuchEntry, Overloaded, EngineError."""
-        entry, ids, namespace = await asyncio.to_thread(self.stored, entry_id)
-        return await self._verifier.verify(entry, ids, namespace, tokens)
+        entry, ids, lineage = await asyncio.to_thread(self.stored, entry_id)
+        return await self._verifier.verify(entry, ids, lineage, tokens)
 
     # ── why ──
 
     def explain(self, request: Request) -> Explanation:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
-        may_cut, request = self._lineages.may_cut(request), self._equipped(request)
-        request, prompt = self._fitter.rehearsed(self._lineages.settle(request), may_cut=may_cut)
+        request = self._equipped(request)
+        approximation = self._lineages.approximation(request)
+        request, prompt = self._fitter.rehearsed(request, self._lineages.of(request))
         if not request.use_cache:
             fresh = LookupRecord(prompt_tokens=len(prompt.tokens), reason=MissReason.DISABLED)
             return Explanation(fresh, "Nothing is reused: the request asks for everything to be evaluated afresh.")
         wanted = prompt.tokens[:-1]
-        hot = self._loop.hot_tokens(request.namespace, wanted).result()
-        peek = self._store.peek(request.namespace, wanted, snapshots=self._loop.kv_unit.has_snapshots)
+        hot = self._loop.hot_tokens(prompt.lineage, wanted).result()
+        peek = self._store.peek(prompt.lineage, wanted, snapshots=self._loop.kv_unit.has_snapshots)
         lookup = LookupRecord(
             prompt_tokens=len(prompt.tokens),
             hot_tokens=hot,
@@ -136,15 +138,10 @@ class StoreCache:
         reused = max(hot, peek.tokens)
         if reused >= len(wanted):
             return Explanation(replace(lookup, reason=MissReason.NONE), f"All {reused:,} tokens are stored.")
-        moved = self._moved(request, wanted, reused)
+        moved = self._store.peek_elsewhere(prompt.lineage, wanted, reused, approximation) if approximation else 0
         found = self._why(request, prompt, replace(lookup, moved_tokens=moved), peek.cursor, reused)
         also = f" {moved:,} tokens of what follows are stored at other places and would be moved."
         return replace(found, sentence=found.sentence + also) if moved else found
-
-    def _moved(self, request: Request, wanted: TokenArray, reused: int) -> int:
-        if not request.approximate:
-            return 0
-        return self._store.peek_elsewhere(request.namespace, wanted, reused, request.approximate)
 
     def _why(
         self, request: Request, prompt: Prompt, lookup: LookupRecord, cursor: Cursor, reused: int
@@ -157,7 +154,7 @@ class StoreCache:
             return because(MissReason.OTHER_MODEL, sentence)
         if gone := self._store.why_gone(cursor, prompt.tokens):
             return because(gone, _GONE[gone].format(at=cursor.position))
-        other = self._store.catalogue.elsewhere(request.namespace, prompt.tokens)
+        other = self._store.catalogue.elsewhere(prompt.lineage.owner, prompt.tokens)
         if other and other.tokens >= cursor.position + _NOTICEABLE:
             whose = f"the user {other.user}" if other.user else "requests without a user"
             sentence = f"{other.tokens:,} tokens of it are stored for {whose}, and users do not share state."

@@ -12,13 +12,12 @@ from time import perf_counter
 
 import numpy as np
 
-from emberkeep.backend.marks import Lineages
 from emberkeep.backend.prompts import Draft, PromptMaker
 from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.job import Cut
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Gone, View
-from emberkeep.types import Eviction, Request
+from emberkeep.types import Eviction, Lineage, Request
 
 _CLOSE_ENOUGH = 1.15
 """Times the target: what leaves is chosen by the length of its text, which tells its tokens only roughly."""
@@ -32,7 +31,9 @@ class Conversation:
     """A request as its model sees it."""
 
     request: Request
-    """As it was asked, and settled."""
+    """As it was asked."""
+    lineage: Lineage
+    """Of the request; `shown` may have another one."""
     shown: Request
     view: View
     draft: Draft
@@ -57,10 +58,9 @@ class Conversation:
 class Evictor:
     """Safe to use from several threads; every method blocks for milliseconds."""
 
-    def __init__(self, prompts: PromptMaker, sessions: Sessions, lineages: Lineages) -> None:
+    def __init__(self, prompts: PromptMaker, sessions: Sessions) -> None:
         self._prompts = prompts
         self._sessions = sessions
-        self._lineages = lineages
         self._policy = sessions.policy
 
     def applies(self, request: Request) -> bool:
@@ -70,7 +70,9 @@ class Evictor:
         """It is a conversation that nothing may leave."""
         return request.prompt is None and not request.is_prefix and not self._sessions.may_evict(request)
 
-    def fit(self, request: Request, *, may_cut: bool, is_rehearsal: bool = False) -> Conversation:
+    def fit(
+        self, request: Request, lineage: Lineage, *, may_cut: bool, is_rehearsal: bool = False
+    ) -> Conversation:
         """`request` without what left it before, and without more if it is too long.
 
         May still be too long: then nothing else may leave. In a rehearsal nothing is written or recalled. Raises
@@ -78,12 +80,12 @@ class Evictor:
         """
         view = self._sessions.view(request, is_rehearsal=is_rehearsal)
         if not self._sessions.may_evict(request):
-            return self._seen(request, view, may_cut)
+            return self._seen(request, lineage, view, may_cut)
         rough = self._far_too_long(view)
-        now = self._seen(request, self._without(view, request, rough), may_cut)
+        now = self._seen(request, lineage, self._without(view, request, rough), may_cut)
         if now.is_shortened and not rough and len(now.draft) + view.gone.tokens <= self._policy.comfortable:
             # Another branch of this conversation was longer than this one.
-            whole = self._seen(request, replace(view, gone=Gone()), may_cut)
+            whole = self._seen(request, lineage, replace(view, gone=Gone()), may_cut)
             if len(whole.draft) <= self._policy.comfortable:
                 return whole
         groups = rough + self._too_long(now)
@@ -104,7 +106,7 @@ class Evictor:
             return None
         plan_ms = 1e3 * (perf_counter() - begin)
         view, eviction = self._sessions.left(now.request, view, groups, freed, plan_ms)
-        cut = _cut(now.draft, draft, shown.namespace if now.may_cut else None)
+        cut = _cut(now.draft, draft, draft.lineage if now.may_cut else None)
         return replace(now, shown=shown, view=view, draft=draft, cut=cut, evictions=(*now.evictions, eviction))
 
     # ── what leaves ──
@@ -135,7 +137,7 @@ class Evictor:
 
     def _fixed(self, now: Conversation) -> int:
         """Tokens of the system's messages and of tools."""
-        stable = self._prompts.stable(now.shown, np.array(now.draft.spelled.ids, np.int32))
+        stable = self._prompts.stable(now.shown, now.draft.lineage, np.array(now.draft.spelled.ids, np.int32))
         return stable.length if stable else 0
 
     def _enough(self, now: Conversation, tokens: int) -> list[frozenset[int]]:
@@ -181,33 +183,31 @@ class Evictor:
         if recalled is not view:
             # What is recalled stands in the longer prompt too, so that both end alike.
             longer = replace(before, inserted=recalled.inserted)
-            source = self._seen(request, longer, now.may_cut)
+            source = self._seen(request, now.lineage, longer, now.may_cut)
             view = recalled
             shown, draft = self._redrafted(source, view)
-        cut = _cut(source.draft, draft, shown.namespace) if not rough and now.may_cut else None
+        cut = _cut(source.draft, draft, draft.lineage) if not rough and now.may_cut else None
         return replace(now, shown=shown, view=view, draft=draft, cut=cut, evictions=(eviction,))
 
     def _recalled(self, now: Conversation) -> Conversation:
         view = self._sessions.recalled(now.request, now.view, self._count, self._room(now.draft))
-        return now if view is now.view else self._seen(now.request, view, now.may_cut)
+        return now if view is now.view else self._seen(now.request, now.lineage, view, now.may_cut)
 
     # ── as text and tokens ──
 
     def _without(self, view: View, request: Request, groups: list[frozenset[int]]) -> View:
         return self._sessions.without(view, request, groups) if groups else view
 
-    def _seen(self, request: Request, view: View, may_cut: bool) -> Conversation:
-        shown = self._shown(request, view, may_cut)
+    def _seen(self, request: Request, lineage: Lineage, view: View, may_cut: bool) -> Conversation:
+        shown = replace(request, messages=view.messages)
+        draft = self._prompts.draft(shown, _lineage_of(view, lineage, may_cut))
         may_grow = request.n == 1 and self._sessions.may_evict(request)
-        return Conversation(request, shown, view, self._prompts.draft(shown), may_cut, may_grow)
+        return Conversation(request, lineage, shown, view, draft, may_cut, may_grow)
 
     def _redrafted(self, longer: Conversation, view: View) -> tuple[Request, Draft]:
-        shown = self._shown(longer.request, view, longer.may_cut)
-        return shown, self._prompts.redraft(shown, longer.draft)
-
-    def _shown(self, request: Request, view: View, may_cut: bool) -> Request:
-        shown = replace(request, messages=view.messages)
-        return self._lineages.cut(shown, self._sessions.mark(view)) if may_cut and view.gone.spoken else shown
+        shown = replace(longer.request, messages=view.messages)
+        lineage = _lineage_of(view, longer.lineage, longer.may_cut)
+        return shown, self._prompts.redraft(shown, lineage, longer.draft)
 
     def _room(self, draft: Draft) -> int:
         """For what comes back."""
@@ -217,7 +217,11 @@ class Evictor:
         return len(self._prompts.encode(text))
 
 
-def _cut(longer: Draft, shorter: Draft, namespace: str | None) -> Cut:
+def _lineage_of(view: View, lineage: Lineage, may_cut: bool) -> Lineage:
+    return replace(lineage, splice=view.gone.root) if may_cut and view.gone.spoken else lineage
+
+
+def _cut(longer: Draft, shorter: Draft, lineage: Lineage | None) -> Cut:
     """What has to be cut out of the longer one, and put there instead."""
     source, tokens = (np.array(draft.spelled.ids, np.int32) for draft in (longer, shorter))
     start = common_prefix(source, tokens)
@@ -225,4 +229,4 @@ def _cut(longer: Draft, shorter: Draft, namespace: str | None) -> Cut:
     # Something is always put there: evaluating it is what moves the rest.
     same = min(common_prefix(source[::-1], tokens[::-1]), most, len(tokens) - start - 1)
     end, at = len(source) - same, len(tokens) - same
-    return Cut(source, start, end, tokens[start:at], namespace)
+    return Cut(source, start, end, tokens[start:at], lineage)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from emberkeep.backend.evicting import Conversation, Evictor
-from emberkeep.backend.marks import Lineages
+from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.prompts import Draft, Prompt, PromptMaker
 from emberkeep.chat.messages import leaving_turns, without
 from emberkeep.errors import ContextExceeded, TooLarge
@@ -16,7 +16,7 @@ from emberkeep.kv.keys import TokenArray
 from emberkeep.sched.admission import Admission, Admitted, largest
 from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.job import Cut, Room
-from emberkeep.types import Fit, Json, Request, bits_of
+from emberkeep.types import Fit, Json, Lineage, Request
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -37,7 +37,7 @@ class Fitted:
     def cut(self) -> Cut | None:
         """How to come by its state from that of the turn before."""
         cut = self.conversation.cut if self.conversation else None
-        return replace(cut, namespace=self.request.namespace) if cut else None
+        return replace(cut, lineage=self.prompt.lineage) if cut else None
 
     @property
     def can_grow(self) -> bool:
@@ -66,9 +66,9 @@ class Fitter:
         context: int,
         lineages: Lineages,
         evictor: Evictor,
-        in_ram: Callable[[str, TokenArray], int],
+        in_ram: Callable[[Lineage, TokenArray], int],
     ) -> None:
-        """`in_ram`: how many tokens of a prompt in a namespace the store holds in RAM."""
+        """`in_ram`: how many tokens of a prompt of a lineage the store holds in RAM."""
         self._prompts = prompts
         self._planning = planning
         self._context = context
@@ -79,20 +79,17 @@ class Fitter:
         self._refused = 0
         self._truncated = 0
 
-    def fit(self, request: Request, *, may_cut: bool = False) -> Fitted:
-        """Of a settled request. Raises RequestError: ContextExceeded or TooLarge for what does not fit.
-
-        `may_cut`: where messages leave it, what follows them is moved up and not evaluated again.
-        """
+    def fit(self, request: Request, lineage: Lineage) -> Fitted:
+        """Raises RequestError: ContextExceeded or TooLarge for what does not fit."""
         try:
             try:
                 may_evict = self._evictor.applies(request)
                 if not self._planning.auto_truncate:
                     self._prompts.check_size(request, may_evict=may_evict)
-                return self._conversation(request, may_cut) if may_evict else self._whole(request)
+                return self._conversation(request, lineage) if may_evict else self._whole(request, lineage)
             except (ContextExceeded, TooLarge) as error:
                 if self._planning.auto_truncate and not request.is_prefix:
-                    return self._cut(request, error)
+                    return self._cut(request, lineage, error)
                 if isinstance(error, ContextExceeded) and self._evictor.keeps_whole(request):
                     raise ContextExceeded(
                         error.prompt_tokens, error.context, may_evict=False, is_counted=error.is_counted
@@ -113,12 +110,13 @@ class Fitter:
             **self._planning.calibration.stats(),
         }
 
-    def rehearsed(self, request: Request, *, may_cut: bool) -> tuple[Request, Prompt]:
+    def rehearsed(self, request: Request, lineage: Lineage) -> tuple[Request, Prompt]:
         """What `fit` would make of it, with nothing written. Raises RequestError."""
         if not self._evictor.applies(request):
-            return request, self._prompts.make(request)
-        conversation = self._evictor.fit(request, may_cut=may_cut, is_rehearsal=True)
-        prompt = self._prompts.make(conversation.shown, conversation.draft)
+            return request, self._prompts.make(request, lineage)
+        may_cut = self._lineages.may_splice(request)
+        conversation = self._evictor.fit(request, lineage, may_cut=may_cut, is_rehearsal=True)
+        prompt = self._prompts.make(conversation.shown, conversation.draft.lineage, conversation.draft)
         return conversation.shown, self._prompts.named(prompt, request)
 
     def more_room(self, fitted: Fitted) -> tuple[Fitted, Room] | None:
@@ -128,7 +126,8 @@ class Fitter:
         if shorter is None:
             return None
         request = shorter.shown
-        prompt = self._prompts.named(self._prompts.make(request, shorter.draft), shorter.request)
+        prompt = self._prompts.make(request, shorter.draft.lineage, shorter.draft)
+        prompt = self._prompts.named(prompt, shorter.request)
         _, max_new = self._room(request, prompt)
         # No more tokens in all than it was admitted for.
         max_new = min(max_new, len(fitted.prompt.tokens) + fitted.max_new - len(prompt.tokens))
@@ -138,31 +137,28 @@ class Fitter:
         fitted = replace(fitted, request=request, prompt=prompt, max_new=max_new, fit=fit, conversation=shorter)
         return fitted, room
 
-    def _conversation(self, request: Request, may_cut: bool) -> Fitted:
-        conversation = self._evictor.fit(request, may_cut=may_cut)
-        fitted = self._whole(conversation.shown, conversation.draft)
-        conversation = replace(conversation, shown=fitted.request)
+    def _conversation(self, request: Request, lineage: Lineage) -> Fitted:
+        conversation = self._evictor.fit(request, lineage, may_cut=self._lineages.may_splice(request))
+        fitted = self._whole(conversation.shown, conversation.draft.lineage, conversation.draft)
         fit = replace(fitted.fit, evictions=conversation.evictions, recalled=conversation.recalled)
         prompt = self._prompts.named(fitted.prompt, request)
         return replace(fitted, prompt=prompt, fit=fit, conversation=conversation)
 
-    def _whole(self, request: Request, draft: Draft | None = None) -> Fitted:
-        prompt = self._prompts.make(request, draft)
+    def _whole(self, request: Request, lineage: Lineage, draft: Draft | None = None) -> Fitted:
+        prompt = self._prompts.make(request, lineage, draft)
         closing, max_new = self._room(request, prompt)
         admission = self._planning.admission
         if admission is None:
             return Fitted(request, prompt, closing, max_new, None, Fit())
-        bits = bits_of(request.namespace)
         admitted = admission.admit(
             len(prompt.tokens),
             max_new,
-            bits=bits,
+            bits=lineage.bits,
             is_kept=request.is_kept,
-            in_ram=lambda: self._in_ram(request.namespace, prompt.tokens),
+            in_ram=lambda: self._in_ram(lineage, prompt.tokens),
         )
-        if admitted.plan.kv_bits != bits:
-            request = self._lineages.repacked(request, admitted.plan.kv_bits)
-            prompt = self._prompts.make(request, draft)
+        if admitted.plan.kv_bits != lineage.bits:
+            prompt = self._prompts.make(request, self._lineages.repacked(lineage, admitted.plan.kv_bits), draft)
         fit = Fit(admitted.plan, admitted.predicted)
         return Fitted(request, prompt, closing, admitted.max_new, admitted, fit)
 
@@ -175,14 +171,14 @@ class Fitter:
 
     # ── truncation ──
 
-    def _cut(self, request: Request, error: ContextExceeded | TooLarge) -> Fitted:
+    def _cut(self, request: Request, lineage: Lineage, error: ContextExceeded | TooLarge) -> Fitted:
         """The longest end of the request that fits. Raises `error` if none does."""
         limit = self._context - self._answer_room(request)
         if isinstance(error, TooLarge):
             limit = min(limit, error.suggested_max_tokens)
         for shorter in self._shorter(request, limit):
             try:
-                fitted = self._whole(shorter)
+                fitted = self._whole(shorter, lineage)
             except (ContextExceeded, TooLarge):
                 continue
             return self._told(request, fitted, error.prompt_tokens)

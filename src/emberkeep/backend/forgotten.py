@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Container
 from time import monotonic
 
-from emberkeep.types import exact_namespace
-
 _REMEMBERED = 256
 
 
@@ -17,13 +15,12 @@ class ForgottenUsers:
     def __init__(self) -> None:
         self._latest: deque[tuple[float, Container[str]]] = deque(maxlen=_REMEMBERED)
 
-    def add(self, namespaces: Container[str]) -> None:
-        self._latest.append((monotonic(), namespaces))
+    def add(self, owners: Container[str]) -> None:
+        self._latest.append((monotonic(), owners))
 
-    def since(self, arrived: float, namespace: str) -> bool:
+    def since(self, arrived: float, owner: str) -> bool:
         """Whether its user was forgotten after a request had `arrived`; also where nobody can tell any more."""
         known = list(self._latest)
         if len(known) == _REMEMBERED and known[0][0] > arrived:
             return True
-        owner = exact_namespace(namespace)
-        return any(at >= arrived and owner in namespaces for at, namespaces in known)
+        return any(at >= arrived and owner in owners for at, owners in known)

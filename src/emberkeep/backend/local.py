@@ -21,9 +21,9 @@ from emberkeep.backend.choices import Choice, Full, Item, until_completed
 from emberkeep.backend.evicting import Evictor
 from emberkeep.backend.fitting import Fitted, Fitter, Planning
 from emberkeep.backend.forgotten import ForgottenUsers
+from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.lookups import RecentLookups
-from emberkeep.backend.marks import Lineages, stored_namespace
 from emberkeep.backend.places import Place, Places
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompts import Prompt, PromptMaker
@@ -42,10 +42,12 @@ from emberkeep.sched.probe import Machine
 from emberkeep.sched.sampling import Sampler
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
+    Approximation,
     Completed,
     Event,
     Fit,
     Json,
+    Lineage,
     Message,
     MissReason,
     ReasoningFormat,
@@ -53,7 +55,6 @@ from emberkeep.types import (
     Sampling,
     TextDelta,
     Vocab,
-    exact_namespace,
 )
 
 log = logging.getLogger("emberkeep.backend")
@@ -107,7 +108,7 @@ class LocalBackend:
         self.memory = memory
         self._raw_tools = raw_tools
         self._reasoning = reasoning
-        evictor = Evictor(self._prompts, sessions, lineages)
+        evictor = Evictor(self._prompts, sessions)
         self._fitter = Fitter(
             self._prompts,
             planning,
@@ -159,22 +160,21 @@ class LocalBackend:
         """In its own place, or in one that is `held` for more than this, which began at `asked_at`."""
         arrived = monotonic()
         asked_at = asked_at or arrived
-        may_cut = self._lineages.may_cut(request)
-        request = self._lineages.settle(request)
+        approximation, lineage = self._lineages.approximation(request), self._lineages.of(request)
         place = held or self._places.take(request.user, request.n)
         jobs: list[tuple[Job, Choice]] = []
         try:
-            fitted = await asyncio.to_thread(self._fitter.fit, request, may_cut=may_cut)
+            fitted = await asyncio.to_thread(self._fitter.fit, request, lineage)
             if self._forgotten.since(asked_at, request.namespace):
                 fitted = replace(fitted, request=replace(fitted.request, is_kept=False))
             request, prompt = fitted.request, fitted.prompt
             channel: Channel[Item] = Channel(self._outbox)
             notes = Notes(prompt.label if request.is_kept else None)
-            jobs = self._jobs(fitted, channel, place, notes, arrived)
+            jobs = self._jobs(fitted, approximation, channel, place, notes, arrived)
             for job, _ in jobs:
                 self.loop.submit(job)
             if self._forgotten.since(asked_at, request.namespace):
-                self.loop.forget({exact_namespace(request.namespace)})
+                self.loop.forget({request.namespace})
             if request.echo:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
@@ -256,31 +256,32 @@ class LocalBackend:
 
     # ── beside the request ──
 
-    def _prepare_prefix(self, prefix: Request) -> Request:
+    def _prepare_prefix(self, prefix: Request) -> tuple[Request, Lineage]:
         """With the tools that its model gets besides, and whose state it may share."""
-        return self._lineages.settle(self._asking.equipped(prefix))
+        equipped = self._asking.equipped(prefix)
+        return equipped, self._lineages.of(equipped)
 
-    def _tokens_in_ram(self, namespace: str, tokens: TokenArray) -> int:
-        return self._store.peek(namespace, tokens, snapshots=self.loop.kv_unit.has_snapshots).warm_tokens
+    def _tokens_in_ram(self, lineage: Lineage, tokens: TokenArray) -> int:
+        return self._store.peek(lineage, tokens, snapshots=self.loop.kv_unit.has_snapshots).warm_tokens
 
     def _note_stable(self, request: Request, prompt: Prompt, notes: Notes, asked_at: float) -> None:
         """Off the critical path: the prompt is being evaluated meanwhile."""
-        notes.stable = self._prompts.stable(request, prompt.tokens)
-        self.warmer.seen(request, prompt.keys)
+        notes.stable = self._prompts.stable(request, prompt.lineage, prompt.tokens)
+        self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
         if self._forgotten.since(asked_at, request.namespace):
-            self.warmer.forget({exact_namespace(request.namespace)})
+            self.warmer.forget({request.namespace})
 
-    def _forget(self, namespaces: Container[str]) -> Future[None]:
+    def _forget(self, owners: Container[str]) -> Future[None]:
         """Leave nothing of these beside the store: what rests in the engine, answers, prefixes, figures."""
-        self._forgotten.add(namespaces)
-        self.warmer.forget(namespaces)
-        self._lookups.forget(namespaces)
-        return self.loop.forget(namespaces)
+        self._forgotten.add(owners)
+        self.warmer.forget(owners)
+        self._lookups.forget(owners)
+        return self.loop.forget(owners)
 
-    def _forget_quietly(self, namespaces: Container[str]) -> None:
+    def _forget_quietly(self, owners: Container[str]) -> None:
         """Another process has forgotten them. Nobody waits for it."""
         with suppress(Overloaded, EngineError):  # the engine is being closed, or has failed
-            self._forget(namespaces)
+            self._forget(owners)
 
     async def _explained(self, request: Request, prompt: Prompt, bill: Completed, asked_at: float) -> Completed:
         """The bill, with the part of the request in which it left what was stored."""
@@ -289,13 +290,19 @@ class LocalBackend:
             lookup = await asyncio.to_thread(self.cache.located, request, prompt, lookup)
         self._lookups.add(request, lookup)
         if self._forgotten.since(asked_at, request.namespace):
-            self._lookups.forget({exact_namespace(request.namespace)})
+            self._lookups.forget({request.namespace})
         return replace(bill, lookup=lookup)
 
     # ── jobs ──
 
     def _jobs(
-        self, fitted: Fitted, channel: Channel[Item], place: Place, notes: Notes, arrived: float
+        self,
+        fitted: Fitted,
+        approximation: Approximation | None,
+        channel: Channel[Item],
+        place: Place,
+        notes: Notes,
+        arrived: float,
     ) -> list[tuple[Job, Choice]]:
         request, prompt = fitted.request, fitted.prompt
         reasoning = open_reasoning(prompt.text) if request.prompt is None else None
@@ -310,7 +317,7 @@ class LocalBackend:
                 grows_to=request.max_tokens if fitted.can_grow else 0,
             )
             job = self._job(fitted, choice, index, reasoning, arrived)
-            job.notes = notes
+            job.notes, job.approximate = notes, approximation
             jobs.append((job, choice))
         return jobs
 
@@ -326,9 +333,7 @@ class LocalBackend:
             closing=fitted.closing,
             given=isinstance(request.prompt, tuple),
             user=request.user,
-            namespace=stored_namespace(request),
-            approximate=request.approximate or None,
-            approximate_namespace=request.namespace,
+            lineage=prompt.lineage,
             cut=fitted.cut,
             on_full=choice.full,
             use_cache=request.use_cache,

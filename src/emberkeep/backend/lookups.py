@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import asdict
 
-from emberkeep.types import Json, LookupRecord, Request, exact_namespace
+from emberkeep.types import Json, LookupRecord, Request
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -28,11 +28,11 @@ class RecentLookups:
             **asdict(lookup),
             "divergence": {"token_index": lookup.divergence.token_index} if lookup.divergence else None,
         }
-        self._latest.append((exact_namespace(request.namespace), record))
+        self._latest.append((request.namespace, record))
         log.debug("lookup: %s", record)
 
-    def forget(self, namespaces: Container[str]) -> None:
-        for latest in [latest for latest in list(self._latest) if latest[0] in namespaces]:
+    def forget(self, owners: Container[str]) -> None:
+        for latest in [latest for latest in list(self._latest) if latest[0] in owners]:
             self._latest.remove(latest)
 
     def json(self) -> list[Json]:

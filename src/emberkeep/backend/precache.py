@@ -19,15 +19,15 @@ from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.loop import EngineLoop
-from emberkeep.types import SHARED, Completed, Event, Request, Ttl, Warmed, exact_namespace
+from emberkeep.types import SHARED, Completed, Event, Lineage, Request, Ttl, Warmed
 
 log = logging.getLogger("emberkeep.backend")
 
 _BEFORE_EXPIRY = 0.8
 """The part of the short TTL after which an untouched prefix is warmed again."""
 
-PrefixKey = tuple[str, str]
-"""Namespace and cache key."""
+PrefixKey = tuple[Lineage, str]
+"""Lineage and cache key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class KeepAlive:
 @dataclass(slots=True)
 class _Prefix:
     request: Request
+    lineage: Lineage
     is_declared: bool
     asked_at: float
     """When somebody last used it."""
@@ -56,13 +57,14 @@ class Precache:
     def __init__(
         self,
         generate: Callable[[Request], AsyncIterator[Event]],
-        prepare: Callable[[Request], Request],
+        prepare: Callable[[Request], tuple[Request, Lineage]],
         prompts: PromptMaker,
         store: KvStore,
         loop: EngineLoop,
         settings: KeepAlive,
     ) -> None:
-        """`prepare`: a prefix as requests have it, with the tools that its model gets besides."""
+        """`prepare`: a prefix as requests have it, with the tools that its model gets besides, and its
+        lineage."""
         self._generate = generate
         self._prepare = prepare
         self._prompts = prompts
@@ -80,7 +82,7 @@ class Precache:
     async def warm(self, request: Request) -> Warmed:
         """Evaluate a prefix now. Raises RequestError; any other failure is in the log and the result's `error`."""
         prefix = replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
-        prefix = self._prepare(prefix)
+        prefix, lineage = self._prepare(prefix)
         begin = monotonic()
         usage, error = None, None
         try:
@@ -91,7 +93,7 @@ class Precache:
         except EmberkeepError as failure:
             log.warning("a prefix was not warmed: %s", failure)
             error = str(failure)
-        name = entry_id(prefix.namespace, self._prompts.label(prefix))
+        name = entry_id(lineage, self._prompts.label(prefix))
         entry = await asyncio.to_thread(self._store.catalogue.entry, name)
         if entry is None and error is None:
             error = "It was evaluated, but there is no room to keep it: raise ram_budget."
@@ -108,11 +110,12 @@ class Precache:
         """Warm these now and keep them warm for good."""
         prepared = [self._prepare(prefix) for prefix in prefixes]
         with self._changed:
-            for request in prepared:
-                self._prefixes[_key(request)] = _Prefix(request, True, monotonic(), float("-inf"))
+            for request, lineage in prepared:
+                key = lineage, _name(cache_keys(request))
+                self._prefixes[key] = _Prefix(request, lineage, True, monotonic(), float("-inf"))
             self._changed.notify_all()
 
-    def seen(self, request: Request, keys: CacheKeys) -> None:
+    def seen(self, request: Request, lineage: Lineage, keys: CacheKeys) -> None:
         """A conversation goes on: its stable beginning stays warm while it is open."""
         prefix = replace(
             request,
@@ -122,9 +125,9 @@ class Precache:
             max_tokens=0,
             user=SHARED,  # nobody asked for it: it counts against nobody's limit
         )
-        now, key = monotonic(), (request.namespace, keys.stable or keys.entry)
+        now, key = monotonic(), (lineage, _name(keys))
         with self._changed:
-            known = self._prefixes.get(key) or _Prefix(prefix, False, now, now)
+            known = self._prefixes.get(key) or _Prefix(prefix, lineage, False, now, now)
             known.asked_at = known.warmed_at = now
             self._prefixes[key] = known
             self._prefixes.move_to_end(key)
@@ -132,9 +135,9 @@ class Precache:
             for key in passing[: -self._settings.tracked]:
                 del self._prefixes[key]
 
-    def forget(self, namespaces: Container[str]) -> None:
+    def forget(self, owners: Container[str]) -> None:
         with self._changed:
-            for key in [key for key in self._prefixes if exact_namespace(key[0]) in namespaces]:
+            for key in [key for key in self._prefixes if key[0].owner in owners]:
                 del self._prefixes[key]
 
     def stop(self) -> None:
@@ -186,9 +189,9 @@ class Precache:
         """From the store if it is all there, so that no conversation loses its slot for it."""
         prefix.warmed_at = monotonic()
         try:
-            prompt = self._prompts.make(prefix.request)
+            prompt = self._prompts.make(prefix.request, prefix.lineage)
             if not self._store.touch(
-                prompt.label, prefix.request.namespace, prompt.tokens, snapshots=self._loop.kv_unit.has_snapshots
+                prompt.label, prefix.lineage, prompt.tokens, snapshots=self._loop.kv_unit.has_snapshots
             ):
                 asyncio.run(self._warm_one(prefix.request))
         except asyncio.CancelledError:
@@ -217,6 +220,5 @@ def _nothing() -> None:
     pass
 
 
-def _key(request: Request) -> PrefixKey:
-    keys = cache_keys(request)
-    return request.namespace, keys.stable or keys.entry
+def _name(keys: CacheKeys) -> str:
+    return keys.stable or keys.entry

@@ -31,7 +31,7 @@ from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.job import Stable
 from emberkeep.sched.lookahead import Lookahead
 from emberkeep.sched.recent import RecentAnswers
-from emberkeep.types import EntryKind, Message, Request, Tool, Vocab
+from emberkeep.types import EntryKind, Lineage, Message, Request, Tool, Vocab
 
 _REMEMBERED_PREFIXES = 64
 _BORDERS = 4
@@ -49,6 +49,7 @@ class Draft:
     text: str
     spelled: TokenizedText
     read_ahead: frozenset[ChunkKey]
+    lineage: Lineage
 
     def __len__(self) -> int:
         return len(self.spelled.ids)
@@ -65,6 +66,7 @@ class Prompt:
     label: Label
     borders: frozenset[int]
     spelled: TokenizedText
+    lineage: Lineage
 
 
 class PromptMaker:
@@ -92,9 +94,9 @@ class PromptMaker:
         self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
         self._stable_ids: OrderedDict[str, TokenArray] = OrderedDict()
 
-    def make(self, request: Request, draft: Draft | None = None) -> Prompt:
+    def make(self, request: Request, lineage: Lineage, draft: Draft | None = None) -> Prompt:
         """Everything about a request that needs no engine. Raises RequestError."""
-        draft = draft or self.draft(request)
+        draft = draft or self.draft(request, lineage)
         text, spelled = draft.text, draft.spelled
         self._check_length(request, len(draft))
         tokens = np.array(spelled.ids, np.int32)
@@ -107,8 +109,9 @@ class PromptMaker:
             read_ahead=draft.read_ahead,
             keys=keys,
             label=_label(request, keys),
-            borders=self._borders(request, text, spelled, tokens) if self._wants_borders else frozenset(),
+            borders=self._borders(request, draft, tokens) if self._wants_borders else frozenset(),
             spelled=spelled,
+            lineage=lineage,
         )
 
     def check_size(self, request: Request, *, may_evict: bool) -> None:
@@ -126,25 +129,25 @@ class PromptMaker:
         if fewest > self._context:
             raise ContextExceeded(fewest, self._context, is_counted=False)
 
-    def draft(self, request: Request) -> Draft:
+    def draft(self, request: Request, lineage: Lineage) -> Draft:
         """Raises RequestError, but not for its length."""
         self._store.refresh()
-        text, spelled, ahead = self._spell(request)
-        return Draft(text, spelled, frozenset(ahead))
+        text, spelled, ahead = self._spell(request, lineage)
+        return Draft(text, spelled, frozenset(ahead), lineage)
 
-    def redraft(self, request: Request, longer: Draft) -> Draft:
+    def redraft(self, request: Request, lineage: Lineage, longer: Draft) -> Draft:
         """A chat of which `longer` is a longer version: what both end with is spelled as it is there."""
         text = self.render(request)
         common = _common_suffix(text, longer.text)
         ends = [end for end in longer.spelled.ends if end[0] >= len(longer.text) - common]
         at, position = min(ends, default=(len(longer.text), len(longer)))
         moved_up = len(longer.text) - len(text)
-        look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
+        look = self._lookahead(lineage)
         head = self._tokenizer.tokenize(text[: at - moved_up], replay=look.replay, before=self.lead(text))
         gone = position - len(head.ids)
         tail = [(end - moved_up, token - gone) for end, token in ends if end > at]
         spelled = TokenizedText(head.ids + longer.spelled.ids[position:], head.ends + tail)
-        return Draft(text, spelled, longer.read_ahead)
+        return Draft(text, spelled, longer.read_ahead, lineage)
 
     def count(self, request: Request) -> int:
         """How many tokens the messages of `request` have, however many. Nothing is read ahead for it."""
@@ -166,13 +169,13 @@ class PromptMaker:
         keys = cache_keys(request)
         return replace(prompt, keys=keys, label=_label(request, keys))
 
-    def stable(self, request: Request, tokens: TokenArray) -> Stable | None:
+    def stable(self, request: Request, lineage: Lineage, tokens: TokenArray) -> Stable | None:
         """The stable beginning of a prompt. Nothing waits for it: call it when the prompt is on its way."""
         key = stable_hash(request)
         if key is None or request.is_prefix:
             return None
         try:
-            ids = self._stable_prefix(request)
+            ids = self._stable_prefix(request, lineage)
         except _NOT_RENDERED:
             return None
         is_there = 0 < len(ids) < len(tokens) and common_prefix(ids, tokens) == len(ids)
@@ -218,16 +221,16 @@ class PromptMaker:
             return ()
         return () if text.startswith(self.detokenize([bos])) else (bos,)
 
-    def _spell(self, request: Request) -> tuple[str, TokenizedText, set[ChunkKey]]:
+    def _spell(self, request: Request, lineage: Lineage) -> tuple[str, TokenizedText, set[ChunkKey]]:
         """Text and ids of a request, and what it began to read from disk."""
         if isinstance(request.prompt, tuple):
             self.check_ids(request.prompt, "prompt")
             return self.detokenize(request.prompt), TokenizedText(list(request.prompt), []), set()
         if request.is_prefix and request.prompt is None and _is_stable(request):
-            ids = self._stable_prefix(request).tolist()
+            ids = self._stable_prefix(request, lineage).tolist()
             return self.detokenize(ids), TokenizedText(ids, []), set()
         text = request.prompt if request.prompt is not None else self.render(request)
-        look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
+        look = self._lookahead(lineage)
         lead = self.lead(text)
         ahead = look.read_ahead(self.detokenize(lead) + text) if request.use_cache else set()
         return text, self._tokenizer.tokenize(text, replay=look.replay, before=lead), ahead
@@ -243,40 +246,43 @@ class PromptMaker:
 
     # ── the stable beginning ──
 
-    def _stable_prefix(self, request: Request) -> TokenArray:
+    def _stable_prefix(self, request: Request, lineage: Lineage) -> TokenArray:
         """What prompts with these system messages and tools have in common. Raises TemplateFailed."""
         key = stable_hash(request)
         assert key is not None
         known = self._stable_ids.get(key)
         if known is None:
-            known = self._stable_ids[key] = self._find_stable_prefix(request)
+            known = self._stable_ids[key] = self._find_stable_prefix(request, lineage)
             while len(self._stable_ids) > _REMEMBERED_PREFIXES:
                 with suppress(KeyError):
                     self._stable_ids.popitem(last=False)
         return known
 
-    def _find_stable_prefix(self, request: Request) -> TokenArray:
+    def _find_stable_prefix(self, request: Request, lineage: Lineage) -> TokenArray:
         """Found by trying: two questions, and where their prompts part."""
         stable = stable_messages(request.messages)
         spelled = []
         for probe in _PROBES:
             messages = [*stable, Message("user", probe)]
             text = self._template.render(messages, request.tools, args=request.template_args)
-            look = Lookahead(self._store, self._recent, self._vocab, request.namespace)
+            look = self._lookahead(lineage)
             ids = self._tokenizer.encode(text, replay=look.replay, before=self.lead(text))
             spelled.append(np.array(ids, np.int32))
         return spelled[0][: common_prefix(*spelled)]
 
+    def _lookahead(self, lineage: Lineage) -> Lookahead:
+        return Lookahead(self._store, self._recent, self._vocab, lineage)
+
     # ── borders ──
 
-    def _borders(self, request: Request, text: str, spelled: TokenizedText, tokens: TokenArray) -> frozenset[int]:
+    def _borders(self, request: Request, draft: Draft, tokens: TokenArray) -> frozenset[int]:
         """Token positions at which the stable beginning and the last messages end."""
         ends: list[int] = []
-        stable = self.stable(request, tokens)
+        stable = self.stable(request, draft.lineage, tokens)
         if request.prompt is None:
             with suppress(*_NOT_RENDERED):
-                ends = message_ends(self._ender(request), request, text, _BORDERS)
-        position_at = dict(spelled.ends)
+                ends = message_ends(self._ender(request), request, draft.text, _BORDERS)
+        position_at = dict(draft.spelled.ends)
         found = [position_at[end] for end in ends if end in position_at]
         return frozenset([*found, stable.length] if stable else found) - {len(tokens)}
 

@@ -10,13 +10,13 @@ from emberkeep.types import (
     CacheEntry,
     Completed,
     Event,
+    Lineage,
     LookupRecord,
     Request,
     Sampling,
     TextDelta,
     Verified,
     Vocab,
-    bits_of,
 )
 
 
@@ -26,7 +26,7 @@ class Verifier:
     vocab: Vocab
     context: int
 
-    async def verify(self, entry: CacheEntry, ids: list[int], namespace: str, tokens: int) -> Verified:
+    async def verify(self, entry: CacheEntry, ids: list[int], lineage: Lineage, tokens: int) -> Verified:
         """Of `entry`, whose latest state has these `ids`. Raises Overloaded, EngineError."""
         # At the end of a turn a model has nothing to add: without this there would be nothing to compare.
         text_only = dict.fromkeys(self.vocab.controls | self.vocab.eog, -100.0)
@@ -35,10 +35,11 @@ class Verifier:
             sampling=Sampling(temperature=0.0, logit_bias=text_only),
             max_tokens=tokens,
             user=SHARED,  # it counts against no user's limit
-            namespace=namespace,
+            namespace=lineage.owner,
+            lineage=lineage,
             is_kept=False,
             from_store=True,
-            kv_bits=bits_of(namespace),
+            approximate=False,
         )
         stored, lookup = await self._continue(greedy)
         fresh, _ = await self._continue(replace(greedy, use_cache=False))

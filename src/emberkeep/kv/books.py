@@ -20,7 +20,7 @@ from emberkeep.kv.index import Row
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
 from emberkeep.kv.news import News
 from emberkeep.kv.tree import Chunk, Cursor, common_prefix, descend, new_root, path_to
-from emberkeep.types import SHARED, MissReason, Ttl, exact_namespace
+from emberkeep.types import SHARED, Lineage, MissReason, Ttl
 
 Worth = Callable[[Chunk, int, float], float]
 """A chunk, the logical clock and the store's rhythm to what it is worth."""
@@ -102,35 +102,34 @@ class Books:
     def get(self, key: ChunkKey) -> Chunk | None:
         return self._chunks.get(key)
 
-    def root(self, namespace: str) -> Chunk:
-        """Where what is exact in `namespace` begins. One under which nothing hangs is not remembered: who hangs
-        something there asks again."""
-        namespace = exact_namespace(namespace)  # what is approximate grows on what is not
-        return self._roots.get(namespace) or new_root(namespace)
+    def root(self, owner: str) -> Chunk:
+        """Where the state of an owner begins: what is approximate grows on what is not. One under which nothing
+        hangs is not remembered: who hangs something there asks again."""
+        return self._roots.get(owner) or new_root(owner)
 
     def anchored(self, parent: Chunk) -> Chunk:
         """The chunk to hang something under: for a root, the one that is in use now."""
-        return self.root(parent.namespace) if parent.is_root else parent
+        return self.root(parent.lineage.owner) if parent.is_root else parent
 
-    def namespaces(self) -> list[str]:
+    def lineages(self) -> list[Lineage]:
         """Of everybody who has something here."""
-        waiting = (row.namespace for rows in self._orphans.values() for row in rows.values())
-        entered = (entry.namespace for entry in self._entries.values())
-        return [*{*(chunk.namespace for chunk in self), *waiting, *entered, *self.ghosts.namespaces()}]
+        waiting = (Lineage.parse(row.namespace) for rows in self._orphans.values() for row in rows.values())
+        entered = (entry.lineage for entry in self._entries.values())
+        return [*{*(chunk.lineage for chunk in self), *waiting, *entered, *self.ghosts.lineages()}]
 
     # ── finding ──
 
-    def origin(self, namespace: str) -> Cursor:
-        return Cursor(self.root(namespace), 0, namespace)
+    def origin(self, lineage: Lineage) -> Cursor:
+        return Cursor(self.root(lineage.owner), 0, lineage)
 
     def deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
         """The deepest place at or below `cursor` that spells `tokens`; from the beginning, also what is shared."""
         cursor = cursor.moved(self.anchored(cursor.chunk), cursor.used)
         if cursor.chunk not in self:
-            cursor = self.origin(cursor.namespace)
+            cursor = self.origin(cursor.lineage)
         best = descend(cursor, tokens)
-        if cursor.position == 0 and cursor.chunk.namespace != SHARED:
-            shared = descend(Cursor(self.root(SHARED), 0, cursor.namespace), tokens)
+        if cursor.position == 0 and cursor.chunk.lineage.owner != SHARED:
+            shared = descend(Cursor(self.root(SHARED), 0, cursor.lineage), tokens)
             best = max(best, shared, key=lambda place: place.position)
         return best
 
@@ -188,7 +187,8 @@ class Books:
             row = todo.pop()
             if row.key in self._chunks or row.key in self.leaving:
                 continue
-            parent = self.root(row.namespace) if row.parent == ROOT else self._chunks.get(row.parent)
+            lineage = Lineage.parse(row.namespace)
+            parent = self.root(lineage.owner) if row.parent == ROOT else self._chunks.get(row.parent)
             if parent is None:
                 self._wait_for_parent(row)
                 continue
@@ -237,7 +237,7 @@ class Books:
 
     def turn_ended(self, label: Label, cursor: Cursor, now: float, ttl_s: Mapping[Ttl, float]) -> Entry:
         """A request has left its state at `cursor`: it is wanted for its TTL from now on."""
-        entry = Entry.new(label, cursor.namespace)
+        entry = Entry.new(label, cursor.lineage)
         entry = self._entries.setdefault(entry.id, entry)
         self._entries.move_to_end(entry.id)
         with self._retailing(entry):
@@ -264,7 +264,7 @@ class Books:
         """Where its latest state that still exists ends."""
         for tail in reversed(entry.tails):
             if (chunk := self._chunks.get(tail.chunk)) and tail.used <= len(chunk.tokens):
-                return Cursor(chunk, tail.used, entry.namespace)
+                return Cursor(chunk, tail.used, entry.lineage)
         return None
 
     def pin(self, entry: Entry, pinned: bool) -> None:
@@ -416,7 +416,7 @@ class Books:
         chunk.detach()
         parent = chunk.parent
         if parent is not None and parent.is_root and parent.is_leaf:
-            self._roots.pop(parent.namespace, None)
+            self._roots.pop(parent.lineage.owner, None)
 
     def supersede(self, tail: Chunk) -> None:
         """Drop a tail that a longer chunk contains: entries that ended in it end inside that one from now on."""
@@ -427,21 +427,21 @@ class Books:
             self._inherit(entry, tail, heir)
 
     def forget(self, whose: Container[str], *, files_stay: bool = False) -> None:
-        """Drop everything of these namespaces, traces included.
+        """Drop everything of these owners, traces included.
 
         `files_stay`: another process looks after them, and the index is right about them.
         """
-        theirs = {namespace for namespace in self.namespaces() if namespace in whose}
-        for chunk in [chunk for chunk in self._chunks.values() if chunk.namespace in theirs]:
+        theirs = {lineage for lineage in self.lineages() if lineage.owner in whose}
+        for chunk in [chunk for chunk in self._chunks.values() if chunk.lineage in theirs]:
             for victim in self._take_out(chunk) if chunk in self else ():
                 if victim.on_disk and not files_stay:
                     self.leave(victim.key, victim.bytes)
         for parent, rows in list(self._orphans.items()):
-            for row in [row for row in rows.values() if row.namespace in theirs]:
+            for row in [row for row in rows.values() if Lineage.parse(row.namespace) in theirs]:
                 self._stop_waiting(parent, row.key)
                 if not files_stay:
                     self.leave(row.key, row.bytes)
-        for entry in [e for e in self._entries.values() if e.namespace in theirs]:
+        for entry in [e for e in self._entries.values() if e.lineage in theirs]:
             self._forget_entry(entry)
             if files_stay:
                 self.news.forgotten.remove(entry.id)
@@ -535,7 +535,7 @@ class Books:
     def _enter(self, chunk: Chunk) -> None:
         assert chunk.parent is not None
         if chunk.parent.is_root:
-            self._roots[chunk.parent.namespace] = chunk.parent
+            self._roots[chunk.parent.lineage.owner] = chunk.parent
         self._chunks[chunk.key] = chunk
         chunk.attach()
         if self._content is not None:
@@ -613,7 +613,7 @@ class Books:
             sampled=row.sampled,
             made=row.made,
             size=row.bytes,
-            namespace=row.namespace,
+            lineage=Lineage.parse(row.namespace),
         )
         chunk.last_used, chunk.hits = row.last_used, row.hits
         chunk.expires = row.expires or wanted_until
@@ -624,7 +624,7 @@ class Books:
 
 def _row_of(chunk: Chunk) -> Row:
     assert chunk.parent is not None
-    place = (chunk.key, chunk.namespace, chunk.parent.key, chunk.take, chunk.start)
+    place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
     uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
     return Row(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)
 
@@ -643,7 +643,7 @@ def _sibling_with(tail: Chunk) -> Chunk | None:
     assert tail.parent is not None
     beside = tail.parent.branches.get(tail.take, {}).get(int(tail.tokens[0]), ())
     begins = (c for c in beside if common_prefix(c.tokens, tail.tokens) == len(tail.tokens))
-    return next((c for c in begins if c.namespace == tail.namespace), None)
+    return next((c for c in begins if c.lineage == tail.lineage), None)
 
 
 def _is_at_or_below(chunk: Chunk, ancestor: Chunk) -> bool:

@@ -19,13 +19,10 @@ from emberkeep.types import (
     SHARED,
     CacheEntry,
     EntryKind,
+    Lineage,
     MissReason,
     Removed,
     Ttl,
-    bits_of,
-    exact_namespace,
-    repair_of,
-    user_of,
 )
 
 
@@ -79,18 +76,17 @@ class Catalogue:
             found = self._find(entry_id)
             return found[1] if found else None
 
-    def elsewhere(self, namespace: str, tokens: TokenArray) -> Elsewhere | None:
+    def elsewhere(self, owner: str, tokens: TokenArray) -> Elsewhere | None:
         """Who else has the longest beginning of `tokens`: for operators, never for a user."""
         with self._lock:
-            mine = (exact_namespace(namespace), SHARED)
-            others = [n for n in self._books.namespaces() if exact_namespace(n) not in mine]
+            others = [one for one in self._books.lineages() if one.owner not in (owner, SHARED)]
             places = [self._books.deepest(self._books.origin(other), tokens) for other in others]
         best = max(places, key=lambda place: place.position, default=None)
-        return Elsewhere(user_of(best.namespace), best.position) if best and best.position else None
+        return Elsewhere(best.lineage.user, best.position) if best and best.position else None
 
-    def namespaces(self) -> list[str]:
+    def lineages(self) -> list[Lineage]:
         with self._lock:
-            return self._books.namespaces()
+            return self._books.lineages()
 
     def expired(self, ids: Iterable[EntryId]) -> list[EntryId]:
         """Those of `ids` that nobody has wanted for their TTL."""
@@ -164,7 +160,7 @@ class Catalogue:
                     named.add(chunk.key)
                     chunk = chunk.parent
         ends = [c for c in self._books if c.key not in named and not c.is_snapshot and _ends_here(c)]
-        return [(_nameless(chunk), Cursor(chunk, len(chunk.tokens), chunk.namespace)) for chunk in ends]
+        return [(_nameless(chunk), Cursor(chunk, len(chunk.tokens), chunk.lineage)) for chunk in ends]
 
     def _view(self, entry: Entry, tail: Cursor) -> CacheEntry:
         segments = path_to(tail)
@@ -177,8 +173,8 @@ class Catalogue:
             kind=entry.label.kind,
             name=entry.label.name,
             head=entry.label.head,
-            user=user_of(tail.namespace),
-            is_shared=exact_namespace(tail.namespace) == SHARED,
+            user=tail.lineage.user,
+            is_shared=tail.lineage.owner == SHARED,
             tokens=tail.position,
             bytes=sum(segment.chunk.bytes for segment in segments),
             warm_tokens=sum(s.end - s.start for s in segments if s.chunk.payload is not None),
@@ -190,8 +186,8 @@ class Catalogue:
             ttl=entry.ttl,
             expires_in_s=used_at + ttl_s - now,
             is_pinned=entry.is_pinned,
-            kv_bits=bits_of(tail.namespace),
-            repair=repair_of(tail.namespace),
+            kv_bits=tail.lineage.bits,
+            repair=tail.lineage.repair,
         )
 
 
@@ -207,4 +203,4 @@ def _ends_here(chunk: Chunk) -> bool:
 
 def _nameless(chunk: Chunk) -> Entry:
     label = Label(EntryKind.PREFIX, f"chunk:{chunk.key.hex()}", "", Ttl.EXTENDED)
-    return Entry.new(label, chunk.namespace)
+    return Entry.new(label, chunk.lineage)

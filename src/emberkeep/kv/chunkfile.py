@@ -29,6 +29,7 @@ import xxhash
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, pack_fields, token_bytes, unpack_fields
 from emberkeep.kv.reading import Buffers, EndsEarly, read_file
 from emberkeep.kv.tree import MADE, Chunk, Made, Span
+from emberkeep.types import Lineage
 
 MAGIC = b"EMBERKV2"
 _FIXED = struct.Struct("<8sIIQ16s16s")
@@ -97,7 +98,7 @@ class Description:
 
     @property
     def has_its_key(self) -> bool:
-        key = chunk_key(self.fingerprint, self.namespace, self.parent, self.take, self.tokens)
+        key = chunk_key(self.fingerprint, Lineage.parse(self.namespace), self.parent, self.take, self.tokens)
         return key == self.key
 
 
@@ -115,7 +116,7 @@ def describe(chunk: Chunk, fingerprint: bytes) -> Description:
     assert chunk.parent is not None
     return Description(
         fingerprint,
-        chunk.namespace,
+        str(chunk.lineage),
         chunk.key,
         chunk.parent.key,
         chunk.take,
@@ -129,7 +130,7 @@ def describe(chunk: Chunk, fingerprint: bytes) -> Description:
 def most_bytes(chunk: Chunk) -> int:
     """No less than the size of the file of a chunk that is only in RAM yet."""
     words = len(chunk.tokens) + 2 * len(chunk.sampled)
-    return chunk.bytes + 4 * words + len(chunk.namespace.encode()) + _FIXED.size + _ALIGN + 256
+    return chunk.bytes + 4 * words + len(str(chunk.lineage).encode()) + _FIXED.size + _ALIGN + 256
 
 
 def write(path: Path, description: Description, payload: memoryview) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.tree import Chunk, Cursor, Segment, common_prefix, descend, path_to
-from emberkeep.types import Approximation, Repair, exact_namespace, visible_to
+from emberkeep.types import SHARED, Approximation, Lineage, Repair
 
 WINDOW = 32
 """Tokens that are hashed together, and the fewest that are worth being moved."""
@@ -61,7 +61,7 @@ class Moved:
 
 
 class ContentIndex:
-    """Where the windows of exact state are, each namespace for itself. Whoever uses it holds the store's lock."""
+    """Where the windows of exact state are, each owner for itself. Whoever uses it holds the store's lock."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._places: dict[str, dict[int, list[tuple[Chunk, int]]]] = {}
@@ -76,12 +76,12 @@ class ContentIndex:
     def add(self, chunks: Sequence[Chunk]) -> None:
         listed = [chunk for chunk in chunks if _is_source(chunk)]
         for (chunk, offset), hashed in zip(_windows(listed), _hashes_of(listed), strict=True):
-            places = self._places.setdefault(chunk.namespace, {}).setdefault(hashed, [])
+            places = self._places.setdefault(chunk.lineage.owner, {}).setdefault(hashed, [])
             places.append((chunk, offset))
             del places[:-_PLACES]
 
     def remove(self, chunk: Chunk) -> None:
-        table = self._places.get(chunk.namespace)
+        table = self._places.get(chunk.lineage.owner)
         if table is None or not _is_source(chunk):
             return
         for hashed in _hashes_of([chunk]):
@@ -91,12 +91,11 @@ class ContentIndex:
             else:
                 table.pop(hashed, None)
         if not table:
-            del self._places[chunk.namespace]
+            del self._places[chunk.lineage.owner]
 
-    def find(self, namespace: str, tokens: TokenArray, begin: int, sinks: int) -> list[Moved]:
+    def find(self, owner: str, tokens: TokenArray, begin: int, sinks: int) -> list[Moved]:
         """Everything stored for passages of `tokens` at or after `begin`; matches may overlap each other."""
-        owner = exact_namespace(namespace)
-        tables = [self._places[seen] for seen in visible_to(owner) if seen in self._places]
+        tables = [self._places[seen] for seen in {owner, SHARED} if seen in self._places]
         first = max(begin, sinks)
         hashes: list[int] = window_hashes(tokens[first:]).tolist() if tables else []
         hits = [(at, table[key]) for table in tables for at, key in enumerate(hashes, first) if key in table]
@@ -106,7 +105,7 @@ class ContentIndex:
             shift = at - chunk.start - offset
             if at < reached.get((shift, id(chunk)), 0):
                 continue  # inside a match that is known
-            if moved := _grown(Cursor(chunk, offset, owner), tokens, at, first, sinks):
+            if moved := _grown(Cursor(chunk, offset, Lineage(owner)), tokens, at, first, sinks):
                 found.append(moved)
                 reached.update({(shift, id(known)): moved.end for known in moved.chunks})
         return found
@@ -144,7 +143,7 @@ def _hash(windows: TokenArray) -> Hashes:
 
 
 def _is_source(chunk: Chunk) -> bool:
-    return chunk.namespace == exact_namespace(chunk.namespace) and len(chunk.tokens) >= WINDOW
+    return chunk.lineage.is_exact and len(chunk.tokens) >= WINDOW
 
 
 def _windows(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int]]:

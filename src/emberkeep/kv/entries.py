@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from emberkeep.kv.keys import ROOT, ChunkKey, pack_fields
 from emberkeep.kv.tree import Chunk, Cursor
-from emberkeep.types import EntryKind, Ttl
+from emberkeep.types import EntryKind, Lineage, Ttl
 
 RING = 8
 """Tails remembered per entry: the branches that a client may come back to."""
@@ -28,7 +28,7 @@ class Label:
 
     kind: EntryKind
     key: str
-    """Requests with equal keys (in one namespace) belong to one entry."""
+    """Requests with equal keys (in one lineage) belong to one entry."""
     head: str
     """The first words, for people."""
     ttl: Ttl | None = None
@@ -55,7 +55,7 @@ _USUAL = {EntryKind.PREFIX: Ttl.SHORT, EntryKind.CONVERSATION: Ttl.LONG}
 @dataclass(slots=True)
 class Entry:
     label: Label
-    namespace: str
+    lineage: Lineage
     ttl: Ttl
     turns: int = 0
     used_at: float = 0.0
@@ -66,11 +66,11 @@ class Entry:
 
     @property
     def id(self) -> EntryId:
-        return entry_id(self.namespace, self.label)
+        return entry_id(self.lineage, self.label)
 
     @classmethod
-    def new(cls, label: Label, namespace: str) -> Entry:
-        return cls(label, namespace, label.ttl or _USUAL[label.kind])
+    def new(cls, label: Label, lineage: Lineage) -> Entry:
+        return cls(label, lineage, label.ttl or _USUAL[label.kind])
 
     def turn_ended(self, label: Label, cursor: Cursor, tick: int, now: float) -> None:
         self.label = label
@@ -115,8 +115,8 @@ def unpack_tails(packed: str) -> deque[Tail]:
     return deque(rows, RING)
 
 
-def entry_id(namespace: str, label: Label) -> EntryId:
-    fields = [namespace.encode(), label.kind.encode(), label.key.encode()]
+def entry_id(lineage: Lineage, label: Label) -> EntryId:
+    fields = [str(lineage).encode(), label.kind.encode(), label.key.encode()]
     return hashlib.blake2b(pack_fields(fields), digest_size=6).hexdigest()
 
 

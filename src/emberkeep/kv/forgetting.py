@@ -111,11 +111,11 @@ class Forgetter:
 
     def _held_by(self, whose: Whose) -> Removed:
         with self._lock:
-            theirs = {namespace for namespace in self._books.namespaces() if namespace in whose}
-            chunks = [chunk for chunk in self._books if chunk.namespace in theirs]
+            theirs = {lineage for lineage in self._books.lineages() if lineage.owner in whose}
+            chunks = [chunk for chunk in self._books if chunk.lineage in theirs]
             self._counters.removed_chunks += len(chunks)
             return Removed(
-                entries=sum(entry.namespace in theirs for entry in self._books.entries.values()),
+                entries=sum(entry.lineage in theirs for entry in self._books.entries.values()),
                 tokens=sum(len(chunk.tokens) for chunk in chunks),
                 bytes=sum(chunk.bytes for chunk in chunks),
             )

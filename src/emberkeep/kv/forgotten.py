@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.files import private_folder, replace_file
-from emberkeep.types import SHARED, exact_namespace, user_of
+from emberkeep.types import SHARED, owner_of, user_of
 
 RECORD = "forgotten.json"
 LOCK = "forgotten.lock"
@@ -41,10 +41,10 @@ class Whose:
         self._is_one = is_one
 
     def __contains__(self, namespace: object) -> bool:
-        if not isinstance(namespace, str) or exact_namespace(namespace) == SHARED:
+        if not isinstance(namespace, str) or (owner := owner_of(namespace)) == SHARED:
             return False
         try:
-            return self._is_one(user_of(namespace))
+            return self._is_one(user_of(owner))
         except (ValueError, LookupError, TypeError, RecursionError):
             return False  # no user's namespace looks like this
 

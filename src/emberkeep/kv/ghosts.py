@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key, token_bytes
 from emberkeep.kv.tree import Chunk, Cursor
-from emberkeep.types import MissReason, visible_to
+from emberkeep.types import Lineage, MissReason
 
 LIMIT = 50_000
 """About 100 bytes each."""
@@ -25,7 +25,7 @@ _OPENING = 16
 @dataclass(frozen=True, slots=True)
 class Ghost:
     key: ChunkKey
-    namespace: str
+    lineage: Lineage
     parent: ChunkKey
     take: int
     length: int
@@ -41,7 +41,7 @@ def ghost_of(chunk: Chunk, reason: MissReason) -> Ghost:
     assert chunk.parent is not None
     return Ghost(
         key=chunk.key,
-        namespace=chunk.namespace,
+        lineage=chunk.lineage,
         parent=chunk.parent.key,
         take=chunk.take,
         length=len(chunk.tokens),
@@ -59,7 +59,7 @@ class Ghosts:
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
         self._by_key: OrderedDict[ChunkKey, Ghost] = OrderedDict()
-        self._below: dict[tuple[ChunkKey, int, str], set[ChunkKey]] = {}
+        self._below: dict[tuple[ChunkKey, int], set[ChunkKey]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -82,19 +82,19 @@ class Ghosts:
                 del self._below[_place(ghost)]
         return ghost
 
-    def forget(self, namespaces: Container[str]) -> None:
-        for key in [key for key, ghost in self._by_key.items() if ghost.namespace in namespaces]:
+    def forget(self, lineages: Container[Lineage]) -> None:
+        for key in [key for key, ghost in self._by_key.items() if ghost.lineage in lineages]:
             self.take(key)
 
-    def namespaces(self) -> set[str]:
-        return {ghost.namespace for ghost in self._by_key.values()}
+    def lineages(self) -> set[Lineage]:
+        return {ghost.lineage for ghost in self._by_key.values()}
 
     def after(self, fingerprint: bytes, cursor: Cursor, tokens: TokenArray) -> Ghost | None:
         """The longest chunk that went on from `cursor` with what `tokens` (a whole prompt) has there."""
-        places = ((cursor.chunk.key, cursor.used, seen) for seen in visible_to(cursor.namespace))
-        keys = [key for place in places for key in self._below.get(place, ())]
+        below = [self._by_key[key] for key in self._below.get((cursor.chunk.key, cursor.used), ())]
+        seen = [ghost for ghost in below if cursor.lineage.sees(ghost.lineage)]
         rest = tokens[cursor.position :]
-        known = sorted((self._by_key[key] for key in keys), key=lambda ghost: -ghost.length)
+        known = sorted(seen, key=lambda ghost: -ghost.length)
         return next((ghost for ghost in known if _went_on_with(ghost, fingerprint, rest)), None)
 
 
@@ -103,12 +103,12 @@ def _went_on_with(ghost: Ghost, fingerprint: bytes, rest: TokenArray) -> bool:
         # It was longer than the prompt, which therefore cannot be compared with all of it.
         return ghost.length >= _OPENING <= len(rest) and _opening(rest) == ghost.opening
     part = rest[: ghost.length]
-    return chunk_key(fingerprint, ghost.namespace, ghost.parent, ghost.take, part) == ghost.key
+    return chunk_key(fingerprint, ghost.lineage, ghost.parent, ghost.take, part) == ghost.key
 
 
 def _opening(tokens: TokenArray) -> bytes:
     return hashlib.blake2b(token_bytes(tokens[:_OPENING]), digest_size=8).digest()
 
 
-def _place(ghost: Ghost) -> tuple[ChunkKey, int, str]:
-    return ghost.parent, ghost.take, ghost.namespace
+def _place(ghost: Ghost) -> tuple[ChunkKey, int]:
+    return ghost.parent, ghost.take

@@ -23,7 +23,7 @@ from emberkeep.kv.ghosts import LIMIT as GHOST_LIMIT
 from emberkeep.kv.ghosts import Ghost
 from emberkeep.kv.keys import ChunkKey, TokenArray, token_bytes
 from emberkeep.kv.tree import MADE, Made, Span
-from emberkeep.types import EntryKind, MissReason, Ttl
+from emberkeep.types import EntryKind, Lineage, MissReason, Ttl
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunk (
@@ -280,24 +280,24 @@ def _check(key: bytes, namespace: str, parent: bytes, take: int, tokens: bytes) 
 def _entry(values: tuple[Any, ...]) -> Entry:
     namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails = values
     label = Label(EntryKind(kind), key, head, None, name, source)
-    return Entry(label, namespace, Ttl(ttl), turns, used_at, bool(is_pinned), unpack_tails(tails))
+    return Entry(label, Lineage.parse(namespace), Ttl(ttl), turns, used_at, bool(is_pinned), unpack_tails(tails))
 
 
 def _entry_values(entry: Entry) -> tuple[Any, ...]:
     label = entry.label
-    what = (entry.id, entry.namespace, label.kind, label.key, label.head, entry.ttl, label.name, label.source)
+    what = (entry.id, str(entry.lineage), label.kind, label.key, label.head, entry.ttl, label.name, label.source)
     return (*what, entry.turns, entry.used_at, entry.is_pinned, entry.pack_tails())
 
 
 def _ghost_values(g: Ghost) -> tuple[Any, ...]:
-    where = (g.key, g.namespace, g.parent, g.take, g.length, g.opening)
+    where = (g.key, str(g.lineage), g.parent, g.take, g.length, g.opening)
     return (*where, g.reason, g.hits, g.last_used, g.was_written)
 
 
 def _ghost(values: tuple[Any, ...]) -> Ghost:
     key, namespace, parent, take, length, opening, reason, hits, last_used, was_written = values
-    why = MissReason(reason)
-    return Ghost(key, namespace, parent, take, length, opening, why, hits, last_used, bool(was_written))
+    why, lineage = MissReason(reason), Lineage.parse(namespace)
+    return Ghost(key, lineage, parent, take, length, opening, why, hits, last_used, bool(was_written))
 
 
 def _open(path: Path) -> apsw.Connection:

@@ -1,6 +1,6 @@
 """Chunk identity: a hash chain in which every field is length-prefixed, so that no two inputs collide.
 
-A key commits to the format version, the fingerprint (weights, KV layout, engine), the namespace, the
+A key commits to the format version, the fingerprint (weights, KV layout, engine), the lineage, the
 parent's key, how many of the parent's tokens come before this chunk, and this chunk's tokens.
 """
 
@@ -14,6 +14,8 @@ from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
+
+from emberkeep.types import Lineage
 
 ChunkKey = NewType("ChunkKey", bytes)
 TokenArray = npt.NDArray[np.int32]
@@ -46,16 +48,16 @@ def unpack_fields(data: bytes) -> list[bytes]:
     return fields
 
 
-def chunk_key(fingerprint: bytes, namespace: str, parent: ChunkKey, take: int, tokens: TokenArray) -> ChunkKey:
-    # What the keys of one namespace have in common is hashed once.
-    digest = _common_part(fingerprint, namespace).copy()
+def chunk_key(fingerprint: bytes, lineage: Lineage, parent: ChunkKey, take: int, tokens: TokenArray) -> ChunkKey:
+    # What the keys of one lineage have in common is hashed once.
+    digest = _common_part(fingerprint, lineage).copy()
     digest.update(pack_fields((parent, _U32.pack(take), token_bytes(tokens))))
     return ChunkKey(digest.digest())
 
 
 @lru_cache(maxsize=256)
-def _common_part(fingerprint: bytes, namespace: str) -> hashlib.blake2b:
-    fields = [_U32.pack(FORMAT_VERSION), fingerprint, namespace.encode()]
+def _common_part(fingerprint: bytes, lineage: Lineage) -> hashlib.blake2b:
+    fields = [_U32.pack(FORMAT_VERSION), fingerprint, str(lineage).encode()]
     return hashlib.blake2b(pack_fields(fields), digest_size=32)
 
 

@@ -10,6 +10,7 @@ from emberkeep.kv.ghosts import LIMIT, Ghost
 from emberkeep.kv.index import Uses
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.tree import Chunk
+from emberkeep.types import Lineage
 
 
 class News:
@@ -37,8 +38,8 @@ class News:
         self.entries.pop(id_, None)
         self.forgotten.append(id_)
 
-    def forget_ghosts(self, namespaces: Container[str]) -> None:
-        self.ghosts = deque((ghost for ghost in self.ghosts if ghost.namespace not in namespaces), LIMIT)
+    def forget_ghosts(self, lineages: Container[Lineage]) -> None:
+        self.ghosts = deque((ghost for ghost in self.ghosts if ghost.lineage not in lineages), LIMIT)
 
     def put_back(self, unsaved: News, entries: Container[EntryId], chunks: Container[ChunkKey]) -> None:
         """It could not be written down: what came since wins, and of what has gone meanwhile nothing is needed.

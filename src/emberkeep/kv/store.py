@@ -36,7 +36,7 @@ from emberkeep.kv.tails import tail_inside
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, Span, last_snapshot, path_to
 from emberkeep.kv.writer import Writer
 from emberkeep.kv.writes import WriteBudget
-from emberkeep.types import SHARED, Approximation, MissReason, Ttl
+from emberkeep.types import SHARED, Approximation, Lineage, MissReason, Ttl
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -169,7 +169,7 @@ class KvStore:
 
     # ── lookup ──
 
-    def match(self, namespace: str, tokens: TokenArray, *, snapshots: bool = False) -> Match:
+    def match(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool = False) -> Match:
         """The longest verified prefix of `tokens`; with `snapshots`, its part up to the last of these.
 
         Never blocks on disk.
@@ -177,7 +177,7 @@ class KvStore:
         with self._lock:
             self._books.clock += 1
             self.counters.lookups += 1
-            cursor = self._deepest(self._books.origin(namespace), tokens)
+            cursor = self._deepest(self._books.origin(lineage), tokens)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             segments = path_to(cursor)
             if snapshots:
@@ -189,7 +189,7 @@ class KvStore:
         return match
 
     def match_elsewhere(
-        self, namespace: str, tokens: TokenArray, begin: int, approximation: Approximation
+        self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
     ) -> tuple[Moved, ...]:
         """Passages of `tokens` at or after `begin` that are stored at other places, in order and disjoint.
 
@@ -198,36 +198,38 @@ class KvStore:
         with self._lock:
             if not self._fits_engine:
                 return ()
-            found = self._books.content.find(namespace, tokens, begin, approximation.sinks)
+            found = self._books.content.find(lineage.owner, tokens, begin, approximation.sinks)
             pieces = to_pieces(found, approximation)
             late = self._take([chunk for piece in pieces for chunk in piece.chunks])
         self._write_after_all(late)
         return pieces
 
-    def peek(self, namespace: str, tokens: TokenArray, *, snapshots: bool) -> Peek:
+    def peek(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Peek:
         """What `match` would find; nothing is used or pinned by looking."""
         with self._lock:
-            cursor = self._deepest(self._books.origin(namespace), tokens)
+            cursor = self._deepest(self._books.origin(lineage), tokens)
             segments = path_to(cursor)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
             warm = sum(max(min(s.end, end) - s.start, 0) for s in segments if s.chunk.payload is not None)
             return Peek(cursor, end, warm)
 
-    def peek_elsewhere(self, namespace: str, tokens: TokenArray, begin: int, approximation: Approximation) -> int:
+    def peek_elsewhere(
+        self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
+    ) -> int:
         """How many tokens `match_elsewhere` would find."""
         with self._lock:
             if not self._fits_engine:
                 return 0
-            found = self._books.content.find(namespace, tokens, begin, approximation.sinks)
+            found = self._books.content.find(lineage.owner, tokens, begin, approximation.sinks)
         return sum(piece.end - piece.start for piece in to_pieces(found, approximation))
 
-    def touch(self, label: Label, namespace: str, tokens: TokenArray, *, snapshots: bool) -> bool:
+    def touch(self, label: Label, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> bool:
         """Bring a prefix into RAM and want it for another TTL; False when it is not stored whole.
 
         Blocks until it is read from disk.
         """
-        match = self.match(namespace, tokens, snapshots=snapshots)
+        match = self.match(lineage, tokens, snapshots=snapshots)
         try:
             reached = match.segments[-1].end if match.segments else 0
             if reached < len(tokens) or not all(self._bring_in(chunk) for chunk in match.chunks):
@@ -306,18 +308,18 @@ class KvStore:
             log.warning("cannot read who was forgotten: %s", error)
 
     def on_forget(self, listener: Callable[[Container[str]], None]) -> None:
-        """`listener` is told the namespaces of everybody who is forgotten, here or by another process, from any
+        """`listener` is told the owners of whom everything is forgotten, here or by another process, from any
         thread. It must be quick, and must not call the store."""
         self._forgetter.on_forget = listener
 
-    def readahead(self, namespace: str, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
+    def readahead(self, lineage: Lineage, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
         """Begin to read from disk what is probably stored for `text`; returns what it began to read.
 
         Never blocks: it runs while the prompt is still being tokenised.
         """
         with self._lock:
-            roots = {namespace, SHARED}
-            origins = [Cursor(self._books.root(root), 0, namespace) for root in roots]
+            roots = {lineage.owner, SHARED}
+            origins = [Cursor(self._books.root(root), 0, lineage) for root in roots]
             likely = [chunk for origin in origins for chunk in spelled_chunks(origin, text, pieces)]
             cold = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self._fetches]
             for chunk in cold:
@@ -352,9 +354,9 @@ class KvStore:
 
     # ── storing ──
 
-    def origin(self, namespace: str) -> Cursor:
+    def origin(self, lineage: Lineage) -> Cursor:
         with self._lock:
-            return self._books.origin(namespace)
+            return self._books.origin(lineage)
 
     def advance(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
         """Move `cursor` along everything already stored for `tokens`."""
@@ -369,7 +371,7 @@ class KvStore:
         chunk = cursor.chunk
         with self._lock:
             at_end = cursor.used == len(chunk.tokens)
-            is_theirs = chunk.namespace == cursor.namespace
+            is_theirs = chunk.lineage == cursor.lineage
             if at_end and is_theirs and chunk.is_leaf and not chunk.is_fork and len(chunk.tokens) < CHUNK_TOKENS:
                 assert chunk.parent is not None
                 return cursor.moved(chunk.parent, chunk.take)
@@ -395,7 +397,7 @@ class KvStore:
         chunk = self._new_chunk(cursor, tokens, payload, tuple(sampled), made)
         with self._lock:
             if not self._fits_engine or cursor.chunk not in self._books:
-                return self._books.origin(cursor.namespace)
+                return self._books.origin(cursor.lineage)
             chunk.parent = self._books.anchored(cursor.chunk)
             if known := self._books.get(chunk.key):
                 known.is_fork |= fork
@@ -405,7 +407,7 @@ class KvStore:
             replaced = tail_inside(chunk)
             self._make_room()
             if chunk not in self._books:
-                return self._books.origin(cursor.namespace)
+                return self._books.origin(cursor.lineage)
         if self._writer:
             self._writer.put(chunk, replaced)
         elif replaced:
@@ -513,7 +515,7 @@ class KvStore:
     # ── inside, with the lock held ──
 
     def _deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
-        return self._books.deepest(cursor, tokens) if self._fits_engine else self._books.origin(cursor.namespace)
+        return self._books.deepest(cursor, tokens) if self._fits_engine else self._books.origin(cursor.lineage)
 
     def _take(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Use and pin; returns those that were not worth writing so far."""
@@ -543,16 +545,16 @@ class KvStore:
     def _new_chunk(
         self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: tuple[Span, ...], made: Made
     ) -> Chunk:
-        parent, namespace = cursor.chunk, cursor.namespace
+        parent, lineage = cursor.chunk, cursor.lineage
         return Chunk(
-            key=chunk_key(self.fingerprint, namespace, parent.key, cursor.used, tokens),
+            key=chunk_key(self.fingerprint, lineage, parent.key, cursor.used, tokens),
             parent=parent,
             take=cursor.used,
             tokens=tokens,
             sampled=sampled,
             made=made,
             size=len(payload),
-            namespace=namespace,
+            lineage=lineage,
         )
 
     def _add(self, chunk: Chunk, payload: memoryview) -> None:

@@ -9,12 +9,12 @@ def tail_inside(chunk: Chunk) -> Chunk | None:
     """The longest sibling that `chunk` begins with, goes beyond and can replace.
 
     The chunk inherits what its siblings know was sampled: a lookup will find only one of them. Siblings of other
-    namespaces are seen by others.
+    lineages are seen by others.
     """
     assert chunk.parent is not None
     replaced = None
     beside = chunk.parent.branches[chunk.take][int(chunk.tokens[0])]
-    for sibling in (known for known in beside if known.namespace == chunk.namespace):
+    for sibling in (known for known in beside if known.lineage == chunk.lineage):
         size, shared = len(sibling.tokens), common_prefix(sibling.tokens, chunk.tokens)
         known = ((begin, min(end, shared)) for begin, end in sibling.sampled if begin < shared)
         chunk.sampled = _merged((*chunk.sampled, *known))

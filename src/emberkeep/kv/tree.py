@@ -9,9 +9,9 @@ stop anywhere. Matching compares every token. The tree holds no locks: its store
 A snapshot is a chunk of no tokens: the state after exactly the tokens above it that cannot be cut by token. It
 hangs where it was taken, beside the chunks that go on from there.
 
-Each namespace has a root. What hangs below `SHARED`'s root may belong to anybody: a user's own text after a prefix
+Each owner has a root. What hangs below `SHARED`'s root may belong to anybody: a user's own text after a prefix
 that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else. What is
-approximate hangs below the exact state that it goes on from, in a namespace that only those see who ask for it.
+approximate hangs below the exact state that it goes on from, with a lineage that only those see who ask for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enum import IntFlag
 import numpy as np
 
 from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
-from emberkeep.types import visible_to
+from emberkeep.types import EXACT, Lineage
 
 Span = tuple[int, int]
 
@@ -68,8 +68,8 @@ class Chunk:
         "is_pinned",
         "key",
         "last_used",
+        "lineage",
         "made",
-        "namespace",
         "on_disk",
         "parent",
         "payload",
@@ -91,10 +91,10 @@ class Chunk:
         sampled: tuple[Span, ...] = (),
         made: Made = Made.UNKNOWN,
         size: int = 0,
-        namespace: str = "",
+        lineage: Lineage = EXACT,
     ) -> None:
         self.key = key
-        self.namespace = namespace
+        self.lineage = lineage
         self.parent = parent
         self.take = take
         self.start: int = parent.start + take if parent else 0
@@ -151,7 +151,7 @@ class Chunk:
         if not self.is_snapshot:
             return len(self.tokens)
         assert self.parent is not None
-        before = last_snapshot(Cursor(self.parent, self.take, self.namespace), self.start - 1)
+        before = last_snapshot(Cursor(self.parent, self.take, self.lineage), self.start - 1)
         return self.start - (before.start if before else 0)
 
     def children(self) -> Iterator[Chunk]:
@@ -183,21 +183,21 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the tree, after the first `used` tokens of `chunk`, as `namespace` sees it."""
+    """A place in the tree, after the first `used` tokens of `chunk`, as a request of `lineage` sees it."""
 
     chunk: Chunk
     used: int
-    namespace: str
+    lineage: Lineage
 
     @property
     def position(self) -> int:
         return self.chunk.start + self.used
 
     def sees(self, chunk: Chunk) -> bool:
-        return chunk.namespace in visible_to(self.namespace)
+        return self.lineage.sees(chunk.lineage)
 
     def moved(self, chunk: Chunk, used: int) -> Cursor:
-        return Cursor(chunk, used, self.namespace)
+        return Cursor(chunk, used, self.lineage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,8 @@ class Segment:
     end: int
 
 
-def new_root(namespace: str) -> Chunk:
-    root = Chunk(key=ROOT, namespace=namespace, parent=None, take=0, tokens=np.empty(0, np.int32))
+def new_root(owner: str) -> Chunk:
+    root = Chunk(key=ROOT, lineage=Lineage(owner), parent=None, take=0, tokens=np.empty(0, np.int32))
     root.is_fork = True
     return root
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.channel import Outbox
 from emberkeep.backend.fitting import Planning
+from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.local import LocalBackend
-from emberkeep.backend.marks import Lineages
 from emberkeep.backend.places import Places
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Container
 
-from emberkeep.types import exact_namespace
+from emberkeep.types import Lineage
 
 
 class Affinity:
@@ -14,11 +14,11 @@ class Affinity:
     def __init__(self, slots: int, limit: int) -> None:
         self._slots = slots
         self._limit = limit
-        self._pinned: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._pinned: OrderedDict[tuple[Lineage, str], int] = OrderedDict()
 
-    def slot_for(self, namespace: str, key: str, wanted: int | None = None) -> int:
+    def slot_for(self, lineage: Lineage, key: str, wanted: int | None = None) -> int:
         """`wanted`: what the client asked for, if it exists."""
-        conversation = namespace, key
+        conversation = lineage, key
         slot = self._pinned.get(conversation)
         if wanted is not None and 0 <= wanted < self._slots:
             slot = wanted
@@ -31,6 +31,6 @@ class Affinity:
             self._pinned.popitem(last=False)
         return slot
 
-    def forget(self, namespaces: Container[str]) -> None:
-        for conversation in [c for c in self._pinned if exact_namespace(c[0]) in namespaces]:
+    def forget(self, owners: Container[str]) -> None:
+        for conversation in [c for c in self._pinned if c[0].owner in owners]:
             del self._pinned[conversation]

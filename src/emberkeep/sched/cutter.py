@@ -18,6 +18,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.sched.job import Cut, Job
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import Slots
+from emberkeep.types import Lineage
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -38,10 +39,10 @@ class Cutter:
         cut = job.cut
         if cut is None or not job.use_cache or not self._can(cut):
             return None
-        reached = self._known(job.sees, self.source(cut))
+        reached = self._known(job.lineage, self.source(cut))
         if reached < cut.end + _WORTH_CUTTING:
             return None
-        direct = self._known(job.sees, job.tokens[: job.reusable])
+        direct = self._known(job.lineage, job.tokens[: job.reusable])
         return cut if cut.length(reached) > direct else None
 
     def source(self, cut: Cut) -> TokenArray:
@@ -51,9 +52,9 @@ class Cutter:
     def _can(self, cut: Cut) -> bool:
         return self._engine.capabilities.can_shift and cut.saved > 0
 
-    def _known(self, namespace: str, tokens: TokenArray) -> int:
-        stored = self._store.advance(self._store.origin(namespace), tokens)
-        return max(stored.position, self._slots.computed_match(namespace, tokens).tokens)
+    def _known(self, lineage: Lineage, tokens: TokenArray) -> int:
+        stored = self._store.advance(self._store.origin(lineage), tokens)
+        return max(stored.position, self._slots.computed_match(lineage, tokens).tokens)
 
     def finish(self, sequence: Sequence) -> None:
         """The longer prompt's state has been loaded, as far as there is any: make it that of the job's prompt.
@@ -83,7 +84,7 @@ class Cutter:
     def shorten(self, sequence: Sequence, cut: Cut) -> None:
         """Cut a sequence that is being answered. What cannot be moved is evaluated again. Blocks for one step."""
         reached = sequence.computed
-        if cut.namespace is not None and self._can(cut) and self._splice(sequence, cut):
+        if cut.lineage is not None and self._can(cut) and self._splice(sequence, cut):
             sequence.becomes(cut)
             sequence.was_cut(cut, reached)
             return

@@ -13,7 +13,7 @@ from emberkeep.kv.entries import Label
 from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.sched.admission import Admitted
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types import Approximation, LookupRecord, Progress, TokenLogprob
+from emberkeep.types import EXACT, Approximation, Lineage, LookupRecord, Progress, TokenLogprob
 
 
 class EndReason(Enum):
@@ -67,8 +67,8 @@ class Cut:
     """What leaves it."""
     insert: TokenArray
     """What stands there instead: one token or more."""
-    namespace: str | None
-    """Where state lives that was cut. None: nothing is moved, what follows is evaluated again."""
+    lineage: Lineage | None
+    """Of state that was cut. None: nothing is moved, what follows is evaluated again."""
 
     def length(self, reached: int) -> int:
         """How much of the shorter prompt there is when so many tokens of the longer one have been computed."""
@@ -121,11 +121,10 @@ class Job:
     """The client sent `tokens`, not text."""
     user: str = ""
     """Jobs of different users take turns."""
-    namespace: str = ""
+    lineage: Lineage = EXACT
+    """Whose state it may reuse, and what its own may become: see `Sequence.lineage`."""
     approximate: Approximation | None = None
     """State from other places may be moved into it."""
-    approximate_namespace: str | None = None
-    """Where its state lives from the first on that was moved or cut. It sees what `namespace` sees, and more."""
     cut: Cut | None = None
     """Its prompt is a part of one that may be known."""
     on_full: Callable[[], bool] = lambda: False
@@ -141,7 +140,7 @@ class Job:
     borders: frozenset[int] = frozenset()
     """Positions in the prompt where others will go on: what cannot be cut by token is stored there."""
     affinity: str = ""
-    """Jobs with equal ones (in one namespace) like to have the same slot."""
+    """Jobs with equal ones (in one lineage) like to have the same slot."""
     wanted_slot: int | None = None
     read_ahead: Set[ChunkKey] = frozenset()
     """Chunks whose reading from disk began for this job before it was submitted."""
@@ -154,11 +153,6 @@ class Job:
         """The last prompt token is evaluated alone: its logits start the answer, and a cached and an uncached run
         then end in the same computation. Where there is no answer it is like the others."""
         return len(self.tokens) - (self.max_new > 0)
-
-    @property
-    def sees(self) -> str:
-        """The namespace whose state it may reuse."""
-        return self.namespace if self.approximate_namespace is None else self.approximate_namespace
 
     @property
     def memory(self) -> int:

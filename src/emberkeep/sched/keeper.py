@@ -15,7 +15,7 @@ from emberkeep.kv.entries import Entry
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.kv.tree import place_at
 from emberkeep.sched.sequence import Sequence
-from emberkeep.types import EXACT_BITS, bits_of
+from emberkeep.types import EXACT_BITS
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -70,7 +70,7 @@ class Keeper:
         if stable is not None and stable.length <= cursor.position:
             # A prefix that the operator shares is one entry, whoever uses it.
             place = place_at(cursor, stable.length)
-            self._store.turn_ended(stable.label, replace(place, namespace=place.chunk.namespace))
+            self._store.turn_ended(stable.label, replace(place, lineage=place.chunk.lineage))
         entry = self._store.turn_ended(label, cursor) if label else None
         if entry is not None:
             sequence.entry, sequence.turn = entry.id, entry.turns
@@ -106,8 +106,8 @@ class Keeper:
         sequence.cursor = cursor
 
     def _export(self, sequence: Sequence, borders: list[int]) -> list[Payload]:
-        """Full chunks in the bits of their namespace; the newest tokens, whose chunk will grow, as they are."""
-        bits = bits_of(sequence.lineage)
+        """Full chunks in the bits of their lineage; the newest tokens, whose chunk will grow, as they are."""
+        bits = sequence.lineage.bits
         full = [border for border in borders if (border - borders[0]) % CHUNK_TOKENS == 0]
         if bits == EXACT_BITS or len(full) < 2:
             return self._engine.export_kv(sequence.slot, borders)

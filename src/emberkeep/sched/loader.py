@@ -25,7 +25,7 @@ from emberkeep.sched.job import Cut, Job
 from emberkeep.sched.mover import Mover
 from emberkeep.sched.sequence import PATIENCE_S, Load, Phase, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
-from emberkeep.types import EXACT_BITS, Divergence, MissReason, bits_of, visible_to
+from emberkeep.types import EXACT_BITS, Divergence, MissReason
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -61,11 +61,11 @@ class Loader:
         if not job.use_cache:
             return None
         wanted = self._cutter.source(job.cut) if job.cut else job.tokens[: job.reusable]
-        coming = self._slots.coming_match(job.sees, wanted)
+        coming = self._slots.coming_match(job.lineage, wanted)
         if coming.sequence is None:
             return None
-        stored = self._store.advance(self._store.origin(job.sees), wanted)
-        now = max(stored.position, self._slots.computed_match(job.sees, wanted).tokens)
+        stored = self._store.advance(self._store.origin(job.lineage), wanted)
+        now = max(stored.position, self._slots.computed_match(job.lineage, wanted).tokens)
         # The end of a turn is evaluated within a step or two, and whoever continues the turn wants it.
         needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
         return coming if coming.tokens >= now + needed else None
@@ -77,8 +77,8 @@ class Loader:
         """
         cut = self._cutter.useful(job)
         wanted = self._cutter.source(cut) if cut else job.tokens[: job.reusable if job.use_cache else 0]
-        hot = self._slots.computed_match(job.sees, wanted)
-        match = self._store.match(job.sees, wanted, snapshots=self._unit.has_snapshots)
+        hot = self._slots.computed_match(job.lineage, wanted)
+        match = self._store.match(job.lineage, wanted, snapshots=self._unit.has_snapshots)
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
         if is_better or job.from_store:
             hot = HotMatch(None, 0)
@@ -106,7 +106,7 @@ class Loader:
         if slot is None:
             return None
         with self._or_vacate(slot):
-            sequence = Sequence(slot, job, self._store.origin(job.namespace), hot.tokens)
+            sequence = Sequence(slot, job, self._store.origin(job.lineage.stored), hot.tokens)
             if hot.sequence is not None:
                 _go_on_from(sequence, hot.sequence)
             sequence.borders = job.borders if self._unit.has_snapshots else frozenset()
@@ -169,7 +169,7 @@ class Loader:
 
     def _place(self, job: Job, hot: HotMatch) -> int | None:
         """A slot that holds exactly the hot prefix."""
-        prefer = self._affinity.slot_for(job.namespace, job.affinity, job.wanted_slot)
+        prefer = self._affinity.slot_for(job.lineage.stored, job.affinity, job.wanted_slot)
         source = hot.sequence
         if source is None:
             return self._slots.claim(prefer=prefer)
@@ -261,12 +261,12 @@ class Loader:
         assert sequence.job is not None
         chunk = load.chunk
         tokens = load.end - sequence.computed
-        is_packed = bits_of(chunk.namespace) != EXACT_BITS
+        is_packed = chunk.lineage.bits != EXACT_BITS
         sequence.holds(load.end, chunk.made.steps & ~Made.REPRODUCIBLE if is_packed else chunk.made.steps)
         sequence.patience_ends = monotonic() + PATIENCE_S
         sequence.holds_packed |= is_packed
         if sequence.cursor.position < load.end:
-            if chunk.namespace not in visible_to(sequence.namespace):
+            if not sequence.lineage.sees(chunk.lineage):
                 sequence.rests_on_moved(chunk.start)
             here = Cursor(chunk, load.end - chunk.start, sequence.lineage)
             sequence.cursor = place_at(here, load.end) if chunk.is_snapshot else here
@@ -336,8 +336,8 @@ def _go_on_from(sequence: Sequence, hot: Sequence) -> None:
     if begins is not None and begins < sequence.computed:
         sequence.rests_on_moved(begins)
     known = hot.cursor
-    if known.position <= sequence.computed and known.chunk.namespace in visible_to(sequence.lineage):
-        sequence.cursor = replace(known, namespace=sequence.lineage)
+    if known.position <= sequence.computed and sequence.lineage.sees(known.chunk.lineage):
+        sequence.cursor = replace(known, lineage=sequence.lineage)
 
 
 def _must_load(sequence: Sequence) -> bool:

@@ -36,7 +36,7 @@ from emberkeep.sched.recent import RecentAnswers
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.sched.thread import EngineThread, promised
-from emberkeep.types import Json, Progress, exact_namespace
+from emberkeep.types import Json, Lineage, Progress
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -202,17 +202,17 @@ class EngineLoop:
         self._inbox.put(Stop())
         self._thread.end()
 
-    def forget(self, namespaces: Container[str]) -> Future[None]:
+    def forget(self, owners: Container[str]) -> Future[None]:
         """Drop what rests in the engine for these, and what is remembered of their answers. Jobs that are here now
         go on, and leave nothing behind."""
 
         def drop() -> None:
             for job in [*self._line, *(s.job for s in self._slots.active if s.job is not None)]:
-                if exact_namespace(job.namespace) in namespaces:
+                if job.lineage.owner in owners:
                     job.is_kept, job.notes = False, Notes()
-            self._slots.forget(namespaces)
-            self._affinity.forget(namespaces)
-            self.recent.forget(namespaces)
+            self._slots.forget(owners)
+            self._affinity.forget(owners)
+            self.recent.forget(owners)
 
         return self.call(drop)
 
@@ -227,9 +227,9 @@ class EngineLoop:
 
         return self.call(drop)
 
-    def hot_tokens(self, namespace: str, tokens: TokenArray) -> Future[int]:
+    def hot_tokens(self, lineage: Lineage, tokens: TokenArray) -> Future[int]:
         """How many leading tokens are in the engine."""
-        return self.call(lambda: self._slots.computed_match(namespace, tokens).tokens)
+        return self.call(lambda: self._slots.computed_match(lineage, tokens).tokens)
 
     @property
     def kv_unit(self) -> KvUnit:
@@ -585,7 +585,7 @@ class EngineLoop:
         return Counter(s.job.user for s in self._slots.active if s.job is not None)
 
     def _keep_before_fork(self, job: Job) -> None:
-        hot = self._slots.computed_match(job.sees, job.tokens[: job.reusable])
+        hot = self._slots.computed_match(job.lineage, job.tokens[: job.reusable])
         if job.use_cache and hot.sequence and hot.sequence.is_active:
             with self._only(hot.sequence):
                 self._keeper.keep_fork(hot.sequence, hot.tokens)

@@ -40,7 +40,7 @@ class Mover:
         assert job is not None
         if job.approximate is None or not self._engine.capabilities.can_blend:
             return
-        found = self._store.match_elsewhere(job.namespace, job.tokens[: job.reusable], begin, job.approximate)
+        found = self._store.match_elsewhere(job.lineage, job.tokens[: job.reusable], begin, job.approximate)
         sequence.moved = list(found)  # all of it is pinned, whatever becomes of it
         for moved in found:
             if job.from_store or self._store.costs.is_worth_loading(moved.chunks, moved.end - moved.start):

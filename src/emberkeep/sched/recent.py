@@ -13,7 +13,7 @@ import numpy as np
 from emberkeep.kv.keys import ROOT, TokenArray
 from emberkeep.kv.replay import Replayed, stored_spelling
 from emberkeep.kv.tree import Chunk, Cursor, Span
-from emberkeep.types import exact_namespace, visible_to
+from emberkeep.types import Lineage
 
 
 class RecentAnswers:
@@ -23,22 +23,20 @@ class RecentAnswers:
         self._limit = limit
         self._latest_first: tuple[Chunk, ...] = ()
 
-    def add(self, namespace: str, tokens: TokenArray, answer: Span) -> None:
+    def add(self, lineage: Lineage, tokens: TokenArray, answer: Span) -> None:
         """`tokens` is a whole sequence, of which [answer) was sampled."""
-        spelled = Chunk(
-            key=ROOT, parent=None, take=0, tokens=tokens.copy(), sampled=(answer,), namespace=namespace
-        )
+        spelled = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), sampled=(answer,), lineage=lineage)
         # One assignment of a new tuple: readers need no lock.
         self._latest_first = (spelled, *self._latest_first[: self._limit - 1])
 
-    def forget(self, namespaces: Container[str]) -> None:
+    def forget(self, owners: Container[str]) -> None:
         """On the engine's thread: what is added later is of answers that were not being written before."""
-        kept = (s for s in self._latest_first if exact_namespace(s.namespace) not in namespaces)
+        kept = (s for s in self._latest_first if s.lineage.owner not in owners)
         self._latest_first = tuple(kept)
 
     def replay(
         self,
-        namespace: str,
+        lineage: Lineage,
         ids: TokenArray,
         text: bytes,
         start: int,
@@ -51,8 +49,8 @@ class RecentAnswers:
         for spelled in self._latest_first:
             if not len(ids) <= spelled.sampled[0][0] <= furthest:
                 continue
-            if spelled.namespace in visible_to(namespace) and _begins_with(spelled.tokens, ids):
-                found = stored_spelling(Cursor(spelled, len(ids), namespace), text, start, borders, pieces)
+            if lineage.sees(spelled.lineage) and _begins_with(spelled.tokens, ids):
+                found = stored_spelling(Cursor(spelled, len(ids), lineage), text, start, borders, pieces)
                 if found[0]:
                     return found
         return (), start

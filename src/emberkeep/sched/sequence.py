@@ -19,7 +19,7 @@ from emberkeep.kv.lookup import Match
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span, place_at
 from emberkeep.sched.job import Cut, Ending, EndReason, Job
 from emberkeep.sched.shapes import Shapes
-from emberkeep.types import Divergence, LookupRecord, MissReason, visible_to
+from emberkeep.types import Divergence, Lineage, LookupRecord, MissReason
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
@@ -90,9 +90,8 @@ class Sequence:
     def __init__(self, slot: int, job: Job, cursor: Cursor, reused: int) -> None:
         self.slot = slot
         self.job: Job | None = job
-        self.namespace = job.namespace
-        """Whose it is while it is exact."""
-        self._approximate_namespace = job.sees
+        self._lineage = job.lineage
+        """What it may become: see `lineage`."""
         self.approximate_from: int | None = None
         """Where state begins that was moved there, now or before it was stored."""
         self.holds_packed = False
@@ -186,16 +185,15 @@ class Sequence:
             self._reusable = len(self.tokens) - 1
 
     @property
-    def lineage(self) -> str:
-        """Where what it computes now is stored."""
-        return self.namespace if self.approximate_from is None else self._approximate_namespace
+    def lineage(self) -> Lineage:
+        """Of what it computes now: its own from the first token on that rests on something moved or cut."""
+        return self._lineage.stored if self.approximate_from is None else self._lineage
 
-    def shown_to(self, namespace: str) -> int:
-        """How many of its first tokens a job that sees `namespace` may reuse."""
-        seen = visible_to(namespace)
-        if self.namespace not in seen or self.cut is not None:
+    def shown_to(self, lineage: Lineage) -> int:
+        """How many of its first tokens a job of that lineage may reuse."""
+        if not lineage.sees(self._lineage.stored) or self.cut is not None:
             return 0
-        return len(self.tokens) if self._approximate_namespace in seen else self._exact_length
+        return len(self.tokens) if lineage.sees(self._lineage) else self._exact_length
 
     @property
     def _exact_length(self) -> int:
@@ -281,14 +279,14 @@ class Sequence:
         """From `start` on it is approximate, and what is stored of it from now on is stored as such."""
         if self.approximate_from is None or start < self.approximate_from:
             self.approximate_from = start
-        self.cursor = replace(self.cursor, namespace=self.lineage)
+        self.cursor = replace(self.cursor, lineage=self.lineage)
 
     # ── cutting ──
 
     def was_cut(self, cut: Cut, reached: int) -> None:
         """Its state was that of the cut's source up to `reached`, and is now that of its own tokens."""
-        assert cut.namespace is not None
-        self._approximate_namespace = cut.namespace
+        assert cut.lineage is not None
+        self._lineage = cut.lineage
         self.holds_only(cut.start)
         self.holds(cut.length(reached), Made.NARROW)
         self.rests_on_moved(cut.start)

@@ -17,7 +17,7 @@ from emberkeep.kv.tree import common_prefix
 from emberkeep.sched.cleanup import insist
 from emberkeep.sched.job import Notes
 from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.types import exact_namespace
+from emberkeep.types import Lineage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,25 @@ class Slots:
     def idle(self) -> list[Sequence]:
         return [s for s in list(self._by_slot.values()) if not s.is_active]
 
-    def computed_match(self, namespace: str, tokens: TokenArray) -> HotMatch:
+    def computed_match(self, lineage: Lineage, tokens: TokenArray) -> HotMatch:
         """The sequence that shares the longest computed prefix with `tokens`."""
         best = HotMatch(None, 0)
         for sequence in self._by_slot.values():
             if sequence.phase is Phase.LOADING:
                 continue
-            length = common_prefix(sequence.tokens[: min(sequence.computed, sequence.shown_to(namespace))], tokens)
+            length = common_prefix(sequence.tokens[: min(sequence.computed, sequence.shown_to(lineage))], tokens)
             if self._whole_only and length != sequence.computed:
                 continue
             if length and (length, not sequence.is_active) > (best.tokens, False):
                 best = HotMatch(sequence, length)
         return best
 
-    def coming_match(self, namespace: str, tokens: TokenArray) -> HotMatch:
+    def coming_match(self, lineage: Lineage, tokens: TokenArray) -> HotMatch:
         """The active sequence that will have computed the longest shared prefix when its prompt is done."""
         best = HotMatch(None, 0)
         for sequence in self.active:
             if not self._whole_only:
-                length = common_prefix(sequence.tokens[: sequence.shown_to(namespace)], tokens)
+                length = common_prefix(sequence.tokens[: sequence.shown_to(lineage)], tokens)
                 if length > max(best.tokens, sequence.computed):
                     best = HotMatch(sequence, length)
         return best
@@ -114,10 +114,10 @@ class Slots:
             if sequence.entry == entry and sequence.turn <= before_turn:
                 self.drop(sequence)
 
-    def forget(self, namespaces: Container[str]) -> None:
+    def forget(self, owners: Container[str]) -> None:
         """Give up everything that rests for these, exact or not; of what is being computed nothing is kept."""
         for sequence in [*self.idle, *self.active]:
-            if exact_namespace(sequence.namespace) not in namespaces:
+            if sequence.lineage.owner not in owners:
                 continue
             if sequence.is_active:
                 sequence.is_kept, sequence.notes = False, Notes()

@@ -33,8 +33,6 @@ from emberkeep.types import (
     ToolCall,
     Turn,
     Usage,
-    cut_mark,
-    exact_namespace,
 )
 
 log = logging.getLogger("emberkeep.session")
@@ -218,10 +216,6 @@ class Sessions:
                 self._counters.archived_turns += new
         except MemoryFailed as error:
             log.warning("%d turns that a server has dropped are not archived: %s", len(groups), error)
-
-    def mark(self, view: View) -> str:
-        """Of the namespace in which state lives that was cut in this conversation."""
-        return cut_mark(view.gone.root)
 
     # ── coming back ──
 
@@ -418,4 +412,4 @@ def _latest_notes(memory: Memory, owner: str, keys: Sequence[bytes]) -> list[Not
 
 
 def _owner(request: Request) -> str:
-    return exact_namespace(request.namespace)
+    return request.namespace

@@ -10,7 +10,6 @@ from emberkeep.types.asking import (
     Message,
     ReasoningFormat,
     Recall,
-    Repair,
     Request,
     Role,
     Sampling,
@@ -53,6 +52,16 @@ from emberkeep.types.keeping import (
     Verified,
     Warmed,
 )
+from emberkeep.types.lineage import (
+    EXACT,
+    EXACT_BITS,
+    SHARED,
+    Lineage,
+    Repair,
+    owner_of,
+    private_namespace,
+    user_of,
+)
 from emberkeep.types.memory import (
     Fact,
     Forgotten,
@@ -70,19 +79,6 @@ from emberkeep.types.models import (
     LayerExperts,
     Vocab,
 )
-from emberkeep.types.namespaces import (
-    EXACT_BITS,
-    SHARED,
-    bits_of,
-    cut_mark,
-    exact_namespace,
-    marked_namespace,
-    private_namespace,
-    repair_of,
-    user_of,
-    visible_to,
-    without_mark,
-)
 from emberkeep.types.remote import DEPTH_HEADER, HOPS_HEADER, RemoteModel
 from emberkeep.types.tools import (
     CallEnded,
@@ -96,6 +92,7 @@ from emberkeep.types.tools import (
 
 __all__ = [
     "DEPTH_HEADER",
+    "EXACT",
     "EXACT_BITS",
     "HOPS_HEADER",
     "SHARED",
@@ -124,6 +121,7 @@ __all__ = [
     "Json",
     "JsonFormat",
     "LayerExperts",
+    "Lineage",
     "LookupRecord",
     "MemoryKind",
     "Message",
@@ -160,16 +158,10 @@ __all__ = [
     "Verified",
     "Vocab",
     "Warmed",
-    "bits_of",
-    "cut_mark",
-    "exact_namespace",
     "exceeds_depth",
     "expectation",
-    "marked_namespace",
     "merge_usage",
+    "owner_of",
     "private_namespace",
-    "repair_of",
     "user_of",
-    "visible_to",
-    "without_mark",
 ]

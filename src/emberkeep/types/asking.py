@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+from emberkeep.types.lineage import Lineage, Repair
+
 Json = Any
 """Anything that `json.loads` returns."""
 
@@ -100,14 +102,6 @@ class ReasoningFormat(StrEnum):
     INLINE = "inline"  # it stays in the text, as the model wrote it
 
 
-class Repair(StrEnum):
-    """What is evaluated again of state that was taken from another place."""
-
-    NONE = "none"  # nothing: its keys are rotated to where they stand now
-    SELECTIVE = "selective"  # the tokens next to each seam
-    CACHEBLEND = "cacheblend"  # the tokens that differ most after the first layers
-
-
 @dataclass(frozen=True, slots=True)
 class Approximation:
     """Stored state may be reused at other places than where it was computed. The result is not exact."""
@@ -164,11 +158,11 @@ class Request:
     """False: nothing of what is computed is kept."""
     from_store: bool = False
     """Load what is stored even where the engine has it too, or would be faster: to check it."""
+    lineage: Lineage | None = None
+    """Reuse the state of this one, whatever the request says otherwise: to check it. None: as it says."""
     approximate: Approximation | Literal[False] | None = None
     """False: only state that was computed for exactly these tokens at exactly this place is reused. None: as
     configured."""
-    cut_mark: str = ""
-    """Something was cut out of its state, which lives where this marks it."""
     evict: bool | None = None
     """Old messages may leave a conversation that is too long. None: as configured."""
     recall: Recall | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from emberkeep.types.asking import Repair, Ttl
+from emberkeep.types.asking import Ttl
 from emberkeep.types.cost import LookupRecord
-from emberkeep.types.namespaces import EXACT_BITS
+from emberkeep.types.lineage import EXACT_BITS, Repair
 
 
 class EntryKind(StrEnum):
