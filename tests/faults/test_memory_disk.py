@@ -28,7 +28,7 @@ def filled(path: Path, turns: int = 200) -> Memory:
 def assert_whole(memory: Memory, turns: int) -> None:
     assert memory.stats("")["turns"] == turns
     assert sum(row["kind"] == "turn" for row in memory.export()) == turns
-    with memory._database.writing() as db:
+    with memory._database.transaction() as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         db.execute("INSERT INTO words (words) VALUES ('integrity-check')")
 
@@ -62,7 +62,7 @@ def test_a_failed_write_is_explained_leaves_nothing_half_and_works_again_later(t
 
 def test_a_disk_without_room_is_called_full(tmp_path: Path) -> None:
     memory = filled(tmp_path / "memory.sqlite")
-    with memory._database.writing() as db:
+    with memory._database.transaction() as db:
         db.pragma("max_page_count", db.pragma("page_count"))
     actions = [
         lambda: memory.archive("", [turn(f"late {i} " + "word " * 2000) for i in range(50)]),
@@ -76,7 +76,7 @@ def test_a_disk_without_room_is_called_full(tmp_path: Path) -> None:
             action()
     assert_whole(memory, 200)
     assert memory.facts("") == [] and memory.conversations("") == []
-    with memory._database.writing() as db:
+    with memory._database.transaction() as db:
         db.pragma("max_page_count", 1 << 30)
     for action in actions:
         action()
@@ -86,7 +86,7 @@ def test_a_disk_without_room_is_called_full(tmp_path: Path) -> None:
 
 def test_a_file_that_may_not_be_written_is_still_searched(tmp_path: Path) -> None:
     memory = filled(tmp_path / "memory.sqlite")
-    with memory._database.writing() as db:
+    with memory._database.transaction() as db:
         db.pragma("query_only", True)
     with pytest.raises(MemoryFailed, match="allow writing there, or choose another data_dir"):
         memory.archive("", [turn("late")])
@@ -109,7 +109,7 @@ def test_a_program_that_holds_the_file_for_too_long_is_blamed(
 ) -> None:
     monkeypatch.setattr("emberkeep.memory.database._BUSY_S", 0.02)
     memory, other = filled(tmp_path / "memory.sqlite"), Memory(tmp_path / "memory.sqlite", limit_bytes=PLENTY)
-    with other._database.writing(), pytest.raises(MemoryFailed, match="held by another program"):
+    with other._database.transaction(), pytest.raises(MemoryFailed, match="held by another program"):
         memory.archive("", [turn("late")])
     assert memory.search("", "thing number 7")
     assert memory.archive("", [turn("late")]) == 1

@@ -70,7 +70,7 @@ def test_users_who_came_once_are_not_known_for_ever(path: Path) -> None:
     owners = memory.owners()
     assert "stays" in owners and "user 0" not in owners and "user 2999" in owners
     assert len(owners) <= memory.stats()["turns"] + 32
-    with memory._database.reading() as db:
+    with memory._database.snapshot() as db:
         assert db.execute("SELECT count(*) FROM conversations").fetchall()[0][0] <= len(owners)
     assert memory.stats()["bytes"] <= 1.1 * (1 << 20)
     memory.close()

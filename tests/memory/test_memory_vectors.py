@@ -9,8 +9,8 @@ import pytest
 
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory import vectors
-from emberkeep.memory.embedding import Floats, open_embedder
 from emberkeep.memory.memory import Memory
+from emberkeep.memory.vectors import Floats, open_embedder
 from helpers.remembering import PLENTY, raw_bytes, turn
 
 MEANINGS = {"dog": 0, "canine": 0, "car": 1, "automobile": 1, "tea": 2, "beverage": 2}
@@ -120,7 +120,7 @@ def test_vectors_of_another_embedder_do_no_harm(meaning: Memory, path: Path) -> 
 
 
 def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberkeep.memory.embedding.find_spec", lambda _: None)
+    monkeypatch.setattr("emberkeep.memory.vectors.find_spec", lambda _: None)
     with pytest.raises(MemoryFailed, match=r"pip install 'emberkeep\[embeddings\]'"):
         open_embedder()
 

@@ -20,7 +20,7 @@ from emberkeep.library.fields import (
     Remembered,
 )
 from emberkeep.library.lines import read_lines, write_lines
-from emberkeep.memory.secrets import redacted
+from emberkeep.memory.redaction import redact
 from emberkeep.types import Fact, Forgotten, Json, Message, Recollection, SavedConversation, private_namespace
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def switched_on(memory: Memory | None) -> Memory:
 def check_fact(name: str, value: str) -> None:
     """Raises InvalidField for one that memory would refuse."""
     fact = f"{name}: {value}"
-    if redacted(fact) != fact:
+    if redact(fact) != fact:
         raise InvalidField("value", "memory does not keep secrets such as keys and passwords: leave it out.")
 
 

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from urllib.parse import quote, unquote
 
 from emberkeep.errors import NoSuchEntry
-from emberkeep.memory.conversations import message_json
 from emberkeep.memory.memory import Memory
+from emberkeep.memory.records import message_json
 from emberkeep.types import Json, SavedConversation
 
 _CONVERSATIONS = "memory://conversations"

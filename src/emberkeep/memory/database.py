@@ -18,7 +18,6 @@ import apsw
 from emberkeep.errors import MemoryFailed
 from emberkeep.files import private_folder
 from emberkeep.memory.migrations import migrate
-from emberkeep.memory.sql import rows
 
 _BUSY_S = 5.0
 """How long another process may hold the file before that is an error."""
@@ -32,9 +31,9 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._writing = threading.Lock()
-        self._reading = threading.Lock()
-        with self._translated():
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        with self._translate_errors():
             _create(path)
             self._writer = _connect(path)
             try:
@@ -45,15 +44,15 @@ class Database:
                 raise
 
     @contextmanager
-    def reading(self) -> Iterator[apsw.Connection]:
+    def snapshot(self) -> Iterator[apsw.Connection]:
         """One view of the file, whatever others write meanwhile."""
-        with self._reading, self._translated(), self._reader as db:
+        with self._read_lock, self._translate_errors(), self._reader as db:
             yield db
 
     @contextmanager
-    def writing(self) -> Iterator[apsw.Connection]:
+    def transaction(self) -> Iterator[apsw.Connection]:
         """A transaction that is on disk when the block has ended; after an error nothing of it has happened."""
-        with self._writing, self._translated():
+        with self._write_lock, self._translate_errors():
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -68,25 +67,40 @@ class Database:
 
         Others can read meanwhile, and wait to write: a million turns take about three seconds.
         """
-        with self._writing, self._translated():
+        with self._write_lock, self._translate_errors():
             self._writer.execute("VACUUM")
-            with self._reading:
+            with self._read_lock:
                 busy, *_ = rows(self._writer, "PRAGMA wal_checkpoint(TRUNCATE)")[0]
             if busy:
                 raise apsw.BusyError
 
     def close(self) -> None:
         """Waits for what is under way. Idempotent."""
-        with self._writing, self._reading:
+        with self._write_lock, self._read_lock:
             self._reader.close()
             self._writer.close()
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except (apsw.Error, OSError, UnicodeError, json.JSONDecodeError) as error:
-            raise MemoryFailed(_sentence(self.path, error)) from error
+            raise MemoryFailed(_describe(self.path, error)) from error
+
+
+def rows(db: apsw.Connection, sql: str, *values: Any) -> list[Any]:
+    return db.execute(sql, values).fetchall()
+
+
+def value(db: apsw.Connection, sql: str, *values: Any) -> Any:
+    """The first column of the first row; None where there is no row."""
+    found = rows(db, sql, *values)
+    return found[0][0] if found else None
+
+
+def used_bytes(db: apsw.Connection) -> int:
+    """Of the file, without its free pages."""
+    return int((db.pragma("page_count") - db.pragma("freelist_count")) * db.pragma("page_size"))
 
 
 def _create(path: Path) -> None:
@@ -113,8 +127,8 @@ def _connect(path: Path) -> apsw.Connection:
 
 
 class _Patience:
-    """Waits for whoever holds the file. SQLite itself would ask ten times a second, and never come to its turn
-    where several write one turn after the other."""
+    """Waits while another process holds the file. SQLite itself would ask ten times a second, and never come to
+    its turn where several write one turn after the other."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -157,7 +171,7 @@ _SENTENCES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
 )
 
 
-def _sentence(path: Path, error: Exception) -> str:
+def _describe(path: Path, error: Exception) -> str:
     for kinds, sentence in _SENTENCES:
         if isinstance(error, kinds):
             return sentence.format(path=path)

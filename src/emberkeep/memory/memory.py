@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from emberkeep.memory import conversations, exporting, facts, forgetting, importing, searching
-from emberkeep.memory.database import Database
-from emberkeep.memory.embedding import Embed, Floats
-from emberkeep.memory.forgettings import forgotten_since, last_forgetting
-from emberkeep.memory.notes import put_note, read_notes
-from emberkeep.memory.retention import retain
-from emberkeep.memory.rows import add_turn, make_conversation, make_owner, owner_id
-from emberkeep.memory.secrets import redacted
-from emberkeep.memory.sql import rows as read_rows
-from emberkeep.memory.stats import stats
+from emberkeep.memory import records
+from emberkeep.memory.database import Database, rows, value
+from emberkeep.memory.export import export, import_rows
+from emberkeep.memory.forget import forget, forgotten_since, retain
+from emberkeep.memory.redaction import redact
+from emberkeep.memory.search import Query, search
 from emberkeep.memory.terms import clean
-from emberkeep.memory.vectors import Vectors, add_vectors, text_of, without_vectors
-from emberkeep.types import Fact, Forgotten, Json, Message, Note, Recollection, SavedConversation, Turn
+from emberkeep.memory.vectors import Embed, Floats, Vectors, add_vectors, text_of, turns_without_vectors
+from emberkeep.types import Fact, Forgotten, Json, Message, Note, NoteKind, Recollection, SavedConversation, Turn
+
+_KEYS_AT_ONCE = 128
+"""Keys of notes in one statement: always as many, so that SQLite has it prepared."""
+_READ_NOTES = f"""SELECT key, kind, data FROM notes WHERE owner = (SELECT id FROM owners WHERE name = ?)
+                  AND key IN ({",".join("?" * _KEYS_AT_ONCE)})"""
 
 
 class Memory:
@@ -55,32 +58,40 @@ class Memory:
         """
         meanings = self._meanings([(turn.user_text, turn.assistant_text) for turn in turns])
         name = turns[0].conversation if turns and conversation is None else conversation
-        with self._database.writing() as db:
+        with self._database.transaction() as db:
             if as_of is not None and forgotten_since(db, as_of, owner, clean(name or "")):
                 return 0
-            id_ = make_owner(db, owner)
-            added = [add_turn(db, id_, make_conversation(db, id_, turn.conversation), turn) for turn in turns]
+            id_ = records.make_owner(db, owner)
+            added = [
+                records.add_turn(db, id_, records.make_conversation(db, id_, turn.conversation), turn)
+                for turn in turns
+            ]
             if meanings is not None:
                 add_vectors(db, added, meanings)
-            place = make_conversation(db, id_, name) if name is not None and notes else None
+            within = records.make_conversation(db, id_, name) if name is not None and notes else None
             for note in notes:
-                put_note(db, id_, place, note)
+                records.put_note(db, id_, within, note)
             retain(db, self._limit)
         return len(added) - added.count(None)
 
     def last_forgetting(self) -> int:
-        """For `archive` and `forgotten_since`, of what begins now."""
-        with self._database.reading() as db:
-            return last_forgetting(db)
+        """For `archive` and `forgotten_since`, of what begins now; 0 where there was none."""
+        with self._database.snapshot() as db:
+            return int(value(db, "SELECT max(id) FROM forgettings") or 0)
 
     def forgotten_since(self, as_of: int, owner: str, conversation: str) -> bool:
-        with self._database.reading() as db:
+        with self._database.snapshot() as db:
             return forgotten_since(db, as_of, owner, clean(conversation))
 
     def notes(self, owner: str, keys: Sequence[bytes]) -> list[Note]:
         """Every note at one of these places, in no order."""
-        with self._database.reading() as db:
-            return read_notes(db, owner, keys)
+        found: list[Any] = []
+        with self._database.snapshot() as db:
+            for begin in range(0, len(keys), _KEYS_AT_ONCE):
+                some = keys[begin : begin + _KEYS_AT_ONCE]
+                padding = (None,) * (_KEYS_AT_ONCE - len(some))
+                found += rows(db, _READ_NOTES, owner, *some, *padding)
+            return [Note(key, NoteKind(kind), json.loads(data)) for key, kind, data in found]
 
     def search(
         self,
@@ -93,37 +104,37 @@ class Memory:
     ) -> list[Recollection]:
         """Archived turns and stored answers, the best first. `query` is what a person would ask, `exclude` are ids
         of recollections that are not wanted. Stored answers belong to no conversation."""
-        meaning = self._vectors.of([query])[0] if self._vectors is not None else None
-        asked = searching.Asked(query, max_results, conversation, exclude)
-        with self._database.reading() as db:
-            return searching.search(db, owner, asked, self._vectors, meaning)
+        meaning = self._vectors.embed([query])[0] if self._vectors is not None else None
+        with self._database.snapshot() as db:
+            return search(db, owner, Query(query, max_results, conversation, exclude), self._vectors, meaning)
 
     # ── facts and answers ──
 
     def set_fact(self, owner: str, name: str, value: str) -> None:
         """Raises MemoryFailed for a secret."""
-        with self._database.writing() as db:
-            facts.set_fact(db, make_owner(db, owner), Fact(name, value, time.time()))
+        with self._database.transaction() as db:
+            records.set_fact(db, records.make_owner(db, owner), Fact(name, value, time.time()))
 
     def fact(self, owner: str, name: str) -> Fact | None:
-        with self._database.reading() as db:
-            return facts.read_fact(db, owner, name)
+        with self._database.snapshot() as db:
+            return records.read_fact(db, owner, name)
 
     def facts(self, owner: str) -> list[Fact]:
         """By name."""
-        with self._database.reading() as db:
-            return facts.read_facts(db, owner)
+        with self._database.snapshot() as db:
+            return records.read_facts(db, owner)
 
     def delete_fact(self, owner: str, name: str) -> bool:
         """Whether there was one."""
-        with self._database.writing() as db:
-            return facts.delete_fact(db, owner_id(db, owner), name)
+        with self._database.transaction() as db:
+            return records.delete_fact(db, records.owner_id(db, owner), name)
 
     def store_answer(self, owner: str, question: str, answer: str) -> int:
         """Its id. The same question again replaces the answer."""
         meanings = self._meanings([(question, answer)])
-        with self._database.writing() as db:
-            id_ = facts.store_answer(db, make_owner(db, owner), facts.answer(question, answer, time.time()))
+        with self._database.transaction() as db:
+            turn = records.answer_turn(question, answer, time.time())
+            id_ = records.store_answer(db, records.make_owner(db, owner), turn)
             if meanings is not None:
                 add_vectors(db, [id_], meanings)
         return id_
@@ -132,50 +143,50 @@ class Memory:
 
     def save_messages(self, owner: str, conversation: str, messages: Sequence[Message], *, model: str) -> None:
         """Appends, verbatim; a new conversation gets its title from the first thing the user said."""
-        with self._database.writing() as db:
-            conversations.append(db, owner, conversation, messages, model)
+        with self._database.transaction() as db:
+            records.save_messages(db, owner, conversation, messages, model)
 
     def replace_messages(self, owner: str, conversation: str, messages: Sequence[Message], *, model: str) -> None:
-        with self._database.writing() as db:
-            conversations.replace(db, owner, conversation, messages, model)
+        with self._database.transaction() as db:
+            records.replace_messages(db, owner, conversation, messages, model)
 
     def conversations(self, owner: str, limit: int = 50) -> list[SavedConversation]:
         """The latest first, without their messages."""
-        with self._database.reading() as db:
-            return conversations.latest(db, owner, limit)
+        with self._database.snapshot() as db:
+            return records.latest_conversations(db, owner, limit)
 
     def conversation(self, owner: str, conversation: str) -> SavedConversation | None:
-        with self._database.reading() as db:
-            return conversations.read(db, owner, conversation)
+        with self._database.snapshot() as db:
+            return records.read_conversation(db, owner, conversation)
 
     # ── housekeeping ──
 
     def forget(self, owner: str, conversation: str | None = None) -> Forgotten:
         """Removes one conversation, or everything of the owner, so that no byte of it is left in the file."""
-        forgotten = forgetting.forget(self._database, owner, conversation)
+        forgotten = forget(self._database, owner, conversation)
         if self._vectors is not None:
-            with self._database.reading():
+            with self._database.snapshot():
                 self._vectors.forget()
         return forgotten
 
     def owners(self) -> list[str]:
-        """Everybody who stored something and is not forgotten, by name."""
-        with self._database.reading() as db:
-            return [name for (name,) in read_rows(db, "SELECT name FROM owners ORDER BY name")]
+        """All that stored something and are not forgotten, by name."""
+        with self._database.snapshot() as db:
+            return [name for (name,) in rows(db, "SELECT name FROM owners ORDER BY name")]
 
     def stats(self, owner: str | None = None) -> dict[str, Json]:
-        """Counts, sizes and times; of everybody without an owner."""
-        with self._database.reading() as db:
-            return stats(db, owner, self._limit)
+        """Counts, sizes and times; of all owners without one."""
+        with self._database.snapshot() as db:
+            return records.read_stats(db, owner, self._limit)
 
     def export(self, owner: str | None = None) -> Iterator[dict[str, Json]]:
         """JSON objects, `kind` first: a header, then one for each row. Others may write meanwhile."""
-        return exporting.export(self._database, owner)
+        return export(self._database, owner)
 
     def import_(self, rows: Iterable[Mapping[str, Json]]) -> int:
         """What `export` gave; returns how much of it is new here. A bad row raises MemoryFailed that names its
         line; of the two thousand rows around it nothing is kept."""
-        added = importing.import_rows(self._database, rows)
+        added = import_rows(self._database, rows)
         self._catch_up()
         return added
 
@@ -185,15 +196,15 @@ class Memory:
         """Outside of any transaction: this takes longer than writing."""
         if self._vectors is None or not texts:
             return None
-        return self._vectors.of([text_of(redacted(user), redacted(assistant)) for user, assistant in texts])
+        return self._vectors.embed([text_of(redact(user), redact(assistant)) for user, assistant in texts])
 
     def _catch_up(self) -> None:
         """Vectors for new turns that were archived without."""
         if self._vectors is None:
             return
-        with self._database.reading() as db:
-            found = without_vectors(db)
+        with self._database.snapshot() as db:
+            found = turns_without_vectors(db)
         meanings = self._meanings([(user, assistant) for _, user, assistant in found])
         if meanings is not None:
-            with self._database.writing() as db:
+            with self._database.transaction() as db:
                 add_vectors(db, [id_ for id_, _, _ in found], meanings)

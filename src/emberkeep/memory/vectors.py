@@ -1,5 +1,6 @@
-"""Turns by their meaning: vectors in the file, and one bit of each dimension in RAM to find the nearest by.
+"""Turns by their meaning: texts as vectors, which lie close together where they mean the same.
 
+The vectors are in the file, and one bit of each dimension is in RAM to find the nearest by.
 Only an owner's newest turns are looked at, so that a search takes about as long whether there are thousands or
 millions; older ones are found by their words. Vectors of another size are another embedder's, and are left alone.
 """
@@ -7,15 +8,18 @@ millions; older ones are found by their words. Vectors of another size are anoth
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import apsw
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.memory.embedding import Embed, Floats
-from emberkeep.memory.sql import rows, value
+from emberkeep.errors import MemoryFailed
+from emberkeep.memory.database import rows, value
+from emberkeep.memory.terms import telling_words
 
 _NEWEST = 200_000
 """Vectors of an owner that are compared: 6 MB of RAM, and about 3 ms."""
@@ -29,7 +33,33 @@ _SCALE = 127
 _CATCH_UP = 1000
 """Of the newest turns those without a vector get one when a memory is opened."""
 
+_MODEL = "l2_supercat"
+_MOST_CHARS = 4000
+"""Of a text: a vector is an average, in which longer texts all look alike."""
+
 Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Embed = Callable[[Sequence[str]], Floats]
+"""One row for each text, a unit vector; a text without any known word has a row of zeros."""
+
+
+def open_embedder() -> Embed:
+    """Loads word vectors, about 16 MB that come with a package. Raises MemoryFailed without it."""
+    if find_spec("wordllama") is None:
+        raise MemoryFailed("Searching by meaning needs wordllama: pip install 'emberkeep[embeddings]'.")
+    import wordllama
+
+    # Its own folder is where its files are; anywhere else it would download them.
+    model = wordllama.WordLlama.load(_MODEL, cache_dir=Path(wordllama.__file__).parent, disable_download=True)
+
+    def embed(texts: Sequence[str]) -> Floats:
+        # The words of every sentence would draw all vectors together.
+        vectors = np.asarray(model.embed([telling_words(text[:_MOST_CHARS]) for text in texts]), np.float32)
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        unit: Floats = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+        return unit
+
+    return embed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +80,7 @@ class Vectors:
         self._embed = embed
         self._known: OrderedDict[int, _Known] = OrderedDict()
 
-    def of(self, texts: Sequence[str]) -> Floats:
+    def embed(self, texts: Sequence[str]) -> Floats:
         return self._embed(texts)
 
     def forget(self) -> None:
@@ -61,7 +91,7 @@ class Vectors:
         self, db: apsw.Connection, owner: int, conversation: int | None, query: Floats, exclude: Collection[int]
     ) -> list[int]:
         """Ids of the turns that could mean the same, in no order."""
-        known = self._refreshed(db, owner, len(query))
+        known = self._refresh(db, owner, len(query))
         if known is None:
             return []
         differing = np.zeros(len(known.ids), np.int32)
@@ -74,7 +104,7 @@ class Vectors:
         best = np.argpartition(differing, count - 1)[:count]
         return [int(id_) for id_ in known.ids[best][differing[best] < _NEVER]]
 
-    def _refreshed(self, db: apsw.Connection, owner: int, size: int) -> _Known | None:
+    def _refresh(self, db: apsw.Connection, owner: int, size: int) -> _Known | None:
         """With what was written since the last search, here or by another process; None where there is nothing."""
         known = self._known.pop(owner, None)
         sql = """SELECT id, coalesce(conversation, 0), vector FROM vectors
@@ -83,7 +113,7 @@ class Vectors:
         if found:
             ids, conversations = (np.array([row[i] for row in found], np.int64) for i in (0, 1))
             vectors = np.frombuffer(b"".join(row[2] for row in found), np.int8).reshape(len(found), -1)
-            known = _joined(known, _Known(ids, conversations, np.ascontiguousarray(_bits(vectors).T)))
+            known = _append(known, _Known(ids, conversations, np.ascontiguousarray(_bits(vectors).T)))
         if known is not None:
             self._known[owner] = known
         while len(self._known) > _OWNERS:
@@ -111,8 +141,8 @@ def add_vectors(db: apsw.Connection, ids: Sequence[int | None], vectors: Floats)
     db.executemany(sql, [(id_, row.tobytes()) for id_, row in pairs if id_ is not None])
 
 
-def without_vectors(db: apsw.Connection) -> list[tuple[int, str, str]]:
-    """(id, user text, assistant text) of new turns that were archived by somebody who had no embedder."""
+def turns_without_vectors(db: apsw.Connection) -> list[tuple[int, str, str]]:
+    """(id, user text, assistant text) of new turns that were archived by a process without an embedder."""
     newest = value(db, "SELECT max(id) FROM turns") or 0
     sql = """SELECT t.id, user_text, assistant_text FROM turns AS t LEFT JOIN vectors AS v ON v.id = t.id
              WHERE t.id > ? AND v.id IS NULL"""
@@ -130,7 +160,7 @@ def _bits(vectors: npt.NDArray[np.int8] | Floats) -> npt.NDArray[np.uint64]:
     return np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)]).view(np.uint64)
 
 
-def _joined(old: _Known | None, new: _Known) -> _Known:
+def _append(old: _Known | None, new: _Known) -> _Known:
     if old is None:
         return new
     return _Known(

@@ -19,7 +19,7 @@ _RECALL_TOKENS = 512
 
 def open_memory(config: Config) -> Memory | None:
     """None: it is switched off. Raises MemoryFailed."""
-    from emberkeep.memory.embedding import open_embedder
+    from emberkeep.memory.vectors import open_embedder
 
     if not config.memory:
         return None

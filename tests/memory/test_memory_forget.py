@@ -96,7 +96,7 @@ def test_forgetting_fails_aloud_while_somebody_still_reads_the_old_bytes(
     monkeypatch.setattr("emberkeep.memory.database._BUSY_S", 0.05)
     mine = Memory(path, limit_bytes=PLENTY)
     mine.archive("", [turn("xqcanaries")])
-    with memory._database.reading() as db:
+    with memory._database.snapshot() as db:
         db.execute("SELECT count(*) FROM turns").fetchall()
         with pytest.raises(MemoryFailed, match="held by another program"):
             mine.forget("")

@@ -9,7 +9,7 @@ MARK = "[secret]"
 _KIND = r"(?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?"
 _PEM = rf"-----BEGIN {_KIND}-----.*?(?:-----END {_KIND}-----|\Z)"
 _TOKENS = (
-    r"sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}",  # OpenAI, Anthropic and those who do as they do
+    r"sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}",  # OpenAI, Anthropic and others that use the same form
     r"(?:sk|rk|pk)_(?:live|test)_[A-Za-z0-9]{16,}",  # Stripe
     r"gh[pousr]_[A-Za-z0-9]{30,}",
     r"github_pat_[A-Za-z0-9_]{30,}",
@@ -51,17 +51,17 @@ _RULES = (
 """Patterns, each with words without one of which it cannot match: looking for those takes no time."""
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Idempotent. What only looks random (hashes, UUIDs, images) stays."""
     lowered, without = text.lower(), text
     for words, pattern in _RULES:
         if any(word in lowered for word in words):
-            without = pattern.sub(_without_secret, without)
+            without = pattern.sub(_remove_secret, without)
     # What stood next to a secret may be one by itself.
-    return text if without == text else redacted(without)
+    return text if without == text else redact(without)
 
 
-def _without_secret(match: re.Match[str]) -> str:
+def _remove_secret(match: re.Match[str]) -> str:
     name = next((name for name, value in match.groupdict().items() if value is not None), 0)
     if not _is_secret(name, match[name]):
         return match[0]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.memory.memory import Memory
-from emberkeep.memory.secrets import redacted
+from emberkeep.memory.redaction import redact
 from emberkeep.types import ToolUse
 from helpers.remembering import raw_bytes, turn
 
@@ -54,17 +54,17 @@ HARMLESS = [
 
 @pytest.mark.parametrize("secret", WHOLE)
 def test_keys_and_tokens_go(secret: str) -> None:
-    assert redacted(f"use {secret}") == "use [secret]"
+    assert redact(f"use {secret}") == "use [secret]"
 
 
 @pytest.mark.parametrize(("text", "without"), PARTS)
 def test_only_the_secret_part_goes(text: str, without: str) -> None:
-    assert redacted(f"look: {text} end") == f"look: {without} end"
+    assert redact(f"look: {text} end") == f"look: {without} end"
 
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_only_looks_like_a_secret_stays(text: str) -> None:
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 PIECES = [
@@ -84,7 +84,7 @@ PIECES = [
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=6).map("".join))
 def test_nothing_is_left_to_redact(text: str) -> None:
-    assert redacted(redacted(text)) == redacted(text)
+    assert redact(redact(text)) == redact(text)
 
 
 def test_no_secret_reaches_the_files(memory: Memory, path: Path) -> None:

@@ -1,0 +1,294 @@
+"""What is remembered, as rows: owners, turns, answers, notes, facts and saved conversations.
+
+Every function here works inside a transaction of its caller. What is in the index changes together with the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import apsw
+
+from emberkeep.errors import MemoryFailed
+from emberkeep.memory.database import rows, used_bytes, value
+from emberkeep.memory.redaction import redact
+from emberkeep.memory.terms import LONGEST, clean, stems_of
+from emberkeep.types import Fact, Json, Message, Note, SavedConversation, ToolCall, ToolUse, Turn
+
+_INDEXED_CHARS = 100_000
+"""Of what tools gave back; more of it is data that no question names by its words."""
+_TITLE_CHARS = 80
+
+
+# ── owners and their conversations ──
+
+
+def owner_id(db: apsw.Connection, name: str) -> int | None:
+    found: int | None = value(db, "SELECT id FROM owners WHERE name = ?", name)
+    return found
+
+
+def make_owner(db: apsw.Connection, name: str) -> int:
+    db.execute("INSERT INTO owners (name) VALUES (?) ON CONFLICT DO NOTHING", (name,))
+    found = owner_id(db, name)
+    assert found is not None
+    return found
+
+
+def conversation_id(db: apsw.Connection, owner: int, name: str) -> int | None:
+    sql = "SELECT id FROM conversations WHERE owner = ? AND name = ?"
+    found: int | None = value(db, sql, owner, clean(name))
+    return found
+
+
+def make_conversation(db: apsw.Connection, owner: int, name: str) -> int:
+    found = conversation_id(db, owner, name)
+    if found is None:
+        db.execute("INSERT INTO conversations (owner, name) VALUES (?, ?)", (owner, clean(name)))
+        found = db.last_insert_rowid()
+    return found
+
+
+# ── turns and answers ──
+
+
+def add_turn(db: apsw.Connection, owner: int, conversation: int | None, turn: Turn) -> int | None:
+    """Its id, or None where the owner has it. `conversation` None: a stored answer."""
+    texts = redact(clean(turn.user_text)), redact(clean(turn.assistant_text))
+    uses = tuple(
+        ToolUse(*(redact(clean(part)) for part in (u.name, u.arguments, u.result))) for u in turn.tool_uses
+    )
+    words = _indexed_words(*texts, uses)
+    sql = """INSERT INTO turns (owner, conversation, key, at, words, user_text, assistant_text, tool_uses)
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING RETURNING id"""
+    values = (owner, conversation, turn.key, turn.at, len(words), *texts, _pack_uses(uses))
+    id_: int | None = value(db, sql, *values)
+    if id_ is None:
+        return None
+    tokens = _index_tokens(owner, conversation, words)
+    db.execute("INSERT INTO words (rowid, terms) VALUES (?, ?)", (id_, tokens))
+    column = "answers" if conversation is None else "turns"
+    db.execute(f"UPDATE owners SET {column} = {column} + 1, words = words + ? WHERE id = ?", (len(words), owner))
+    return id_
+
+
+def remove_turns(db: apsw.Connection, ids: Sequence[int]) -> None:
+    """With their vectors and everything the index knows of them, but for its free space."""
+    bound = [(id_,) for id_ in ids]
+    db.executemany(
+        """UPDATE owners SET turns = turns - (t.conversation IS NOT NULL),
+                             answers = answers - (t.conversation IS NULL), words = owners.words - t.words
+           FROM turns AS t WHERE t.id = ? AND owners.id = t.owner""",
+        bound,
+    )
+    for table, column in (("words", "rowid"), ("vectors", "id"), ("turns", "id")):
+        db.executemany(f"DELETE FROM {table} WHERE {column} = ?", bound)
+
+
+def answer_turn(question: str, answer: str, at: float) -> Turn:
+    """A stored answer as it is kept: the same question has the same key."""
+    asked = redact(clean(question))
+    key = b"answer" + hashlib.blake2b(asked.encode(), digest_size=16).digest()
+    return Turn(key, "", at, asked, answer)
+
+
+def store_answer(db: apsw.Connection, owner: int, turn: Turn) -> int:
+    """Its id. Replaces an answer to the same question."""
+    known = rows(db, "SELECT id FROM turns WHERE owner = ? AND key = ?", owner, turn.key)
+    remove_turns(db, [id_ for (id_,) in known])
+    added = add_turn(db, owner, None, turn)
+    assert added is not None
+    return added
+
+
+def _pack_uses(uses: Sequence[ToolUse]) -> str:
+    return json.dumps([[use.name, use.arguments, use.result] for use in uses], ensure_ascii=False) if uses else ""
+
+
+def unpack_uses(packed: str) -> tuple[ToolUse, ...]:
+    listed: list[Any] = json.loads(packed) if packed else []
+    return tuple(ToolUse(*use) for use in listed)
+
+
+# ── the index ──
+
+
+def _indexed_words(user_text: str, assistant_text: str, uses: Iterable[ToolUse]) -> list[str]:
+    words = stems_of(user_text) + stems_of(assistant_text)
+    for use in uses:
+        words += stems_of(f"{use.name} {use.arguments} {use.result[:_INDEXED_CHARS]}")
+    return words
+
+
+def _index_tokens(owner: int, conversation: int | None, words: Iterable[str]) -> str:
+    """Every word carries its owner: a search neither touches nor is slowed down by what belongs to others."""
+    marked = " ".join([word_token(owner, word) for word in set(words) if len(word) <= LONGEST])
+    return marked if conversation is None else f"{conversation_token(conversation)} {marked}"
+
+
+def word_token(owner: int, word: str) -> str:
+    return f"{owner}·{word}"
+
+
+def conversation_token(conversation: int) -> str:
+    return f"·{conversation}"
+
+
+# ── notes ──
+
+
+def put_note(db: apsw.Connection, owner: int, conversation: int | None, note: Note) -> bool:
+    """Replaces one of the same key and kind; False where it is known."""
+    data = json.dumps(note.data)
+    known = "SELECT data FROM notes WHERE owner = ? AND key = ? AND kind = ?"
+    if value(db, known, owner, note.key, str(note.kind)) == data:
+        return False
+    sql = """INSERT OR REPLACE INTO notes (owner, conversation, key, kind, data, since)
+             VALUES (?, ?, ?, ?, ?, (SELECT coalesce(max(id), 0) FROM turns))"""
+    db.execute(sql, (owner, conversation, note.key, str(note.kind), data))
+    return True
+
+
+# ── facts ──
+
+_FACTS = "SELECT f.name, value, at FROM facts AS f JOIN owners AS o ON o.id = f.owner WHERE o.name = ?"
+
+
+def set_fact(db: apsw.Connection, owner: int, fact: Fact) -> None:
+    """Raises MemoryFailed for a secret."""
+    name, text = clean(fact.name), clean(fact.value)
+    if any(redact(part) != part for part in (name, text, f"{name}: {text}")):
+        raise MemoryFailed("Memory does not keep secrets: leave the key or password out of the fact.")
+    sql = "INSERT OR REPLACE INTO facts (owner, name, value, at) VALUES (?, ?, ?, ?)"
+    db.execute(sql, (owner, name, text, fact.at))
+
+
+def read_facts(db: apsw.Connection, owner: str) -> list[Fact]:
+    """By name."""
+    return [Fact(*values) for values in rows(db, f"{_FACTS} ORDER BY f.name", owner)]
+
+
+def read_fact(db: apsw.Connection, owner: str, name: str) -> Fact | None:
+    return next((Fact(*values) for values in rows(db, f"{_FACTS} AND f.name = ?", owner, clean(name))), None)
+
+
+def delete_fact(db: apsw.Connection, owner: int | None, name: str) -> bool:
+    """Whether there was one."""
+    db.execute("DELETE FROM facts WHERE owner = ? AND name = ?", (owner, clean(name)))
+    return db.changes() > 0
+
+
+# ── saved conversations: their messages, verbatim ──
+
+_FIELDS = "c.name, c.title, c.model, c.created, c.updated"
+_COUNT = "(SELECT count(*) FROM messages AS m WHERE m.conversation = c.id)"
+
+
+def save_messages(db: apsw.Connection, owner: str, name: str, messages: Sequence[Message], model: str) -> None:
+    """Appends them; a new conversation gets its title from the first thing the user said."""
+    id_ = make_conversation(db, make_owner(db, owner), name)
+    now = time.time()
+    sql = """UPDATE conversations SET model = ?, updated = ?, created = iif(title IS NULL, ?, created),
+             title = iif(coalesce(title, '') = '', ?, title) WHERE id = ?"""
+    db.execute(sql, (clean(model), now, now, _title(messages), id_))
+    add_messages(db, id_, messages)
+
+
+def replace_messages(db: apsw.Connection, owner: str, name: str, messages: Sequence[Message], model: str) -> None:
+    remove_messages(db, make_conversation(db, make_owner(db, owner), name))
+    save_messages(db, owner, name, messages, model)
+
+
+def remove_messages(db: apsw.Connection, conversation: int) -> None:
+    db.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))
+
+
+def add_messages(db: apsw.Connection, conversation: int, messages: Sequence[Message]) -> None:
+    sql = "SELECT coalesce(max(place) + 1, 0) FROM messages WHERE conversation = ?"
+    place = value(db, sql, conversation)
+    added = [(conversation, place + i, json.dumps(message_json(m))) for i, m in enumerate(messages)]
+    db.executemany("INSERT INTO messages (conversation, place, data) VALUES (?, ?, ?)", added)
+
+
+def read_messages(db: apsw.Connection, conversation: int | None) -> tuple[Message, ...]:
+    sql = "SELECT data FROM messages WHERE conversation = ? ORDER BY place"
+    return tuple(message_from_json(json.loads(data)) for (data,) in rows(db, sql, conversation))
+
+
+def latest_conversations(db: apsw.Connection, owner: str, limit: int) -> list[SavedConversation]:
+    """Without their messages."""
+    sql = f"""SELECT {_FIELDS}, {_COUNT} FROM conversations AS c
+              WHERE c.owner = ? AND c.title IS NOT NULL ORDER BY c.updated DESC, c.id DESC LIMIT ?"""
+    return [_saved_conversation(values, ()) for values in rows(db, sql, owner_id(db, owner), limit)]
+
+
+def read_conversation(db: apsw.Connection, owner: str, name: str) -> SavedConversation | None:
+    owner_ = owner_id(db, owner)
+    id_ = conversation_id(db, owner_, name) if owner_ is not None else None
+    sql = f"SELECT {_FIELDS}, {_COUNT} FROM conversations AS c WHERE c.id = ? AND c.title IS NOT NULL"
+    found = rows(db, sql, id_)
+    return _saved_conversation(found[0], read_messages(db, id_)) if found else None
+
+
+def _saved_conversation(values: tuple[Any, ...], messages: tuple[Message, ...]) -> SavedConversation:
+    id_, title, model, created, updated, count = values
+    return SavedConversation(id_, title, model, created, updated, messages, count)
+
+
+def _title(messages: Sequence[Message]) -> str:
+    """The beginning of what the user said first."""
+    said = next((m.content for m in messages if m.role == "user" and m.content.strip()), "")
+    line = " ".join(redact(clean(said[: 10 * _TITLE_CHARS])).split())
+    return line if len(line) <= _TITLE_CHARS else line[: _TITLE_CHARS - 1] + "…"
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    fields = {
+        "content": message.content,
+        "reasoning": message.reasoning,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
+    return {"role": message.role, **{key: value for key, value in fields.items() if value is not None}}
+
+
+def message_from_json(data: dict[str, Any]) -> Message:
+    """Raises LookupError or TypeError for another form."""
+    calls = tuple(ToolCall(*call) for call in data["tool_calls"])
+    return Message(
+        data["role"], data["content"], data["reasoning"], calls, data.get("tool_call_id"), data.get("name")
+    )
+
+
+# ── how much there is ──
+
+_WHOSE = "(SELECT id FROM owners WHERE ?1 IS NULL OR name = ?1)"
+_COUNTS = {
+    "turns": f"SELECT coalesce(sum(turns), 0) FROM owners WHERE id IN {_WHOSE}",
+    "answers": f"SELECT coalesce(sum(answers), 0) FROM owners WHERE id IN {_WHOSE}",
+    "facts": f"SELECT count(*) FROM facts WHERE owner IN {_WHOSE}",
+    "conversations": f"SELECT count(title) FROM conversations WHERE owner IN {_WHOSE}",
+    "notes": f"SELECT count(*) FROM notes WHERE owner IN {_WHOSE}",
+    "oldest": f"""SELECT at FROM turns WHERE id = (SELECT min((SELECT min(t.id) FROM turns AS t
+                  WHERE t.conversation = c.id)) FROM conversations AS c WHERE c.owner IN {_WHOSE})""",
+    "newest": f"""SELECT at FROM turns WHERE id = (SELECT max((SELECT max(t.id) FROM turns AS t
+                  WHERE t.conversation = c.id)) FROM conversations AS c WHERE c.owner IN {_WHOSE})""",
+}
+# The same without asking every conversation.
+_OF_ALL = {
+    "oldest": "SELECT at FROM turns WHERE ?1 IS NULL AND conversation IS NOT NULL ORDER BY id LIMIT 1",
+    "newest": "SELECT at FROM turns WHERE ?1 IS NULL AND conversation IS NOT NULL ORDER BY id DESC LIMIT 1",
+}
+
+
+def read_stats(db: apsw.Connection, owner: str | None, limit_bytes: int) -> dict[str, Json]:
+    """`oldest` and `newest` are when turns were archived, in Unix seconds; `bytes` and `limit` are of the file."""
+    counts = _COUNTS if owner is not None else _COUNTS | _OF_ALL
+    counted = {name: value(db, sql, owner) for name, sql in counts.items()}
+    return {**counted, "bytes": used_bytes(db), "limit": limit_bytes}
