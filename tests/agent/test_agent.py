@@ -13,9 +13,8 @@ from pydantic import Field
 from emberkeep.agent.agent import Agent
 from emberkeep.agent.permissions import Permissions
 from emberkeep.errors import EngineError
-from emberkeep.tools.base import ToolFunction, as_tool, tool
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox, ToolLimits
+from emberkeep.tools.function import ToolFunction, as_tool, tool
+from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
 from emberkeep.types import (
     CallEnded,
     Caller,

@@ -14,9 +14,8 @@ from emberkeep.agent.agent import Agent
 from emberkeep.agent.permissions import Permissions
 from emberkeep.backend.rounds import Repeats, timed
 from emberkeep.errors import DeadlineExceeded, RequestError
-from emberkeep.tools.base import ToolFunction, as_tool, tool
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.function import ToolFunction, as_tool, tool
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import (
     CallEnded,
     CallStarted,

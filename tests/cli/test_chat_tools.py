@@ -29,9 +29,8 @@ from emberkeep.library.acting import Acting
 from emberkeep.library.memory import UserMemory
 from emberkeep.library.messages import MessageBody, to_messages
 from emberkeep.memory.memory import Memory
-from emberkeep.tools.base import ToolFunction, as_tool, tool
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.function import ToolFunction, as_tool, tool
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import (
     Completed,
     Finished,

@@ -25,7 +25,7 @@ from emberkeep.config import Config, public_values
 from emberkeep.config.tables import parse_servers
 from emberkeep.errors import ConfigError, EmberkeepError, RemoteError
 from emberkeep.models.remotes import Remotes
-from emberkeep.tools.jsons import JsonTools
+from emberkeep.tools.json_tools import JsonTools
 from emberkeep.types import (
     EXACT,
     CallEnded,

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from emberkeep.tools.base import tools_of
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.command import CommandTool
-from emberkeep.tools.processes import Family, Mark
-from emberkeep.tools.toolbox import ToolBox, ToolLimits
+from emberkeep.tools.command_tool import CommandTool
+from emberkeep.tools.function import tools_of
+from emberkeep.tools.process import ProcessMark, ProcessTree
+from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
 from emberkeep.types import Caller, ToolCall
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
@@ -199,15 +198,15 @@ def test_others_are_left_alone(tmp_path: Path, token: str) -> None:
 
 
 def test_the_word_in_the_environment_is_enough_where_the_limit_is_not_there(token: str) -> None:
-    mark = Mark()
+    mark = ProcessMark()
     left = subprocess.Popen(["setsid", "sleep", token], env={"PATH": "/usr/bin:/bin", **mark.environment})
     threading.Thread(target=left.wait).start()  # or it stays in the table
-    assert Family(left.pid, mark).kill()
+    assert ProcessTree(left.pid, mark).kill()
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 40, 1 << 30])
 def test_the_mark_is_a_limit_that_nobody_else_has(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
-    marks = {Mark().blocks for _ in range(50)}
+    marks = {ProcessMark().blocks for _ in range(50)}
     assert len(marks) > 40
     assert all(blocks * 1024 > 0 and (limit < 0 or blocks * 1024 < limit) for blocks in marks)

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools import beneath
-from emberkeep.tools.files import FileTools
+from emberkeep.tools import file_root
+from emberkeep.tools.file_tools import FileTools
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ class World:
 
 @pytest.fixture(params=["handles", "paths"])
 def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(beneath, "HAS_HANDLES", request.param == "handles")
+    monkeypatch.setattr(file_root, "HAS_HANDLES", request.param == "handles")
     return World(tmp_path)
 
 

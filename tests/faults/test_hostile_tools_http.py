@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools.connecting import Resolve
-from emberkeep.tools.http import HttpTools
+from emberkeep.tools.http_tools import HttpTools, Resolve
 from support.loopback import Loopback, answer, redirect
 
 pytestmark = pytest.mark.slow

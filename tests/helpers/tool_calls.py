@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from emberkeep.tools import as_tool
-from emberkeep.tools.base import ToolFunction
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox, ToolLimits
+from emberkeep.tools.function import ToolFunction
+from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
 from emberkeep.types import Caller, Json, Outcome, ToolCall
 
 ALL = Choice(asks=True)

@@ -11,8 +11,7 @@ from typing import Any
 
 from emberkeep.config import McpServer
 from emberkeep.mcp.client import McpClients
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import Caller, Json, Outcome, ToolCall
 
 HOSTILE = Path(__file__).with_name("hostile_server.py")

@@ -10,8 +10,7 @@ import pytest
 from mcp_servers import connected, hostile
 
 from emberkeep.agent.permissions import Permissions
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import Caller, Decision, ToolCall
 
 READ = {"server": "a", "uri": "x:y"}

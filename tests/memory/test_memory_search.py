@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.memory.memory import Memory
-from emberkeep.memory.terms import clean
+from emberkeep.text import encodable
 from emberkeep.types import MemoryKind, Recollection, ToolUse
 from helpers.remembering import turn
 
@@ -139,4 +139,4 @@ def test_any_text_is_a_question(memory: Memory, query: str) -> None:
 def test_a_turn_is_found_by_its_own_text(memory: Memory, text: str) -> None:
     said = turn(f"{text} quokka")
     memory.archive("", [said])
-    assert clean(said.user_text) in texts(memory.search("", said.user_text, max_results=200))
+    assert encodable(said.user_text) in texts(memory.search("", said.user_text, max_results=200))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools.base import tools_of
-from emberkeep.tools.command import CommandTool
+from emberkeep.tools.command_tool import CommandTool
+from emberkeep.tools.function import tools_of
 
 
 def run(root: Path, command: str | list[str], limit: float = 20, **how: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.errors import ConfigError
-from emberkeep.tools.addresses import Exceptions, is_public
+from emberkeep.tools.http_tools import Exceptions, is_public
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools import http
-from emberkeep.tools.http import HttpTools
+from emberkeep.tools import http_tools
+from emberkeep.tools.http_tools import HttpTools
 from support.loopback import Loopback, answer
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
@@ -26,7 +26,7 @@ def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext
     files = ["-addext", "subjectAltName=DNS:named.test", "-keyout", "key", "-out", "certificate"]
     subprocess.run([*make.split(), *files], cwd=tmp_path, check=True, capture_output=True)
     trusting = ssl.create_default_context(cafile=str(tmp_path / "certificate"))
-    monkeypatch.setattr(http, "_certificates", lambda: trusting)
+    monkeypatch.setattr(http_tools, "_certificates", lambda: trusting)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
     return context

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools.base import tools_of
-from emberkeep.tools.http import HttpTools
+from emberkeep.tools.function import tools_of
+from emberkeep.tools.http_tools import HttpTools
 from support.loopback import Loopback, answer, redirect
 
 

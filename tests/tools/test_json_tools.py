@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.tools.base import tools_of
-from emberkeep.tools.jsons import JsonTools
+from emberkeep.tools.function import tools_of
+from emberkeep.tools.json_tools import JsonTools
 from emberkeep.types import Json
 from helpers.tool_calls import box_of, called, refused, told
 
@@ -120,7 +120,7 @@ def children() -> set[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes as Linux shows them")
 def test_what_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberkeep.tools.jsons._WORK_S", 0.5)
+    monkeypatch.setattr("emberkeep.tools.json_tools._WORK_S", 0.5)
     before = children()
     text = failed("json_validate", text=json.dumps("a" * 40 + "!"), schema={"pattern": "^(a+)+$"})
     assert text == "Error: It took longer than 0.5 s: use a simpler schema or path."

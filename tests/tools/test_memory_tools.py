@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.memory.memory import Memory
 from emberkeep.session.asking import SEARCH
-from emberkeep.tools.remembering import memory_tools
+from emberkeep.tools.memory_tools import memory_tools
 from emberkeep.types import Json, private_namespace
 from helpers.remembering import PLENTY, turn
 from helpers.tool_calls import box_of, refused, told

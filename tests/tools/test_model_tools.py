@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from emberkeep.errors import RemoteDown
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.models import Consulted, ModelTools
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.model_tools import Consulted, ModelTools
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import Caller, Outcome, RemoteModel, Request, ToolCall
 
 QWEN = RemoteModel("qwen", "compatible", "qwen2.5-coder", max_tokens=50, description="Good at code")

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from emberkeep import tool
 from emberkeep.errors import ConfigError
 from emberkeep.tools import as_tool
-from emberkeep.tools.base import tools_of
+from emberkeep.tools.function import tools_of
 from emberkeep.types import Caller, Json
 from helpers.tool_calls import box_of, refused, told
 

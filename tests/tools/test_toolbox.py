@@ -21,10 +21,9 @@ from pydantic import BaseModel
 
 from emberkeep.errors import ConfigError, ToolFailed
 from emberkeep.tools import as_tool, tool
-from emberkeep.tools.base import Answered, ToolFunction
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.running import MOST_LEFT
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.function import Answered, ToolFunction
+from emberkeep.tools.runner import MOST_LEFT
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import Caller, Outcome, ToolCall
 from helpers.tool_calls import box_of, called, refused, told, written
 
@@ -267,8 +266,8 @@ def test_so_many_may_hang_and_no_more(gate: threading.Event) -> None:
 def test_a_tool_that_hangs_does_not_hold_up_the_exit() -> None:
     program = """
 import asyncio, threading
-from emberkeep.tools import as_tool, running
-from emberkeep.tools.choosing import Choice
+from emberkeep.tools import as_tool, runner
+from emberkeep.tools.toolbox import Choice
 from emberkeep.tools.toolbox import ToolBox, ToolLimits
 from emberkeep.types import Caller, ToolCall
 
@@ -285,7 +284,7 @@ async def stubborn() -> None:
             pass
 
 async def main():
-    running._GRACE_S = 0.05
+    runner._GRACE_S = 0.05
     box = ToolBox([as_tool(hang), as_tool(stubborn)], Choice(), limits=ToolLimits(0.05))
     for name in ("hang", "stubborn"):
         print((await box.run(ToolCall("1", name, "{}"), Caller())).failed)
@@ -297,7 +296,7 @@ asyncio.run(main())
 
 
 def test_a_coroutine_that_goes_on_when_it_is_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberkeep.tools.running._GRACE_S", 0.01)
+    monkeypatch.setattr("emberkeep.tools.runner._GRACE_S", 0.01)
     seen: list[str] = []
 
     async def stubborn() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
 
-from emberkeep.tools.base import ToolFunction
+from emberkeep.tools.function import ToolFunction
 from emberkeep.types import Decision, Tool, ToolCall
 
 

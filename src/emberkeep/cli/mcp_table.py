@@ -14,8 +14,8 @@ from emberkeep.types import Json
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from emberkeep.mcp.answers import ListedTool
     from emberkeep.mcp.client import McpClients, ServerState
-    from emberkeep.mcp.listing import ListedTool
 
 _APPROVED = "approved"
 

@@ -17,7 +17,7 @@ from emberkeep.types import Json, Message, Recollection
 
 if TYPE_CHECKING:
     from emberkeep.library.acting import Acting
-    from emberkeep.mcp.listing import McpPrompt
+    from emberkeep.mcp.answers import McpPrompt
 
 
 class Chat(Protocol):
@@ -102,7 +102,7 @@ def _memory(chat: Chat, argument: str) -> str:
 def _tools(chat: Chat, argument: str) -> str:
     if chat.acting is None:
         return "This chat has no tools: begin it with --tools on."
-    from emberkeep.tools.choosing import ALL, Choice
+    from emberkeep.tools.toolbox import ALL, Choice
 
     named = Choice((argument or ALL,))
     rows = [

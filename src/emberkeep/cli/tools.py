@@ -165,7 +165,7 @@ async def _called(box: ToolBox, name: str, given: list[str], user: str, *, may_r
 
 
 def _rows(config: Config) -> list[Row]:
-    from emberkeep.tools.choosing import Choice
+    from emberkeep.tools.toolbox import Choice
 
     async def known(box: ToolBox) -> list[Row]:
         chat, server = (Choice(config.enable_tools, config.disable_tools, asks) for asks in (True, False))

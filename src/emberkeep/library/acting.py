@@ -11,9 +11,9 @@ from emberkeep.types import Decision, Message, Request, Tool, ToolCall
 
 if TYPE_CHECKING:
     from emberkeep.backend.base import Backend
+    from emberkeep.mcp.answers import McpPrompt
     from emberkeep.mcp.client import McpClients, ServerState
-    from emberkeep.mcp.listing import McpPrompt
-    from emberkeep.tools.base import ToolFunction
+    from emberkeep.tools.function import ToolFunction
     from emberkeep.tools.toolbox import ToolBox
 
 TURNS = 16
@@ -83,9 +83,8 @@ async def _now(read: Callable[[], Any]) -> Any:
 
 def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolBox:
     """Of what a program hands over itself: nobody has to be asked. Raises ConfigError for what is no tool."""
-    from emberkeep.tools.base import ToolFunction, as_tool
-    from emberkeep.tools.choosing import ALL, Choice
-    from emberkeep.tools.toolbox import ToolBox, ToolLimits
+    from emberkeep.tools.function import ToolFunction, as_tool
+    from emberkeep.tools.toolbox import ALL, Choice, ToolBox, ToolLimits
 
     made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in functions]
     # How long a result is, is up to the program too; and a small model calls whatever it is told of.

@@ -16,12 +16,11 @@ from pydantic import Field
 
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import NoSuchEntry, ToolFailed
-from emberkeep.mcp.content import prompt_message, resource_text
+from emberkeep.mcp.answers import ListedTool, McpPrompt, prompt_message, read_resources, resource_text
 from emberkeep.mcp.link import Link
-from emberkeep.mcp.listing import ListedTool, McpPrompt, read_resources
 from emberkeep.mcp.pins import Pins, Standing
-from emberkeep.tools.base import ToolFunction, tool, tools_of
-from emberkeep.tools.choosing import ALL, Choice
+from emberkeep.tools.function import ToolFunction, tool, tools_of
+from emberkeep.tools.toolbox import ALL, Choice
 from emberkeep.types import Caller, Json, Message, Tool
 
 GROUP = "mcp"
@@ -32,7 +31,7 @@ _PATIENCE_S = 15.0
 
 
 class ServerStatus(StrEnum):
-    OFF = "off"  # nobody has asked it for anything yet
+    OFF = "off"  # it was not asked for anything yet
     STARTING = "starting"
     READY = "ready"
     STOPPED = "stopped"  # the next call starts it again
@@ -152,7 +151,7 @@ class _McpTools:
         return [replace(function, acts_as=partial(self._target, function)) for function in made]
 
     def _is_of_use(self, function: ToolFunction) -> bool:
-        """Where nobody can be asked: there is a call of it that goes to somebody who is trusted."""
+        """Where no user can be asked: there is a call of it that goes to a server that is trusted."""
         trusts = [link.server.trusted for link in self._links.values()]
         return any(trusts) if function.name == _CALL else True in trusts
 
@@ -160,10 +159,10 @@ class _McpTools:
         name, tool = str(arguments.get("server") or ""), str(arguments.get("tool"))
         links = [link for link in self._links.values() if name in ("", link.server.name)]
         if function.name != _CALL:
-            return _reading(function, links, name)
+            return _for_servers(function, links, name)
         if not (name and links):
             return replace(function, is_dangerous=False)  # it can only fail
-        # The tool itself: who allows or forbids it by one name does so by the other.
+        # The tool itself: a user who allows or forbids it by one name does so by the other.
         return _function(links[0], links[0].listed(tool))
 
     @tool(group=GROUP)
@@ -193,7 +192,7 @@ class _McpTools:
         """Call a tool of an MCP server by its own name."""
         link = self._link(server)
         listed = await link.find(tool)
-        # Who was told not to use one must not get at it by its other name.
+        # A model that may not use one must not get at it by its other name.
         if not self._choice.takes(_function(link, listed)):
             raise ToolFailed(f"{listed.definition.name} is disabled: use another tool.")
         return await link.call(tool, arguments)
@@ -207,7 +206,7 @@ class _McpTools:
 _CALL = _McpTools.mcp_call_tool.__name__
 
 
-def _reading(function: ToolFunction, links: Sequence[Link], server: str) -> ToolFunction:
+def _for_servers(function: ToolFunction, links: Sequence[Link], server: str) -> ToolFunction:
     """`function` for these servers alone: what is read tells them what the model is after."""
     return replace(
         function,

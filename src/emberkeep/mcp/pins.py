@@ -1,6 +1,6 @@
-"""Which definitions of tools were approved: those of a server's first use, and later ones that a person looked at.
+"""Which definitions of tools were approved: those of a server's first use, and later ones that a user looked at.
 
-A server that says something else afterwards does not get it past anybody."""
+A server that says something else afterwards does not get it past the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from emberkeep.files import locked, private_folder, replace_file
-from emberkeep.mcp.listing import ListedTool
+from emberkeep.mcp.answers import ListedTool
 
 log = logging.getLogger("emberkeep.mcp")
 
@@ -43,7 +43,7 @@ class Pins:
 
     def meet(self, server: str, tools: Iterable[ListedTool], named: Container[str]) -> None:
         """Approve the tools of a server that was never seen; of one that was, new tools that are `named` in its
-        settings, because somebody has asked for them."""
+        settings, because the user has asked for them."""
         with self._locked():
             self._refresh()
             if self._digests is None:

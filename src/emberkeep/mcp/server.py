@@ -8,8 +8,10 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, NoReturn
+from urllib.parse import quote, unquote
 from uuid import uuid4
 
 import mcp.types as wire
@@ -20,17 +22,26 @@ from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
 
 from emberkeep.errors import MemoryFailed, NoSuchEntry
-from emberkeep.mcp.memory import TEMPLATE, TEXTS, read
 from emberkeep.memory.memory import Memory
+from emberkeep.memory.records import message_json
 from emberkeep.signals import ending_signals
-from emberkeep.tools.running import in_thread
+from emberkeep.tools.runner import in_thread
 from emberkeep.tools.toolbox import ToolBox
-from emberkeep.types import Caller, ToolCall
+from emberkeep.types import Caller, Json, SavedConversation, ToolCall
 
 HTTP_PATH = "/mcp"
 
 _ABOUT = "Tools of this machine, and what Emberkeep remembers: facts, saved conversations, archived turns."
 _JSON = "application/json"
+
+_CONVERSATIONS = "memory://conversations"
+
+_RESOURCES = {
+    "memory://facts": "Everything that was told to be remembered.",
+    _CONVERSATIONS: "The latest saved conversations, each with the URI of its messages.",
+    "memory://stats": "How much is remembered.",
+}
+_TEMPLATE = (f"{_CONVERSATIONS}/{{id}}", "One saved conversation with its messages.")
 
 Context = ServerRequestContext[Any]
 
@@ -44,7 +55,7 @@ class McpHost:
         self._toolbox = toolbox
         self._memory = memory
         self._caller = Caller(owner)
-        self._leaving: asyncio.Task[NoReturn] | None = None
+        self._ending: asyncio.Task[NoReturn] | None = None
         has_memory = memory is not None
         self._server: Server[Any] = Server(
             "emberkeep",
@@ -66,14 +77,14 @@ class McpHost:
     async def _serve_stdio(self) -> None:
         loop = asyncio.get_running_loop()
         for number in ending_signals():
-            loop.add_signal_handler(number, self._hurry, 128 + number)
+            loop.add_signal_handler(number, self._end_soon, 128 + number)
         async with stdio_server() as (incoming, outgoing):
             await self._server.run(incoming, outgoing, self._server.create_initialization_options())
 
-    def _hurry(self, status: int) -> None:
-        self._leaving = asyncio.create_task(self._leave(status))
+    def _end_soon(self, status: int) -> None:
+        self._ending = asyncio.create_task(self._end(status))
 
-    async def _leave(self, status: int) -> NoReturn:
+    async def _end(self, status: int) -> NoReturn:
         """The only way out while a thread waits for input. What is remembered is on disk already."""
         try:
             await self._toolbox.close()
@@ -121,14 +132,14 @@ class McpHost:
         return wire.ListResourcesResult(
             resources=[
                 wire.Resource(uri=uri, name=uri.removeprefix("memory://"), description=text, mime_type=_JSON)
-                for uri, text in TEXTS.items()
+                for uri, text in _RESOURCES.items()
             ]
         )
 
     async def _list_templates(
         self, context: Context, params: wire.PaginatedRequestParams | None
     ) -> wire.ListResourceTemplatesResult:
-        uri, text = TEMPLATE
+        uri, text = _TEMPLATE
         template = wire.ResourceTemplate(uri_template=uri, name="conversation", description=text, mime_type=_JSON)
         return wire.ListResourceTemplatesResult(resource_templates=[template])
 
@@ -138,7 +149,7 @@ class McpHost:
         assert self._memory is not None
         memory = self._memory
         try:
-            found = await in_thread(lambda: read(memory, self._caller.owner, params.uri))
+            found = await in_thread(lambda: _read_memory(memory, self._caller.owner, params.uri))
         except NoSuchEntry as error:
             raise MCPError(wire.INVALID_PARAMS, str(error)) from error
         except MemoryFailed as error:
@@ -147,3 +158,24 @@ class McpHost:
         return wire.ReadResourceResult(
             contents=[wire.TextResourceContents(uri=params.uri, mime_type=_JSON, text=text)]
         )
+
+
+def _read_memory(memory: Memory, owner: str, uri: str) -> Json:
+    """Blocks. Raises NoSuchEntry, MemoryFailed."""
+    match uri:
+        case "memory://facts":
+            return [asdict(fact) for fact in memory.facts(owner)]
+        case "memory://stats":
+            return memory.stats(owner)
+        case "memory://conversations":
+            return [_head(conversation) for conversation in memory.conversations(owner)]
+    place, _, name = uri.rpartition("/")
+    found = memory.conversation(owner, unquote(name)) if place == _CONVERSATIONS else None
+    if found is None:
+        raise NoSuchEntry(f"There is no resource {uri}: {', '.join(_RESOURCES)} are there.")
+    return {**_head(found), "messages": [message_json(message) for message in found.messages]}
+
+
+def _head(conversation: SavedConversation) -> dict[str, Json]:
+    told = {name: value for name, value in asdict(conversation).items() if name != "messages"}
+    return {"uri": f"{_CONVERSATIONS}/{quote(conversation.id, safe='')}", **told}

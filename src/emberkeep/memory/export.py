@@ -14,7 +14,7 @@ import apsw
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory import records
 from emberkeep.memory.database import Database, rows, value
-from emberkeep.memory.terms import clean
+from emberkeep.text import encodable
 from emberkeep.types import Fact, Json, Message, Note, NoteKind, Role, ToolUse, Turn
 
 Row = Mapping[str, Any]
@@ -148,7 +148,7 @@ def _put_answer(db: apsw.Connection, owner: int, row: Row) -> bool:
 def _put_fact(db: apsw.Connection, owner: int, row: Row) -> bool:
     fact = Fact(_text(row["name"]), _text(row["value"]), _time(row["at"]))
     known = "SELECT 1 FROM facts WHERE owner = ? AND name = ? AND at >= ?"
-    if value(db, known, owner, clean(fact.name), fact.at):
+    if value(db, known, owner, encodable(fact.name), fact.at):
         return False
     records.set_fact(db, owner, fact)
     return True
@@ -164,7 +164,7 @@ def _put_note(db: apsw.Connection, owner: int, row: Row) -> bool:
 def _put_conversation(db: apsw.Connection, owner: int, row: Row) -> bool:
     """Replaces an older state of the same conversation."""
     id_ = records.make_conversation(db, owner, _text(row["id"]))
-    texts = clean(_text(row["title"])), clean(_text(row["model"]))
+    texts = encodable(_text(row["title"])), encodable(_text(row["model"]))
     times = _time(row["created"]), _time(row["updated"])
     messages = [_message(message) for message in row["messages"]]
     sql = """UPDATE conversations SET title = ?, model = ?, created = ?, updated = ?

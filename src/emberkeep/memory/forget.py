@@ -11,7 +11,7 @@ import apsw
 
 from emberkeep.memory.database import Database, rows, used_bytes, value
 from emberkeep.memory.records import conversation_id, owner_id, remove_turns
-from emberkeep.memory.terms import clean
+from emberkeep.text import encodable
 from emberkeep.types import Forgotten
 
 _TURNS_AT_ONCE = 1000
@@ -34,7 +34,7 @@ def forget(database: Database, owner: str, conversation: str | None) -> Forgotte
     """Everything of the owner, or of one conversation. What was not reached when it fails is still there: then
     it has to be asked again. What others began to archive before is not written down any more."""
     with database.transaction() as db:
-        _note_forgetting(db, owner, clean(conversation) if conversation is not None else None)
+        _note_forgetting(db, owner, encodable(conversation) if conversation is not None else None)
     with database.snapshot() as db:
         before = _pages(db)
         id_ = owner_id(db, owner)

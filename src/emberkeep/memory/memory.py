@@ -14,8 +14,8 @@ from emberkeep.memory.export import export, import_rows
 from emberkeep.memory.forget import forget, forgotten_since, retain
 from emberkeep.memory.redaction import redact
 from emberkeep.memory.search import Query, search
-from emberkeep.memory.terms import clean
 from emberkeep.memory.vectors import Embed, Floats, Vectors, add_vectors, text_of, turns_without_vectors
+from emberkeep.text import encodable
 from emberkeep.types import Fact, Forgotten, Json, Message, Note, NoteKind, Recollection, SavedConversation, Turn
 
 _KEYS_AT_ONCE = 128
@@ -59,7 +59,7 @@ class Memory:
         meanings = self._meanings([(turn.user_text, turn.assistant_text) for turn in turns])
         name = turns[0].conversation if turns and conversation is None else conversation
         with self._database.transaction() as db:
-            if as_of is not None and forgotten_since(db, as_of, owner, clean(name or "")):
+            if as_of is not None and forgotten_since(db, as_of, owner, encodable(name or "")):
                 return 0
             id_ = records.make_owner(db, owner)
             added = [
@@ -81,7 +81,7 @@ class Memory:
 
     def forgotten_since(self, as_of: int, owner: str, conversation: str) -> bool:
         with self._database.snapshot() as db:
-            return forgotten_since(db, as_of, owner, clean(conversation))
+            return forgotten_since(db, as_of, owner, encodable(conversation))
 
     def notes(self, owner: str, keys: Sequence[bytes]) -> list[Note]:
         """Every note at one of these places, in no order."""

@@ -16,7 +16,8 @@ import apsw
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.database import rows, used_bytes, value
 from emberkeep.memory.redaction import redact
-from emberkeep.memory.terms import LONGEST, clean, stems_of
+from emberkeep.memory.terms import LONGEST, stems_of
+from emberkeep.text import encodable
 from emberkeep.types import Fact, Json, Message, Note, SavedConversation, ToolCall, ToolUse, Turn
 
 _INDEXED_CHARS = 100_000
@@ -41,14 +42,14 @@ def make_owner(db: apsw.Connection, name: str) -> int:
 
 def conversation_id(db: apsw.Connection, owner: int, name: str) -> int | None:
     sql = "SELECT id FROM conversations WHERE owner = ? AND name = ?"
-    found: int | None = value(db, sql, owner, clean(name))
+    found: int | None = value(db, sql, owner, encodable(name))
     return found
 
 
 def make_conversation(db: apsw.Connection, owner: int, name: str) -> int:
     found = conversation_id(db, owner, name)
     if found is None:
-        db.execute("INSERT INTO conversations (owner, name) VALUES (?, ?)", (owner, clean(name)))
+        db.execute("INSERT INTO conversations (owner, name) VALUES (?, ?)", (owner, encodable(name)))
         found = db.last_insert_rowid()
     return found
 
@@ -58,9 +59,9 @@ def make_conversation(db: apsw.Connection, owner: int, name: str) -> int:
 
 def add_turn(db: apsw.Connection, owner: int, conversation: int | None, turn: Turn) -> int | None:
     """Its id, or None where the owner has it. `conversation` None: a stored answer."""
-    texts = redact(clean(turn.user_text)), redact(clean(turn.assistant_text))
+    texts = redact(encodable(turn.user_text)), redact(encodable(turn.assistant_text))
     uses = tuple(
-        ToolUse(*(redact(clean(part)) for part in (u.name, u.arguments, u.result))) for u in turn.tool_uses
+        ToolUse(*(redact(encodable(part)) for part in (u.name, u.arguments, u.result))) for u in turn.tool_uses
     )
     words = _indexed_words(*texts, uses)
     sql = """INSERT INTO turns (owner, conversation, key, at, words, user_text, assistant_text, tool_uses)
@@ -91,7 +92,7 @@ def remove_turns(db: apsw.Connection, ids: Sequence[int]) -> None:
 
 def answer_turn(question: str, answer: str, at: float) -> Turn:
     """A stored answer as it is kept: the same question has the same key."""
-    asked = redact(clean(question))
+    asked = redact(encodable(question))
     key = b"answer" + hashlib.blake2b(asked.encode(), digest_size=16).digest()
     return Turn(key, "", at, asked, answer)
 
@@ -160,7 +161,7 @@ _FACTS = "SELECT f.name, value, at FROM facts AS f JOIN owners AS o ON o.id = f.
 
 def set_fact(db: apsw.Connection, owner: int, fact: Fact) -> None:
     """Raises MemoryFailed for a secret."""
-    name, text = clean(fact.name), clean(fact.value)
+    name, text = encodable(fact.name), encodable(fact.value)
     if any(redact(part) != part for part in (name, text, f"{name}: {text}")):
         raise MemoryFailed("Memory does not keep secrets: leave the key or password out of the fact.")
     sql = "INSERT OR REPLACE INTO facts (owner, name, value, at) VALUES (?, ?, ?, ?)"
@@ -173,12 +174,12 @@ def read_facts(db: apsw.Connection, owner: str) -> list[Fact]:
 
 
 def read_fact(db: apsw.Connection, owner: str, name: str) -> Fact | None:
-    return next((Fact(*values) for values in rows(db, f"{_FACTS} AND f.name = ?", owner, clean(name))), None)
+    return next((Fact(*values) for values in rows(db, f"{_FACTS} AND f.name = ?", owner, encodable(name))), None)
 
 
 def delete_fact(db: apsw.Connection, owner: int | None, name: str) -> bool:
     """Whether there was one."""
-    db.execute("DELETE FROM facts WHERE owner = ? AND name = ?", (owner, clean(name)))
+    db.execute("DELETE FROM facts WHERE owner = ? AND name = ?", (owner, encodable(name)))
     return db.changes() > 0
 
 
@@ -194,7 +195,7 @@ def save_messages(db: apsw.Connection, owner: str, name: str, messages: Sequence
     now = time.time()
     sql = """UPDATE conversations SET model = ?, updated = ?, created = iif(title IS NULL, ?, created),
              title = iif(coalesce(title, '') = '', ?, title) WHERE id = ?"""
-    db.execute(sql, (clean(model), now, now, _title(messages), id_))
+    db.execute(sql, (encodable(model), now, now, _title(messages), id_))
     add_messages(db, id_, messages)
 
 
@@ -242,7 +243,7 @@ def _saved_conversation(values: tuple[Any, ...], messages: tuple[Message, ...]) 
 def _title(messages: Sequence[Message]) -> str:
     """The beginning of what the user said first."""
     said = next((m.content for m in messages if m.role == "user" and m.content.strip()), "")
-    line = " ".join(redact(clean(said[: 10 * _TITLE_CHARS])).split())
+    line = " ".join(redact(encodable(said[: 10 * _TITLE_CHARS])).split())
     return line if len(line) <= _TITLE_CHARS else line[: _TITLE_CHARS - 1] + "…"
 
 

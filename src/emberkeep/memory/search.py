@@ -23,8 +23,9 @@ import numpy as np
 
 from emberkeep.memory.database import rows, value
 from emberkeep.memory.records import conversation_id, conversation_token, unpack_uses, word_token
-from emberkeep.memory.terms import Term, asked_stems, clean, stems_of, terms_of
+from emberkeep.memory.terms import Term, asked_stems, stems_of, terms_of
 from emberkeep.memory.vectors import Floats, Ids, Vectors, similarities
+from emberkeep.text import encodable
 from emberkeep.types import MemoryKind, Recollection
 
 _CANDIDATES = 48
@@ -333,7 +334,7 @@ def _highlight(texts: tuple[str, str], words: Sequence[_Word]) -> str:
     passages = [_best_passage(terms, weights) for _, terms in said]
     chosen = max((0, 1), key=lambda i: passages[i][0])
     text, terms = said[chosen]
-    return _mark_words(clean(text).encode(), terms, passages[chosen][1], weights)
+    return _mark_words(encodable(text).encode(), terms, passages[chosen][1], weights)
 
 
 def _best_passage(terms: list[Term], weights: dict[str, float]) -> tuple[float, int]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import apsw
 
+from emberkeep.text import encodable
+
 _TOKENIZER = apsw.Connection(":memory:").fts5_tokenizer("porter", ["unicode61", "remove_diacritics", "2"])
 _SCRIPTS = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _UNSPACED = re.compile(f"[{_SCRIPTS}]")
@@ -23,7 +25,7 @@ Term = tuple[int, int, str]
 
 
 def terms_of(text: str) -> list[Term]:
-    encoded = clean(text).encode()
+    encoded = encodable(text).encode()
     found: Any = _TOKENIZER(encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_colocated=False)
     if not _UNSPACED.search(text):
         return list(found)
@@ -34,7 +36,7 @@ def stems_of(text: str) -> list[str]:
     """Those of `terms_of`, in half the time where no text is without spaces."""
     if _UNSPACED.search(text):
         return [stem for _, _, stem in terms_of(text)]
-    encoded = clean(text).encode()
+    encoded = encodable(text).encode()
     found: Any = _TOKENIZER(
         encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_offsets=False, include_colocated=False
     )
@@ -50,11 +52,6 @@ def asked_stems(query: str) -> list[str]:
 def telling_words(text: str) -> str:
     """The text without what every sentence has; all of it where it has nothing else."""
     return " ".join(word for word in _WORD.findall(text) if word.lower() not in _STOP_WORDS) or text
-
-
-def clean(text: str) -> str:
-    """Without halves of characters, which no file can hold."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _split(begin: int, end: int, stem: str) -> Iterator[Term]:

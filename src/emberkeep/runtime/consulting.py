@@ -13,8 +13,8 @@ from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.chain import named_backends, open_remote
-from emberkeep.tools.base import ToolFunction
-from emberkeep.tools.models import Consulted, ModelTools
+from emberkeep.tools.function import ToolFunction
+from emberkeep.tools.model_tools import Consulted, ModelTools
 from emberkeep.types import Caller, Completed, RemoteModel, Request, TextDelta, Usage
 
 

@@ -8,15 +8,14 @@ from emberkeep.config import Config
 from emberkeep.memory.memory import Memory
 
 if TYPE_CHECKING:
-    from emberkeep.tools.base import ToolSource
+    from emberkeep.tools.function import ToolSource
     from emberkeep.tools.toolbox import ToolBox
 
 
 def open_toolbox(config: Config, *, memory: Memory | None, asks: bool) -> ToolBox:
     """`asks`: somebody can be asked before a dangerous tool runs. Nothing is started. Raises ConfigError."""
-    from emberkeep.tools.choosing import Choice
-    from emberkeep.tools.opening import built_in
-    from emberkeep.tools.toolbox import ToolBox, ToolLimits
+    from emberkeep.tools.registry import built_in
+    from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
 
     functions = built_in(config, memory)
     choice = Choice(config.enable_tools, config.disable_tools, asks)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from emberkeep.tools.base import as_tool, tool
+from emberkeep.tools.function import as_tool, tool
 
 __all__ = ["as_tool", "tool"]

@@ -1,25 +1,27 @@
-"""From a function's signature to the JSON schema of its arguments, and from arguments to values."""
+"""From a function's signature to the JSON schema of its arguments, and from arguments to values.
+
+signature and docstring -> fields -> pydantic's model -> schema without references, reader of arguments
+"""
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import re
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from emberkeep.errors import ConfigError, ToolFailed
-from emberkeep.tools.docstrings import read_docstring
-from emberkeep.tools.faults import faults
-from emberkeep.tools.inlining import inlined
 from emberkeep.types import Caller, Json
 
 Arguments = Callable[[Mapping[str, Json]], dict[str, Any]]
@@ -36,7 +38,7 @@ class Signature:
     parameters: Mapping[str, Json]
     arguments: Arguments
     caller: str | None
-    """The parameter that is for whom it runs."""
+    """The parameter that takes the user for whom it runs."""
 
 
 def read_signature(function: Callable[..., Any], name: str | None = None) -> Signature:
@@ -46,11 +48,26 @@ def read_signature(function: Callable[..., Any], name: str | None = None) -> Sig
         raise ConfigError(f"{name} is no function or method: only those can be tools.")
     if NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r} cannot be a tool's name: use up to 64 letters, digits, _ and -.")
-    description, about = read_docstring(inspect.getdoc(function) or "")
+    description, about = _read_docstring(inspect.getdoc(function) or "")
     if not description:
         raise ConfigError(f"The tool {name} has no docstring: say in it what the tool does, for the model.")
     fields, caller = _fields(function, name, about)
     return Signature(name, description, *_schema(name, fields), caller)
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What it says of the function, and of each parameter: in Google's, NumPy's or Sphinx's form."""
+    try:
+        parsed = docstring_parser.parse(text)
+    except (docstring_parser.ParseError, IndexError):  # it is in no form at all
+        return _in_one_line(text), {}
+    about = {param.arg_name: _in_one_line(param.description or "") for param in parsed.params}
+    return _in_one_line(parsed.description or ""), {name: said for name, said in about.items() if said}
+
+
+def _in_one_line(text: str) -> str:
+    """Line breaks are tokens that tell a model nothing."""
+    return " ".join(text.split())
 
 
 def _fields(
@@ -106,7 +123,7 @@ def _schema(name: str, fields: Mapping[str, Any]) -> tuple[Mapping[str, Json], A
         model = create_model(name, __config__=config, **numbered)
         with warnings.catch_warnings():
             warnings.simplefilter("error", PydanticJsonSchemaWarning)
-            schema = inlined(model.model_json_schema())
+            schema = _inline(model.model_json_schema())
         json.dumps(schema, allow_nan=False)
     except (
         PydanticUserError,
@@ -130,7 +147,7 @@ def _reader(model: type[BaseModel], names: tuple[str, ...], schema: Mapping[str,
         try:
             checked = model.model_validate(meant)
         except ValidationError as error:
-            wrong = faults(error, names)
+            wrong = _explain(error, names)
             raise ToolFailed(f"The arguments of {model.__name__} do not fit: {wrong}.") from error
         return {name: getattr(checked, f"p{number}") for number, name in enumerate(names)}
 
@@ -142,3 +159,97 @@ def _takes_null(schema: Mapping[str, Json]) -> bool:
         return True
     options = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
     return any(one.get("type") == "null" or None in one.get("enum", ()) for one in options)
+
+
+# ── what is wrong with arguments, said so that a model can correct them ──
+
+_SHOWN = 5
+"""Wrong arguments: a model that is told more corrects less."""
+
+
+def _explain(error: ValidationError, known: Sequence[str]) -> str:
+    """`known`: the names of all parameters."""
+    found = error.errors(include_url=False)
+    told = [_fault(fault, known) for fault in found[:_SHOWN]]
+    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+    return f"{'; '.join(told)}{more}"
+
+
+def _fault(fault: Any, known: Sequence[str]) -> str:
+    place = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
+        return f"there is no {place} ({_instead(place, known)})"
+    if fault["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place or 'they'}: {fault['msg']}"
+
+
+def _instead(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'nothing'}"
+
+
+# ── schemas as models like them ──
+# Without the titles that pydantic makes of names, which are tokens that tell nothing, and without references,
+# which small models do not follow. What refers to itself stays one.
+
+_VALUES = ("default", "const", "enum", "examples", "required")
+"""What is in them is no schema."""
+_DEFS = "#/$defs/"
+_REFERENCE = re.compile(rf'"\$ref": "{re.escape(_DEFS)}([^"]+)"')
+
+
+def _inline(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """Of a schema that pydantic made; it is left as it is."""
+    return _Inliner(schema.get("$defs", {})).whole(_without(schema, "$defs"))
+
+
+class _Inliner:
+    def __init__(self, shared: Mapping[str, Json]) -> None:
+        self._shared = shared
+        self._left: dict[str, Json] = {}
+
+    def whole(self, schema: Mapping[str, Json]) -> dict[str, Json]:
+        found = self._object(schema)
+        return {**found, "$defs": self._left} if self._left else found
+
+    def _any(self, part: Json) -> Json:
+        if isinstance(part, list):
+            return [self._any(item) for item in part]
+        return self._object(part) if isinstance(part, dict) else part
+
+    def _object(self, part: Mapping[str, Json]) -> dict[str, Json]:
+        if "$ref" in part:
+            name = part["$ref"].removeprefix(_DEFS)
+            return {**self._referred(name), **self._object(_without(part, "$ref"))}
+        # OpenAPI's `discriminator` tells which reference is which.
+        kept = _without(part, "title", "discriminator")
+        return {key: self._inner(key, value) for key, value in kept.items()}
+
+    def _inner(self, key: str, value: Json) -> Json:
+        if key in _VALUES:
+            return value
+        if key == "properties":  # its keys are names, which may be any word
+            return {name: self._any(one) for name, one in value.items()}
+        return self._any(value)
+
+    def _referred(self, name: str) -> dict[str, Json]:
+        if not self._is_recursive(name):
+            return self._object(self._shared[name])
+        if name not in self._left:
+            self._left[name] = {}
+            self._left[name] = self._object(self._shared[name])
+        return {"$ref": f"{_DEFS}{name}"}
+
+    def _is_recursive(self, name: str) -> bool:
+        seen: set[str] = set()
+        todo = [name]
+        while todo:
+            refers_to = set(_REFERENCE.findall(json.dumps(self._shared[todo.pop()])))
+            todo += refers_to - seen
+            seen |= refers_to
+        return name in seen
+
+
+def _without(part: Mapping[str, Json], *keys: str) -> dict[str, Json]:
+    return cast(dict[str, Json], {name: value for name, value in part.items() if name not in keys})

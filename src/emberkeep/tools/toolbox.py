@@ -1,4 +1,4 @@
-"""All tools that can be called here: found by name, run with a time limit, results of a bearable length."""
+"""All tools that can be called here: chosen by name, run with a time limit, their results page by page."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import asyncio
 import difflib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any, NoReturn
 
-from emberkeep.errors import ToolFailed
-from emberkeep.tools.base import Answered, ToolFunction, ToolSource
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.pages import MORE, Pages
-from emberkeep.tools.results import explained, spelled
-from emberkeep.tools.running import TookTooLong, within
+from pydantic_core import to_json
+
+from emberkeep.errors import ConfigError, EmberkeepError, ToolFailed
+from emberkeep.text import encodable
+from emberkeep.tools.function import Answered, ToolFunction, ToolSource
+from emberkeep.tools.runner import TookTooLong, within
 from emberkeep.types import Caller, Json, Outcome, Tool, ToolCall
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("emberkeep.tools")
+
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,12 @@ class ToolBox:
         self._choice = choice
         self._limits = limits
         self._sources = sources
-        self._pages = None if limits.output_chars is None else Pages(limits.output_chars)
+        self._pages = None if limits.output_chars is None else _Pages(limits.output_chars)
 
     async def start(self) -> None:
         """Returns when tools of other servers are known, or will not be soon. Never raises."""
         await asyncio.gather(*(source.start() for source in self._sources))
-        self._tell_left_out()
+        self._warn_left_out()
 
     async def close(self) -> None:
         await asyncio.gather(*(source.close() for source in self._sources), return_exceptions=True)
@@ -100,18 +104,18 @@ class ToolBox:
         """Never raises: whatever goes wrong is the result. Cancelling it cancels the call."""
         begin = perf_counter()
         try:
-            value = await self._called(call, caller)
+            value = await self._call(call, caller)
             answered = value if isinstance(value, Answered) else Answered(value, "")
-            text, remark, failed = spelled(answered.value), answered.remark, False
+            text, remark, failed = _result_text(answered.value), answered.remark, False
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
-            text, remark, failed = explained(error, call.name), "", True
+            text, remark, failed = _error_text(error, call.name), "", True
         if self._pages is not None and call.name != MORE.name:
             text = self._pages.first(text, caller)
         return Outcome(call, text, failed, 1e3 * (perf_counter() - begin), remark)
 
-    async def _called(self, call: ToolCall, caller: Caller) -> Any:
+    async def _call(self, call: ToolCall, caller: Caller) -> Any:
         if self._pages is not None and call.name == MORE.name:
             return self._pages.more(_arguments(call), caller)
         function = self.find(call.name)
@@ -136,8 +140,8 @@ class ToolBox:
             f"{name} asks before it runs, and nobody can be asked here: whoever runs this can allow it with {way}."
         )
 
-    def _tell_left_out(self) -> None:
-        """What other servers offer and nobody has allowed, once for each of them."""
+    def _warn_left_out(self) -> None:
+        """What other servers offer and the user has not allowed, once for each of them."""
         offered = [function for source in self._sources for function in source.functions()]
         left_out = [function for function in offered if function.allowed_by and self._choice.would_ask(function)]
         for way in dict.fromkeys(function.allowed_by for function in left_out):
@@ -170,3 +174,173 @@ def _arguments(call: ToolCall) -> Mapping[str, Json]:
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
+
+
+# ── which tools are used ──
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Each entry is a tool's name, a group, a pattern (`time__*`) or `all`."""
+
+    enabled: tuple[str, ...] = ()
+    """None given: every tool, the dangerous ones only where `asks`."""
+    disabled: tuple[str, ...] = ()
+    asks: bool = False
+    """A user can be asked before a dangerous one runs. Where none can, it has to be enabled."""
+
+    def takes(self, function: ToolFunction) -> bool:
+        if _any_fits(self.disabled, function):
+            return False
+        if self.enabled:
+            return _any_fits(self.enabled, function)
+        return self.asks or not function.is_dangerous
+
+    def allows(self, function: ToolFunction, target: ToolFunction) -> bool:
+        """A call of `function`, which is taken, that acts as `target`."""
+        return self.takes(target) or (_any_fits(self.enabled, function) and not _any_fits(self.disabled, target))
+
+    def would_ask(self, function: ToolFunction) -> bool:
+        """It is left out for one reason only: no user can be asked."""
+        return not (self.enabled or self.asks or _any_fits(self.disabled, function)) and function.is_dangerous
+
+    def check(self, functions: Sequence[ToolFunction], later: Iterable[str] = ()) -> None:
+        """Raises ConfigError for an entry that fits nothing; `later`: groups whose tools are not known yet."""
+        known = {ALL, *later, *(function.group for function in functions)}
+        for entry in (*self.enabled, *self.disabled):
+            prefix, separator, _ = entry.partition("__")
+            fits = entry in known or (separator and prefix in known) or any(_fits(entry, f) for f in functions)
+            if not fits:
+                raise ConfigError(f"There is no tool or group {entry!r}{_nearest(entry, functions, known)}")
+
+
+def _any_fits(entries: Iterable[str], function: ToolFunction) -> bool:
+    return any(_fits(entry, function) for entry in entries)
+
+
+def _fits(entry: str, function: ToolFunction) -> bool:
+    return (
+        entry in (ALL, function.group)
+        or fnmatchcase(function.name, entry)
+        or function.name.startswith(f"{entry}__")
+    )
+
+
+def _nearest(entry: str, functions: Sequence[ToolFunction], known: set[str]) -> str:
+    near = difflib.get_close_matches(entry, [*known, *(function.name for function in functions)], n=1)
+    return f": did you mean {near[0]}?" if near else ": `emberkeep tools list` shows them."
+
+
+# ── what a model reads of a call ──
+
+_ERROR_CHARS = 2000
+"""Of what others say about an error."""
+
+
+def _result_text(value: Any) -> str:
+    """A text as it is; anything else as JSON: also pydantic's models, dataclasses, dates, paths and sets.
+
+    Raises ToolFailed.
+    """
+    if value is None:
+        return "Done."
+    if isinstance(value, (bytes, bytearray)):
+        value = bytes(value).decode("utf-8", "replace")
+    if isinstance(value, Iterator):
+        # It may never end, and the event loop would wait for it.
+        raise ToolFailed("What it returned cannot be written as JSON: it has to return a list, not an iterator.")
+    if not isinstance(value, str):
+        try:
+            # As words, since JSON has no numbers for them: null would say that there is none.
+            value = to_json(value, inf_nan_mode="strings").decode()
+        except (ValueError, RecursionError) as error:
+            raise ToolFailed(f"What it returned cannot be written as JSON: {encodable(str(error))}.") from error
+    return encodable(value)
+
+
+def _error_text(error: BaseException, name: str) -> str:
+    """One sentence about a call of the tool `name`. What the tool itself did wrong is in the log too."""
+    if not isinstance(error, (EmberkeepError, LookupError, ValueError, OSError)):
+        log.debug("the tool %s failed", name, exc_info=error)
+    return f"Error: {encodable(_say(error))}"
+
+
+def _say(error: BaseException) -> str:
+    try:
+        said = str(error).strip()
+    except Exception:  # one that cannot even say what it is
+        said = ""
+    kind = type(error).__name__
+    if isinstance(error, (EmberkeepError, ValueError, OSError)) and said:
+        return said[:_ERROR_CHARS]
+    # Only with its kind does `'colour'` say that a key is missing.
+    return f"{kind}: {said[:_ERROR_CHARS]}" if said else kind
+
+
+# ── long results, page by page: the model gets the first, and can ask for the next ──
+
+_OUTPUT = "output-"
+_KEPT = 64
+_KEPT_CHARS = 32 << 20
+_LONGEST = 8 << 20
+"""Characters of one result; no model reads as much, and everything has to be in memory."""
+
+MORE = Tool(
+    "more_output",
+    "Read the next page of a long result: only where one ended with a line like [output-1, page 1 of 3].",
+    {
+        "type": "object",
+        "properties": {
+            "output": {"type": "string", "description": "The name that the result gave."},
+            "page": {"type": "integer", "minimum": 1, "description": "Which page; the first has been shown."},
+        },
+        "required": ["output", "page"],
+        "additionalProperties": False,
+    },
+)
+
+
+class _Pages:
+    """The latest long results, each for the user it was made for. Belongs to the event loop."""
+
+    def __init__(self, chars: int) -> None:
+        self._chars = chars
+        self._count = 0
+        self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def first(self, text: str, caller: Caller) -> str:
+        if len(text) <= self._chars:
+            return text
+        if len(text) > _LONGEST:
+            text = f"{text[:_LONGEST]}\n[Cut: {len(text) - _LONGEST} more characters are lost.]"
+        self._count += 1
+        name = f"{_OUTPUT}{self._count}"
+        self._kept[caller.owner, name] = text
+        while len(self._kept) > 1 and (len(self._kept) > _KEPT or self._size() > _KEPT_CHARS):
+            self._kept.popitem(last=False)
+        return self._page(name, text, 1)
+
+    def more(self, arguments: Mapping[str, Json], caller: Caller) -> str:
+        """Raises ToolFailed."""
+        name, page = str(arguments.get("output")), str(arguments.get("page", 2))
+        text = self._kept.get((caller.owner, name))
+        if text is None and not name.startswith(_OUTPUT):
+            raise ToolFailed(f"{name[:64]!r} names no long result, what was shown is all of it: answer with it.")
+        if text is None:
+            raise ToolFailed(f"There is no output {name[:64]!r} any more: call the tool again.")
+        # As a text: models write numbers in quotes too.
+        if not (page.isdecimal() and len(page) < 9 and 1 <= int(page) <= self._pages(text)):
+            raise ToolFailed(f"{name} has pages 1 to {self._pages(text)}.")
+        return self._page(name, text, int(page))
+
+    def _size(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def _pages(self, text: str) -> int:
+        return -(-len(text) // self._chars)
+
+    def _page(self, name: str, text: str, page: int) -> str:
+        part = text[(page - 1) * self._chars : page * self._chars]
+        last = self._pages(text)
+        where = f"[{name}, page {page} of {last}, {len(text)} characters in all"
+        return f"{part}\n{where}{f': more_output gives page {page + 1}' if page < last else ''}.]"

@@ -21,9 +21,8 @@ from emberkeep.backend.remote.backend import RemoteBackend
 from emberkeep.backend.remote.kinds import open_provider
 from emberkeep.errors import EmberkeepError, RemoteDown
 from emberkeep.session.sessions import Policy, Sessions
-from emberkeep.tools.base import as_tool
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.function import as_tool
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import CallEnded, Completed, Event, Message, RemoteModel, Request, TextDelta
 from support.vendors import anthropic_server as anthropic
 from support.vendors import gemini_server as gemini

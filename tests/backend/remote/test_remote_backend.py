@@ -18,9 +18,8 @@ from emberkeep.errors import (
     RemoteRefused,
     RequestError,
 )
-from emberkeep.tools.base import as_tool
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.function import as_tool
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import (
     CallEnded,
     Completed,

@@ -13,9 +13,8 @@ import pytest
 from emberkeep.backend.remote import backend as module
 from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteError, RemoteFull
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
-from emberkeep.tools.base import ToolFunction, as_tool
-from emberkeep.tools.choosing import Choice
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.function import ToolFunction, as_tool
+from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import (
     CallEnded,
     Completed,

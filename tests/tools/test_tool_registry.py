@@ -12,8 +12,7 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError
-from emberkeep.tools.opening import built_in
-from emberkeep.tools.user import tools_in_file, tools_of_packages
+from emberkeep.tools.registry import built_in, tools_in_file, tools_of_packages
 from helpers.tool_calls import box_of, told
 
 MARKED = '''

@@ -1,22 +1,30 @@
-"""One program, started, watched and ended: its output read to the end, whatever it does."""
+"""One program, started, watched and ended together with all that it started: its output read to the end.
+
+A process leaves its group and its session with one call, its parent by outliving it, and may start another one
+without environment. What it does not lose by accident are its limits: each command gets a limit for the size of
+files that no disk reaches and no other command has, and on Linux every process that has it is found in /proc. A
+word in the environment says the same where such a limit cannot be set. Elsewhere only the process group can be
+found.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from signal import Signals
 
 from emberkeep.signals import with_default_signals
-from emberkeep.tools.processes import Family, Mark
-from emberkeep.tools.texts import decoded
+from emberkeep.text import decode_text
 
 _KEPT = 32 << 10
 FLOOD = 64 << 20
@@ -24,7 +32,7 @@ _CHUNK = 64 << 10
 _LOOK_S = 0.05
 _GRACE_S = 2.0
 _SHORT_GRACE_S = 0.4
-"""When nobody waits for the answer any more."""
+"""When no call waits for the answer any more."""
 
 
 class Ending(Enum):
@@ -60,14 +68,14 @@ class Ran:
 def run(order: Order, stop: threading.Event) -> Ran:
     """Blocks until the program and all that it started have ended. `stop` ends it early. Raises OSError."""
     begin = time.monotonic()
-    with _started(order) as (program, family):
+    with _started(order) as (program, tree):
         watch = _Watch(program, order.stdin, stop)
         ending = watch.until(begin + order.timeout_s)
         if ending is not Ending.BY_ITSELF:
-            family.send(order.signal)
+            tree.send(order.signal)
             watch.until(time.monotonic() + (_SHORT_GRACE_S if stop.is_set() else _GRACE_S), to_the_end=True)
-        # Also what a program left behind that ended as it should: nobody would ever end it.
-        is_gone = family.kill()
+        # Also what a program left behind that ended as it should: nothing else would ever end it.
+        is_gone = tree.kill()
         program.wait()
         watch.read_rest()
     seconds = time.monotonic() - begin
@@ -75,8 +83,8 @@ def run(order: Order, stop: threading.Event) -> Ran:
 
 
 @contextmanager
-def _started(order: Order) -> Iterator[tuple[subprocess.Popen[bytes], Family]]:
-    mark = Mark()
+def _started(order: Order) -> Iterator[tuple[subprocess.Popen[bytes], ProcessTree]]:
+    mark = ProcessMark()
     program = subprocess.Popen(
         with_default_signals(mark.applied(order.argv)),
         bufsize=0,
@@ -87,12 +95,12 @@ def _started(order: Order) -> Iterator[tuple[subprocess.Popen[bytes], Family]]:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    family = Family(program.pid, mark)
+    tree = ProcessTree(program.pid, mark)
     try:
-        yield program, family
+        yield program, tree
     finally:
         if program.returncode is None:
-            family.kill()
+            tree.kill()
         with program:  # closes its pipes
             pass
 
@@ -115,7 +123,7 @@ class _Kept:
     def text(self) -> str:
         left_out = self.size - len(self._head) - len(self._tail)
         note = f"\n[{left_out:,} bytes left out]\n".encode() if left_out else b""
-        text = decoded(self._head + note + self._tail)
+        text = decode_text(self._head + note + self._tail)
         return f"[binary, {self.size:,} bytes: not shown]" if text is None else text
 
 
@@ -188,3 +196,108 @@ class _Watch:
             assert self._program.stdin is not None
             self._program.stdin.close()
         return False
+
+
+# ── all processes of one command ──
+
+_PROC = Path("/proc")
+_WORD = "EMBER_COMMAND"
+_MOST_BLOCKS = 1 << 41  # 1 PiB: nothing is ever written that is refused because of it
+_BLOCK = 1024  # or 512: shells do not agree
+_ENDING_S = 5.0
+_PAUSE_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """What every process of one command has, and no other process."""
+
+    word: str = field(default_factory=lambda: secrets.token_hex(8))
+    blocks: int = field(default_factory=lambda: _blocks())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {_WORD: self.word}
+
+    def applied(self, argv: list[str]) -> list[str]:
+        """What to start, so that `argv` runs with the limit. The shell reads none of it, and is gone by then."""
+        return ["/bin/sh", "-c", 'ulimit -S -f "$0" 2>/dev/null; exec "$@"', str(self.blocks), *argv]
+
+    def is_on(self, pid: int) -> bool:
+        """Whether it is a living process of this command."""
+        folder = _PROC / str(pid)
+        try:
+            if _is_dead((folder / "stat").read_bytes()):
+                return False
+            is_limit = self._is_limit((folder / "limits").read_bytes())
+            return is_limit or self._is_word((folder / "environ").read_bytes())
+        except OSError:  # gone, or not ours
+            return False
+
+    def _is_limit(self, limits: bytes) -> bool:
+        line = next((line for line in limits.splitlines() if line.startswith(b"Max file size")), b"")
+        return any(b"%d" % (self.blocks * size) in line.split() for size in (_BLOCK, _BLOCK // 2))
+
+    def _is_word(self, environ: bytes) -> bool:
+        return f"{_WORD}={self.word}".encode() in environ.split(b"\0")
+
+
+class ProcessTree:
+    """A process that leads a group, and all that came of it. Methods block."""
+
+    def __init__(self, leader: int, mark: ProcessMark) -> None:
+        self._leader = leader
+        self._mark = mark
+
+    def send(self, number: Signals) -> bool:
+        """To every one of them that lives. Whether any was found by its mark."""
+        with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of the dead
+            os.killpg(self._leader, number)
+        seen: set[int] = set()
+        found = False
+        # While we looked, one may have started the next and ended.
+        while new := _pids() - seen:
+            seen |= new
+            for pid in sorted(new):
+                found |= self._mark.is_on(pid) and _send(pid, number)
+        return found
+
+    def kill(self) -> bool:
+        """Until none is left. False where some do not end: the system is busy with them, or they are not ours."""
+        deadline = time.monotonic() + _ENDING_S
+        while self.send(Signals.SIGKILL):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+
+def _blocks() -> int:
+    """Below the limit in force, or all that have that one would be taken for ours."""
+    import resource  # not on Windows
+
+    now, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = _MOST_BLOCKS if now == resource.RLIM_INFINITY else min(now // _BLOCK, _MOST_BLOCKS)
+    return most - 1 - secrets.randbelow(max(1, most // 8))
+
+
+def _pids() -> set[int]:
+    if sys.platform != "linux":
+        return set()
+    return {int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()}
+
+
+def _send(pid: int, number: Signals) -> bool:
+    """Whether it was still there. Numbers go round: one that was just seen is not another's a moment later."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs as another user
+        return True
+    return True
+
+
+def _is_dead(stat: bytes) -> bool:
+    """It only waits for its parent to notice."""
+    return stat[stat.rindex(b")") + 2 :][:1] in (b"Z", b"X")

@@ -12,8 +12,8 @@ from pydantic import Field
 from emberkeep.errors import ToolFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.asking import SEARCH, search
-from emberkeep.tools.base import ToolFunction, tool, tools_of
-from emberkeep.tools.running import in_thread
+from emberkeep.tools.function import ToolFunction, tool, tools_of
+from emberkeep.tools.runner import in_thread
 from emberkeep.types import Caller, Json
 
 GROUP = "memory"
@@ -41,15 +41,15 @@ class MemoryTools:
     @tool(group=GROUP, parallel=False)
     def remember(self, question: str, answer: str, caller: Caller) -> str:
         """Store an answer that search_memory finds later. The same question replaces its answer."""
-        asked = _checked("question", question, _TEXT_CHARS)
-        self._memory.store_answer(caller.owner, asked, _checked("answer", answer, _TEXT_CHARS))
+        asked = _check("question", question, _TEXT_CHARS)
+        self._memory.store_answer(caller.owner, asked, _check("answer", answer, _TEXT_CHARS))
         return "It is remembered."
 
     @tool(group=GROUP, parallel=False)
     def set_fact(self, name: FactName, value: str, caller: Caller) -> str:
         """Remember a fact for good, in place of what was known under that name."""
-        named = _checked("name", name, _NAME_CHARS)
-        self._memory.set_fact(caller.owner, named, _checked("value", value, _TEXT_CHARS))
+        named = _check("name", name, _NAME_CHARS)
+        self._memory.set_fact(caller.owner, named, _check("value", value, _TEXT_CHARS))
         return f"{named} is set."
 
     @tool(group=GROUP)
@@ -79,7 +79,7 @@ class MemoryTools:
         return f"There is no fact {name[:_NAME_CHARS]!r}: {way_out}"
 
 
-def _checked(what: str, text: str, most: int) -> str:
+def _check(what: str, text: str, most: int) -> str:
     """Raises ToolFailed."""
     stripped = text.strip()
     if not 0 < len(stripped) <= most:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
@@ -13,16 +15,19 @@ from typing import Annotated
 from pydantic import Field
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools.base import tool
-from emberkeep.tools.beneath import Folder, Root, told
-from emberkeep.tools.listing import Walk, kind_of
-from emberkeep.tools.texts import decoded
+from emberkeep.text import decode_text
+from emberkeep.tools.file_root import Folder, Root, translate_errors
+from emberkeep.tools.function import tool
 from emberkeep.types import Json
 
 _FILE_BYTES = 16 << 20
 _PAGE_CHARS = 60_000
 _LISTED = 1000
 _MODE = 0o644
+_SEEN = 50_000
+_DEPTH = 32
+"""Entries that one listing looks at, and how deep."""
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
 
 FilePath = Annotated[str, Field(description="Path below the working folder.")]
 
@@ -41,9 +46,9 @@ class FileTools:
     ) -> str:
         """Read a text file."""
         *folders, name = self._named(path)
-        with told(path), self._root.folder(folders) as folder:
+        with translate_errors(path), self._root.folder(folders) as folder:
             data = _read(folder, name)
-        text = decoded(data)
+        text = decode_text(data)
         if text is None:
             return f"[{path} is binary, {len(data):,} bytes: not shown.]"
         return _page(text, offset, limit)
@@ -58,7 +63,7 @@ class FileTools:
         """Write a text file, in place of what it had; missing folders are made."""
         *folders, name = self._named(path)
         data = _encoded(content)
-        with told(path), self._root.folder(folders, make=True) as folder:
+        with translate_errors(path), self._root.folder(folders, make=True) as folder:
             before = _replaceable(folder, name)
             if append and before is not None:
                 data = _read(folder, name) + data
@@ -76,9 +81,9 @@ class FileTools:
     ) -> str:
         """List a folder: names with sizes in bytes; folders end with /."""
         wanted = pattern.removeprefix("**/")
-        walk = Walk(is_deep=recursive or "**" in pattern)
+        walk = _Walk(is_deep=recursive or "**" in pattern)
         lines: list[str] = []
-        with told(path), self._root.folder(self._root.parts(path)) as folder:
+        with translate_errors(path), self._root.folder(self._root.parts(path)) as folder:
             for entry in walk.entries(folder):
                 if fnmatchcase(entry.name, wanted) or fnmatchcase(entry.path, wanted):
                     lines.append(entry.line)
@@ -92,8 +97,8 @@ class FileTools:
     def delete_file(self, path: FilePath) -> str:
         """Delete a file or an empty folder."""
         *folders, name = self._named(path)
-        with told(path), self._root.folder(folders) as folder:
-            kind = kind_of(folder.look(name))
+        with translate_errors(path), self._root.folder(folders) as folder:
+            kind = _kind(folder.look(name))
             if kind == "folder":
                 folder.remove_folder(name)
             elif kind == "file":
@@ -106,13 +111,13 @@ class FileTools:
     def file_exists(self, path: FilePath) -> Json:
         """Tell whether a file or folder exists, and its size."""
         *folders, name = self._root.parts(path) or (".",)
-        with told(path):
+        with translate_errors(path):
             try:
                 with self._root.folder(folders) as folder:
                     info = folder.look(name)
             except (FileNotFoundError, NotADirectoryError):
                 return {"exists": False}
-        return {"exists": True, "kind": kind_of(info), "bytes": info.st_size}
+        return {"exists": True, "kind": _kind(info), "bytes": info.st_size}
 
     def _named(self, path: str) -> tuple[str, ...]:
         """As `Root.parts`, at least one."""
@@ -120,6 +125,10 @@ class FileTools:
         if not parts:
             raise ToolFailed(f"{path!r} is the working folder itself: name a file in it.")
         return parts
+
+
+def _kind(info: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(info.st_mode), "special file")
 
 
 def _read(folder: Folder, name: str) -> bytes:
@@ -170,7 +179,7 @@ def _replaceable(folder: Folder, name: str) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(info.st_mode):
-        raise ToolFailed(f"{name!r} is a {kind_of(info)}: only files can be written.")
+        raise ToolFailed(f"{name!r} is a {_kind(info)}: only files can be written.")
     return info
 
 
@@ -189,3 +198,67 @@ def _replace(folder: Folder, name: str, data: bytes, before: os.stat_result | No
         with suppress(OSError):
             folder.remove(temporary)
         raise
+
+
+# ── what is in a folder, and beneath it ──
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    path: str
+    """From where the listing began."""
+    info: os.stat_result
+
+    @property
+    def line(self) -> str:
+        kind, shown = _kind(self.info), _in_one_line(self.path)
+        if kind == "folder":
+            return f"{shown}/"
+        return f"{shown}  {self.info.st_size}" if kind == "file" else f"{shown}  ({kind})"
+
+
+class _Walk:
+    """One listing, in the order of names, links not followed. Blocks. Folders that cannot be entered are shown and
+    passed over."""
+
+    def __init__(self, *, is_deep: bool) -> None:
+        self.is_cut = False
+        """More was there than a model would read."""
+        self._left = _SEEN
+        self._depth = _DEPTH if is_deep else 1
+
+    def entries(self, folder: Folder, prefix: str = "", level: int = 1) -> Iterator[_Entry]:
+        for name, info in self._sorted(folder):
+            yield _Entry(name, f"{prefix}{name}", info)
+            if stat.S_ISDIR(info.st_mode) and level < self._depth:
+                yield from self._enter(folder, name, f"{prefix}{name}/", level + 1)
+
+    def _enter(self, folder: Folder, name: str, prefix: str, level: int) -> Iterator[_Entry]:
+        try:
+            deeper = folder.enter(name)
+        except (OSError, ToolFailed):  # not ours to read, or no folder any more
+            return
+        try:
+            yield from self.entries(deeper, prefix, level)
+        finally:
+            deeper.close()
+
+    def _sorted(self, folder: Folder) -> list[tuple[str, os.stat_result]]:
+        found = []
+        for entry in folder.entries():
+            if self._left == 0:
+                self.is_cut = True
+                break
+            self._left -= 1
+            try:
+                found.append((entry.name, entry.stat(follow_symlinks=False)))
+            except OSError:  # gone meanwhile
+                continue
+        return sorted(found, key=lambda item: item[0])
+
+
+def _in_one_line(path: str) -> str:
+    """On one line, whatever the name is."""
+    text = os.fsencode(path).decode("utf-8", "replace")
+    return text if text.isprintable() else repr(text)

@@ -59,7 +59,7 @@ def _short(message: str) -> str:
 
 
 def _limit() -> None:
-    """Also when nobody is left who would stop it."""
+    """Also when no parent is left that would stop it."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field
 
 from emberkeep.errors import ToolFailed
 from emberkeep.signals import with_default_signals
-from emberkeep.tools import json_work
-from emberkeep.tools.base import tool
+from emberkeep.tools import json_worker
+from emberkeep.tools.function import tool
 from emberkeep.types import Json
 
 GROUP = "json"
@@ -48,19 +48,19 @@ class JsonTools:
     @tool(group=GROUP)
     def json_pretty(self, text: Text, sort_keys: bool = False) -> str:
         """Lay JSON out over indented lines."""
-        return _laid_out(_read(text), json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False))
+        return _lay_out(_read(text), json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False))
 
     @tool(group=GROUP)
     async def json_validate(self, text: Text, schema: Schema) -> Json:
         """Check JSON against a schema; what does not fit is listed."""
-        return await _worked(text, schema=schema)
+        return await _work(text, schema=schema)
 
     @tool(group=GROUP)
     async def json_query(
         self, text: Text, path: Annotated[str, Field(description="JSONPath, such as $.ships[0].name")]
     ) -> Json:
         """Every value in JSON that a path leads to."""
-        return await _worked(text, path=path)
+        return await _work(text, path=path)
 
 
 def _read(text: str) -> Json:
@@ -77,7 +77,7 @@ def _read(text: str) -> Json:
     return value
 
 
-def _laid_out(value: Json, encoder: json.JSONEncoder) -> str:
+def _lay_out(value: Json, encoder: json.JSONEncoder) -> str:
     """Raises ToolFailed where most of it would be blanks: deep down, every value has a line full of them."""
     parts: list[str] = []
     left = _MOST_CHARS
@@ -113,7 +113,7 @@ def _too_deep() -> ToolFailed:
     return ToolFailed(f"This JSON is nested too deep: {_DEEPEST} levels are allowed.")
 
 
-async def _worked(text: str, **asked: Json) -> Json:
+async def _work(text: str, **asked: Json) -> Json:
     """In a process of its own, which can be stopped. Raises ToolFailed."""
     _check_size(text)
     question = json.dumps({"text": text, **asked}).encode()
@@ -121,7 +121,7 @@ async def _worked(text: str, **asked: Json) -> Json:
         raise ToolFailed(f"This is too large: give at most {_MOST_CHARS} characters.")
     process = await asyncio.create_subprocess_exec(
         # -I: nothing of the current folder is imported.
-        *with_default_signals([sys.executable, "-I", str(Path(json_work.__file__))]),
+        *with_default_signals([sys.executable, "-I", str(Path(json_worker.__file__))]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

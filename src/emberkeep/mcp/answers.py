@@ -1,4 +1,6 @@
-"""What a server offers: its tools and prompts, as many and as long as can be borne."""
+"""What servers answer, as values of ours: what they offer, as much as can be borne, and results as text.
+
+Pictures, sounds and other bytes are described, not shown."""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from typing import Any
 import mcp.types as wire
 from mcp import Client
 
-from emberkeep.config import McpServer
-from emberkeep.mcp.text import cleaned, cleaned_json, shortened
-from emberkeep.types import Tool
+from emberkeep.config import McpServer, readable_size
+from emberkeep.errors import ToolFailed
+from emberkeep.text import shorten, strip_hidden, strip_hidden_json
+from emberkeep.types import Image, Message, Tool
 
 log = logging.getLogger("emberkeep.mcp")
 
@@ -37,7 +40,7 @@ class ListedTool:
     definition: Tool
     """What models are told, under the name that they call it by."""
     is_read_only: bool
-    """It says so; nobody has to believe it."""
+    """It says so; that is no reason to believe it."""
     digest: str
     """Of all that a person approves by using it, as the server said it."""
 
@@ -77,7 +80,7 @@ async def read_listing(client: Client, server: McpServer) -> Listing:
     prompts = [p async for p in _pages(client.list_prompts, lambda page: page.prompts)] if can.prompts else []
     info = client.server_info
     return Listing(
-        shortened(cleaned(f"{info.name} {info.version}".strip()), 80) if info else "",
+        shorten(strip_hidden(f"{info.name} {info.version}".strip()), 80) if info else "",
         _tools(server, tools),
         _prompts(server, prompts[:_PROMPTS]),
     )
@@ -111,7 +114,7 @@ async def _pages(
 def _resource(found: wire.Resource | wire.ResourceTemplate) -> dict[str, str]:
     uri = found.uri if isinstance(found, wire.Resource) else found.uri_template
     told = {"uri": uri, "name": found.name, "description": found.description, "type": found.mime_type}
-    return {key: shortened(cleaned(value), 500) for key, value in told.items() if value}
+    return {key: shorten(strip_hidden(value), 500) for key, value in told.items() if value}
 
 
 def _tools(server: McpServer, listed: Sequence[wire.Tool]) -> tuple[ListedTool, ...]:
@@ -129,8 +132,8 @@ def _is_bearable(tool: wire.Tool) -> bool:
 
 def _tool(tool: wire.Tool, name: str) -> ListedTool:
     is_read_only = bool(tool.annotations and tool.annotations.read_only_hint)
-    description = shortened(cleaned(tool.description or ""), _DESCRIPTION_CHARS)
-    definition = Tool(name, description, {"type": "object", **cleaned_json(tool.input_schema)})
+    description = shorten(strip_hidden(tool.description or ""), _DESCRIPTION_CHARS)
+    definition = Tool(name, description, {"type": "object", **strip_hidden_json(tool.input_schema)})
     # With the hint: who approves a tool is shown it.
     approved = [tool.name, tool.description or "", tool.input_schema, is_read_only]
     digest = hashlib.sha256(json.dumps(approved, sort_keys=True).encode()).hexdigest()
@@ -149,10 +152,10 @@ def _prompts(server: McpServer, listed: Sequence[wire.Prompt]) -> tuple[McpPromp
             name,
             server.name,
             prompt.name,
-            shortened(cleaned(prompt.description or ""), 500),
+            shorten(strip_hidden(prompt.description or ""), 500),
             tuple(
                 PromptArgument(
-                    cleaned(one.name), shortened(cleaned(one.description or ""), 500), bool(one.required)
+                    strip_hidden(one.name), shorten(strip_hidden(one.description or ""), 500), bool(one.required)
                 )
                 for one in prompt.arguments or ()
             ),
@@ -171,3 +174,60 @@ def _names(server: str, originals: Iterable[str]) -> list[str]:
             name = f"{name[: _NAME_CHARS - 9]}_{mark}"
         names.append(name)
     return names
+
+
+# ── results as text ──
+
+
+def result_text(result: wire.CallToolResult) -> str:
+    """Raises ToolFailed where the tool says that it has failed."""
+    text = _join(map(_block_text, result.content))
+    if not text and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    if result.is_error:
+        raise ToolFailed(text or "The tool failed without a word.")
+    return text
+
+
+def resource_text(result: wire.ReadResourceResult) -> str:
+    return _join(map(_resource_text, result.contents))
+
+
+def prompt_message(result: wire.GetPromptResult) -> Message:
+    """One message of the user who asked for it. What the server has the assistant say is quoted in it: as a
+    message of the assistant its control tokens would be taken for the model's own, and forge whole turns."""
+    contents = [message.content for message in result.messages]
+    images = [content for content in contents if isinstance(content, wire.ImageContent)]
+    said = [
+        f"Assistant: {text}" if message.role == "assistant" else text
+        for message in result.messages
+        if not isinstance(message.content, wire.ImageContent) and (text := _block_text(message.content))
+    ]
+    pictures = tuple(Image(f"data:{image.mime_type};base64,{image.data}") for image in images)
+    return Message("user", "\n\n".join(said), images=pictures)
+
+
+def _join(parts: Iterable[str]) -> str:
+    return "\n".join(part for part in parts if part)
+
+
+def _block_text(block: wire.ContentBlock) -> str:
+    match block:
+        case wire.TextContent():
+            return strip_hidden(block.text)
+        case wire.EmbeddedResource():
+            return _resource_text(block.resource)
+        case wire.ResourceLink():
+            return strip_hidden(f"[{block.uri}{f', {block.mime_type}' if block.mime_type else ''}]")
+    return _describe_bytes(block.mime_type, block.data)
+
+
+def _resource_text(contents: wire.TextResourceContents | wire.BlobResourceContents) -> str:
+    if isinstance(contents, wire.TextResourceContents):
+        return strip_hidden(contents.text)
+    return _describe_bytes(contents.mime_type or "application/octet-stream", contents.blob)
+
+
+def _describe_bytes(mime_type: str, data: str) -> str:
+    """Of base64."""
+    return strip_hidden(f"[{mime_type}, {readable_size(len(data) * 3 // 4)}]")

@@ -2,9 +2,9 @@
 
     "notes/today.md"  ->  open(root)  ->  open("notes", from it)  ->  open("today.md", from that)
 
-Each folder on the way is opened from the one above, and a link is never followed. The check is the open: nobody
-can put something else there in between. Systems without such opens (Windows) compare the resolved path instead.
-A hard link looks like the file it is.
+Each folder on the way is opened from the one above, and a link is never followed. The check is the open: no
+process can put something else there in between. Systems without such opens (Windows) compare the resolved path
+instead. A hard link looks like the file it is.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Root:
 
 
 @contextmanager
-def told(path: str) -> Iterator[None]:
+def translate_errors(path: str) -> Iterator[None]:
     """What the system says about `path` becomes ToolFailed, in a sentence that a model can use."""
     try:
         yield

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, overload
 
-from emberkeep.tools.running import in_thread
+from emberkeep.tools.runner import in_thread
 from emberkeep.tools.schema import Signature, read_signature
 from emberkeep.types import Caller, Json, Tool
 
@@ -28,7 +28,7 @@ USER_GROUP = "user"
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A result with something to say to the person who watches."""
+    """A result with something to say to the user who watches."""
 
     value: Any
     remark: str
@@ -39,10 +39,10 @@ class ToolFunction:
     definition: Tool
     group: str
     run: Run
-    """May raise anything: what it raises is what the model reads. Returns what `results.spelled` can write, or
+    """May raise anything: what it raises is what the model reads. Returns a text, what JSON can say, or
     `Answered`."""
     is_dangerous: bool = False
-    """It can do harm: somebody is asked first, or it is off."""
+    """It can do harm: the user is asked first, or it is off."""
     runs_beside: bool = True
     """It may run while others do."""
     timeout_s: float | None = None
@@ -125,7 +125,7 @@ def tool(
 ) -> Any:
     """Mark a function or a method as a tool. It stays what it is: `as_tool` makes the tool of it.
 
-    `dangerous`: somebody is asked before it runs. `parallel`: it may run while others do. `timeout_s`: its own.
+    `dangerous`: the user is asked before it runs. `parallel`: it may run while others do. `timeout_s`: its own.
     """
     mark = _Mark(group, name, dangerous, parallel, timeout_s)
 

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools.base import Answered, ToolFunction, as_tool, tool
+from emberkeep.tools.function import Answered, ToolFunction, as_tool, tool
 from emberkeep.types import Caller, Message, RemoteModel, Request
 
 GROUP = "models"
 
 _TIMEOUT_S = 600.0
-"""A model that thinks, or runs on somebody's laptop, takes minutes."""
+"""A model that thinks, or runs on a laptop, takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ModelTools:
         async def ask(question: str, caller: Caller, context: str = "") -> Answered:
             return await self._ask(remote, question, context, caller)
 
-        ask.__doc__ = _described(remote)
+        ask.__doc__ = _description(remote)
         return as_tool(tool(group=GROUP, name=f"ask_{remote.name}", timeout_s=_TIMEOUT_S)(ask))
 
     async def _ask(self, remote: RemoteModel, question: str, context: str, caller: Caller) -> Answered:
@@ -61,7 +61,7 @@ class ModelTools:
         return Answered(f"{remote.name} says: {consulted.text}", _remark(remote, consulted))
 
 
-def _described(remote: RemoteModel) -> str:
+def _description(remote: RemoteModel) -> str:
     is_what = f", {remote.model}" if remote.model else ""
     good_at = f" {remote.description.rstrip('.')}." if remote.description else ""
     return f"""Ask another model ({remote.name}{is_what}) for its opinion.{good_at}

@@ -1,4 +1,5 @@
-"""Tools of users: functions in a file of theirs, and what packages offer at the entry point `emberkeep.tools`."""
+"""Every tool that runs in this process: ours, those in files of users, and those that packages offer at the entry
+point `emberkeep.tools`."""
 
 from __future__ import annotations
 
@@ -8,18 +9,44 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from emberkeep.config import Config
 from emberkeep.errors import ConfigError
-from emberkeep.tools.base import ToolFunction, as_tool, is_marked, tools_of
+from emberkeep.memory.memory import Memory
+from emberkeep.tools.command_tool import CommandTool
+from emberkeep.tools.file_tools import FileTools
+from emberkeep.tools.function import ToolFunction, as_tool, is_marked, tools_of
+from emberkeep.tools.http_tools import HttpTools
+from emberkeep.tools.json_tools import JsonTools
+from emberkeep.tools.memory_tools import memory_tools
+from emberkeep.tools.toolbox import MORE
 
 log = logging.getLogger("emberkeep.tools")
 
 ENTRY_POINTS = "emberkeep.tools"
+
+
+def built_in(config: Config, memory: Memory | None) -> list[ToolFunction]:
+    """Without a memory there are none over it. Runs users' files. Raises ConfigError."""
+    ours = [
+        FileTools(config.tools_root),
+        CommandTool(config.tools_root, config.tool_timeout_s),
+        HttpTools(config.http_private),
+        JsonTools(),
+    ]
+    found = [function for owner in ours for function in tools_of(owner)]
+    if memory is not None:
+        found += memory_tools(memory)
+    found += tools_of_packages()
+    for path in config.tools_from:
+        found += tools_in_file(path)
+    _check_names(found)
+    return found
 
 
 def tools_in_file(path: Path) -> list[ToolFunction]:
@@ -38,7 +65,7 @@ def tools_of_packages() -> list[ToolFunction]:
         try:
             found += _offered(point.load())
         except (Exception, SystemExit) as error:
-            log.warning("the tools of %s (%s) cannot be used: %s", point.name, point.value, _said(error))
+            log.warning("the tools of %s (%s) cannot be used: %s", point.name, point.value, _say(error))
     return found
 
 
@@ -85,7 +112,7 @@ def _run(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"The tools of {path} cannot be used{_line(error, path)}: {_said(error)}") from error
+        raise ConfigError(f"The tools of {path} cannot be used{_line(error, path)}: {_say(error)}") from error
     return module
 
 
@@ -96,8 +123,19 @@ def _line(error: BaseException, path: Path) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
-def _said(error: BaseException) -> str:
+def _say(error: BaseException) -> str:
     said = error.msg if isinstance(error, SyntaxError) else str(error).partition("\n")[0]
     if isinstance(error, (ConfigError, OSError)):
         return said
     return f"{type(error).__name__}{f': {said}' if said else ''}."
+
+
+def _check_names(functions: Sequence[ToolFunction]) -> None:
+    """Raises ConfigError: a model that calls one must not get another."""
+    seen = {MORE.name}
+    for function in functions:
+        if function.name in seen:
+            raise ConfigError(f"There are two tools {function.name}: give one another name, @tool(name=...).")
+        if "__" in function.name:
+            raise ConfigError(f"{function.name} looks like the tool of an MCP server: use no __ in its name.")
+        seen.add(function.name)

@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools.base import tool
-from emberkeep.tools.beneath import Root, told
-from emberkeep.tools.watching import FLOOD, Ending, Order, Ran, run
+from emberkeep.tools.file_root import Root, translate_errors
+from emberkeep.tools.function import tool
+from emberkeep.tools.process import FLOOD, Ending, Order, Ran, run
 from emberkeep.types import Json
 
 _AT_ONCE = 4
@@ -55,7 +55,7 @@ class CommandTool:
             signal=Signals[f"SIG{signal}"],
         )
         _check_program(order)
-        return _told(await self._run(order), order)
+        return _result(await self._run(order), order)
 
     async def _run(self, order: Order) -> Ran:
         """Cancelling it ends the program, and returns when that is done."""
@@ -72,7 +72,7 @@ class CommandTool:
 
     def _folder(self, cwd: str) -> Path:
         parts = self._root.parts(cwd)
-        with told(cwd), self._root.folder(parts):
+        with translate_errors(cwd), self._root.folder(parts):
             return self._root.path.joinpath(*parts)
 
 
@@ -109,7 +109,7 @@ def _check_program(order: Order) -> None:
         raise ToolFailed(f"There is no program {name!r} here: use another one.")
 
 
-def _told(ran: Ran, order: Order) -> Json:
+def _result(ran: Ran, order: Order) -> Json:
     told: dict[str, Json] = {}
     if ran.ending is Ending.TIMEOUT:
         told["stopped"] = f"it took longer than {order.timeout_s:g} s"

@@ -16,7 +16,7 @@ from emberkeep.errors import ToolFailed
 T = TypeVar("T")
 
 MOST_LEFT = 16
-"""Threads that still run though nobody waits for them: Python cannot stop one."""
+"""Threads that still run though no call waits for them: Python cannot stop one."""
 _GRACE_S = 6.0
 """What a coroutine gets to clean up: a program that it started has to be ended."""
 
@@ -46,7 +46,7 @@ async def in_thread(call: Callable[[], T]) -> T:
             settle = partial(_settle, done, context.run(call), None)
         except BaseException as error:
             settle = partial(_settle, done, None, _harmless(error))
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no call waits any more
             loop.call_soon_threadsafe(settle)
 
     # Not of a pool: those are waited for when the program ends.

@@ -1,0 +1,60 @@
+"""Texts from elsewhere: files, programs, web servers, MCP servers, models. They are data, whatever they say."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any
+
+_SAMPLE = 8192
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_WIDE = re.compile(r"utf-?(16|32)([bl]e)?", re.IGNORECASE)
+# Python has codecs that take quadratic time, or are no charsets at all.
+_CHARSET = re.compile(
+    rf"{_WIDE.pattern}|utf-?8|(us-)?ascii|latin-?1|iso-8859-\d+|(windows-|cp)125\d|koi8-[ru]"
+    r"|gb(k|2312|18030)|big5|shift[_-]jis|euc-(jp|kr)",
+    re.IGNORECASE,
+)
+
+# Control characters drive terminals; invisible ones and tags hide instructions from the person who approves.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"
+    "\ufe00-\ufe0e\ufeff\U000e0000-\U000e01ef]"
+)
+
+
+def decode_text(data: bytes, charset: str | None = None) -> str | None:
+    """Its text, with marks for what cannot be read; None where it is binary."""
+    if data.startswith(_UTF16):
+        charset = "utf-16"
+    elif charset is None or not _CHARSET.fullmatch(charset):
+        charset = "utf-8-sig"
+    if b"\0" in data[:_SAMPLE] and not _WIDE.fullmatch(charset):
+        return None
+    text = data.decode(charset, "replace")
+    return None if 10 * text.count("\ufffd") > len(text) else text
+
+
+def strip_hidden(text: str) -> str:
+    """Without characters that a reader does not see. Lines and tabs stay."""
+    return _HIDDEN.sub("", text.replace("\r\n", "\n"))
+
+
+def strip_hidden_json(value: Any) -> Any:
+    """The same for every text in a JSON value."""
+    if isinstance(value, str):
+        return strip_hidden(value)
+    if isinstance(value, list):
+        return [strip_hidden_json(item) for item in value]
+    if isinstance(value, dict):
+        return {strip_hidden(str(key)): strip_hidden_json(item) for key, item in value.items()}
+    return value
+
+
+def encodable(text: str) -> str:
+    """A plain `str` without halves of characters, which no file can hold and no protocol can send."""
+    return text if type(text) is str and text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,32 @@
+"""Texts from elsewhere: what is hidden in them goes, what cannot be encoded is replaced."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import pytest
+
+from emberkeep.text import encodable, shorten, strip_hidden, strip_hidden_json
+
+
+def test_lines_tabs_and_letters_of_all_scripts_stay() -> None:
+    text = "a\tb\nñ 漢字 नमस्ते می‌خواهم 👩‍🚀"
+    assert strip_hidden(text) == text
+
+
+@pytest.mark.parametrize("hidden", ["\x1b", "\x00", "\x9b", "\u202e", "\u2066", "\u200b", "\ufeff", "\U000e0041"])
+def test_characters_that_a_reader_does_not_see_go(hidden: str) -> None:
+    assert strip_hidden(f"a{hidden}b") == "ab"
+    assert strip_hidden_json({f"k{hidden}": [f"v{hidden}", 1, None]}) == {"k": ["v", 1, None]}
+
+
+def test_a_cut_is_marked() -> None:
+    assert (shorten("abc", 3), shorten("abcd", 3)) == ("abc", "ab…")
+
+
+def test_halves_of_characters_are_replaced_and_the_result_is_a_plain_text() -> None:
+    class Sail(StrEnum):
+        JIB = "jib"
+
+    assert encodable("a\ud800ñ") == "a?ñ"
+    assert type(encodable(Sail.JIB)) is str
