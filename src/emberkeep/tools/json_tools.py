@@ -15,7 +15,7 @@ from emberkeep.errors import ToolFailed
 from emberkeep.signals import with_default_signals
 from emberkeep.tools import json_worker
 from emberkeep.tools.function import tool
-from emberkeep.types import Json
+from emberkeep.types import Json, exceeds_depth
 
 GROUP = "json"
 
@@ -72,7 +72,7 @@ def _read(text: str) -> Json:
         raise ToolFailed(f"This is not JSON: {error}.") from error
     except RecursionError as error:
         raise _too_deep() from error
-    if _is_deep(value):
+    if exceeds_depth(value, _DEEPEST):
         raise _too_deep()
     return value
 
@@ -92,21 +92,6 @@ def _lay_out(value: Json, encoder: json.JSONEncoder) -> str:
 def _check_size(text: str) -> None:
     if len(text) > _MOST_CHARS:
         raise ToolFailed(f"This JSON has {len(text)} characters: give at most {_MOST_CHARS}.")
-
-
-def _is_deep(value: Json) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST):
-        if not level:
-            return False
-        level = [item for part in level for item in _items(part)]
-    return True
-
-
-def _items(value: Json) -> list[Json]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 def _too_deep() -> ToolFailed:

@@ -52,7 +52,7 @@ def built_in(config: Config, memory: Memory | None) -> list[ToolFunction]:
 def tools_in_file(path: Path) -> list[ToolFunction]:
     """Runs the file: it is as trusted as the command that names it. Its marked functions; if none is marked, its
     public ones. Raises ConfigError."""
-    found = _tools_in(_run(path))
+    found = _tools_in(_run_file(path))
     if not found:
         raise ConfigError(f"{path} has no tools: mark a function in it with @tool.")
     return found
@@ -63,13 +63,13 @@ def tools_of_packages() -> list[ToolFunction]:
     found: list[ToolFunction] = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
-            found += _offered(point.load())
+            found += _read_offer(point.load())
         except (Exception, SystemExit) as error:
             log.warning("the tools of %s (%s) cannot be used: %s", point.name, point.value, _say(error))
     return found
 
 
-def _offered(offered: Any) -> list[ToolFunction]:
+def _read_offer(offered: Any) -> list[ToolFunction]:
     """A module, a marked function, or a function that returns tools."""
     if inspect.ismodule(offered):
         return _tools_in(offered)
@@ -77,10 +77,10 @@ def _offered(offered: Any) -> list[ToolFunction]:
         return [as_tool(offered)]
     if not callable(offered):
         raise ConfigError("it is neither a module nor a function.")
-    return _made(offered)
+    return _call_factory(offered)
 
 
-def _made(factory: Callable[[], Iterable[Any]]) -> list[ToolFunction]:
+def _call_factory(factory: Callable[[], Iterable[Any]]) -> list[ToolFunction]:
     made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in factory()]
     if not made:
         raise ConfigError("it returned no tools.")
@@ -97,7 +97,7 @@ def _tools_in(module: ModuleType) -> list[ToolFunction]:
     ]
 
 
-def _run(path: Path) -> ModuleType:
+def _run_file(path: Path) -> ModuleType:
     """Raises ConfigError."""
     # By where it is: two files may have the same name.
     name = f"emberkeep_tools_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
