@@ -140,7 +140,7 @@ def _tool(tool: wire.Tool, name: str) -> ListedTool:
     return ListedTool(tool.name, definition, is_read_only, digest)
 
 
-def unlisted(server: str, name: str) -> ListedTool:
+def unlisted_tool(server: str, name: str) -> ListedTool:
     """One that the server has not told of."""
     return ListedTool(name, Tool(_names(server, [name])[0]), False, "")
 

@@ -163,7 +163,7 @@ class _McpTools:
         if not (name and links):
             return replace(function, is_dangerous=False)  # it can only fail
         # The tool itself: a user who allows or forbids it by one name does so by the other.
-        return _function(links[0], links[0].listed(tool))
+        return _function(links[0], links[0].listed_tool(tool))
 
     @tool(group=GROUP)
     async def mcp_list_resources(
@@ -259,6 +259,6 @@ def _state(link: Link) -> ServerState:
 
 
 def _quiet_sdk() -> None:
-    """Its tracebacks about servers are no news: what matters is said in our own log."""
+    """Its tracebacks about servers tell nothing new: what matters is said in our own log."""
     for name in ("mcp.client", "mcp.shared", "httpx2"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -22,7 +22,7 @@ from mcp.types.version import MODERN_PROTOCOL_VERSIONS
 
 from emberkeep.config import McpServer
 from emberkeep.errors import EmberkeepError, ToolFailed
-from emberkeep.mcp.answers import ListedTool, Listing, read_listing, result_text, unlisted
+from emberkeep.mcp.answers import ListedTool, Listing, read_listing, result_text, unlisted_tool
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.mcp.transport import expand_variables, http_transport, mask_secrets, stdio_transport
 from emberkeep.text import shorten, strip_hidden
@@ -83,9 +83,11 @@ class Link:
         """All tools as they are now. Raises OSError."""
         self._pins.approve(self.server.name, self.listing.tools)
 
-    def listed(self, name: str) -> ListedTool:
+    def listed_tool(self, name: str) -> ListedTool:
         """As it was last offered; one that was not is known by its name alone."""
-        return next((tool for tool in self.listing.tools if tool.name == name), unlisted(self.server.name, name))
+        return next(
+            (tool for tool in self.listing.tools if tool.name == name), unlisted_tool(self.server.name, name)
+        )
 
     async def find(self, name: str) -> ListedTool:
         """One that may be called. Raises ToolFailed."""

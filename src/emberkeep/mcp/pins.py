@@ -44,7 +44,7 @@ class Pins:
     def meet(self, server: str, tools: Iterable[ListedTool], named: Container[str]) -> None:
         """Approve the tools of a server that was never seen; of one that was, new tools that are `named` in its
         settings, because the user has asked for them."""
-        with self._locked():
+        with self._lock():
             self._refresh()
             if self._digests is None:
                 return
@@ -55,7 +55,7 @@ class Pins:
 
     def approve(self, server: str, tools: Iterable[ListedTool]) -> None:
         """Approve what is said now. Raises OSError."""
-        with self._locked():
+        with self._lock():
             self._refresh()
             known = (self._digests or {}).get(server, {})
             self._write({**(self._digests or {}), server: known | _digests(tools)}, strict=True)
@@ -76,7 +76,7 @@ class Pins:
             return
         self._stamp = stamp
         try:
-            self._digests = _checked(json.loads(self._path.read_bytes()))
+            self._digests = _check_form(json.loads(self._path.read_bytes()))
         except (OSError, ValueError, LookupError, TypeError) as error:
             log.warning(
                 "no MCP tool is used until it is approved again: %s cannot be read (%s)", self._path, error
@@ -90,7 +90,7 @@ class Pins:
             return None
         return found.st_mtime_ns, found.st_ino
 
-    def _locked(self) -> ExitStack:
+    def _lock(self) -> ExitStack:
         """Others may be writing: none of what was approved may get lost."""
         held = ExitStack()
         try:
@@ -111,7 +111,7 @@ def _digests(tools: Iterable[ListedTool]) -> dict[str, str]:
     return {tool.name: tool.digest for tool in tools}
 
 
-def _checked(content: Mapping[str, object]) -> _Digests:
+def _check_form(content: Mapping[str, object]) -> _Digests:
     servers = content["servers"]
     if not isinstance(servers, dict) or not all(isinstance(tools, dict) for tools in servers.values()):
         raise ValueError("it has another form")

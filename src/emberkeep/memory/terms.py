@@ -56,7 +56,7 @@ def telling_words(text: str) -> str:
 
 def _split(begin: int, end: int, stem: str) -> Iterator[Term]:
     """A word as it is, but each two neighbours in a part of it that would have no spaces."""
-    if len(stem.encode()) != end - begin:  # it was folded: nobody knows where its parts are
+    if len(stem.encode()) != end - begin:  # it was folded: where its parts are is not known
         yield begin, end, stem
         return
     for run in _RUN.finditer(stem):

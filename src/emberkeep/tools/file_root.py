@@ -108,19 +108,19 @@ class Root:
     def __init__(self, path: Path) -> None:
         """`path` may be reached over links: only what is beneath it may hold none."""
         self.path = path.resolve()
-        self._spellings = (self.path, path.absolute())
+        self._prefixes = (self.path, path.absolute())
 
     def parts(self, path: str) -> tuple[str, ...]:
         """The names on the way from the root to `path`; none for the root itself. Raises ToolFailed."""
-        _check_spelling(path)
+        _check_path(path)
         pure = PurePath(path)
         if ".." in pure.parts:
             raise ToolFailed(f"{path!r} goes up with `..`: write it as a path below {self.path}.")
         if not pure.anchor:
             return pure.parts
-        for spelling in self._spellings:
-            if pure.is_relative_to(spelling):
-                return pure.relative_to(spelling).parts
+        for prefix in self._prefixes:
+            if pure.is_relative_to(prefix):
+                return pure.relative_to(prefix).parts
         raise ToolFailed(f"{path!r} is outside of {self.path}, which is all that can be reached.")
 
     @contextmanager
@@ -166,7 +166,7 @@ _REASONS = {
 }
 
 
-def _check_spelling(path: str) -> None:
+def _check_path(path: str) -> None:
     try:
         size = len(path.encode())
     except UnicodeEncodeError:

@@ -45,7 +45,7 @@ class FileTools:
         limit: Annotated[int, Field(ge=1, le=5000, description="Number of lines.")] = 200,
     ) -> str:
         """Read a text file."""
-        *folders, name = self._named(path)
+        *folders, name = self._file_parts(path)
         with translate_errors(path), self._root.folder(folders) as folder:
             data = _read(folder, name)
         text = decode_text(data)
@@ -61,8 +61,8 @@ class FileTools:
         append: Annotated[bool, Field(description="Add to what the file has.")] = False,
     ) -> str:
         """Write a text file, in place of what it had; missing folders are made."""
-        *folders, name = self._named(path)
-        data = _encoded(content)
+        *folders, name = self._file_parts(path)
+        data = _encode(content)
         with translate_errors(path), self._root.folder(folders, make=True) as folder:
             before = _replaceable(folder, name)
             if append and before is not None:
@@ -96,7 +96,7 @@ class FileTools:
     @tool(group="files", dangerous=True, parallel=False)
     def delete_file(self, path: FilePath) -> str:
         """Delete a file or an empty folder."""
-        *folders, name = self._named(path)
+        *folders, name = self._file_parts(path)
         with translate_errors(path), self._root.folder(folders) as folder:
             kind = _kind(folder.look(name))
             if kind == "folder":
@@ -119,7 +119,7 @@ class FileTools:
                 return {"exists": False}
         return {"exists": True, "kind": _kind(info), "bytes": info.st_size}
 
-    def _named(self, path: str) -> tuple[str, ...]:
+    def _file_parts(self, path: str) -> tuple[str, ...]:
         """As `Root.parts`, at least one."""
         parts = self._root.parts(path)
         if not parts:
@@ -146,14 +146,14 @@ def _page(text: str, offset: int, limit: int) -> str:
     lines = text.removesuffix("\n").split("\n")
     if offset > len(lines):
         raise ToolFailed(f"The file has {len(lines)} lines: choose a smaller offset.")
-    shown = _fitting(lines[offset - 1 : offset - 1 + limit])
+    shown = _fit_lines(lines[offset - 1 : offset - 1 + limit])
     last = offset + len(shown) - 1
     if last < len(lines):
         shown.append(f"[Lines {offset} to {last} of {len(lines)}: offset={last + 1} reads on.]")
     return "\n".join(shown)
 
 
-def _fitting(lines: list[str]) -> list[str]:
+def _fit_lines(lines: list[str]) -> list[str]:
     """As many as fit, at least one, if need be a part of it."""
     first = lines[0]
     if len(first) > _PAGE_CHARS:
@@ -165,7 +165,7 @@ def _fitting(lines: list[str]) -> list[str]:
     return lines[:shown]
 
 
-def _encoded(content: str) -> bytes:
+def _encode(content: str) -> bytes:
     try:
         return content.encode()
     except UnicodeEncodeError:
@@ -229,7 +229,7 @@ class _Walk:
         self._depth = _DEPTH if is_deep else 1
 
     def entries(self, folder: Folder, prefix: str = "", level: int = 1) -> Iterator[_Entry]:
-        for name, info in self._sorted(folder):
+        for name, info in self._read_entries(folder):
             yield _Entry(name, f"{prefix}{name}", info)
             if stat.S_ISDIR(info.st_mode) and level < self._depth:
                 yield from self._enter(folder, name, f"{prefix}{name}/", level + 1)
@@ -244,7 +244,7 @@ class _Walk:
         finally:
             deeper.close()
 
-    def _sorted(self, folder: Folder) -> list[tuple[str, os.stat_result]]:
+    def _read_entries(self, folder: Folder) -> list[tuple[str, os.stat_result]]:
         found = []
         for entry in folder.entries():
             if self._left == 0:

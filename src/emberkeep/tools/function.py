@@ -129,11 +129,11 @@ def tool(
     """
     mark = _Mark(group, name, dangerous, parallel, timeout_s)
 
-    def marked(function: F) -> F:
+    def apply(function: F) -> F:
         setattr(function, _MARK, mark)
         return function
 
-    return marked if function is None else marked(function)
+    return apply if function is None else apply(function)
 
 
 def is_marked(value: object) -> bool:

@@ -68,7 +68,7 @@ class Ran:
 def run(order: Order, stop: threading.Event) -> Ran:
     """Blocks until the program and all that it started have ended. `stop` ends it early. Raises OSError."""
     begin = time.monotonic()
-    with _started(order) as (program, tree):
+    with _start(order) as (program, tree):
         watch = _Watch(program, order.stdin, stop)
         ending = watch.until(begin + order.timeout_s)
         if ending is not Ending.BY_ITSELF:
@@ -83,10 +83,10 @@ def run(order: Order, stop: threading.Event) -> Ran:
 
 
 @contextmanager
-def _started(order: Order) -> Iterator[tuple[subprocess.Popen[bytes], ProcessTree]]:
+def _start(order: Order) -> Iterator[tuple[subprocess.Popen[bytes], ProcessTree]]:
     mark = ProcessMark()
     program = subprocess.Popen(
-        with_default_signals(mark.applied(order.argv)),
+        with_default_signals(mark.wrap(order.argv)),
         bufsize=0,
         cwd=order.folder,
         env={**order.environment, **mark.environment},
@@ -171,9 +171,9 @@ class _Watch:
 
     def _attend(self, key: selectors.SelectorKey) -> bool:
         """Whether something came; a stream that has ended is closed."""
-        return self._received(key) if isinstance(key.data, _Kept) else self._sent(key)
+        return self._receive(key) if isinstance(key.data, _Kept) else self._send_input(key)
 
-    def _received(self, key: selectors.SelectorKey) -> bool:
+    def _receive(self, key: selectors.SelectorKey) -> bool:
         try:
             data = os.read(key.fd, _CHUNK)
         except BlockingIOError:
@@ -184,7 +184,7 @@ class _Watch:
             self._files.unregister(key.fileobj)
         return bool(data)
 
-    def _sent(self, key: selectors.SelectorKey) -> bool:
+    def _send_input(self, key: selectors.SelectorKey) -> bool:
         try:
             self._unsent = self._unsent[os.write(key.fd, self._unsent[:_CHUNK]) :]
         except BlockingIOError:
@@ -219,7 +219,7 @@ class ProcessMark:
     def environment(self) -> dict[str, str]:
         return {_WORD: self.word}
 
-    def applied(self, argv: list[str]) -> list[str]:
+    def wrap(self, argv: list[str]) -> list[str]:
         """What to start, so that `argv` runs with the limit. The shell reads none of it, and is gone by then."""
         return ["/bin/sh", "-c", 'ulimit -S -f "$0" 2>/dev/null; exec "$@"', str(self.blocks), *argv]
 

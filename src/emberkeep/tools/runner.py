@@ -80,7 +80,7 @@ async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T:
     later, so none is left behind, whatever it does."""
     driven = _Driven(call)
     task: asyncio.Task[T] = asyncio.create_task(driven.run())
-    task.add_done_callback(driven.ended)
+    task.add_done_callback(driven.finish)
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
@@ -115,10 +115,10 @@ class _Driven:
         """At the next cancellation."""
         self._closes = True
 
-    def ended(self, task: asyncio.Task[Any]) -> None:
+    def finish(self, task: asyncio.Task[Any]) -> None:
         self._call.close()  # it may never have begun
         if not task.cancelled():
-            task.exception()  # or asyncio complains that nobody has looked
+            task.exception()  # or asyncio complains that the error was not looked at
 
     async def run(self) -> Any:
         try:

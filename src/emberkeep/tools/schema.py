@@ -221,7 +221,7 @@ class _Inliner:
     def _object(self, part: Mapping[str, Json]) -> dict[str, Json]:
         if "$ref" in part:
             name = part["$ref"].removeprefix(_DEFS)
-            return {**self._referred(name), **self._object(_without(part, "$ref"))}
+            return {**self._resolve(name), **self._object(_without(part, "$ref"))}
         # OpenAPI's `discriminator` tells which reference is which.
         kept = _without(part, "title", "discriminator")
         return {key: self._inner(key, value) for key, value in kept.items()}
@@ -233,7 +233,7 @@ class _Inliner:
             return {name: self._any(one) for name, one in value.items()}
         return self._any(value)
 
-    def _referred(self, name: str) -> dict[str, Json]:
+    def _resolve(self, name: str) -> dict[str, Json]:
         if not self._is_recursive(name):
             return self._object(self._shared[name])
         if name not in self._left:

@@ -120,11 +120,11 @@ class ToolBox:
             return self._pages.more(_arguments(call), caller)
         function = self.find(call.name)
         if function is None:
-            raise ToolFailed(self._unknown(call.name))
+            raise ToolFailed(self._explain_unknown(call.name))
         arguments = _arguments(call)
         target = function.target(arguments)
         if not self._choice.allows(function, target):
-            raise ToolFailed(self._not_allowed(call.name, target))
+            raise ToolFailed(self._explain_refusal(call.name, target))
         limit = function.timeout_s or self._limits.timeout_s
         try:
             return await within(limit, function.run(arguments, caller))
@@ -132,7 +132,7 @@ class ToolBox:
             # Not that it was stopped: a thread cannot be.
             raise ToolFailed(f"{call.name} took longer than {limit:g} s: nobody waits for it any more.") from error
 
-    def _not_allowed(self, name: str, target: ToolFunction) -> str:
+    def _explain_refusal(self, name: str, target: ToolFunction) -> str:
         if not self._choice.would_ask(target):
             return f"{target.name} is disabled: use another tool."
         way = target.allowed_by or f"--enable-tools {name}"
@@ -148,12 +148,12 @@ class ToolBox:
             names = [function.name for function in left_out if function.allowed_by == way]
             log.warning("left out, as nobody can be asked here: %s; allow them with %s", ", ".join(names), way)
 
-    def _unknown(self, name: str) -> str:
+    def _explain_unknown(self, name: str) -> str:
         if reason := next((why for source in self._sources if (why := source.withdrawn(name))), None):
             return reason
         known = next((function for function in self.known() if function.name == name), None)
         if known is not None and self._choice.would_ask(known):
-            return self._not_allowed(name, known)
+            return self._explain_refusal(name, known)
         names = [tool.name for tool in self.definitions]
         near = difflib.get_close_matches(name, names, n=1)
         if near:
