@@ -13,7 +13,7 @@ from emberkeep.cli.main import app
 
 pytestmark = pytest.mark.slow
 
-SERVER = Path(__file__).parent.parent / "mcp" / "hostile_server.py"
+SERVER = Path(__file__).parent.parent / "helpers" / "hostile_mcp_server.py"
 TOOL = {"name": "echo", "description": "Say it again.\nAnd again.", "inputSchema": {"type": "object"}}
 
 

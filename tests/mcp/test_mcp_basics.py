@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from mcp_servers import alive, call, connected, hostile
 
 from emberkeep.errors import ConfigError
 from emberkeep.mcp.transport import expand_variables, mask_secrets
+from helpers.mcp_servers import alive, call, connected, hostile
 
 
 def test_a_server_is_used_comes_back_after_a_crash_and_is_gone_after_close(tmp_path):

@@ -8,9 +8,9 @@ import logging
 import resource
 
 import pytest
-from mcp_servers import Clock, alive, call, connected, hostile, offered
 
 from emberkeep.mcp.client import ServerStatus
+from helpers.mcp_servers import Clock, alive, call, connected, hostile, offered
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from mcp.server.mcpserver import Context, MCPServer
-from mcp_servers import Clock, call, connected, offered
 
 from emberkeep.config import McpServer
 from emberkeep.mcp.client import ServerStatus
+from helpers.mcp_servers import Clock, call, connected, offered
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ import json
 import re
 
 import pytest
-from mcp_servers import call, connected, hostile
 
 from emberkeep.mcp.client import McpClients
 from emberkeep.types import Caller
+from helpers.mcp_servers import call, connected, hostile
 
 pytestmark = pytest.mark.slow
 

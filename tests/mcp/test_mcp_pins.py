@@ -7,10 +7,10 @@ import json
 import stat
 
 import pytest
-from mcp_servers import call, connected, hostile, offered
 
 from emberkeep.mcp.client import McpClients
 from emberkeep.mcp.pins import Standing
+from helpers.mcp_servers import call, connected, hostile, offered
 
 pytestmark = pytest.mark.slow
 

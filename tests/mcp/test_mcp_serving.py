@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from mcp import Client, MCPError, StdioServerParameters
-from mcp_servers import HOSTILE, alive, call, connected, offered
 
 from emberkeep.config import Config, McpServer
 from emberkeep.runtime import open_memory
 from emberkeep.types import Message
+from helpers.mcp_servers import HOSTILE, alive, call, connected, offered
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mcp_servers import call, connected, offered
 
 from emberkeep.config import McpServer
 from emberkeep.types import Message
+from helpers.mcp_servers import call, connected, offered
 
 pytestmark = pytest.mark.slow
 

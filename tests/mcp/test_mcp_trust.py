@@ -7,11 +7,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from mcp_servers import connected, hostile
 
 from emberkeep.agent.permissions import Permissions
 from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import Caller, Decision, ToolCall
+from helpers.mcp_servers import connected, hostile
 
 READ = {"server": "a", "uri": "x:y"}
 ECHO = {"server": "a", "tool": "echo", "arguments": {"x": 1}}

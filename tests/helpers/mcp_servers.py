@@ -14,7 +14,7 @@ from emberkeep.mcp.client import McpClients
 from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import Caller, Json, Outcome, ToolCall
 
-HOSTILE = Path(__file__).with_name("hostile_server.py")
+HOSTILE = Path(__file__).with_name("hostile_mcp_server.py")
 
 
 def hostile(name: str, *arguments: object, **settings: Any) -> McpServer:
