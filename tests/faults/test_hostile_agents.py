@@ -17,7 +17,7 @@ import pytest
 from emberkeep.backend.prompts import PromptMaker
 from emberkeep.backend.remote.failing import Service
 from emberkeep.backend.remote.kinds import open_provider
-from emberkeep.backend.rounds import MOST_CALLS
+from emberkeep.backend.tool_loop import MOST_CALLS
 from emberkeep.chat.template import ChatTemplate, SeamedTemplate
 from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.cli.common import complain

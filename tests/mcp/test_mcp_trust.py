@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.agent.permissions import Permissions
+from emberkeep.tools.permissions import Permissions
 from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import Caller, Decision, ToolCall
 from helpers.mcp_servers import connected, hostile

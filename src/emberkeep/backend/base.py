@@ -6,9 +6,9 @@ missing then.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from emberkeep.types import (
     AttentionTier,
@@ -174,3 +174,8 @@ class Backend(Protocol):
     @property
     def memory(self) -> Memory | None:
         """What has left conversations, and facts. None: nothing is remembered."""
+
+
+def closable(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """A backend's iterator can be closed, although its type does not say so."""
+    return cast("AsyncGenerator[Event, None]", events)

@@ -13,9 +13,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, ModelCard, Tokenizer, Warmer
+from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, ModelCard, Tokenizer, Warmer, closable
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
-from emberkeep.backend.rounds import closable
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,

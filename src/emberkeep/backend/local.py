@@ -13,8 +13,7 @@ from time import monotonic
 
 import numpy as np
 
-from emberkeep.backend.asking import Asking, HostTools
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import ModelCard, closable
 from emberkeep.backend.cache import StoreCache
 from emberkeep.backend.channel import Channel, Outbox
 from emberkeep.backend.choices import Choice, Full, Item, until_completed
@@ -27,7 +26,7 @@ from emberkeep.backend.lookups import RecentLookups
 from emberkeep.backend.places import Place, Places
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompts import Prompt, PromptMaker
-from emberkeep.backend.rounds import closable
+from emberkeep.backend.server_tools import HostTools, ServerTools
 from emberkeep.backend.verify import Verifier
 from emberkeep.chat.dialects.table import Reasoning
 from emberkeep.chat.output import TextStream, open_reasoning
@@ -104,7 +103,7 @@ class LocalBackend:
             vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
         )
         self._sessions = sessions
-        self._asking = Asking(sessions, tools, tool_rounds, deadline_s)
+        self._server_tools = ServerTools(sessions, tools, tool_rounds, deadline_s)
         self.memory = memory
         self._raw_tools = raw_tools
         self._reasoning = reasoning
@@ -130,7 +129,7 @@ class LocalBackend:
             lineages,
             self._fitter,
             verifier=Verifier(self.generate, vocab, context),
-            equipped=self._asking.equipped,
+            equipped=self._server_tools.equip,
             forget_beside=self._forget,
         )
         store.on_forget(self._forget_quietly)
@@ -141,13 +140,13 @@ class LocalBackend:
         request = replace(
             request, raw_tools=request.raw_tools or self._raw_tools, reasoning=request.reasoning or self._reasoning
         )
-        return self._asked(request) if self._asking.applies(request) else self._answer(request)
+        return self._asked(request) if self._server_tools.applies(request) else self._answer(request)
 
     async def _asked(self, request: Request) -> AsyncGenerator[Event, None]:
         """With the tools that run here. It has one place: an answer is not refused in the middle."""
         place = self._places.take(request.user)
         try:
-            answer = self._asking.run(request, partial(self._answer, held=place, asked_at=monotonic()))
+            answer = self._server_tools.run(request, partial(self._answer, held=place, asked_at=monotonic()))
             async with aclosing(closable(answer)) as events:
                 async for event in events:
                     yield event
@@ -234,10 +233,10 @@ class LocalBackend:
         return self.loop.failure()
 
     async def start(self) -> None:
-        await self._asking.start()
+        await self._server_tools.start()
 
     async def close(self) -> None:
-        await self._asking.close()
+        await self._server_tools.close()
         self.warmer.stop()
         await asyncio.to_thread(self.loop.close, self._drain_s)
         await asyncio.to_thread(self.warmer.join)
@@ -258,7 +257,7 @@ class LocalBackend:
 
     def _prepare_prefix(self, prefix: Request) -> tuple[Request, Lineage]:
         """With the tools that its model gets besides, and whose state it may share."""
-        equipped = self._asking.equipped(prefix)
+        equipped = self._server_tools.equip(prefix)
         return equipped, self._lineages.of(equipped)
 
     def _tokens_in_ram(self, lineage: Lineage, tokens: TokenArray) -> int:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from emberkeep.chat.dialects.table import TAGGED
-from emberkeep.types import Json, Message, Request, Tool, ToolCall, Usage
+from emberkeep.types import Json, Message, Request, Tool, ToolCall
 
 _HEAD_CHARS = 80
 _PREFIX_CHARS = 512
@@ -19,10 +19,6 @@ _LEAST_CHARS = 16
 _SHORT = "short"
 """The one entry of raw prompts that are too short to have one each, and come without a name."""
 _STAYS = ("system", "developer")
-_LEFT_OUT = "[This result was left out to make room.]"
-_CUT = "\n[The rest was left out to make room.]"
-_SHORTEST = 200
-_FILLED = 0.8
 
 Render = Callable[[Sequence[Message], Sequence[Tool]], str]
 """A conversation as the model reads it, without the header of the next answer. Raises TemplateFailed."""
@@ -380,61 +376,3 @@ def _is_closed(turn: Sequence[Message]) -> bool:
     if None in results:  # some clients send results without ids
         return len(results) == len(calls)
     return set(results) == calls
-
-
-def shorter(messages: Sequence[Message]) -> tuple[Message, ...] | None:
-    """The same with less of the tools' results: without the oldest one, or with half of the longest of the latest.
-
-    None: there is nothing left to shorten.
-    """
-    results = [i for i, message in enumerate(messages) if message.role == "tool"]
-    latest = max((i for i, message in enumerate(messages) if message.tool_calls), default=-1)
-    old = [i for i in results if i < latest and len(messages[i].content) > len(_LEFT_OUT)]
-    long = [i for i in results if i > latest and len(messages[i].content) > _SHORTEST + len(_CUT)]
-    if old:
-        return _with(messages, old[0], _LEFT_OUT)
-    if long:
-        longest = max(long, key=lambda i: len(messages[i].content))
-        text = messages[longest].content.removesuffix(_CUT)
-        return _with(messages, longest, text[: max(len(text) // 2, _SHORTEST)] + _CUT)
-    return None
-
-
-def exchange(
-    said: str, calls: Sequence[ToolCall], results: Sequence[str], reasoning: str = ""
-) -> tuple[Message, ...]:
-    """What a conversation says about calls and their results."""
-    told = zip(calls, results, strict=True)
-    asked = Message("assistant", said, reasoning, tuple(calls))
-    return (asked, *(Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in told))
-
-
-def bearable(messages: Sequence[Message], room: int, count: Callable[[str], int]) -> tuple[Message, ...]:
-    """As much of the tools' results as has room, in tokens, where that can be had."""
-    kept = tuple(messages)
-    while count(text_of(kept)) > room and (less := shorter(kept)) is not None:
-        kept = less
-    return kept
-
-
-def room_for_results(
-    messages: Sequence[Message], given: int, bill: Usage, context: int, count: Callable[[str], int]
-) -> int:
-    """Tokens that the calls and results of a turn may have, which are the messages from `given` on.
-
-    `bill`: of the prompt that `messages` are, and its answer. What was said before the turn can leave, but not the
-    system's messages and the user's latest.
-    """
-    users = [i for i, message in enumerate(messages[:given]) if message.role == "user"]
-    old = [message for message in messages[: users[-1] if users else 0] if message.role not in _STAYS]
-    fixed = bill.prompt_tokens + bill.completion_tokens - count(text_of(old)) - count(text_of(messages[given:]))
-    return int(_FILLED * context) - fixed
-
-
-def text_of(messages: Iterable[Message]) -> str:
-    parts = [(message.content, *(call.arguments for call in message.tool_calls)) for message in messages]
-    return "\n".join(text for part in parts for text in part)
-
-
-def _with(messages: Sequence[Message], place: int, text: str) -> tuple[Message, ...]:
-    return (*messages[:place], replace(messages[place], content=text), *messages[place + 1 :])

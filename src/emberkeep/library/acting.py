@@ -26,8 +26,8 @@ class Acting:
         self, bridge: Bridge, backend: Backend, tools: ToolBox, *, asks: bool, turns: int = TURNS
     ) -> None:
         """Connects to what the tools need. `asks`: dangerous ones wait for `decide`."""
-        from emberkeep.agent.agent import Agent
-        from emberkeep.agent.permissions import Permissions
+        from emberkeep.tools.agent import Agent
+        from emberkeep.tools.permissions import Permissions
 
         self._bridge = bridge
         self._tools = tools

@@ -14,13 +14,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
-from emberkeep.chat.messages import bearable, exchange, leaving_turns, room_for_results, shorter
+from emberkeep.chat.messages import leaving_turns
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.archiving import archived
 from emberkeep.session.asking import NOTHING, search
 from emberkeep.session.history import read_history
 from emberkeep.session.texts import fitting, notice, quoted
+from emberkeep.session.tool_results import exchange_messages, fit_results, room_for_results, shorten_results
 from emberkeep.session.view import Gone, Inserted, View, read_gone, read_view
 from emberkeep.types import (
     Eviction,
@@ -299,10 +300,10 @@ class Sessions:
         view = self.view(request)
         place = len(view.history.spoken) - 1
         known = view.inserted.get(place, Inserted())
-        more = exchange(said.rstrip(), calls, results)
+        more = exchange_messages(said.rstrip(), calls, results)
         given = len(view.messages) - len(known.after)
         room = room_for_results(view.messages, given, bill, self.policy.context, self._count)
-        after = bearable((*known.after, *more), room, self._count)
+        after = fit_results((*known.after, *more), room, self._count)
         put = replace(known, after=after, said=known.said + said)
         self._written(_owner(request), view, [], put.note(view.history.keys[place]))
         with self._lock:
@@ -314,7 +315,7 @@ class Sessions:
         view = self.view(request)
         place = len(view.history.spoken) - 1
         known = view.inserted.get(place, Inserted())
-        after = shorter(known.after)
+        after = shorten_results(known.after)
         if after is None:
             return False
         self._written(_owner(request), view, [], replace(known, after=after).note(view.history.keys[place]))

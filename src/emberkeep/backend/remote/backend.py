@@ -1,7 +1,7 @@
 """A backend over somebody else's model: conversations, memory and tools as over our own, and patience.
 
-One request's way: with the tools that run here (`backend/asking.py`), what of it fits (`fitting.py`) is sent to
-the service (`Provider.answer`), and once more where that failed before its first word.
+One request's way: with the tools that run here (`backend/server_tools.py`), what of it fits (`fitting.py`) is sent
+to the service (`Provider.answer`), and once more where that failed before its first word.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
 
-from emberkeep.backend.asking import Asking, HostTools
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import ModelCard, closable
+from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.places import Places
 from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.failing import faults_of
 from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
 from emberkeep.backend.remote.losing import Losses, TellsLosses
-from emberkeep.backend.rounds import closable, timed
+from emberkeep.backend.server_tools import HostTools, ServerTools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
@@ -91,7 +91,7 @@ class RemoteBackend:
         self._sessions = sessions
         self._places = places
         self.memory = memory
-        self._asking = Asking(sessions, tools, tool_rounds, deadline_s)
+        self._server_tools = ServerTools(sessions, tools, tool_rounds, deadline_s)
         self._fitter = RemoteFitter(sessions)
         self._losses = Losses(sessions) if isinstance(provider, TellsLosses) else None
         if isinstance(provider, TellsLosses) and self._losses:
@@ -106,8 +106,8 @@ class RemoteBackend:
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
         request = self._checked(request)
-        asks = self._asking.applies(request)
-        answer = self._asking.run(request, self._answer) if asks else self._answer(request)
+        asks = self._server_tools.applies(request)
+        answer = self._server_tools.run(request, self._answer) if asks else self._answer(request)
         return _placed(answer, self._places, request.user) if self._places else answer
 
     def _checked(self, request: Request) -> Request:
@@ -124,7 +124,9 @@ class RemoteBackend:
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Choices one after the other: services bill a prompt for each of them anyway."""
         bills: list[Completed] = []
-        async with aclosing(timed(self._choices(request), request.deadline_s or self._deadline_s)) as events:
+        async with aclosing(
+            with_deadline(self._choices(request), request.deadline_s or self._deadline_s)
+        ) as events:
             async for event in events:
                 if isinstance(event, Completed):
                     bills.append(event)
@@ -232,10 +234,10 @@ class RemoteBackend:
         """Whatever is wrong with it may pass."""
 
     async def start(self) -> None:
-        await self._asking.start()
+        await self._server_tools.start()
 
     async def close(self) -> None:
-        await self._asking.close()
+        await self._server_tools.close()
         await self._provider.close()
         if self._losses is not None:
             await self._losses.close()

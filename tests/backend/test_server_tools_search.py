@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.backend.asking import Asking
+from emberkeep.backend.server_tools import ServerTools
 from emberkeep.errors import ContextExceeded, InvalidField, MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
@@ -294,23 +294,23 @@ SEARCHING = call(0, "search_memory", '{"que', 'ry": "boat"}')
 
 
 @pytest.fixture
-def asking(tmp_path: Path) -> Iterator[Asking]:
+def server_tools(tmp_path: Path) -> Iterator[ServerTools]:
     memory = Memory(tmp_path / "memory.sqlite3", limit_bytes=PLENTY)
-    yield Asking(Sessions(memory, Policy(1000, recall=Recall.TOOL)))
+    yield ServerTools(Sessions(memory, Policy(1000, recall=Recall.TOOL)))
     memory.close()
 
 
-def run(asking: Asking, model: Model, **fields: object) -> list[Event]:
+def run(server_tools: ServerTools, model: Model, **fields: object) -> list[Event]:
     request = Request(messages=(Message("user", "Hello"),), **fields)
-    assert asking.applies(request)
+    assert server_tools.applies(request)
 
     async def events() -> list[Event]:
-        return [event async for event in asking.run(request, model) if not isinstance(event, ToolEvent)]
+        return [event async for event in server_tools.run(request, model) if not isinstance(event, ToolEvent)]
 
     return asyncio.run(events())
 
 
-def test_a_search_beside_other_calls_is_left_out_and_the_others_are_counted_without_it(asking):
+def test_a_search_beside_other_calls_is_left_out_and_the_others_are_counted_without_it(server_tools):
     both = [
         *call(0, "look", "{", "}"),
         *call(1, "search_memory", '{"query": "x"}'),
@@ -319,7 +319,7 @@ def test_a_search_beside_other_calls_is_left_out_and_the_others_are_counted_with
         BILL,
     ]
     model = Model(both)
-    events = run(asking, model, tools=(Tool("look"), Tool("go")))
+    events = run(server_tools, model, tools=(Tool("look"), Tool("go")))
     assert events == [
         *call(0, "look", "{", "}"),
         *[replace(e, call_index=1) for e in call(2, "go", "{}")],
@@ -329,10 +329,10 @@ def test_a_search_beside_other_calls_is_left_out_and_the_others_are_counted_with
     assert len(model.asked) == 1
 
 
-def test_what_all_rounds_cost_is_told_together(asking):
+def test_what_all_rounds_cost_is_told_together(server_tools):
     bills = [replace(BILL, fit=Fit(evictions=(Eviction(1, n, n),)), timings=Timings(ttft_ms=n)) for n in (2, 3)]
     model = Model([*SEARCHING, CALLED, bills[0]], [TextDelta(0, "Hi"), DONE, bills[1]])
-    *events, bill = run(asking, model)
+    *events, bill = run(server_tools, model)
     assert events == [TextDelta(0, "Hi"), DONE]
     assert isinstance(bill, Completed)
     assert (bill.usage.prompt_tokens, bill.usage.completion_tokens, bill.usage.reasoning_tokens) == (10, 10, 2)
@@ -340,28 +340,28 @@ def test_what_all_rounds_cost_is_told_together(asking):
     assert [eviction.tokens for eviction in bill.fit.evictions] == [2, 3]
 
 
-def test_tokens_that_are_spent_are_spent(asking):
+def test_tokens_that_are_spent_are_spent(server_tools):
     model = Model([*SEARCHING, CALLED, BILL], [*SEARCHING, CALLED, BILL])
-    *events, _ = run(asking, model, max_tokens=10)
+    *events, _ = run(server_tools, model, max_tokens=10)
     assert [request.max_tokens for request in model.asked] == [10, 5]
     assert events == [Finished(0, FinishReason.LENGTH)]
 
 
-def test_a_client_that_insists_on_a_call_gets_one_after_the_search(asking):
+def test_a_client_that_insists_on_a_call_gets_one_after_the_search(server_tools):
     model = Model([*SEARCHING, CALLED, BILL], [*call(0, "go", "{}"), CALLED, BILL])
-    *events, _ = run(asking, model, tools=(Tool("go"),), tool_choice=ToolChoice("required"))
+    *events, _ = run(server_tools, model, tools=(Tool("go"),), tool_choice=ToolChoice("required"))
     assert [request.tool_choice.mode for request in model.asked] == ["required", "required"]
     assert events == [*call(0, "go", "{}"), CALLED]
 
 
-def test_the_last_round_may_not_search(asking):
+def test_the_last_round_may_not_search(server_tools):
     model = Model(*[[*SEARCHING, CALLED, BILL]] * 3, [TextDelta(0, "Well."), DONE, BILL])
-    *events, _ = run(asking, model)
+    *events, _ = run(server_tools, model)
     assert [request.tool_choice.mode for request in model.asked] == ["auto", "auto", "auto", "none"]
     assert events == [TextDelta(0, "Well."), DONE]
 
 
-def test_an_error_in_a_later_round_is_an_error(asking):
+def test_an_error_in_a_later_round_is_an_error(server_tools):
     class Failing(Model):
         async def __call__(self, request: Request) -> AsyncGenerator[Event, None]:
             if self.asked:
@@ -370,16 +370,16 @@ def test_an_error_in_a_later_round_is_an_error(asking):
                 yield event
 
     with pytest.raises(ContextExceeded):
-        run(asking, Failing([*SEARCHING, CALLED, BILL]))
+        run(server_tools, Failing([*SEARCHING, CALLED, BILL]))
 
 
-def test_what_the_model_asked_is_written_down_as_it_was_asked(asking):
+def test_what_the_model_asked_is_written_down_as_it_was_asked(server_tools):
     model = Model(
         [TextDelta(0, "Let me "), TextDelta(0, "see."), *SEARCHING, CALLED, BILL],
         [TextDelta(0, "Ah."), DONE, BILL],
     )
-    run(asking, model)
-    view = asking._sessions.view(
+    run(server_tools, model)
+    view = server_tools._sessions.view(
         Request(messages=(Message("user", "Hello"), Message("assistant", "Let me see.\n\nAh.")))
     )
     assert view.messages == (

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
-from emberkeep.agent.agent import Agent
-from emberkeep.agent.permissions import Permissions
-from emberkeep.backend.rounds import Repeats, timed
-from emberkeep.errors import DeadlineExceeded, RequestError
+from emberkeep.errors import RequestError
+from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
+from emberkeep.tools.permissions import Permissions
 from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import (
     CallEnded,
@@ -214,14 +213,6 @@ def test_servers_that_count_their_calls_anew_get_ids_that_differ() -> None:
     assert results == ["5 metres", "6 metres"]
 
 
-def test_an_id_of_an_earlier_turn_is_not_used_again() -> None:
-    before = Message("assistant", tool_calls=(ToolCall("c0", "depth", "{}"),))
-    repeats = Repeats([before])
-    first, second, third = repeats.told_apart([ToolCall(id, "depth", "{}") for id in ("c0", "", "c1")])
-    assert third.id == "c1"
-    assert len({"c0", "", first.id, second.id, third.id}) == 5
-
-
 def test_two_answers_at_once_are_decided_on_apart_even_with_the_same_ids() -> None:
     async def both() -> list[list[tuple[str, bool]]]:
         permissions = Permissions(asks=True)
@@ -330,35 +321,6 @@ def test_leaving_after_the_first_of_two_calls_stops_the_other() -> None:
         return list(stopped)
 
     assert asyncio.run(leave()) == ["tool"]
-
-
-# ── time ──
-
-
-async def _slowly(seconds: float) -> AsyncIterator[Event]:
-    for word in ("one", "two"):
-        await asyncio.sleep(seconds)
-        yield TextDelta(0, word)
-
-
-def test_one_deadline_holds_for_everything_together() -> None:
-    async def run() -> list[Event]:
-        return [event async for event in timed(_slowly(30.0), 0.02)]
-
-    with pytest.raises(DeadlineExceeded):
-        asyncio.run(run())
-
-
-def test_a_timeout_of_somebody_else_is_not_ours() -> None:
-    async def failing() -> AsyncIterator[Event]:
-        yield TextDelta(0, "one")
-        raise TimeoutError("the socket")
-
-    async def run() -> list[Event]:
-        return [event async for event in timed(failing(), 60.0)]
-
-    with pytest.raises(TimeoutError, match="the socket"):
-        asyncio.run(run())
 
 
 def test_arguments_that_are_nested_without_end_are_only_a_call_that_failed() -> None:

@@ -10,10 +10,10 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from emberkeep.agent.agent import Agent
-from emberkeep.agent.permissions import Permissions
 from emberkeep.errors import EngineError
+from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
+from emberkeep.tools.permissions import Permissions
 from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
 from emberkeep.types import (
     CallEnded,

@@ -1,1 +1,0 @@
-"""Turns in which a model acts: it calls tools, they run, it goes on."""

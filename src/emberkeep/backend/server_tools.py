@@ -1,0 +1,150 @@
+"""Answers for which tools run here that the client knows nothing of: it sees the answer.
+
+The model may search its memory (`search_memory`), and with `--server-tools` use the server's own tools where the
+client has sent none. What it asked and was told stays in the conversation (`session/view.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Protocol
+
+from emberkeep.backend.deadline import with_deadline
+from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
+from emberkeep.session.asking import SEARCH
+from emberkeep.session.sessions import Sessions
+from emberkeep.types import Caller, Event, Message, Outcome, Recall, Request, Tool, ToolCall, Usage
+
+_SEARCH_ROUNDS = 4
+"""Searches before one answer; then it has to be given."""
+
+Answer = Callable[[Request], AsyncGenerator[Event, None]]
+
+
+class HostTools(LoopTools, Protocol):
+    """Tools that run here. Belongs to the event loop."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    @property
+    def definitions(self) -> tuple[Tool, ...]: ...
+
+    def is_ours(self, name: str) -> bool: ...
+
+
+class ServerTools:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        tools: HostTools | None = None,
+        rounds: int = _SEARCH_ROUNDS,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`deadline_s`: for a whole answer with all its calls, unless a request says."""
+        self._sessions = sessions
+        self._tools = tools
+        self._rounds = rounds if tools else _SEARCH_ROUNDS
+        self._deadline_s = deadline_s
+
+    def applies(self, request: Request) -> bool:
+        return not request.is_prefix and self.equip(request) is not request
+
+    def equip(self, request: Request) -> Request:
+        """With our tools, where it is a chat with one answer that may call tools, and has none of that name.
+
+        What is warmed for such chats has them too.
+        """
+        choice = request.tool_choice.mode
+        may_call = choice == "auto" or (choice != "none" and bool(request.tools))
+        is_free = request.n == 1 and request.format is None and may_call and not request.raw_tools
+        is_chat = request.is_prefix or any(message.role == "user" for message in request.messages)
+        if request.prompt is not None or not (is_free and is_chat):
+            return request
+        known = {tool.name for tool in request.tools}
+        ours = self._tools.definitions if self._tools and not request.tools else ()
+        if self._sessions.recall_of(request) is Recall.TOOL and all(tool.name != SEARCH.name for tool in ours):
+            ours = (*ours, SEARCH)
+        new = tuple(tool for tool in ours if tool.name not in known)
+        return replace(request, tools=(*request.tools, *new)) if new else request
+
+    def run(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
+        """`answer` with the tools, again and again until none of them is called."""
+        limit_s = request.deadline_s or self._deadline_s
+        events = self._run(request, answer)
+        return with_deadline(events, limit_s) if limit_s else events
+
+    async def _run(self, request: Request, answer: Answer) -> AsyncGenerator[Event, None]:
+        equipped = self.equip(request)
+        tools = _ToolsAndSearch(self._sessions, self._tools, request)
+        loop = ToolLoop(answer, tools, Gate(), SessionTranscript(self._sessions, request))
+        is_ours = partial(_is_ours, request, equipped)
+        with self._sessions.answering(request):
+            async with aclosing(loop.run(equipped, self._rounds, is_ours)) as events:
+                async for event in events:
+                    yield event
+
+    async def start(self) -> None:
+        if self._tools is not None:
+            await self._tools.start()
+
+    async def close(self) -> None:
+        if self._tools is not None:
+            await self._tools.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTranscript:
+    """Calls and results go into the session's archive: prompts have them, the client does not."""
+
+    sessions: Sessions
+    request: Request
+    """The client's."""
+    is_shown = False
+
+    async def add(self, asked: Request, messages: tuple[Message, ...], usage: Usage) -> Request:
+        called, *results = messages
+        texts = [result.content for result in results]
+        await asyncio.to_thread(self.sessions.exchanged, asked, usage, called.content, called.tool_calls, texts)
+        return asked
+
+    async def shorten(self, asked: Request) -> Request | None:
+        return asked if await asyncio.to_thread(self.sessions.shortened, self.request) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _ToolsAndSearch:
+    """What runs for one request: the server's tools, where it has any, and the search of the memory."""
+
+    sessions: Sessions
+    tools: HostTools | None
+    request: Request
+
+    def may_run_beside(self, name: str) -> bool:
+        return self.tools is None or not self.tools.is_ours(name) or self.tools.may_run_beside(name)
+
+    async def run(self, call: ToolCall, caller: Caller) -> Outcome:
+        is_search = call.name == SEARCH.name
+        if self.tools is not None and (self.tools.is_ours(call.name) or not is_search):
+            return await self.tools.run(call, caller)
+        if not is_search:
+            return Outcome(call, f"There is no tool {call.name!r}: use {SEARCH.name}, or answer.", failed=True)
+        begin = perf_counter()
+        text = await asyncio.to_thread(self.sessions.search, self.request, call)
+        return Outcome(call, text, ms=1e3 * (perf_counter() - begin))
+
+
+def _is_ours(request: Request, asked: Request, name: str) -> bool:
+    """What a client without tools has does not know is ours, even a name that the model made up: the client cannot
+    tell it so."""
+    if not request.tools:
+        return True
+    return all(tool.name != name for tool in request.tools) and any(tool.name == name for tool in asked.tools)
