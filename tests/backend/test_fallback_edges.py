@@ -83,7 +83,7 @@ def test_while_one_opens_those_that_are_open_answer() -> None:
         waiting = asyncio.create_task(read(chain))
         await asyncio.to_thread(second.is_opening.wait, PATIENCE_S)
         first.fails = None
-        chain._links[0].worked()
+        chain._links[0].note_success()
         meanwhile = text(await read(chain))
         second.may_open.set()
         return meanwhile, text(await waiting)

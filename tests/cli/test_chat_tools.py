@@ -361,7 +361,7 @@ def test_a_stand_in_is_told_once_and_so_is_the_first_when_it_is_back(
         told = capsys.readouterr().err
         assert told.count("second has answered instead of first (It is down.)") == 1
         down[0] = False
-        links[0].worked()
+        links[0].note_success()
         session.run(["three"])
     assert "first has answered instead of second" in capsys.readouterr().err
 

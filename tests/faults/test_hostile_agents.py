@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from emberkeep.backend.prompts import PromptMaker
-from emberkeep.backend.remote.failing import Service
 from emberkeep.backend.remote.kinds import open_provider
+from emberkeep.backend.remote.service import Service
 from emberkeep.backend.tool_loop import MOST_CALLS
 from emberkeep.chat.template import ChatTemplate, SeamedTemplate
 from emberkeep.chat.tokens import PromptTokenizer

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.remote.backend import RemoteBackend
+from emberkeep.backend.places import Places
+from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
 from emberkeep.backend.remote.base import RemoteAbout
+from emberkeep.backend.server_tools import HostTools
 from emberkeep.errors import EmberkeepError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
@@ -76,13 +79,15 @@ def remote(
     *,
     context: int = 400,
     recall: Recall = Recall.OFF,
-    **options: object,
+    tools: HostTools | None = None,
+    places: Places | None = None,
+    **settings: Any,
 ) -> RemoteBackend:
+    """`settings`: of `RemoteSettings`."""
     memory = Memory(folder / "memory.sqlite3", limit_bytes=10 << 30) if folder else None
     sessions = Sessions(memory, Policy(context, recall=recall, recall_tokens=64))
-    return RemoteBackend(
-        ModelCard("far-1", 0, context, remote="far"), provider, sessions, memory=memory, **options
-    )
+    card = ModelCard("far-1", 0, context, remote="far")
+    return RemoteBackend(card, provider, sessions, RemoteSettings(**settings), tools=tools, places=places)
 
 
 def read(backend: object, request: Request) -> list[Event]:

@@ -1,7 +1,7 @@
 """Several backends that stand in for each other: the first that can answer does.
 
 A backend is opened when it is needed. One that fails before the first word of an answer is left alone for a while,
-and the next one answers; who did is in every bill and in `/health`.
+and the next one answers; which one did is told with the usage and in `/health`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from emberkeep.types import (
 
 log = logging.getLogger("emberkeep.backend")
 
-_REST_S = 30.0
+_BACKOFF_S = 30.0
 """How long one that failed is left alone."""
 
 FAILURES = (RemoteError, EngineError, ModelError, ConfigError)
@@ -57,13 +57,13 @@ class Link:
     failed_at: float | None = None
 
     @property
-    def is_resting(self) -> bool:
-        return self.failed_at is not None and monotonic() - self.failed_at < _REST_S
+    def is_backing_off(self) -> bool:
+        return self.failed_at is not None and monotonic() - self.failed_at < _BACKOFF_S
 
-    def failed(self, error: EmberkeepError) -> None:
+    def note_failure(self, error: EmberkeepError) -> None:
         self.error, self.failed_at = str(error), monotonic()
 
-    def worked(self) -> None:
+    def note_success(self) -> None:
         self.error, self.failed_at = "", None
 
     def health(self) -> dict[str, Json]:
@@ -78,16 +78,16 @@ class FallbackBackend:
         """Opens the first that can be. Blocks. Raises the first one's error where none can be."""
         self._links = links
         self._prefixes: Sequence[Request] = ()
-        self._active = self._first()
+        self._active = self._open_first()
 
-    def _first(self) -> Link:
+    def _open_first(self) -> Link:
         errors: list[EmberkeepError] = []
         for link in self._links:
             try:
                 link.backend = link.open()
                 return link
             except EmberkeepError as error:
-                link.failed(error)
+                link.note_failure(error)
                 errors.append(error)
                 log.warning("%s cannot be used: %s", link.name, error)
         raise errors[0]
@@ -107,17 +107,17 @@ class FallbackBackend:
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         failures: list[EmberkeepError] = []
-        # Those that rest come last: rather one that may have recovered than none.
-        for link in sorted(self._links, key=lambda link: link.is_resting):
+        # Those that failed lately come last: rather one that may have recovered than none.
+        for link in sorted(self._links, key=lambda link: link.is_backing_off):
             has_begun, held = False, list[Event]()
             try:
-                backend = await self._opened(link)
+                backend = await self._opened_backend(link)
                 async with aclosing(closable(backend.generate(request))) as events:
                     async for event in events:
                         if not has_begun and (request.in_pieces or isinstance(event, ToolEvent | Completed)):
                             has_begun = True
-                            self._now(link, failures)
-                        # Where nobody looks before the end, another one can still give the whole answer.
+                            self._activate(link, failures)
+                        # Where the client gets nothing before the end, another one can still answer.
                         held.append(
                             replace(event, answered_by=link.name) if isinstance(event, Completed) else event
                         )
@@ -125,27 +125,27 @@ class FallbackBackend:
                             yield held.pop(0)
                 return
             except (*FAILURES, RequestError) as error:
-                if has_begun or isinstance(error, StepFailed) or self._is_wrong(error, link):
+                if has_begun or isinstance(error, StepFailed) or self._is_request_wrong(error, link):
                     raise
-                self._noted(link, error)
+                self._note_failure(link, error)
                 failures.append(error)
         raise next((error for error in failures if isinstance(error, FAILURES)), failures[0])
 
-    def _is_wrong(self, error: EmberkeepError, link: Link) -> bool:
-        """The request is, not the backend."""
+    def _is_request_wrong(self, error: EmberkeepError, link: Link) -> bool:
+        """It is the request that is wrong, and not the backend."""
         return isinstance(error, RequestError) and link is self._links[0]
 
-    def _noted(self, link: Link, error: EmberkeepError) -> None:
+    def _note_failure(self, link: Link, error: EmberkeepError) -> None:
         if not isinstance(error, RequestError):
-            link.failed(error)
+            link.note_failure(error)
         log.warning("%s did not answer: %s", link.name, error)
 
-    async def _opened(self, link: Link) -> Backend:
-        """Whoever leaves while it opens does not take it along: a thread that loads a model cannot be stopped."""
+    async def _opened_backend(self, link: Link) -> Backend:
+        """A cancelled request does not cancel the opening: a thread that loads a model cannot be stopped."""
         if link.backend is None:
             if link.opening is None:
                 link.opening = asyncio.create_task(self._open(link))
-                link.opening.add_done_callback(_seen)
+                link.opening.add_done_callback(_retrieve_error)
             await asyncio.shield(link.opening)
         assert link.backend is not None
         return link.backend
@@ -159,8 +159,8 @@ class FallbackBackend:
         finally:
             link.opening = None
 
-    def _now(self, link: Link, failures: Sequence[EmberkeepError]) -> None:
-        link.worked()
+    def _activate(self, link: Link, failures: Sequence[EmberkeepError]) -> None:
+        link.note_success()
         if link is not self._active:
             log.warning("%s answers now%s", link.name, f": {failures[0]}" if failures else ".")
             self._active = link
@@ -221,7 +221,7 @@ class FallbackBackend:
         return self._backend.memory
 
 
-def _seen(opening: asyncio.Task[None]) -> None:
-    """Nobody may be left who asks why it failed."""
+def _retrieve_error(opening: asyncio.Task[None]) -> None:
+    """No request may be left that asks why it failed: asyncio would complain."""
     if not opening.cancelled():
         opening.exception()

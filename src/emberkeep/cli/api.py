@@ -17,8 +17,7 @@ from emberkeep.models.remotes import Remotes
 from emberkeep.types import Message, RemoteModel, Request
 
 if TYPE_CHECKING:
-    from emberkeep.backend.remote.base import RemoteAbout
-    from emberkeep.backend.remote.gathering import Gathered
+    from emberkeep.backend.remote.base import RemoteAbout, WholeAnswer
 
 EXAMPLES = """\b
 Examples:
@@ -105,13 +104,13 @@ def _remotes(data_dir: Path | None, config: Path | None) -> Remotes:
     return Remotes(load_config(data_dir=data_dir, config=config))
 
 
-async def _tested(remote: RemoteModel) -> tuple[RemoteAbout, Gathered]:
-    from emberkeep.backend.remote.gathering import gather
+async def _tested(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
+    from emberkeep.backend.remote.base import read_answer
     from emberkeep.backend.remote.kinds import open_provider
 
     provider = open_provider(remote, os.environ)
     try:
         request = Request((Message("user", QUESTION),), max_tokens=remote.max_tokens or _TEST_TOKENS)
-        return await provider.about(), await gather(provider, request)
+        return await provider.about(), await read_answer(provider, request)
     finally:
         await provider.close()

@@ -10,8 +10,7 @@ from emberkeep.config.tables import public_url
 from emberkeep.types import RemoteModel
 
 if TYPE_CHECKING:
-    from emberkeep.backend.remote.base import RemoteAbout
-    from emberkeep.backend.remote.gathering import Gathered
+    from emberkeep.backend.remote.base import RemoteAbout, WholeAnswer
 
 _MOST_MODELS = 8
 
@@ -25,16 +24,16 @@ def print_remotes(remotes: Sequence[RemoteModel], env: Mapping[str, str]) -> Non
     show(table)
 
 
-def print_tested(remote: RemoteModel, about: RemoteAbout, answer: Gathered) -> None:
+def print_tested(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> None:
     show_facts(_figures(remote, about, answer))
 
 
 def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, str]:
-    from emberkeep.backend.remote.kinds import has_key, settled
+    from emberkeep.backend.remote.kinds import has_key, with_defaults
     from emberkeep.errors import ConfigError
 
     try:
-        usual = settled(remote)
+        usual = with_defaults(remote)
     except ConfigError:
         return f"{remote.backend} (not installed)", remote.model, public_url(remote.base_url or ""), ""
     variable = usual.api_key_env
@@ -46,11 +45,11 @@ def _address(remote: RemoteModel) -> str:
     return public_url(remote.base_url) if remote.base_url else "the vendor's own"
 
 
-def _figures(remote: RemoteModel, about: RemoteAbout, answer: Gathered) -> Iterator[tuple[str, str]]:
-    from emberkeep.backend.remote.kinds import settled
+def _figures(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> Iterator[tuple[str, str]]:
+    from emberkeep.backend.remote.kinds import with_defaults
 
     usage = answer.usage
-    yield "model", f"{settled(remote).model or '(the first there)'} ({remote.backend})"
+    yield "model", f"{with_defaults(remote).model or '(the first there)'} ({remote.backend})"
     yield "there", _listed(about.models)
     if about.context is not None:
         yield "context", f"{about.context:,} tokens"

@@ -99,10 +99,10 @@ def _link(config: Config, remote: RemoteModel | None) -> Link:
 
 def open_remote(config: Config, remote: RemoteModel) -> Backend:
     """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError."""
-    from emberkeep.backend.remote.backend import RemoteBackend
+    from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
     from emberkeep.backend.remote.base import Provider, RemoteAbout
-    from emberkeep.backend.remote.failing import faults_of
-    from emberkeep.backend.remote.kinds import default_context, open_provider, settled
+    from emberkeep.backend.remote.kinds import default_context, open_provider, with_defaults
+    from emberkeep.backend.remote.service import translate_faults
 
     async def asked(provider: Provider) -> RemoteAbout:
         try:
@@ -110,10 +110,10 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
         finally:
             await provider.close()
 
-    with faults_of(remote.name):
+    with translate_faults(remote.name):
         # A client belongs to the event loop that used it first: this one is for asking, another for answers.
         about = asyncio.run(asked(open_provider(remote, os.environ)))
-    model = settled(remote).model or next(iter(about.models), "")
+    model = with_defaults(remote).model or next(iter(about.models), "")
     context = remote.ctx or about.context or default_context(remote)
     card = ModelCard(
         model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,), remote=remote.name
@@ -123,13 +123,14 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
         card,
         open_provider(replace(remote, model=model), os.environ),
         open_sessions(config, memory, context),
-        places=Places(config.parallel + config.queue, config.max_concurrent_per_user),
-        memory=memory,
+        RemoteSettings(
+            retries=config.remote_retries,
+            max_tokens=remote.max_tokens,
+            tool_rounds=config.tool_turns + 1,
+            deadline_s=config.deadline_s,
+            reasoning=ReasoningFormat(config.reasoning),
+            raw_tools=config.notools,
+        ),
         tools=server_tools(config, memory),
-        tool_rounds=config.tool_turns + 1,
-        retries=config.remote_retries,
-        max_tokens=remote.max_tokens,
-        reasoning=ReasoningFormat(config.reasoning),
-        raw_tools=config.notools,
-        deadline_s=config.deadline_s,
+        places=Places(config.parallel + config.queue, config.max_concurrent_per_user),
     )

@@ -123,6 +123,10 @@ class Sessions:
         self._last_forgetting = 0
         """As far as it is known."""
 
+    @property
+    def memory(self) -> Memory | None:
+        return self._memory
+
     def applies(self, request: Request) -> bool:
         """It is a conversation, of which something may be known here."""
         is_chat = request.prompt is None and not request.is_prefix

@@ -17,7 +17,7 @@ import pytest
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.remote import backend as module
-from emberkeep.backend.remote.backend import RemoteBackend
+from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
 from emberkeep.backend.remote.kinds import open_provider
 from emberkeep.errors import EmberkeepError, RemoteDown
 from emberkeep.session.sessions import Policy, Sessions
@@ -56,7 +56,7 @@ class Vendor:
         provider = open_provider(remote, {"THE_KEY": self.key or "unused"})
         sessions = Sessions(None, Policy(100_000))
         card = ModelCard(self.model, 0, 100_000, remote=self.kind)
-        return RemoteBackend(card, provider, sessions, tools=tools, tool_rounds=4, retries=retries)
+        return RemoteBackend(card, provider, sessions, RemoteSettings(retries=retries, tool_rounds=4), tools=tools)
 
 
 def openai_calls() -> Stream:

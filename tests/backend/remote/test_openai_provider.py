@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend.remote.base import RemoteAbout
-from emberkeep.backend.remote.openai import OpenAIProvider, open_openai
-from emberkeep.backend.remote.openai_wire import COMPATIBLE, OPENAI, Dialect
+from emberkeep.backend.remote.openai import COMPATIBLE, OPENAI, Dialect, OpenAIProvider, open_openai
 from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
 from emberkeep.types import (
     Event,

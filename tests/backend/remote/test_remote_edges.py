@@ -304,5 +304,5 @@ def test_what_a_provider_does_wrong_is_its_fault_and_its_words_are_not_repeated(
 
 def test_an_answer_without_a_bill_is_none() -> None:
     provider = ScriptedProvider(lambda request: said("Hello.")[:-1])
-    with pytest.raises(RemoteError, match="without a bill"):
+    with pytest.raises(RemoteError, match="without its usage"):
         read(remote(provider), HELLO)

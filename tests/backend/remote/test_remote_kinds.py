@@ -19,7 +19,7 @@ from emberkeep.backend.remote.kinds import (
     has_key,
     kind_names,
     open_provider,
-    settled,
+    with_defaults,
 )
 from emberkeep.errors import ConfigError, RemoteRefused
 from emberkeep.types import RemoteModel
@@ -59,7 +59,7 @@ def own_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 @pytest.mark.parametrize("backend", KINDS)
 def test_every_kind_names_a_factory_and_its_usual_settings(backend: str) -> None:
     kind = KINDS[backend]
-    usual = settled(remote(backend))
+    usual = with_defaults(remote(backend))
     assert (usual.model, usual.base_url, usual.api_key_env) == (kind.model, kind.base_url, kind.key_env)
     assert default_context(remote(backend)) == kind.context > 0
     assert kind.factory.startswith("emberkeep.backend.remote.")
@@ -75,7 +75,7 @@ def test_every_kind_can_be_opened(backend: str) -> None:
 
 def test_what_the_user_has_said_is_kept() -> None:
     said = RemoteModel("mine", "ollama", "qwen", "http://127.0.0.1:9", "MY_KEY")
-    assert settled(said) == said
+    assert with_defaults(said) == said
 
 
 @pytest.mark.parametrize("backend", [name for name, kind in KINDS.items() if kind.needs_key])
@@ -108,7 +108,7 @@ def test_an_unknown_kind_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean anthropic"):
         open_provider(remote("antropic"), {})
     with pytest.raises(ConfigError, match="use openai, "):
-        settled(remote("zzzz"))
+        with_defaults(remote("zzzz"))
 
 
 def test_a_missing_sdk_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

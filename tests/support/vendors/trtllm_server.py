@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+from emberkeep.types import Message, Request
 from support.vendors.loopback import Asked, Reply, Stream
 from support.vendors.openai_server import OpenAIServer, said
 
@@ -56,3 +58,26 @@ def moved(hash: int) -> Any:
 def _block(hash: int, size: int) -> Any:
     tokens = [{"type": "unique_token", "token_id": 7, "token_extra_id": 0}] * size
     return {"type": "stored_block", "block_hash": hash, "tokens": tokens, "cache_level": 0, "priority": 35}
+
+
+SYSTEM = Message("system", "s" * 100)
+USER = Message("user", "u" * 100)
+ANSWER = Message("assistant", "a" * 100)
+
+
+class Told:
+    """What has been said to be gone, newest last."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Request, list[int]]] = []
+
+    def __call__(self, request: Request, places: Sequence[int]) -> None:
+        self.calls.append((request, list(places)))
+
+    @property
+    def places(self) -> list[list[int]]:
+        return [places for _, places in self.calls]
+
+
+def conversation(name: str, *messages: Message) -> Request:
+    return Request(messages=messages or (SYSTEM, USER), conversation_id=name)

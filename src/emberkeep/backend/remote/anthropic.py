@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,27 +14,42 @@ from anthropic import (
     APIStatusError,
     AsyncAnthropic,
     DefaultAsyncHttpxClient,
+    transform_schema,
 )
 
-from emberkeep.backend.remote.anthropic_wire import Block, written
-from emberkeep.backend.remote.asking import CONNECT_S, READ_S, Keepsakes, service_of
 from emberkeep.backend.remote.base import Provider, RemoteAbout
-from emberkeep.backend.remote.failing import Service, retry_after
-from emberkeep.errors import EmberkeepError, RemoteError, RemoteRefused
+from emberkeep.backend.remote.service import CONNECT_S, READ_S, Service, required_key, retry_after
+from emberkeep.backend.remote.vendor_wire import (
+    Keepsakes,
+    anonymous_id,
+    arguments_of,
+    chosen_sampling,
+    inline_image,
+    split_system,
+    text_of,
+)
+from emberkeep.errors import EmberkeepError, InvalidField
 from emberkeep.types import (
     Completed,
     Event,
     Finished,
     FinishReason,
+    Image,
     LookupRecord,
+    Message,
     ReasoningDelta,
     RemoteModel,
     Request,
     TextDelta,
     Timings,
+    Tool,
     ToolCallDelta,
+    ToolChoice,
+    Ttl,
     Usage,
 )
+
+Block = dict[str, Any]
 
 _REASONS = {
     "tool_use": FinishReason.TOOL_CALLS,
@@ -54,18 +70,21 @@ _STATUSES = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
+_MAX_TOKENS = 4096
+_CACHED_TURNS = 2
+_SAMPLED = ("temperature", "top_p", "top_k")
+_JSON_ONLY = "Answer with one JSON value and nothing else."
+_LEFT_OUT = "(Earlier messages are left out.)"
 
 
 def open_anthropic(remote: RemoteModel, key: str | None) -> Provider:
-    if key is None:
-        raise RemoteRefused(f"{remote.name} needs a key: set {remote.api_key_env or 'ANTHROPIC_API_KEY'}.")
-    return AnthropicProvider(remote, key)
+    return AnthropicProvider(remote, required_key(remote, key, "ANTHROPIC_API_KEY"))
 
 
 class AnthropicProvider:
     def __init__(self, remote: RemoteModel, key: str) -> None:
         self._remote = remote
-        self._service = Service(remote.model, service_of(remote, "Anthropic"), remote.api_key_env, key)
+        self._service = Service.of(remote, "Anthropic", key)
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S)
         self._client = AsyncAnthropic(
             api_key=key,
@@ -78,18 +97,18 @@ class AnthropicProvider:
         self._kept: Keepsakes[list[Block]] = Keepsakes()
 
     async def answer(self, request: Request) -> AsyncIterator[Event]:
-        body = written(request, self._remote, self._kept)
-        reading = _Reading(self._service, self._kept)
-        with self._translated(reading):
+        body = _request_body(request, self._remote, self._kept)
+        reader = _AnswerReader(self._service, self._kept)
+        with self._translate_errors(reader):
             async with await self._client.messages.create(**body, stream=True) as stream:
                 async for item in stream:
-                    for event in reading.read(item):
+                    for event in reader.read(item):
                         yield event
-        if not reading.is_whole:
+        if not reader.is_whole:
             raise self._service.broke_off()
 
     async def about(self) -> RemoteAbout:
-        with self._translated():
+        with self._translate_errors():
             models = [model async for model in self._client.models.list(limit=1000)]
         used = next((model for model in models if model.id == self._remote.model), None)
         return RemoteAbout(tuple(model.id for model in models), used.max_input_tokens if used else None)
@@ -98,26 +117,24 @@ class AnthropicProvider:
         await self._client.close()
 
     @contextmanager
-    def _translated(self, reading: _Reading | None = None) -> Iterator[None]:
+    def _translate_errors(self, reader: _AnswerReader | None = None) -> Iterator[None]:
         # Without the cause: what the SDK's errors say may repeat the key.
         try:
             yield
         except APIStatusError as error:
             raise self._failure(error) from None
         except (APIConnectionError, httpx2.HTTPError) as error:
-            if reading is not None and reading.has_begun:
-                raise self._service.broke_off() from None
-            raise self._service.unreachable(error.__cause__ or error) from None
+            has_begun = reader is not None and reader.has_begun
+            raise self._service.disconnected(error.__cause__ or error, has_begun=has_begun) from None
         except (AnthropicError, ValueError) as error:
-            reason = self._service.quoted(str(error))
-            raise RemoteError(f"{self._service} gave an answer that cannot be read{reason}.") from None
+            raise self._service.unreadable(error) from None
 
     def _failure(self, error: APIStatusError) -> EmberkeepError:
         status = error.status_code if error.status_code >= 400 else _STATUSES.get(error.type or "", 500)
         return self._service.failure(status, error.api_message or "", retry_after(error.response.headers))
 
 
-class _Reading:
+class _AnswerReader:
     """One answer, from its first event to its last."""
 
     def __init__(self, service: Service, kept: Keepsakes[list[Block]]) -> None:
@@ -137,18 +154,18 @@ class _Reading:
             case "message_start":
                 self._count(item.message.usage)
             case "content_block_start":
-                yield from self._begun(item.content_block)
+                yield from self._start_block(item.content_block)
             case "content_block_delta":
-                yield from self._grown(item.delta)
+                yield from self._read_delta(item.delta)
             case "content_block_stop":
-                yield from self._ended()
+                yield from self._end_block()
             case "message_delta":
                 self._count(item.usage)
-                self._stopped(item.delta)
+                self._read_stop(item.delta)
             case "message_stop":
-                yield from self._completed()
+                yield from self._complete()
 
-    def _begun(self, block: Any) -> Iterator[Event]:
+    def _start_block(self, block: Any) -> Iterator[Event]:
         self._has_arguments = True
         match block.type:
             case "tool_use":
@@ -160,7 +177,7 @@ class _Reading:
             case "redacted_thinking":
                 self._thought.append({"type": "redacted_thinking", "data": block.data})
 
-    def _grown(self, delta: Any) -> Iterator[Event]:
+    def _read_delta(self, delta: Any) -> Iterator[Event]:
         match delta.type:
             case "text_delta":
                 yield TextDelta(0, delta.text)
@@ -173,18 +190,18 @@ class _Reading:
                 self._has_arguments = True
                 yield ToolCallDelta(0, len(self._calls) - 1, None, None, delta.partial_json)
 
-    def _ended(self) -> Iterator[Event]:
+    def _end_block(self) -> Iterator[Event]:
         # A tool without parameters is called with no arguments at all.
         if not self._has_arguments:
             yield ToolCallDelta(0, len(self._calls) - 1, None, None, "{}")
 
-    def _stopped(self, delta: Any) -> None:
+    def _read_stop(self, delta: Any) -> None:
         if delta.stop_reason == "refusal":
             details = getattr(delta, "stop_details", None)
             raise self._service.declined((details and details.explanation) or "")
         self._reason = _REASONS.get(delta.stop_reason, FinishReason.STOP)
 
-    def _completed(self) -> Iterator[Event]:
+    def _complete(self) -> Iterator[Event]:
         self.is_whole = True
         if self._calls and self._thought:
             self._kept.keep(self._calls[0], self._thought)
@@ -204,3 +221,139 @@ class _Reading:
         fresh = self._counts.get("input_tokens", 0) + self._counts.get("cache_creation_input_tokens", 0)
         said = self._counts.get("output_tokens", 0)
         return Usage(fresh + cached, said, cached, self._counts.get("thinking_tokens", 0))
+
+
+# ── a request in the form of Anthropic's Messages API ──
+
+
+def _request_body(request: Request, remote: RemoteModel, kept: Keepsakes[list[Block]]) -> dict[str, Any]:
+    """The arguments of `messages.create`. `kept`: the thinking that belongs to earlier tool calls."""
+    system, turns = _system(request), _turns(request.messages, kept)
+    tools = [_tool(tool) for tool in request.tools]
+    if request.use_cache:
+        _mark_cached(system, tools, turns, request.ttl)
+    body: dict[str, Any] = {
+        "model": remote.model,
+        "max_tokens": request.max_tokens or remote.max_tokens or _MAX_TOKENS,
+        "messages": turns,
+        "system": system,
+        "tools": tools,
+        "tool_choice": _tool_choice(request.tool_choice, request.parallel_tool_calls) if tools else None,
+        "stop_sequences": list(request.stop),
+        "output_config": _output(request),
+        "thinking": _thinking(request),
+        "metadata": _metadata(request.user),
+        # The SDK has no arguments for them any more; models that still take them are served.
+        "extra_body": chosen_sampling(request.sampling, _SAMPLED),
+    }
+    return {name: value for name, value in body.items() if value}
+
+
+def _system(request: Request) -> list[Block]:
+    first = [message.content for message in split_system(request.messages)[0]]
+    if request.format is not None and request.format.schema is None:
+        first.append(_JSON_ONLY)
+    return [block for text in first for block in _text(text)]
+
+
+def _turns(messages: Sequence[Message], kept: Keepsakes[list[Block]]) -> list[Block]:
+    """User and assistant by turns, the user first: neighbours of one role become one."""
+    turns: list[Block] = []
+    for message in split_system(messages)[1]:
+        role = "assistant" if message.role == "assistant" else "user"
+        blocks = _blocks(message, kept)
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += blocks
+        elif blocks:
+            turns.append({"role": role, "content": blocks})
+    if turns and turns[0]["role"] == "assistant":
+        turns.insert(0, {"role": "user", "content": _text(_LEFT_OUT)})
+    for turn in turns:
+        # Results have to stand before whatever else the user says.
+        turn["content"].sort(key=lambda block: turn["role"] == "user" and block["type"] != "tool_result")
+    return turns
+
+
+def _blocks(message: Message, kept: Keepsakes[list[Block]]) -> list[Block]:
+    if message.role == "tool":
+        return [_result(message)]
+    thought = kept.get(message.tool_calls[0].id) if message.tool_calls else None
+    calls = [
+        {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": arguments_of(call.arguments)}
+        for call in message.tool_calls
+    ]
+    return [*(thought or ()), *_text(text_of(message)), *map(_image, message.images), *calls]
+
+
+def _result(message: Message) -> Block:
+    content = [*_text(message.content), *map(_image, message.images)]
+    result = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id or "")}
+    return {**result, "content": content} if content else result
+
+
+def _text(text: str) -> list[Block]:
+    """A text that is empty is refused."""
+    return [{"type": "text", "text": text}] if text.strip() else []
+
+
+def _image(image: Image) -> Block:
+    found = inline_image(image)
+    if found is None:
+        return {"type": "image", "source": {"type": "url", "url": image.url}}
+    return {"type": "image", "source": {"type": "base64", "media_type": found.media_type, "data": found.base64}}
+
+
+def _id(call_id: str) -> str:
+    """Other backends' ids may have characters that are refused here."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", call_id) or "call"
+
+
+def _tool(tool: Tool) -> Block:
+    schema = {"type": "object", **tool.parameters}
+    return {"name": tool.name, "description": tool.description, "input_schema": schema}
+
+
+def _tool_choice(choice: ToolChoice, parallel: bool) -> Block:
+    if choice.mode == "none":
+        return {"type": "none"}
+    kinds = {"auto": "auto", "required": "any", "named": "tool"}
+    made: Block = {"type": kinds[choice.mode]}
+    if choice.name is not None:
+        made["name"] = choice.name
+    return made if parallel else {**made, "disable_parallel_tool_use": True}
+
+
+def _output(request: Request) -> Block | None:
+    """Raises InvalidField."""
+    if request.format is None or request.format.schema is None:
+        return None
+    try:
+        schema = transform_schema(dict(request.format.schema))
+    except ValueError as error:
+        raise InvalidField("response_format", f"Anthropic cannot follow this schema ({error}).") from error
+    return {"format": {"type": "json_schema", "schema": schema}}
+
+
+def _thinking(request: Request) -> Block | None:
+    """As the model does it, unless the request says."""
+    wanted = request.template_args.get("enable_thinking")
+    if wanted is None:
+        return None
+    return {"type": "adaptive", "display": "summarized"} if wanted else {"type": "disabled"}
+
+
+def _metadata(user: str) -> Block | None:
+    """Users are told apart, and not named: that is what the vendor asks for."""
+    return {"user_id": anonymous_id(user)} if user else None
+
+
+def _mark_cached(system: list[Block], tools: list[Block], turns: list[Block], ttl: Ttl | None) -> None:
+    """Where a prefix may be found again; four marks are allowed."""
+    mark = {"type": "ephemeral"} if ttl in (None, Ttl.SHORT) else {"type": "ephemeral", "ttl": "1h"}
+    said = [turn["content"] for turn in turns if turn["role"] == "user"]
+    for block in _last_of([tools, system, *said[-_CACHED_TURNS:]]):
+        block["cache_control"] = mark
+
+
+def _last_of(lists: Iterable[list[Block]]) -> Iterable[Block]:
+    return (blocks[-1] for blocks in lists if blocks)

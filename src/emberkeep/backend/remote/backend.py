@@ -1,6 +1,7 @@
-"""A backend over somebody else's model: conversations, memory and tools as over our own, and patience.
+"""A backend over a model that runs elsewhere: conversations, memory and tools as over one that runs here, and
+retries.
 
-One request's way: with the tools that run here (`backend/server_tools.py`), what of it fits (`fitting.py`) is sent
+One request's way: with the tools that run here (`backend/server_tools.py`), what of it fits (`fitter.py`) is sent
 to the service (`Provider.answer`), and once more where that failed before its first word.
 """
 
@@ -18,12 +19,11 @@ from emberkeep.backend.base import ModelCard, closable
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.places import Places
 from emberkeep.backend.remote.base import Provider
-from emberkeep.backend.remote.failing import faults_of
-from emberkeep.backend.remote.fitting import Fitted, RemoteFitter
-from emberkeep.backend.remote.losing import Losses, TellsLosses
+from emberkeep.backend.remote.fitter import FittedChat, RemoteFitter
+from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions
+from emberkeep.backend.remote.service import translate_faults
 from emberkeep.backend.server_tools import HostTools, ServerTools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
-from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
     Completed,
@@ -52,6 +52,18 @@ _SHORTER = 4
 """How often a conversation that the service finds too long is shortened again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    retries: int = 2
+    """How often a service is asked again that failed before its first word."""
+    max_tokens: int | None = None
+    """Of an answer, unless a request says."""
+    tool_rounds: int = 1
+    deadline_s: float | None = None
+    reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
+    raw_tools: bool = False
+
+
 @dataclass(slots=True)
 class _Counters:
     requests: int = 0
@@ -60,6 +72,11 @@ class _Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+
+    def add(self, usage: Usage) -> None:
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.completion_tokens += usage.completion_tokens
 
 
 class RemoteBackend:
@@ -72,67 +89,56 @@ class RemoteBackend:
         card: ModelCard,
         provider: Provider,
         sessions: Sessions,
+        settings: RemoteSettings,
         *,
-        places: Places | None = None,
-        memory: Memory | None = None,
         tools: HostTools | None = None,
-        tool_rounds: int = 1,
-        retries: int = 2,
-        max_tokens: int | None = None,
-        reasoning: ReasoningFormat = ReasoningFormat.SEPARATE,
-        raw_tools: bool = False,
-        deadline_s: float | None = None,
+        places: Places | None = None,
     ) -> None:
-        """`places`: for requests at a time; None: as many as there are. `max_tokens`: of an answer, unless a
-        request says."""
+        """`places`: for requests at a time; None: as many as there are."""
         self.name = card.remote
         self.card = card
+        self.memory = sessions.memory
         self._provider = provider
         self._sessions = sessions
+        self._settings = settings
         self._places = places
-        self.memory = memory
-        self._server_tools = ServerTools(sessions, tools, tool_rounds, deadline_s)
+        self._server_tools = ServerTools(sessions, tools, settings.tool_rounds, settings.deadline_s)
         self._fitter = RemoteFitter(sessions)
-        self._losses = Losses(sessions) if isinstance(provider, TellsLosses) else None
-        if isinstance(provider, TellsLosses) and self._losses:
-            provider.on_removed = self._losses.removed
-        self._retries = retries
-        self._max_tokens = max_tokens
-        self._reasoning = reasoning
-        self._raw_tools = raw_tools
-        self._deadline_s = deadline_s
+        self._lost: LostMessages | None = None
+        if isinstance(provider, ReportsEvictions):
+            self._lost = LostMessages(sessions)
+            provider.on_removed = self._lost.archive
         self._counters = _Counters()
         self._last_error = ""
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
-        request = self._checked(request)
+        request = self._check(request)
         asks = self._server_tools.applies(request)
         answer = self._server_tools.run(request, self._answer) if asks else self._answer(request)
-        return _placed(answer, self._places, request.user) if self._places else answer
+        return _in_place(answer, self._places, request.user) if self._places else answer
 
-    def _checked(self, request: Request) -> Request:
+    def _check(self, request: Request) -> Request:
         """Raises RequestError for what only a model that runs here can do."""
         if request.prompt is not None:
             raise RequestError(f"{self.name} answers chats only: send messages instead of a prompt.", "prompt")
         if request.top_logprobs is not None:
             raise RequestError(f"{self.name} runs elsewhere and gives no logprobs: ask without them.", "logprobs")
-        limit = request.max_tokens if request.max_tokens is not None else self._max_tokens
-        raw_tools = request.raw_tools or self._raw_tools
-        reasoning = request.reasoning or self._reasoning
+        limit = request.max_tokens if request.max_tokens is not None else self._settings.max_tokens
+        raw_tools = request.raw_tools or self._settings.raw_tools
+        reasoning = request.reasoning or self._settings.reasoning
         return replace(request, max_tokens=limit, reasoning=reasoning, raw_tools=raw_tools)
 
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Choices one after the other: services bill a prompt for each of them anyway."""
-        bills: list[Completed] = []
-        async with aclosing(
-            with_deadline(self._choices(request), request.deadline_s or self._deadline_s)
-        ) as events:
+        """Choices one after the other: services charge a prompt for each of them anyway."""
+        completed: list[Completed] = []
+        deadline_s = request.deadline_s or self._settings.deadline_s
+        async with aclosing(with_deadline(self._choices(request), deadline_s)) as events:
             async for event in events:
                 if isinstance(event, Completed):
-                    bills.append(event)
+                    completed.append(event)
                 else:
-                    yield _numbered(event, len(bills))
-        yield _of_all(bills)
+                    yield _renumber(event, len(completed))
+        yield _merge_choices(completed)
 
     async def _choices(self, request: Request) -> AsyncGenerator[Event, None]:
         for _ in range(request.n):
@@ -144,15 +150,15 @@ class RemoteBackend:
         """What the service finds too long is shortened, and sent again."""
         for left in reversed(range(_SHORTER)):
             fitted = await asyncio.to_thread(self._fitter.fit, request)
-            if self._losses is not None:
-                self._losses.seen(fitted.shown, request)
+            if self._lost is not None:
+                self._lost.note_request(fitted.shown, request)
             try:
-                async with aclosing(self._patiently(fitted)) as events:
+                async with aclosing(self._with_retries(fitted)) as events:
                     async for event in events:
                         yield event
                 return
             except RemoteFull as error:
-                self._fitter.too_long(fitted)
+                self._fitter.note_too_long(fitted)
                 if not left or not self._sessions.may_evict(request):
                     raise ContextExceeded(
                         self._fitter.tokens(fitted.size),
@@ -160,53 +166,51 @@ class RemoteBackend:
                         may_evict=self._sessions.may_evict(request),
                     ) from error
 
-    async def _patiently(self, fitted: Fitted) -> AsyncGenerator[Event, None]:
+    async def _with_retries(self, fitted: FittedChat) -> AsyncGenerator[Event, None]:
         """Once more where the service failed before its first word; what was said cannot be taken back."""
-        for attempt in range(self._retries + 1):
+        for attempt in range(self._settings.retries + 1):
             has_begun = False
             try:
-                async with aclosing(self._once(fitted)) as events:
+                async with aclosing(self._ask_once(fitted)) as events:
                     async for event in events:
                         has_begun = True
-                        if (told := _told(event, fitted.shown.reasoning)) is not None:
-                            yield told
+                        if (shown := _present(event, fitted.shown.reasoning)) is not None:
+                            yield shown
                 return
             except RemoteDown as error:
                 self._counters.failures += 1
                 self._last_error = str(error)
-                wait = error.retry_after if error.retry_after is not None else _wait(attempt)
-                if has_begun or attempt == self._retries or wait > _LONGEST_WAIT_S:
+                wait = error.retry_after if error.retry_after is not None else _backoff(attempt)
+                if has_begun or attempt == self._settings.retries or wait > _LONGEST_WAIT_S:
                     raise
                 self._counters.retries += 1
                 log.info("%s: asking again in %.1f s: %s", self.name, wait, error)
                 await asyncio.sleep(wait)
 
-    async def _once(self, fitted: Fitted) -> AsyncGenerator[Event, None]:
+    async def _ask_once(self, fitted: FittedChat) -> AsyncGenerator[Event, None]:
         begin = monotonic()
-        first, length, is_billed = 0.0, 0, False
+        first, length, is_complete = 0.0, 0, False
         self._counters.requests += 1
-        with faults_of(self.name):
+        with translate_faults(self.name):
             async with aclosing(closable(self._provider.answer(fitted.shown))) as events:
                 async for event in events:
                     if isinstance(event, Completed):
-                        is_billed = True
-                        event = self._billed(event, fitted, first, monotonic() - begin)
+                        is_complete = True
+                        event = self._complete(event, fitted, first, monotonic() - begin)
                     elif isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
                         first = first or monotonic() - begin
                         length += _length(event)
                     if length > _LONGEST:
                         raise RemoteError(f"{self.name} does not come to an end: ask for less, or set max_tokens.")
                     yield event
-        if not is_billed:
-            raise RemoteError(f"{self.name} ended its answer without a bill: its backend has to give one.")
+        if not is_complete:
+            raise RemoteError(f"{self.name} ended its answer without its usage: its backend has to give it.")
 
-    def _billed(self, bill: Completed, fitted: Fitted, first: float, seconds: float) -> Completed:
-        usage = _believable(bill.usage)
+    def _complete(self, told: Completed, fitted: FittedChat, first: float, seconds: float) -> Completed:
+        usage = _plausible(told.usage)
         self._last_error = ""
         self._fitter.learn(fitted, usage.prompt_tokens)
-        self._counters.prompt_tokens += usage.prompt_tokens
-        self._counters.cached_tokens += usage.cached_tokens
-        self._counters.completion_tokens += usage.completion_tokens
+        self._counters.add(usage)
         timings = Timings(
             cache_n=usage.cached_tokens,
             prompt_n=usage.prompt_tokens - usage.cached_tokens,
@@ -239,8 +243,8 @@ class RemoteBackend:
     async def close(self) -> None:
         await self._server_tools.close()
         await self._provider.close()
-        if self._losses is not None:
-            await self._losses.close()
+        if self._lost is not None:
+            await self._lost.close()
         if self.memory is not None:
             await asyncio.to_thread(self.memory.close)
 
@@ -251,7 +255,7 @@ def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:
     return len("".join(part for part in parts if part is not None))
 
 
-def _believable(said: Usage) -> Usage:
+def _plausible(said: Usage) -> Usage:
     """Services are free to write anything there, and it is added up for as long as we run."""
     prompt, completion, cached, reasoning = (
         min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0
@@ -260,12 +264,12 @@ def _believable(said: Usage) -> Usage:
     return Usage(prompt, completion, min(cached, prompt), min(reasoning, completion))
 
 
-def _wait(attempt: int) -> float:
+def _backoff(attempt: int) -> float:
     """Longer each time, and never quite the same: many clients may have failed together."""
     return float(min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.75, 1.25))
 
 
-def _told(event: Event, format: ReasoningFormat | None) -> Event | None:
+def _present(event: Event, format: ReasoningFormat | None) -> Event | None:
     """What a client gets that wants no reasoning, or wants it in the text."""
     if isinstance(event, ReasoningDelta) and format is ReasoningFormat.STRIP:
         return None
@@ -274,7 +278,7 @@ def _told(event: Event, format: ReasoningFormat | None) -> Event | None:
     return event
 
 
-async def _placed(answer: AsyncIterator[Event], places: Places, user: str) -> AsyncIterator[Event]:
+async def _in_place(answer: AsyncIterator[Event], places: Places, user: str) -> AsyncIterator[Event]:
     place = places.take(user)
     try:
         async with aclosing(closable(answer)) as events:
@@ -284,25 +288,25 @@ async def _placed(answer: AsyncIterator[Event], places: Places, user: str) -> As
         place.leave()
 
 
-def _numbered(event: Event, index: int) -> Event:
+def _renumber(event: Event, index: int) -> Event:
     if index and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
         return replace(event, index=index)
     return event
 
 
-def _of_all(bills: Sequence[Completed]) -> Completed:
+def _merge_choices(completed: Sequence[Completed]) -> Completed:
     """The prompt of the first, the tokens and the time of all."""
-    usage, timings = bills[0].usage, bills[0].timings
+    usage, timings = completed[0].usage, completed[0].timings
     return replace(
-        bills[0],
+        completed[0],
         usage=replace(
             usage,
-            completion_tokens=sum(bill.usage.completion_tokens for bill in bills),
-            reasoning_tokens=sum(bill.usage.reasoning_tokens for bill in bills),
+            completion_tokens=sum(one.usage.completion_tokens for one in completed),
+            reasoning_tokens=sum(one.usage.reasoning_tokens for one in completed),
         ),
         timings=replace(
             timings,
-            predicted_n=sum(bill.timings.predicted_n for bill in bills),
-            predicted_ms=sum(bill.timings.predicted_ms for bill in bills),
+            predicted_n=sum(one.timings.predicted_n for one in completed),
+            predicted_ms=sum(one.timings.predicted_ms for one in completed),
         ),
     )

@@ -6,11 +6,14 @@ A backend of your own is a factory of a `Provider`, registered as an entry point
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from time import perf_counter
+from typing import Protocol, cast
 
-from emberkeep.types import Event, RemoteModel, Request
+from emberkeep.errors import RemoteError
+from emberkeep.types import Completed, Event, RemoteModel, Request, TextDelta, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +47,33 @@ class Provider(Protocol):
 OpenProvider = Callable[[RemoteModel, str | None], Provider]
 """With the key, where there is one. Does not connect. Raises RemoteRefused without a key that is needed, and
 ConfigError."""
+
+
+async def first_model(provider: Provider, none_served: str) -> str:
+    """The name of the first model that is served. Raises RemoteError with `none_served`, and as `about`."""
+    served = (await provider.about()).models
+    if not served:
+        raise RemoteError(none_served)
+    return served[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    text: str
+    usage: Usage
+    first_ms: float
+    """Until its first event."""
+    ms: float
+
+
+async def read_answer(provider: Provider, request: Request) -> WholeAnswer:
+    """A whole answer at once, for a caller that does not watch it being written. Raises as `Provider.answer`."""
+    begin, first, text, usage = perf_counter(), 0.0, "", Usage()
+    async with aclosing(cast("AsyncGenerator[Event, None]", provider.answer(request))) as events:
+        async for event in events:
+            first = first or perf_counter() - begin
+            if isinstance(event, TextDelta):
+                text += event.text
+            elif isinstance(event, Completed):
+                usage = event.usage
+    return WholeAnswer(text, usage, 1e3 * first, 1e3 * (perf_counter() - begin))

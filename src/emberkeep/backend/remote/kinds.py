@@ -53,10 +53,10 @@ KINDS: Mapping[str, Kind] = {
 
 def open_provider(remote: RemoteModel, env: Mapping[str, str]) -> Provider:
     """Does not connect. Raises ConfigError, and RemoteRefused where a key is missing."""
-    known = settled(remote)
+    known = with_defaults(remote)
     kind = KINDS.get(remote.backend)
     if kind is None:
-        return _own(remote.backend)(known, _key(known, env))
+        return _load_entry_point(remote.backend)(known, _key(known, env))
     check_address(known)
     if not has_key(remote, env):
         raise RemoteRefused(f"{remote.name} needs a key: set the variable {known.api_key_env}.")
@@ -69,7 +69,7 @@ def check_address(remote: RemoteModel) -> None:
         raise ConfigError(f"{remote.name} needs an address: give it a base_url (--base-url).")
 
 
-def settled(remote: RemoteModel) -> RemoteModel:
+def with_defaults(remote: RemoteModel) -> RemoteModel:
     """With what is usual where the user has said nothing. Raises ConfigError for an unknown kind."""
     kind = _kind(remote.backend)
     return replace(
@@ -94,7 +94,7 @@ def has_key(remote: RemoteModel, env: Mapping[str, str]) -> bool:
     """Whether nothing is missing: the key is there, or none is needed. Raises ConfigError for an unknown kind."""
     if not _kind(remote.backend).needs_key and remote.api_key_env is None:
         return True
-    return _key(settled(remote), env) is not None
+    return _key(with_defaults(remote), env) is not None
 
 
 def _key(remote: RemoteModel, env: Mapping[str, str]) -> str | None:
@@ -129,8 +129,8 @@ def _load(kind: Kind) -> OpenProvider:
     return factory
 
 
-def _own(backend: str) -> OpenProvider:
-    """Of somebody else's package. Raises ConfigError."""
+def _load_entry_point(backend: str) -> OpenProvider:
+    """Of another package. Raises ConfigError."""
     entry = _entries()[backend]
     try:
         factory = entry.load()

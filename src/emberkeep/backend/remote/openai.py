@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,25 +19,29 @@ from openai import (
     OpenAIError,
 )
 
-from emberkeep.backend.remote.asking import CONNECT_S, READ_S, service_of
-from emberkeep.backend.remote.base import Provider, RemoteAbout
-from emberkeep.backend.remote.calls import Calls
-from emberkeep.backend.remote.failing import Service, retry_after
-from emberkeep.backend.remote.openai_wire import COMPATIBLE, OPENAI, Dialect, History, Kept, written
-from emberkeep.backend.remote.tls import trusted
-from emberkeep.errors import EmberkeepError, RemoteError, RemoteRefused
+from emberkeep.backend.remote.base import Provider, RemoteAbout, first_model
+from emberkeep.backend.remote.service import CONNECT_S, READ_S, Service, required_key, retry_after, ssl_context
+from emberkeep.backend.remote.vendor_wire import CallPieces, Keepsakes, anonymous_id, chosen_sampling, turn_start
+from emberkeep.errors import EmberkeepError
 from emberkeep.types import (
+    DEPTH_HEADER,
+    HOPS_HEADER,
     Completed,
     Event,
     Finished,
     FinishReason,
     Json,
+    JsonFormat,
     LookupRecord,
+    Message,
     ReasoningDelta,
     RemoteModel,
     Request,
     TextDelta,
     Timings,
+    Tool,
+    ToolCall,
+    ToolChoice,
     Usage,
 )
 
@@ -54,14 +59,13 @@ _STATUSES = {
 _FULL_CODES = ("context_length_exceeded", "prompt_too_large", "exceed_context_size_error")
 _CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "max_context_length")
 _META_FIELDS = ("n_ctx", "n_ctx_train")
+_STANDARD = frozenset({"temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "logit_bias"})
 
 
 def open_openai(remote: RemoteModel, key: str | None) -> Provider:
     """Servers elsewhere may need no key."""
     if _is_vendor(remote):
-        if key is None:
-            raise RemoteRefused(f"{remote.name} needs a key: set {remote.api_key_env or 'OPENAI_API_KEY'}.")
-        return OpenAIProvider(remote, key, OPENAI)
+        return OpenAIProvider(remote, required_key(remote, key, "OPENAI_API_KEY"), OPENAI)
     return OpenAIProvider(remote, key, COMPATIBLE)
 
 
@@ -79,7 +83,7 @@ class OpenAIProvider:
     def __init__(self, remote: RemoteModel, key: str | None, dialect: Dialect) -> None:
         self._remote = remote
         self._dialect = dialect
-        self._service = Service(remote.model, service_of(remote, "OpenAI"), remote.api_key_env, key)
+        self._service = Service.of(remote, "OpenAI", key)
         self._client = _client(remote, key, dialect)
         # The SDK wants to hear with every request that none is to be sent.
         self._headers: dict[str, Any] = {} if key else {"Authorization": Omit()}
@@ -87,19 +91,19 @@ class OpenAIProvider:
         self._model = remote.model
 
     async def answer(self, request: Request) -> AsyncIterator[Event]:
-        body = written(request, self._remote, await self._served(), self._dialect, self._history)
+        body = _request_body(request, self._remote, await self._model_name(), self._dialect, self._history)
         body["extra_headers"] = {**self._headers, **body.get("extra_headers", {})}
-        reading = _Reading(self._service, self._history)
-        with self._translated(reading):
+        reader = _AnswerReader(self._service, self._history)
+        with self._translate_errors(reader):
             async with await self._client.chat.completions.create(**body) as stream:
                 async for chunk in stream:
-                    for event in reading.read(chunk):
+                    for event in reader.read(chunk):
                         yield event
-        for event in reading.end():
+        for event in reader.end():
             yield event
 
     async def about(self) -> RemoteAbout:
-        with self._translated():
+        with self._translate_errors():
             models = (await self._client.models.list(extra_headers=self._headers)).data
             used = next((model for model in models if self._remote.model in ("", model.id)), None)
             context = _context(used.model_extra or {}) if used else None
@@ -108,30 +112,24 @@ class OpenAIProvider:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _served(self) -> str:
-        if not self._model:
-            served = (await self.about()).models
-            if not served:
-                raise RemoteError(f"{self._service} serves no model: load one there.")
-            self._model = served[0]
+    async def _model_name(self) -> str:
+        self._model = self._model or await first_model(self, f"{self._service} serves no model: load one there.")
         return self._model
 
     @contextmanager
-    def _translated(self, reading: _Reading | None = None) -> Iterator[None]:
+    def _translate_errors(self, reader: _AnswerReader | None = None) -> Iterator[None]:
         # Without the cause: what the SDK's errors say may repeat the key.
         try:
             yield
         except APIStatusError as error:
             raise self._failure(error, error.status_code, retry_after(error.response.headers)) from None
         except (APIConnectionError, httpx2.HTTPError) as error:
-            if reading is not None and reading.has_begun:
-                raise self._service.broke_off() from None
-            raise self._service.unreachable(error.__cause__ or error) from None
+            has_begun = reader is not None and reader.has_begun
+            raise self._service.disconnected(error.__cause__ or error, has_begun=has_begun) from None
         except APIError as error:
             raise self._failure(error, _status_in_stream(error)) from None
         except (OpenAIError, ValueError, TypeError, AttributeError) as error:  # the SDK checks nothing it reads
-            reason = self._service.quoted(str(error))
-            raise RemoteError(f"{self._service} gave an answer that cannot be read{reason}.") from None
+            raise self._service.unreadable(error) from None
 
     def _failure(self, error: APIError, status: int, wait_s: float | None = None) -> EmberkeepError:
         said = error.body.get("message") if isinstance(error.body, Mapping) else error.body
@@ -151,7 +149,7 @@ def _client(remote: RemoteModel, key: str | None, dialect: Dialect) -> AsyncOpen
         timeout=timeout,
         default_headers=None if dialect.is_vendor else private,
         # A conversation is for whom it was sent to, and not for whom that one points to.
-        http_client=DefaultAsyncHttpxClient(verify=trusted(), timeout=timeout, follow_redirects=False),
+        http_client=DefaultAsyncHttpxClient(verify=ssl_context(), timeout=timeout, follow_redirects=False),
     )
 
 
@@ -169,14 +167,14 @@ def _context(fields: Mapping[str, Json]) -> int | None:
     return next((number for number in said if isinstance(number, int) and number > 0), None)
 
 
-class _Reading:
+class _AnswerReader:
     """One answer, from its first chunk to its last."""
 
     def __init__(self, service: Service, history: History) -> None:
         self.has_begun = False
         self._service = service
         self._history = history
-        self._calls = Calls()
+        self._calls = CallPieces()
         self._kept: dict[str, Kept] = {}
         self._thoughts: list[Json] = []
         self._reason: FinishReason | None = None
@@ -188,7 +186,7 @@ class _Reading:
             self._usage = _usage(chunk.usage)
         for choice in chunk.choices or ():
             if choice.delta is not None:
-                yield from self._grown(choice.delta)
+                yield from self._read_delta(choice.delta)
             if choice.finish_reason:
                 self._reason = _REASONS.get(choice.finish_reason, FinishReason.STOP)
 
@@ -202,7 +200,7 @@ class _Reading:
         yield Finished(0, FinishReason.TOOL_CALLS if is_calling else self._reason)
         yield Completed(self._usage, Timings(), LookupRecord())
 
-    def _grown(self, delta: Any) -> Iterator[Event]:
+    def _read_delta(self, delta: Any) -> Iterator[Event]:
         extra = delta.model_extra or {}
         for name in ("reasoning_content", "reasoning"):
             if isinstance(text := extra.get(name), str) and text:
@@ -213,9 +211,9 @@ class _Reading:
         if text := delta.content or delta.refusal:
             yield TextDelta(0, text)
         for call in delta.tool_calls or ():
-            yield from self._called(call)
+            yield from self._read_call(call)
 
-    def _called(self, call: Any) -> Iterator[Event]:
+    def _read_call(self, call: Any) -> Iterator[Event]:
         function, index = call.function, getattr(call, "index", None)
         name, arguments = (function.name, function.arguments) if function is not None else (None, None)
         yield from self._calls.piece(index, call.id, name, arguments or "")
@@ -238,3 +236,151 @@ def _usage(said: Any) -> Usage:
         (prompt and prompt.cached_tokens) or 0,
         (completion and completion.reasoning_tokens) or 0,
     )
+
+
+# ── a request in the form of chat completions ──
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What one kind of server takes. Fields that it does not know may make it refuse a request."""
+
+    is_vendor: bool = False
+    """OpenAI's own service, with what only that has."""
+    limit: str = "max_tokens"
+    """How it calls the longest answer."""
+    sampling: frozenset[str] = _STANDARD
+
+
+OPENAI = Dialect(is_vendor=True, limit="max_completion_tokens")
+COMPATIBLE = Dialect(sampling=_STANDARD | {"top_k", "min_p", "typical_p", "repetition_penalty"})
+TRTLLM = Dialect(sampling=_STANDARD | {"top_k", "min_p", "repetition_penalty"})
+
+
+@dataclass(slots=True)
+class Kept:
+    """What servers want back with a tool call: signed or encrypted thoughts."""
+
+    message: dict[str, Json] = field(default_factory=dict)
+    call: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class History:
+    """What a server has shown about how it wants the past told."""
+
+    kept: Keepsakes[Kept] = field(default_factory=Keepsakes)
+    reasoning_field: str = "reasoning_content"
+
+
+def _request_body(
+    request: Request, remote: RemoteModel, model: str, dialect: Dialect, history: History
+) -> dict[str, Any]:
+    """The arguments of `chat.completions.create`."""
+    sampling = chosen_sampling(request.sampling, dialect.sampling)
+    limit = request.max_tokens if request.max_tokens is not None else remote.max_tokens
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": _messages(request.messages, dialect, history),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **_tools(request),
+        "response_format": _format(request.format),
+        "stop": list(request.stop) or None,
+        dialect.limit: limit,
+        **{name: value for name, value in sampling.items() if name in _STANDARD},
+        "extra_body": {name: value for name, value in sampling.items() if name not in _STANDARD},
+        "extra_headers": {},
+    }
+    _address_vendor(body, request) if dialect.is_vendor else _address_server(body, request)
+    return {name: value for name, value in body.items() if value is not None and value != {}}
+
+
+def _address_vendor(body: dict[str, Any], request: Request) -> None:
+    body["prompt_cache_key"] = request.conversation_id or request.cache_key
+    body["safety_identifier"] = anonymous_id(request.user)
+
+
+def _address_server(body: dict[str, Any], request: Request) -> None:
+    body["user"] = request.user or None
+    if request.template_args:
+        body["extra_body"]["chat_template_kwargs"] = dict(request.template_args)
+    body["extra_headers"][HOPS_HEADER] = str(request.hops + 1)
+    if request.depth:
+        body["extra_headers"][DEPTH_HEADER] = str(request.depth)
+
+
+def _messages(sent: Sequence[Message], dialect: Dialect, history: History) -> list[dict[str, Json]]:
+    start = turn_start(sent)
+    return [_message(message, dialect, history, thinks_on=place >= start) for place, message in enumerate(sent)]
+
+
+def _message(message: Message, dialect: Dialect, history: History, *, thinks_on: bool) -> dict[str, Json]:
+    """`thinks_on`: the model is in the middle of a turn. Thoughts of earlier turns are refused by some servers."""
+    known_role = message.role != "developer" or dialect.is_vendor
+    written: dict[str, Json] = {"role": message.role if known_role else "system", "content": _content(message)}
+    if message.role == "tool":
+        return {**written, "tool_call_id": message.tool_call_id or ""}
+    if message.name:
+        written["name"] = message.name
+    if message.reasoning and thinks_on and not dialect.is_vendor:
+        written[history.reasoning_field] = message.reasoning
+    for call in message.tool_calls:
+        kept = history.kept.get(call.id) or Kept()
+        written |= kept.message
+        written.setdefault("tool_calls", []).append({**kept.call, **_call(call)})
+    return written
+
+
+def _content(message: Message) -> Json:
+    if not message.images:
+        return message.content
+    text = [{"type": "text", "text": message.content}] if message.content else []
+    return [*text, *({"type": "image_url", "image_url": {"url": image.url}} for image in message.images)]
+
+
+def _call(call: ToolCall) -> dict[str, Json]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _tools(request: Request) -> dict[str, Json]:
+    if not request.tools:
+        return {}
+    written: dict[str, Json] = {
+        "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
+        # Also where it is the usual one: older TensorRT-LLM servers call nothing unless asked to.
+        "tool_choice": _tool_choice(request.tool_choice),
+    }
+    return written if request.parallel_tool_calls else {**written, "parallel_tool_calls": False}
+
+
+def _function(tool: Tool) -> dict[str, Json]:
+    parameters = {"type": "object", "properties": {}, **tool.parameters}
+    return {"name": tool.name, "description": tool.description, "parameters": parameters}
+
+
+def _tool_choice(choice: ToolChoice) -> Json:
+    return {"type": "function", "function": {"name": choice.name}} if choice.mode == "named" else choice.mode
+
+
+def _format(wanted: JsonFormat | None) -> Json:
+    if wanted is None:
+        return None
+    if wanted.schema is None:
+        return {"type": "json_object"}
+    schema = {"name": "answer", "schema": dict(wanted.schema), "strict": _is_strict(wanted.schema)}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _is_strict(schema: Json) -> bool:
+    """Whether OpenAI can hold an answer to it: it refuses a strict schema whose objects are not closed."""
+    if isinstance(schema, list):
+        return all(map(_is_strict, schema))
+    if not isinstance(schema, Mapping):
+        return True
+    properties = schema.get("properties")
+    if schema.get("type") == "object" or isinstance(properties, Mapping):
+        required = schema.get("required") or ()
+        if schema.get("additionalProperties") is not False or set(properties or ()) != set(required):
+            return False
+    return all(map(_is_strict, schema.values()))

@@ -11,12 +11,10 @@ from typing import cast
 
 import httpx
 
-from emberkeep.backend.remote.asking import CONNECT_S
 from emberkeep.backend.remote.base import Provider, RemoteAbout
-from emberkeep.backend.remote.openai import OpenAIProvider
-from emberkeep.backend.remote.openai_wire import TRTLLM
-from emberkeep.backend.remote.tls import trusted
-from emberkeep.backend.remote.trtllm_turns import OnRemoved, Turns
+from emberkeep.backend.remote.kv_evictions import OnRemoved, TurnTracker
+from emberkeep.backend.remote.openai import TRTLLM, OpenAIProvider
+from emberkeep.backend.remote.service import CONNECT_S, ssl_context
 from emberkeep.types import (
     Completed,
     Event,
@@ -53,28 +51,28 @@ class TrtllmProvider:
         self.on_removed = on_removed
         """Told which messages of a conversation have lost their state; may be set later."""
         self._model = OpenAIProvider(replace(remote, base_url=f"{root}/v1"), key, TRTLLM)
-        self._turns = Turns(self._tell)
+        self._turns = TurnTracker(self._report)
         self._http = httpx.AsyncClient(
             base_url=root,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(_ANSWER_S, connect=CONNECT_S),
-            verify=trusted(),
+            verify=ssl_context(),
         )
         self._poller: asyncio.Task[None] | None = None
         self._polling = asyncio.Lock()  # events are worth something only in their order
 
     async def answer(self, request: Request) -> AsyncIterator[Event]:
         if self._poller is None:
-            self._poller = asyncio.create_task(self._poll_on(), name="trtllm-events")
-        heard = _Heard()
-        self._turns.began(request)
+            self._poller = asyncio.create_task(self._keep_polling(), name="trtllm-events")
+        said = _AnswerCollector()
+        self._turns.begin(request)
         try:
             async with aclosing(cast(AsyncGenerator[Event, None], self._model.answer(request))) as events:
                 async for event in events:
-                    heard.hear(event)
+                    said.add(event)
                     yield event
         finally:
-            self._turns.ended(request, heard.answer, heard.usage)
+            self._turns.end(request, said.answer, said.usage)
 
     async def about(self) -> RemoteAbout:
         return await self._model.about()
@@ -96,10 +94,10 @@ class TrtllmProvider:
                 log.info("TensorRT-LLM tells nothing of its KV cache (%s).", response.status_code)
                 return False
             events = response.raise_for_status().json()
-            self._turns.digest(events if isinstance(events, list) else ())
+            self._turns.read_events(events if isinstance(events, list) else ())
             return True
 
-    async def _poll_on(self) -> None:
+    async def _keep_polling(self) -> None:
         wait_s = _POLL_S
         while True:
             try:
@@ -111,7 +109,7 @@ class TrtllmProvider:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             await asyncio.sleep(wait_s)
 
-    def _tell(self, request: Request, places: Sequence[int]) -> None:
+    def _report(self, request: Request, places: Sequence[int]) -> None:
         if self.on_removed is None:
             return
         try:
@@ -120,7 +118,7 @@ class TrtllmProvider:
             log.exception("What TensorRT-LLM has evicted could not be archived.")
 
 
-class _Heard:
+class _AnswerCollector:
     """An answer put together again from its events."""
 
     def __init__(self) -> None:
@@ -136,7 +134,7 @@ class _Heard:
             return None
         return Message("assistant", "".join(self._text), tool_calls=tuple(self._calls))
 
-    def hear(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         match event:
             case TextDelta():
                 self._text.append(event.text)

@@ -1,8 +1,8 @@
 """Conversations that are longer than a remote model's context: which messages leave, by an estimate of tokens.
 
-A remote model's tokens are not known here. What its bills say about earlier prompts tells how many bytes make one,
-and what it refuses tells how much was too much. Bytes, not characters: of Chinese a token holds one or two
-characters, of English four.
+A remote model's tokens are not known here. What it counted in earlier prompts tells how many bytes make one, and
+what it refuses tells how much was too much. Bytes, not characters: of Chinese a token holds one or two characters,
+of English four.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from emberkeep.session.view import Inserted, View
 from emberkeep.types import Eviction, Fit, Message, Request, Tool
 
 _BYTES_PER_TOKEN = 3.5
-"""Before the first bill: fewer than most texts have, so that the estimate is rather too long."""
+"""Before the first answer: fewer than most texts have, so that the estimate is rather too long."""
 _AROUND = 12
 """Bytes that a template writes around a message, about."""
 _IMAGE = 4000
 _WEIGHT = 0.3
-"""Of the latest bill in what is known about the model's tokens."""
+"""Of the latest answer in what is known about the model's tokens."""
 _LESS = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedChat:
     shown: Request
     """What the model sees."""
     fit: Fit
@@ -46,32 +46,32 @@ class RemoteFitter:
         self._lock = threading.Lock()
         self._per_token = _BYTES_PER_TOKEN
 
-    def learn(self, fitted: Fitted, prompt_tokens: int) -> None:
-        """What the service billed for it."""
+    def learn(self, fitted: FittedChat, prompt_tokens: int) -> None:
+        """What the service has counted in it."""
         if prompt_tokens > 0:
             seen = min(max(fitted.size / prompt_tokens, 0.5), 12.0)
             with self._lock:
                 self._per_token += _WEIGHT * (seen - self._per_token)
 
-    def too_long(self, fitted: Fitted) -> None:
+    def note_too_long(self, fitted: FittedChat) -> None:
         """The service refused it for its length: its tokens are shorter than was thought."""
         with self._lock:
             most = _LESS * fitted.size / self._policy.context
             self._per_token = max(min(_LESS * self._per_token, most), 0.3)
 
-    def fit(self, request: Request) -> Fitted:
+    def fit(self, request: Request) -> FittedChat:
         """`request` without what left it before, and without more if it seems too long.
 
         Raises ContextExceeded where nothing more may leave.
         """
         if not self._sessions.applies(request):
-            return self._fitted(request, request.messages, Fit())
+            return self._measure(request, request.messages, Fit())
         view = self._sessions.view(request)
         if self._sessions.may_evict(request):
-            return self._evicted(request, view)
-        return self._fitted(request, view.messages, Fit())
+            return self._evict(request, view)
+        return self._measure(request, view.messages, Fit())
 
-    def _evicted(self, request: Request, view: View) -> Fitted:
+    def _evict(self, request: Request, view: View) -> FittedChat:
         limit, fixed = self._policy.limit(request), self.tokens(_fixed(request))
         wanted = self._policy.recall_tokens if self._sessions.may_recall(request, view) else 0
         evictions: tuple[Eviction, ...] = ()
@@ -94,7 +94,7 @@ class RemoteFitter:
         room = self._policy.comfortable - self._shown(request, view)
         recalled = self._sessions.recalled(request, view, lambda text: self.tokens(_length(text)), room)
         put = recalled.inserted.get(len(recalled.history.spoken) - 1)
-        return self._fitted(
+        return self._measure(
             request, recalled.messages, Fit(evictions=evictions, recalled=len(put.turns) if put else 0)
         )
 
@@ -111,9 +111,9 @@ class RemoteFitter:
     def _shown(self, request: Request, view: View) -> int:
         return self.tokens(_of_tools(request.tools) + sum(map(_size, view.messages)))
 
-    def _fitted(self, request: Request, messages: Sequence[Message], fit: Fit) -> Fitted:
+    def _measure(self, request: Request, messages: Sequence[Message], fit: Fit) -> FittedChat:
         size = _of_tools(request.tools) + sum(map(_size, messages))
-        return Fitted(replace(request, messages=tuple(messages)), fit, size)
+        return FittedChat(replace(request, messages=tuple(messages)), fit, size)
 
     def tokens(self, size: int) -> int:
         """About how many."""

@@ -1,4 +1,4 @@
-"""What every vendor is asked in the same way, before it takes the vendor's form."""
+"""What the vendors' wire formats have in common: parts of a request, and tool calls as they are streamed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import json
 import re
 from base64 import b64encode
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from typing import Generic, TypeVar
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
+from uuid import uuid4
 
-from emberkeep.types import Image, Json, Message, RemoteModel, Sampling
+from emberkeep.types import Image, Json, Message, Sampling, ToolCallDelta
 
 T = TypeVar("T")
-
-CONNECT_S = 10.0
-READ_S = 600.0
-"""The longest silence: a model that thinks says nothing for minutes."""
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*)(;base64)?,(.*)", re.DOTALL)
 _SYSTEM_ROLES = ("system", "developer")
@@ -26,26 +23,20 @@ _USUAL = Sampling()
 _KEPT = 1024
 
 
-def chosen(sampling: Sampling) -> dict[str, Json]:
-    """The fields that somebody has chosen: for the others every vendor has its own."""
-    found = {one.name: getattr(sampling, one.name) for one in fields(Sampling)}
+def chosen_sampling(sampling: Sampling, known: Collection[str]) -> dict[str, Json]:
+    """The fields that the user has chosen, of those that a vendor knows: for the others it has its own."""
+    found = {one.name: getattr(sampling, one.name) for one in fields(Sampling) if one.name in known}
     return {name: value for name, value in found.items() if value != getattr(_USUAL, name)}
 
 
-def told_apart(user: str) -> str | None:
-    """A user for a vendor, who shall tell users apart and not learn their names."""
+def anonymous_id(user: str) -> str | None:
+    """For a vendor, who shall tell users apart and not learn their names."""
     return sha256(user.encode()).hexdigest()[:32] if user else None
 
 
 def turn_start(messages: Sequence[Message]) -> int:
     """Where the present turn begins: after the last thing that the user has said."""
     return 1 + max((place for place, message in enumerate(messages) if message.role == "user"), default=-1)
-
-
-def service_of(remote: RemoteModel, vendor: str) -> str:
-    """How messages call a service: by its vendor, or by the host where it stands elsewhere."""
-    # Without a user's name and password, which may stand before it.
-    return vendor if remote.base_url is None else urlsplit(remote.base_url).netloc.rpartition("@")[2] or vendor
 
 
 def arguments_of(text: str) -> Mapping[str, Json]:
@@ -75,7 +66,7 @@ class InlineImage:
     base64: str
 
 
-def inline(image: Image) -> InlineImage | None:
+def inline_image(image: Image) -> InlineImage | None:
     """The bytes of a `data:` address; None for any other address."""
     match = _DATA_URL.fullmatch(image.url)
     if match is None:
@@ -103,3 +94,54 @@ class Keepsakes(Generic[T]):
         if call_id in self._kept:
             self._kept.move_to_end(call_id)
         return self._kept.get(call_id)
+
+
+@dataclass(slots=True)
+class _Call:
+    index: int
+    id: str
+    name: str = ""
+    waiting: str = ""
+    """Arguments that came before the name."""
+
+
+class CallPieces:
+    """The tool calls of one answer, as vendors stream them: whole or in pieces, with ids and indices or
+    without."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._by_key: dict[int, _Call] = {}
+
+    @property
+    def ids(self) -> list[str]:
+        return [call.id for call in self._calls]
+
+    def piece(self, key: int | None, id: str | None, name: str | None, arguments: str) -> Iterator[ToolCallDelta]:
+        """`key` is the vendor's index; without one, a name begins a new call."""
+        call = self._find(key, id, name)
+        if call.name:
+            if arguments:
+                yield ToolCallDelta(0, call.index, None, None, arguments)
+            return
+        call.waiting += arguments
+        if name:
+            call.name = name
+            yield ToolCallDelta(0, call.index, call.id, name, call.waiting)
+
+    def id_of(self, key: int | None) -> str:
+        """Of the call that `key` names, or the latest."""
+        return (self._calls[-1] if key is None else self._by_key[key]).id
+
+    def _find(self, key: int | None, id: str | None, name: str | None) -> _Call:
+        known = self._by_key.get(key) if key is not None else None
+        # Some servers give every call the same index, and only the ids differ.
+        if known is not None and (not id or id == known.id):
+            return known
+        if key is None and not name and self._calls:
+            return self._calls[-1]
+        call = _Call(len(self._calls), id or f"call_{uuid4().hex[:24]}")
+        self._calls.append(call)
+        if key is not None:
+            self._by_key[key] = call
+        return call

@@ -1,4 +1,7 @@
-"""Whose state TensorRT-LLM's blocks are: conversations, their messages, and which of these are gone.
+"""KV blocks that a remote server has evicted: whose messages were in them, and these are archived.
+
+TensorRT-LLM is the one server that tells of its blocks. `TurnTracker` finds out from its events which messages
+have lost their state, and `LostMessages` archives them, so that they can be found.
 
 The server names no request in its events, and its tokens are only numbers to us. But every turn leaves one chain
 of new blocks behind, as long as its prompt and answer together, which begins with the chain of the turn before it.
@@ -7,24 +10,88 @@ Where two turns could have left the same chain, neither gets it: then nothing is
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
-from emberkeep.backend.remote.trtllm_blocks import Block, BlockTree, Key
+from emberkeep.session.sessions import Sessions
 from emberkeep.types import Json, Message, Request, Usage
 
 OnRemoved = Callable[[Request, Sequence[int]], None]
 """Of a conversation's last request, with the answer to it as its last message: the messages whose state is gone,
-by place. Each is told once. Called in the event loop: must not block."""
+by place. Each is reported once. Called in the event loop: must not block."""
 
-_MOST = 1024
+_MOST_REQUESTS = 256
+_MOST_CONVERSATIONS = 1024
+_MOST_BLOCKS = 1_000_000
+"""More than a server has; only events that went missing lead there."""
 _OVERHEAD = 16
 """What a template writes around a message, in characters."""
 _IMAGE = 2000
 
 ConversationKey = tuple[str, str]
+BlockKey = tuple[int, int | str]
+"""The rank that holds a block, and the block's hash."""
+
+
+@runtime_checkable
+class ReportsEvictions(Protocol):
+    """A provider that hears what happens to its server's KV cache."""
+
+    on_removed: OnRemoved | None
+
+
+class LostMessages:
+    """Archives the messages whose state a server has dropped. Belongs to the event loop."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._asked: OrderedDict[tuple[str, tuple[Message, ...]], Request] = OrderedDict()
+        self._archiving: set[asyncio.Task[None]] = set()
+
+    def note_request(self, shown: Request, asked: Request) -> None:
+        """What the server gets to see of what the client has asked."""
+        self._asked[shown.namespace, shown.messages] = asked
+        while len(self._asked) > _MOST_REQUESTS:
+            self._asked.popitem(last=False)
+
+    def archive(self, request: Request, places: Sequence[int]) -> None:
+        """An `OnRemoved`: writes in a thread, and returns at once."""
+        *shown, answer = request.messages
+        asked = self._asked.get((request.namespace, tuple(shown)))
+        if asked is None:
+            return
+        said = replace(asked, messages=(*asked.messages, answer))
+        lost = _places_in(request.messages, said.messages, places)
+        task = asyncio.create_task(asyncio.to_thread(self._sessions.lost, said, lost))
+        self._archiving.add(task)
+        task.add_done_callback(self._archiving.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._archiving, return_exceptions=True)
+
+
+def _places_in(shown: Sequence[Message], said: Sequence[Message], places: Sequence[int]) -> frozenset[int]:
+    """Where messages that the model was shown stand in what was said; some were left out, some put in."""
+    found: dict[int, int] = {}
+    at = 0
+    for place, message in enumerate(shown):
+        rest = range(at, len(said))
+        same = next((i for i in rest if said[i].role == message.role and _holds(message, said[i])), None)
+        if same is not None:
+            found[place], at = same, same + 1
+    return frozenset(found[place] for place in places if place in found)
+
+
+def _holds(shown: Message, said: Message) -> bool:
+    """A notice or what was recalled may stand before its text."""
+    return shown.tool_calls == said.tool_calls and shown.content.endswith(said.content)
+
+
+# ── which messages have lost their state ──
 
 
 @dataclass(slots=True)
@@ -34,25 +101,25 @@ class _Conversation:
     """So many messages are so many tokens: what the server has counted, turn by turn."""
     tokens: int = 0
     """All of the last turn, with its answer."""
-    blocks: dict[Key, Block] = field(default_factory=dict)
+    blocks: dict[BlockKey, KvBlock] = field(default_factory=dict)
     running: int = 0
     waits: bool = False
     """Its last turn's blocks are not yet known."""
     since: int = 0
     """How many blocks had been stored when that turn began."""
-    told: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
 
-    def ended(self, request: Request, answer: Message, usage: Usage) -> None:
+    def end_turn(self, request: Request, answer: Message, usage: Usage) -> None:
         """Of a history that was changed, what was known about it before the change is still right."""
         same = _shared(self.request.messages, request.messages)
         kept = [one for one in self.anchors if one[0] <= same and one[1] < usage.prompt_tokens]
         self.anchors = (*kept, (len(request.messages), usage.prompt_tokens))
-        self.told = {place for place in self.told if place < same}
+        self.reported = {place for place in self.reported if place < same}
         self.request = replace(request, messages=(*request.messages, answer))
         self.tokens = usage.prompt_tokens + usage.completion_tokens
         self.waits = True
 
-    def lose(self, key: Key) -> set[int]:
+    def lose(self, key: BlockKey) -> set[int]:
         """The messages that are not whole any more without a block. What follows it is lost with it: state is
         found from the beginning on, and of blocks whose beginning is gone the server does not always tell."""
         if key not in self.blocks:
@@ -63,42 +130,46 @@ class _Conversation:
         return {place for place, (_, end) in enumerate(spans) if end > start}
 
 
-class Turns:
+class TurnTracker:
+    """Which conversation's messages are in which blocks. Belongs to the event loop."""
+
     def __init__(self, on_removed: OnRemoved) -> None:
         self._on_removed = on_removed
         self._tree = BlockTree()
         self._conversations: OrderedDict[ConversationKey, _Conversation] = OrderedDict()
         self._window = 0
 
-    def began(self, request: Request) -> None:
+    def begin(self, request: Request) -> None:
         key = _key(request)
         conversation = self._conversations.setdefault(key, _Conversation(request))
         self._conversations.move_to_end(key)
         conversation.running += 1
         conversation.since = self._tree.stored
-        while len(self._conversations) > _MOST:
+        while len(self._conversations) > _MOST_CONVERSATIONS:
             self._conversations.popitem(last=False)
 
-    def ended(self, request: Request, answer: Message | None, usage: Usage) -> None:
+    def end(self, request: Request, answer: Message | None, usage: Usage) -> None:
         """`answer` is None where there was none: everything stays as it was."""
         conversation = self._conversations.get(_key(request))
         if conversation is None:
             return
         conversation.running -= 1
         if answer is not None:
-            conversation.ended(request, answer, usage)
+            conversation.end_turn(request, answer, usage)
 
-    def digest(self, events: Iterable[Json]) -> None:
+    def read_events(self, events: Iterable[Json]) -> None:
         """Events in the order they happened. What is not understood is passed over."""
         gone: dict[ConversationKey, set[int]] = {}
         for event in events:
             with suppress(AttributeError, KeyError, TypeError):
                 if self._is_widest(event.get("window_size")):
-                    for key, places in self._happened(event["data"], event.get("attention_dp_rank") or 0).items():
+                    for key, places in self._read_event(
+                        event["data"], event.get("attention_dp_rank") or 0
+                    ).items():
                         gone.setdefault(key, set()).update(places)
         self._assign()
         for key, places in gone.items():
-            self._tell(self._conversations[key], places)
+            self._report(self._conversations[key], places)
 
     def _is_widest(self, window: Json) -> bool:
         """Layers with a shorter attention window drop their blocks although the conversation is still there."""
@@ -110,26 +181,26 @@ class Turns:
             return True
         return False
 
-    def _happened(self, data: Mapping[str, Json], rank: int) -> dict[ConversationKey, set[int]]:
+    def _read_event(self, data: Mapping[str, Json], rank: int) -> dict[ConversationKey, set[int]]:
         match data:
             case {"type": "created"}:
-                return self._all_gone()
+                return self._remove_all()
             case {"type": "stored", "parent_hash": parent, "blocks": [*blocks]}:
                 chain = [((rank, block["block_hash"]), len(block["tokens"])) for block in blocks]
                 self._tree.store(None if parent is None else (rank, parent), chain)
             case {"type": "removed", "block_hashes": [*hashes]}:
                 # A small cache may store and remove between two polls.
                 self._assign()
-                return self._removed([(rank, one) for one in hashes])
+                return self._remove([(rank, one) for one in hashes])
         return {}
 
-    def _all_gone(self) -> dict[ConversationKey, set[int]]:
+    def _remove_all(self) -> dict[ConversationKey, set[int]]:
         """The server has started anew."""
-        gone = self._removed({key for one in self._conversations.values() for key in one.blocks})
+        gone = self._remove({key for one in self._conversations.values() for key in one.blocks})
         self._tree.clear()
         return gone
 
-    def _removed(self, keys: Iterable[Key]) -> dict[ConversationKey, set[int]]:
+    def _remove(self, keys: Iterable[BlockKey]) -> dict[ConversationKey, set[int]]:
         gone: dict[ConversationKey, set[int]] = {}
         for key in keys:
             self._tree.remove(key)
@@ -153,7 +224,7 @@ class Turns:
         last = next(reversed(conversation.blocks), None)
         return last is not None and self._tree.is_followed(last)
 
-    def _end_of(self, conversation: _Conversation) -> Block | None:
+    def _end_of(self, conversation: _Conversation) -> KvBlock | None:
         """The last block of a conversation's last turn. The last token's state is never stored, so the chain may
         be one block shorter than the turn."""
         shortest = conversation.tokens - 2 * self._tree.block_tokens
@@ -167,9 +238,9 @@ class Turns:
         is_clear = len(ends) == 1 or (len(ends) > 1 and ends[0][0] > ends[1][0])
         return ends[0][1] if is_clear else None
 
-    def _tell(self, conversation: _Conversation, places: set[int]) -> None:
-        if new := places - conversation.told:
-            conversation.told |= new
+    def _report(self, conversation: _Conversation, places: set[int]) -> None:
+        if new := places - conversation.reported:
+            conversation.reported |= new
             self._on_removed(conversation.request, sorted(new))
 
 
@@ -206,3 +277,79 @@ def _size(request: Request, place: int) -> int:
     tools = sum(len(f"{tool.name}{tool.description}{tool.parameters}") for tool in request.tools)
     images = _IMAGE * len(message.images)
     return _OVERHEAD + len(message.content) + calls + images + (tools if place == 0 else 0)
+
+
+# ── which blocks are there ──
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlock:
+    key: BlockKey
+    parent: BlockKey | None
+    start: int
+    end: int
+    """Its tokens, counted from the beginning of the prompt."""
+    order: int
+    """The how manieth it was that was stored."""
+
+
+class BlockTree:
+    """A block's hash covers everything before it, so that equal beginnings are the same blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockKey, KvBlock] = {}  # in the order of storing
+        self._children: Counter[BlockKey] = Counter()
+        self.stored = 0
+        """How many have been stored so far."""
+        self.block_tokens = 0
+        """The most that one has held."""
+
+    def is_followed(self, key: BlockKey) -> bool:
+        return self._children[key] > 0
+
+    def store(self, parent: BlockKey | None, blocks: Iterable[tuple[BlockKey, int]]) -> None:
+        """A chain of keys with their token counts. Where it hangs on is unknown if an event went missing: it is
+        left out then."""
+        if parent is not None and parent not in self._blocks:
+            return
+        for key, tokens in blocks:
+            self._add(key, parent, tokens)
+            parent = key
+        while len(self._blocks) > _MOST_BLOCKS:
+            self.remove(next(iter(self._blocks)))
+
+    def remove(self, key: BlockKey) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None and block.parent is not None:
+            self._children[block.parent] -= 1
+
+    def clear(self) -> None:
+        self._blocks.clear()
+        self._children.clear()
+
+    def ends(self, after: int) -> Iterator[KvBlock]:
+        """Blocks that no other follows, of those that were stored after the first so many."""
+        for block in reversed(self._blocks.values()):
+            if block.order <= after:
+                return
+            if not self.is_followed(block.key):
+                yield block
+
+    def path(self, end: KvBlock) -> dict[BlockKey, KvBlock]:
+        """From the first block to this one, as far back as they are there."""
+        found: list[KvBlock] = []
+        block: KvBlock | None = end
+        while block is not None:
+            found.append(block)
+            block = self._blocks.get(block.parent) if block.parent is not None else None
+        return {block.key: block for block in reversed(found)}
+
+    def _add(self, key: BlockKey, parent: BlockKey | None, tokens: int) -> None:
+        if key in self._blocks:
+            return
+        start = self._blocks[parent].end if parent is not None else 0
+        self.stored += 1
+        self.block_tokens = max(self.block_tokens, tokens)
+        self._blocks[key] = KvBlock(key, parent, start, start + tokens, self.stored)
+        if parent is not None:
+            self._children[parent] += 1

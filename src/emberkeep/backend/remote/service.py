@@ -1,14 +1,19 @@
-"""What a service says instead of an answer, in our words: one place for every vendor."""
+"""The service that is asked: how it is reached, and what it says instead of an answer, in our words."""
 
 from __future__ import annotations
 
 import logging
 import re
+import ssl
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import cache
 from time import time
+from urllib.parse import urlsplit
+
+import httpx
 
 from emberkeep.errors import (
     EmberkeepError,
@@ -19,8 +24,13 @@ from emberkeep.errors import (
     RemoteRefused,
     RequestError,
 )
+from emberkeep.types import RemoteModel
 
 log = logging.getLogger("emberkeep.remote")
+
+CONNECT_S = 10.0
+READ_S = 600.0
+"""The longest silence: a model that thinks says nothing for minutes."""
 
 _TOO_LONG = re.compile(
     r"too long|too many tokens|context.{0,20}(length|window|limit|size)|input token count|"
@@ -33,23 +43,6 @@ _REFUSED = frozenset({401, 402, 403})
 _LOOP = 508
 
 
-@contextmanager
-def faults_of(name: str) -> Generator[None, None, None]:
-    """What a provider raises that is none of ours is its own fault: RemoteError, so that another one is asked.
-
-    Its words are in the log for debugging only: nobody knows whether the key is among them.
-    """
-    try:
-        yield
-    except EmberkeepError:
-        raise
-    except Exception as error:
-        log.debug("%s failed", name, exc_info=error)
-        raise RemoteError(
-            f"{name} failed with {type(error).__name__}: --log-level debug tells more, another backend may answer."
-        ) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
     """Who is asked. What it says is repeated without the key."""
@@ -59,6 +52,13 @@ class Service:
     """Its vendor, or the host of its address."""
     key_env: str | None = None
     key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, remote: RemoteModel, vendor: str, key: str | None) -> Service:
+        """It is called by its vendor, or by the host where it stands elsewhere."""
+        # Without a user's name and password, which may stand before the host.
+        host = urlsplit(remote.base_url).netloc.rpartition("@")[2] if remote.base_url is not None else ""
+        return cls(remote.model, host or vendor, remote.api_key_env, key)
 
     def __str__(self) -> str:
         return f"{self.model} at {self.at}" if self.model else self.at
@@ -84,8 +84,15 @@ class Service:
         reason = self.quoted(str(error) or type(error).__name__)
         return RemoteDown(f"{self} cannot be reached{reason}: check its address and the network.")
 
+    def disconnected(self, error: BaseException, *, has_begun: bool) -> RemoteDown:
+        """`has_begun`: a part of the answer is there already."""
+        return self.broke_off() if has_begun else self.unreachable(error)
+
     def broke_off(self) -> RemoteDown:
         return RemoteDown(f"{self} broke off in the middle of its answer: try again.")
+
+    def unreadable(self, error: Exception) -> RemoteError:
+        return RemoteError(f"{self} gave an answer that cannot be read{self.quoted(str(error))}.")
 
     def declined(self, reason: str) -> RequestError:
         return RequestError(f"{self} declined to answer{self.quoted(reason)}: ask in another way.")
@@ -100,6 +107,36 @@ class Service:
     @property
     def _variable(self) -> str:
         return self.key_env or "the variable that holds it"
+
+
+@contextmanager
+def translate_faults(name: str) -> Generator[None, None, None]:
+    """What a provider raises that is none of ours is its own fault: RemoteError, so that another one is asked.
+
+    Its words are in the log for debugging only: the key may be among them.
+    """
+    try:
+        yield
+    except EmberkeepError:
+        raise
+    except Exception as error:
+        log.debug("%s failed", name, exc_info=error)
+        raise RemoteError(
+            f"{name} failed with {type(error).__name__}: --log-level debug tells more, another backend may answer."
+        ) from error
+
+
+def required_key(remote: RemoteModel, key: str | None, usual_variable: str) -> str:
+    """Raises RemoteRefused where there is none."""
+    if key is None:
+        raise RemoteRefused(f"{remote.name} needs a key: set {remote.api_key_env or usual_variable}.")
+    return key
+
+
+@cache
+def ssl_context() -> ssl.SSLContext:
+    """As httpx itself would make it. Read once: that takes longer than many an answer."""
+    return httpx.create_ssl_context()
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -1,0 +1,279 @@
+"""What TensorRT-LLM's events say about whose state is gone, and that it is archived and can be found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberkeep.backend.remote.kv_evictions import TurnTracker, _places_in
+from emberkeep.backend.remote.trtllm import TrtllmProvider
+from emberkeep.types import Message, RemoteModel, Request, Tool, Usage
+from support.remote_model import remote
+from support.vendors.driving import drive
+from support.vendors.trtllm_server import (
+    ANSWER,
+    SYSTEM,
+    USER,
+    Told,
+    TrtllmServer,
+    conversation,
+    created,
+    moved,
+    removed,
+    stored,
+    used,
+)
+
+BOAT = Message("user", "My boat is called Zephyr and lies at pier 3.")
+NOTED = Message("assistant", "Noted, Zephyr at pier 3.")
+WEATHER = Message("user", "What is the weather like out there?")
+
+
+def take_turn(
+    turns: TurnTracker, request: Request, prompt: int, completion: int, reply: Message | None = ANSWER
+) -> None:
+    turns.begin(request)
+    turns.end(request, reply, Usage(prompt, completion))
+
+
+def test_messages_whose_blocks_are_removed_are_reported_once() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([created(), stored(None, 1, 2, 3, last=31)])
+    assert told.calls == []
+
+    turns.read_events([moved(2), removed(3)])
+    turns.read_events([removed(1), removed(99)])
+    turns.read_events([stored(None, 1), removed(1)])
+
+    assert told.places == [[2], [0, 1]]
+    assert told.calls[0][0].messages == (SYSTEM, USER, ANSWER)
+
+
+def test_borders_between_turns_are_what_the_server_has_counted() -> None:
+    turns = TurnTracker(told := Told())
+    short_text_many_tokens = (Message("user", "u"), Message("assistant", "a" * 500), Message("user", "u" * 500))
+    take_turn(turns, conversation("a", *short_text_many_tokens[:1]), 96, 1, short_text_many_tokens[1])
+    take_turn(turns, conversation("a", *short_text_many_tokens), 128, 33)
+
+    turns.read_events([stored(None, 1, 2, 3, 4, 5)])
+    for block in (5, 4, 3):
+        turns.read_events([removed(block)])
+
+    assert told.places == [[3], [1, 2], [0]]
+
+
+def test_within_a_turn_messages_share_by_their_text_and_tools_stand_in_the_first() -> None:
+    turns = TurnTracker(told := Told())
+    request = Request(
+        messages=(Message("system", ""), Message("user", "u" * 84)),
+        tools=(Tool("t" * 82, "", {}),),
+        conversation_id="a",
+    )
+    take_turn(turns, request, 64, 32)
+    turns.read_events([stored(None, 1, 2, 3)])
+
+    for block in (3, 2, 1):
+        turns.read_events([removed(block)])
+
+    assert told.places == [[2], [1], [0]]
+
+
+def test_what_follows_a_removed_block_is_gone_with_it() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([stored(None, 1, 2, 3)])
+
+    turns.read_events([removed(2)])
+
+    assert told.places == [[1, 2]]
+
+
+def test_a_turn_that_runs_brings_its_state_back() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([stored(None, 1, 2, 3)])
+    longer = conversation("a", SYSTEM, USER, ANSWER, USER)
+
+    turns.begin(longer)
+    turns.read_events([removed(3)])
+    turns.end(longer, ANSWER, Usage(128, 32))
+    turns.read_events([stored(2, 31, 4, 5)])
+    assert told.calls == []
+
+    turns.read_events([removed(5)])
+    assert told.places == [[4]]
+
+
+def test_a_turn_that_failed_changes_nothing() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([stored(None, 1, 2, 3)])
+    take_turn(turns, conversation("a", SYSTEM, USER, ANSWER, USER), 0, 0, reply=None)
+
+    turns.read_events([removed(1)])
+
+    assert told.places == [[0, 1, 2]]
+    assert len(told.calls[0][0].messages) == 3
+
+
+def test_conversations_that_begin_alike_lose_their_beginning_together() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([stored(None, 1, 2, 3)])
+    take_turn(turns, conversation("b", SYSTEM, Message("user", "v" * 100)), 64, 64)
+    turns.read_events([stored(1, 12, 13, 14)])
+
+    turns.read_events([removed(14, 13, 12, 1)])
+
+    gone = {request.conversation_id: places for request, places in told.calls}
+    assert gone == {"a": [0, 1, 2], "b": [0, 1, 2]}
+
+
+def test_of_turns_that_cannot_be_told_apart_nothing_is_said_until_they_can() -> None:
+    turns = TurnTracker(told := Told())
+    for name in ("a", "b"):
+        take_turn(turns, conversation(name, Message("user", name * 100)), 64, 32)
+    turns.read_events([stored(None, 1, 2, 3), stored(None, 11, 12, 13)])
+    turns.read_events([removed(1, 2, 3, 11, 12, 13)])
+    assert told.calls == []
+
+    turns.begin(longer := conversation("a", Message("user", "a" * 100), ANSWER, USER))
+    turns.end(longer, ANSWER, Usage(128, 32))
+    turns.read_events([stored(None, 1, 2, 3, 4, 5)])
+    turns.read_events([removed(5)])
+    assert told.places == [[3]]
+
+
+def test_turns_side_by_side_are_told_apart_by_their_length() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("short"), 64, 32)
+    take_turn(turns, conversation("long"), 320, 64)
+
+    turns.read_events([stored(None, *range(101, 113)), stored(None, 1, 2, 3)])
+    turns.read_events([removed(112)])
+    turns.read_events([removed(3)])
+
+    assert [(request.conversation_id, places) for request, places in told.calls] == [("long", [2]), ("short", [2])]
+
+
+def test_users_with_the_same_words_are_two_conversations() -> None:
+    turns = TurnTracker(told := Told())
+    for owner, size in (("ann", 64), ("bob", 256)):
+        take_turn(turns, Request(messages=(USER,), namespace=owner), size, 32)
+    turns.read_events([stored(None, 1, 2, 3), stored(None, *range(11, 20))])
+
+    turns.read_events([removed(3)])
+
+    assert [request.namespace for request, _ in told.calls] == ["ann"]
+
+
+def test_what_is_stored_and_removed_between_two_looks_is_noticed() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+
+    turns.read_events([stored(None, 1, 2, 3), removed(1, 2, 3)])
+
+    assert told.places == [[0, 1, 2]]
+
+
+def test_the_end_of_an_answer_may_be_told_of_later() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([stored(None, 1, 2)])
+    turns.read_events([stored(2, 3, last=31)])
+
+    turns.read_events([removed(3)])
+
+    assert told.places == [[2]]
+
+
+def test_after_a_restart_everything_is_gone() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([created(), stored(None, 1, 2, 3)])
+
+    turns.read_events([created()])
+    turns.read_events([created(), stored(None, 1, 2, 3), removed(1)])
+
+    assert told.places == [[0, 1, 2]]
+
+
+def test_layers_with_a_short_window_say_nothing_about_a_conversation() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+    turns.read_events([stored(None, 1, 2, 3, window_size=4096), stored(None, 1, 2, 3, window_size=64)])
+
+    turns.read_events([removed(1, window_size=64)])
+    assert told.calls == []
+
+    turns.read_events([removed(1, window_size=4096)])
+    assert told.places == [[0, 1, 2]]
+
+
+def test_blocks_whose_beginning_is_unknown_belong_to_no_conversation() -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+
+    turns.read_events([stored(77, 1, 2, 3), removed(1, 2, 3)])
+
+    assert told.calls == []
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.sampled_from(["created", "stored", "removed", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["data", "type", "blocks", "block_hashes", "parent_hash"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.lists(JSON, max_size=4))
+def test_events_that_are_none_are_passed_over(events: list[Any]) -> None:
+    turns = TurnTracker(told := Told())
+    take_turn(turns, conversation("a"), 64, 32)
+
+    turns.read_events(events)
+    turns.read_events([created(), stored(None, 1, 2, 3), removed(3)])
+
+    assert told.places == [[2]]
+
+
+def test_turns_whose_blocks_are_removed_are_archived_once(tmp_path: Path) -> None:
+    server = TrtllmServer(used(32, 31, NOTED.content), used(96, 31, "Windy."))
+
+    async def talk(provider: TrtllmProvider, _: TrtllmServer) -> list[str]:
+        backend = remote(provider, tmp_path, context=4000)  # type: ignore[arg-type]
+        first = Request(messages=(BOAT,), conversation_id="harbour")
+        for request in (first, replace(first, messages=(BOAT, NOTED, WEATHER))):
+            async for _event in backend.generate(request):
+                pass
+        server.happened.append(stored(None, 1, 2, 3, 4, last=30))
+        await provider.poll()
+        for event in (removed(2), removed(1)):
+            server.happened.append(event)
+            await provider.poll()
+        await backend._lost.close()
+        assert backend.memory is not None
+        return [row["user_text"] for row in backend.memory.export("") if row["kind"] == "turn"]
+
+    assert drive(
+        lambda: server, lambda url: TrtllmProvider(RemoteModel("t", "trtllm", "tiny", url), None), talk
+    ) == [BOAT.content]
+
+
+def test_places_are_those_of_what_was_said_whatever_the_model_was_shown() -> None:
+    said = [Message("system", "Be brief."), BOAT, NOTED, WEATHER, Message("assistant", "Windy.")]
+    shown = [
+        said[0],
+        Message("user", f"[2 earlier messages have left.]\n\n{WEATHER.content}"),
+        Message("assistant", "", tool_calls=()),
+        said[4],
+    ]
+    assert _places_in(shown, said, [1, 3]) == {3, 4}
