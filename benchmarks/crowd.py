@@ -17,13 +17,11 @@ from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.books import Worth
-from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.cost import Rate
+from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.entries import Label
-from emberkeep.kv.store import Keeping, KvStore
+from emberkeep.kv.policy import Keeping, Rate, Worth, worth
+from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk
-from emberkeep.kv.value import worth
 from emberkeep.sched.job import Ending, Job, Notes
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
@@ -131,7 +129,7 @@ class _House:
         self.store = KvStore(
             engine.fingerprint,
             warm_budget=budget,
-            cold=ColdTier(folder, engine.fingerprint),
+            cold=ChunkFiles(folder, engine.fingerprint),
             cold_budget=budget,
             keeping=Keeping(worth=policy),
         )

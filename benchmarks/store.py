@@ -14,11 +14,10 @@ import numpy as np
 from emberkeep.bench.figures import Series, series
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Folder
+from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.chunkfile import Description
-from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.keys import ROOT, TokenArray, chunk_key
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
-from emberkeep.kv.tree import Made
+from emberkeep.kv.tree import ROOT, Made, TokenArray, chunk_key
 from emberkeep.types import EXACT
 
 _FINGERPRINT = hashlib.sha256(b"bench store").digest()
@@ -99,14 +98,14 @@ def _seconds_to_open(root: Path) -> float:
 
 
 def _open(root: Path) -> KvStore:
-    return KvStore(_FINGERPRINT, warm_budget=_PLENTY, cold=ColdTier(root, _FINGERPRINT), cold_budget=_PLENTY)
+    return KvStore(_FINGERPRINT, warm_budget=_PLENTY, cold=ChunkFiles(root, _FINGERPRINT), cold_budget=_PLENTY)
 
 
 def _fill(root: Path, plan: Plan) -> list[TokenArray]:
     """Write the chunks; returns the beginnings of some conversations as prompts."""
     random = np.random.default_rng(0)
     prompts: list[TokenArray] = []
-    tier = ColdTier(root, _FINGERPRINT)
+    tier = ChunkFiles(root, _FINGERPRINT)
     tier.open_rows()
     batch: list[tuple[Description, memoryview]] = []
     for start in range(0, plan.chunks, plan.per_conversation):

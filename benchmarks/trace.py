@@ -22,8 +22,7 @@ from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.books import LOW_WATER, Books
-from emberkeep.kv.keys import ChunkKey
-from emberkeep.kv.tree import Chunk, path_to
+from emberkeep.kv.tree import Chunk, ChunkKey, path_to
 from emberkeep.types import EXACT
 
 BLOCK = 512

@@ -13,8 +13,8 @@ from emberkeep.bench.figures import percentile, ratios, series
 from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine
 from emberkeep.errors import TooLarge
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import CHUNK_TOKENS
+from emberkeep.kv.tree import TokenArray
 from emberkeep.sched.admission import Admission, Admitted, open_admission
 
 _GB = 1e9

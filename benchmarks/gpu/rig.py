@@ -17,8 +17,8 @@ from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.limits import DeviceLimits
 from emberkeep.engine.hf.synthetic import Shape, random_model
 from emberkeep.errors import EmberkeepError, EngineError
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import TokenArray
 from emberkeep.sched.job import Ending, Job
 from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler

@@ -15,7 +15,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.kv.cost import Rate
+from emberkeep.kv.policy import Rate
 from emberkeep.runtime import assemble
 from emberkeep.types import SHARED, Completed, Lineage, Message, Request, Sampling, Tool, Ttl, private_namespace
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.kv.entries import Label
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.tree import TokenArray
 from emberkeep.types import EntryKind, Lineage, private_namespace
 from helpers.kv_building import exported, prompt
 

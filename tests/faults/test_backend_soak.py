@@ -12,7 +12,7 @@ from growth import descriptors, sizes_below, threads
 from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.kv.ghosts import Ghosts
+from emberkeep.kv.entries import Ghosts
 from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Message, Request, Sampling, private_namespace
 
@@ -24,7 +24,7 @@ REMEMBERED = USERS // 8
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
     monkeypatch.setattr("emberkeep.kv.books.MOST_ENTRIES", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.news.LIMIT", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.books.Ghosts", lambda: Ghosts(REMEMBERED))
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.chat.tokens._REMEMBERED_CHARS", 2000)

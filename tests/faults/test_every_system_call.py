@@ -90,11 +90,11 @@ def check_agreement(folder: Path, store: KvStore, budget: int) -> None:
     waiting = [key for rows in books._orphans.values() for key in rows]
     counted = {*(c.key for c in books if c.on_disk), *waiting, *books.leaving, *cold._strays}
     assert counted == {bytes.fromhex(path.stem) for path in chunk_files(folder)}
-    assert {row.key for row in cold._index.rows_after(0)} == counted - set(books.leaving)
+    assert {row.key for row in cold.index.rows_after(0)} == counted - set(books.leaving)
     cold.look_around()
     on_disk = sum(path.stat().st_size for path in folder.glob("*/*/**/*") if path.is_file())
     assert books.disk_bytes + cold.side_bytes == on_disk <= budget
-    assert cold._untold_rows == {} and cold._untold_removals == set()
+    assert cold.index._untold_rows == {} and cold.index._untold_removals == set()
 
 
 def heal(store: KvStore) -> None:

@@ -233,7 +233,7 @@ def test_rows_that_were_read_before_their_user_was_forgotten_are_not_entered_aft
     ANN.keep(there, TOKENS)
     there.flush()
     have_read, go_on = threading.Event(), threading.Event()
-    real = here._cold.news
+    real = here._cold.new_rows
 
     def news():
         rows = real()
@@ -241,7 +241,7 @@ def test_rows_that_were_read_before_their_user_was_forgotten_are_not_entered_aft
         assert go_on.wait(20)
         return rows
 
-    monkeypatch.setattr(here._cold, "news", news)
+    monkeypatch.setattr(here._cold, "new_rows", news)
     reading = threading.Thread(target=here.refresh)
     reading.start()
     assert have_read.wait(20)

@@ -13,8 +13,7 @@ import pytest
 from growth import descriptors, sizes_below, threads
 
 from emberkeep.kv import index
-from emberkeep.kv.entries import Label
-from emberkeep.kv.ghosts import Ghosts
+from emberkeep.kv.entries import Ghosts, Label
 from emberkeep.kv.store import KvStore
 from emberkeep.types import EXACT, EntryKind, Lineage, private_namespace
 from helpers.kv_building import PIECES, check_books, new_store
@@ -38,9 +37,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.kv.writer._PAUSE_S", 0.001)
     monkeypatch.setattr("emberkeep.kv.writer._LOOK_AGAIN", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.books.MOST_ENTRIES", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.news.LIMIT", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.index.GHOST_LIMIT", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.cold._MOST_UNTOLD", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.index._MOST_UNTOLD", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.books.Ghosts", lambda: Ghosts(REMEMBERED))
 
 

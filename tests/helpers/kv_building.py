@@ -10,11 +10,10 @@ import numpy as np
 
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine, FakeVocab
-from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.fetch import FetchState
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
-from emberkeep.kv.tree import Chunk, Cursor, Made, Span
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span, TokenArray
 from emberkeep.types import Lineage
 
 FINGERPRINT = FakeEngine().fingerprint
@@ -48,7 +47,7 @@ CHUNK_BYTES = len(exported(LONG, 0, 128))
 def new_store(
     folder: Path | None, *, warm: int = PLENTY, cold: int = PLENTY, fingerprint: bytes = FINGERPRINT
 ) -> KvStore:
-    tier = ColdTier(folder, fingerprint) if folder else None
+    tier = ChunkFiles(folder, fingerprint) if folder else None
     return KvStore(fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.cost import Rate
-from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.policy import Rate
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import TokenArray
 from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.job import Ending, Job
 from emberkeep.sched.loop import EngineLoop, LoopSettings
@@ -112,7 +112,7 @@ class Rig:
         calibration: Calibration | None = None,
     ) -> None:
         self.engine = engine or FakeEngine(cells=1 << 15)
-        tier = ColdTier(folder, self.engine.fingerprint) if folder else None
+        tier = ChunkFiles(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
         self.store.costs.evaluate = _Unmeasured()
         settings = LoopSettings(parallel, prefill_slice, memory=memory)

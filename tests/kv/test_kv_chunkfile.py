@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from emberkeep.kv import chunkfile
-from emberkeep.kv.chunkfile import Damaged, Description, pack_spans
-from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray, chunk_key, pack_fields
-from emberkeep.kv.reading import Buffers
-from emberkeep.kv.tree import Made
+from emberkeep.kv.chunkfile import Buffers, Damaged, Description, EndsEarly, pack_spans, read_file
+from emberkeep.kv.tree import ROOT, ChunkKey, Made, TokenArray, chunk_key, pack_fields
 from emberkeep.types import Lineage
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt
 
@@ -205,3 +203,93 @@ def test_a_description_with_more_or_less_than_one_byte_of_flags_is_damaged(made:
     packed = described.pack_identity() + pack_fields([pack_spans(described.sampled), made])
     with pytest.raises(Damaged, match="unreadable description"):
         Description.unpack(packed)
+
+
+# ── reading whole files ──
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=[0, 1, 4096, MIB - 1, MIB, MIB + 1, 2 * MIB + 4095, 3 * MIB + 17])
+def any_file(request, tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(request.param))
+    return path
+
+
+def contents(path, buffers=None, *, drop=False):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if drop:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return read_file(descriptor, path.stat().st_size, buffers or Buffers())
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_file_is_read_whole_from_the_cache_and_from_disk(any_file, drop):
+    assert contents(any_file, drop=drop) == any_file.read_bytes()
+
+
+def test_a_file_system_without_direct_reads_is_read_the_ordinary_way(any_file, monkeypatch):
+    monkeypatch.setattr(chunkfile, "_DIRECT", 0)
+    assert contents(any_file, drop=True) == any_file.read_bytes()
+
+
+def test_a_system_without_cached_reads_is_read_as_well(any_file, monkeypatch):
+    monkeypatch.setattr(chunkfile, "_NOWAIT", 0)
+    assert contents(any_file) == any_file.read_bytes()
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(2 * MIB))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for size in (2 * MIB + 1, 100):
+            os.truncate(path, min(size, 50))
+            with pytest.raises(EndsEarly):
+                read_file(descriptor, size, Buffers())
+    finally:
+        os.close(descriptor)
+
+
+def test_prepared_memory_is_given_away_once(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(MIB))
+    buffers = Buffers()
+    buffers.refill(MIB, limit=2 * MIB, bounce_buffers=1)
+    first, second, third = (contents(path, buffers) for _ in range(3))
+    first[:3] = b"abc"
+    assert bytes(second) == bytes(third) == path.read_bytes()
+
+
+def test_prepared_memory_that_is_too_small_is_not_used(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(3 * MIB))
+    buffers = Buffers()
+    buffers.refill(MIB, limit=4 * MIB, bounce_buffers=1)
+    assert contents(path, buffers) == path.read_bytes()
+    buffers.refill(3 * MIB, limit=6 * MIB, bounce_buffers=1)
+    assert contents(path, buffers) == path.read_bytes()
+
+
+def test_what_was_read_stays_when_its_bounce_buffer_is_used_again(tmp_path):
+    buffers = Buffers()
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(os.urandom(2 * MIB + 5))
+    assert [contents(path, buffers, drop=True) for path in paths] == [path.read_bytes() for path in paths]
+
+
+def test_a_bounce_buffer_belongs_to_one_reader_at_a_time():
+    buffers = Buffers()
+    buffers.refill(MIB, limit=0, bounce_buffers=1)
+    with buffers.bounce_buffer(MIB) as first, buffers.bounce_buffer(MIB) as second:
+        assert first is not second
+    with buffers.bounce_buffer(MIB) as again:
+        assert again is first
+    with buffers.bounce_buffer(2 * MIB) as larger:
+        assert len(larger) == 2 * MIB

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.kv.clock import StoreClock
-from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.entries import Label
-from emberkeep.kv.store import Keeping, KvStore
+from emberkeep.kv.policy import Keeping, StoreClock
+from emberkeep.kv.store import KvStore
 from emberkeep.types import EXACT, SHARED, EntryKind, Lineage, MissReason, Ttl, private_namespace
 from helpers.kv_building import (
     CHUNK_BYTES,
@@ -62,7 +62,7 @@ def time() -> Time:
 
 
 def opened(folder: Path | None, time: Time, **more) -> KvStore:
-    tier = ColdTier(folder, FINGERPRINT) if folder else None
+    tier = ChunkFiles(folder, FINGERPRINT) if folder else None
     settings = {"warm_budget": PLENTY, "cold_budget": PLENTY, **more}
     return KvStore(
         FINGERPRINT, cold=tier, clock=lambda saved: StoreClock(saved, monotonic=time, wall=time), **settings
@@ -196,7 +196,7 @@ def test_a_machine_whose_clock_jumps_loses_nothing(tmp_path, time):
     store = KvStore(
         FINGERPRINT,
         warm_budget=PLENTY,
-        cold=ColdTier(tmp_path, FINGERPRINT),
+        cold=ChunkFiles(tmp_path, FINGERPRINT),
         cold_budget=PLENTY,
         clock=lambda saved: StoreClock(saved, monotonic=monotonic, wall=wall),
     )
@@ -207,7 +207,7 @@ def test_a_machine_whose_clock_jumps_loses_nothing(tmp_path, time):
     assert store.catalogue.gc().entries == 0
     store.close()
     # By the real clock, decades away from the one that was saved.
-    again = KvStore(FINGERPRINT, warm_budget=PLENTY, cold=ColdTier(tmp_path, FINGERPRINT), cold_budget=PLENTY)
+    again = KvStore(FINGERPRINT, warm_budget=PLENTY, cold=ChunkFiles(tmp_path, FINGERPRINT), cold_budget=PLENTY)
     assert listed(again)
     again.close()
 

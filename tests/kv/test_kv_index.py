@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.chunkfile import Description
-from emberkeep.kv.index import Index, Row, Unreadable, Uses
+from emberkeep.kv.entries import Uses
+from emberkeep.kv.index import Index, Row, Unreadable
 from helpers.kv_building import FINGERPRINT, chunk_files, load, new_store, prompt, put
 
 TOKENS = prompt(300)

@@ -4,8 +4,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.kv.keys import TokenArray, chunk_key
-from emberkeep.kv.tree import Chunk, Cursor, Segment, common_prefix, descend, new_root, path_to
+from emberkeep.kv.tree import (
+    Chunk,
+    Cursor,
+    Segment,
+    TokenArray,
+    chunk_key,
+    common_prefix,
+    descend,
+    new_root,
+    path_to,
+)
 from emberkeep.types import EXACT
 from helpers.kv_building import ids
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emberkeep.kv.cost import Rate
+from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Cursor, new_root
 from emberkeep.sched.job import Job
 from emberkeep.sched.plan import Planner

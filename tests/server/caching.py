@@ -20,7 +20,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.kv.clock import StoreClock
+from emberkeep.kv.policy import StoreClock
 from emberkeep.kv.store import KvStore
 from emberkeep.runtime import assemble
 from emberkeep.types import Json

@@ -56,7 +56,7 @@ def test_exact_state_is_found_by_all(sea: Served) -> None:
 
 def test_an_answer_says_that_it_rests_on_fewer_bits(packed: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     # The fake engine is too quick to be worth waiting for.
-    monkeypatch.setattr("emberkeep.kv.cost.CostModel.worth_loading", lambda self, segments: segments)
+    monkeypatch.setattr("emberkeep.kv.policy.CostModel.worth_loading", lambda self, segments: segments)
     assert packed.chat(SYSTEM, QUESTION)["emberkeep"]["approximate"] is False
     packed.chat(user("Something else."), user_id="bob")  # nothing else rests in the engine then
     assert packed.chat(SYSTEM, QUESTION)["emberkeep"]["approximate"] is True

@@ -14,9 +14,8 @@ from emberkeep.backend.verify import Verifier
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.catalogue import spelled
 from emberkeep.kv.forgotten import of_user
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Cursor
+from emberkeep.kv.tree import Cursor, TokenArray
 from emberkeep.sched.loop import EngineLoop
 from emberkeep.types import (
     CacheEntry,

@@ -12,7 +12,7 @@ from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.prompts import Draft, Prompt, PromptMaker
 from emberkeep.chat.messages import leaving_turns, without
 from emberkeep.errors import ContextExceeded, TooLarge
-from emberkeep.kv.keys import TokenArray
+from emberkeep.kv.tree import TokenArray
 from emberkeep.sched.admission import Admission, Admitted, largest
 from emberkeep.sched.calibration import Calibration
 from emberkeep.sched.job import Cut, Room

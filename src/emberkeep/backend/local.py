@@ -32,8 +32,8 @@ from emberkeep.chat.dialects.table import Reasoning
 from emberkeep.chat.output import TextStream, open_reasoning
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded, RequestError, TemplateFailed
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import TokenArray
 from emberkeep.memory.memory import Memory
 from emberkeep.sched.job import Job, Notes
 from emberkeep.sched.loop import EngineLoop

@@ -25,9 +25,8 @@ from emberkeep.chat.template import ChatTemplate, SeamedTemplate
 from emberkeep.chat.tokens import PromptTokenizer, TokenizedText
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.kv.entries import Label
-from emberkeep.kv.keys import ChunkKey, TokenArray
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import common_prefix
+from emberkeep.kv.tree import ChunkKey, TokenArray, common_prefix
 from emberkeep.sched.job import Stable
 from emberkeep.sched.lookahead import Lookahead
 from emberkeep.sched.recent import RecentAnswers

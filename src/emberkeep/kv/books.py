@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from emberkeep.kv import value
 from emberkeep.kv.content import ContentIndex
-from emberkeep.kv.entries import Entry, EntryId, Label, Tail
-from emberkeep.kv.ghosts import Ghost, Ghosts, ghost_of
+from emberkeep.kv.entries import Entry, EntryId, Ghost, Ghosts, Label, Tail, UnsavedChanges, ghost_of
 from emberkeep.kv.index import Row
-from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
-from emberkeep.kv.news import News
-from emberkeep.kv.tree import Chunk, Cursor, common_prefix, descend, new_root, path_to
+from emberkeep.kv.policy import Rhythm, Worth, worth
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, TokenArray, common_prefix, descend, new_root, path_to
 from emberkeep.types import SHARED, Lineage, MissReason, Ttl
-
-Worth = Callable[[Chunk, int, float], float]
-"""A chunk, the logical clock and the store's rhythm to what it is worth."""
 
 LOW_WATER = 0.99
 """Eviction goes down to this share of a budget: a hundred chunks are looked at for each that comes, in 0.1 ms."""
@@ -52,10 +46,10 @@ class Tally:
 
 
 class Books:
-    def __init__(self, worth: Worth = value.worth) -> None:
+    def __init__(self, worth: Worth = worth) -> None:
         """`worth` says what goes first when room is short."""
         self._policy = worth
-        self.rhythm = value.Rhythm()
+        self.rhythm = Rhythm()
         self.clock = 0
         """Ticks once per lookup: the order of uses, whatever the machine's clock does."""
         self.warm = Tally()
@@ -66,7 +60,7 @@ class Books:
         self.unwritten: set[ChunkKey] = set()
         """In RAM only, because they were not worth writing when their turn came."""
         self.ghosts = Ghosts()
-        self.news = News()
+        self.news = UnsavedChanges()
         self._entries: OrderedDict[EntryId, Entry] = OrderedDict()
         """The latest used last."""
         self._ending: dict[ChunkKey, set[EntryId]] = {}
@@ -229,7 +223,7 @@ class Books:
             chunk.bytes = size
             self.cold.add(chunk, size)
 
-    def put_back(self, unsaved: News) -> None:
+    def put_back(self, unsaved: UnsavedChanges) -> None:
         """The index would not take it."""
         self.news.put_back(unsaved, self._entries, self._chunks)
 

@@ -10,11 +10,10 @@ import numpy as np
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.books import Books
-from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, EntryId, Label
-from emberkeep.kv.forgetting import Forgetter
-from emberkeep.kv.keys import ChunkKey, TokenArray
-from emberkeep.kv.tree import Chunk, Cursor, path_to
+from emberkeep.kv.forgotten import Forgetter
+from emberkeep.kv.policy import StoreCounters
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, TokenArray, path_to
 from emberkeep.types import (
     SHARED,
     CacheEntry,

@@ -16,8 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.kv.keys import TokenArray
-from emberkeep.kv.tree import Chunk, Cursor, Segment, common_prefix, descend, path_to
+from emberkeep.kv.tree import Chunk, Cursor, Segment, TokenArray, common_prefix, descend, path_to
 from emberkeep.types import SHARED, Approximation, Lineage, Repair
 
 WINDOW = 32

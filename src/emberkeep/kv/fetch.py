@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic, perf_counter
 
+from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.chunkfile import Damaged, describe
-from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.keys import ChunkKey
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, ChunkKey
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -60,7 +59,7 @@ class Reader:
 
     def __init__(
         self,
-        cold: ColdTier,
+        cold: ChunkFiles,
         fingerprint: bytes,
         *,
         typical_size: int,

@@ -8,17 +8,13 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any
 
-from emberkeep.kv import value
 from emberkeep.kv.books import LOW_WATER, Books
+from emberkeep.kv.chunk_files import ChunkFiles, Found
 from emberkeep.kv.chunkfile import most_bytes
-from emberkeep.kv.clock import StoreClock
-from emberkeep.kv.cold import ColdTier, Found
-from emberkeep.kv.counters import StoreCounters
+from emberkeep.kv.entries import UnsavedChanges
 from emberkeep.kv.index import Row
-from emberkeep.kv.keys import ChunkKey
-from emberkeep.kv.news import News
-from emberkeep.kv.tree import Chunk
-from emberkeep.kv.writes import WriteBudget
+from emberkeep.kv.policy import StoreClock, StoreCounters, WriteBudget, worth_writing
+from emberkeep.kv.tree import Chunk, ChunkKey
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -37,7 +33,7 @@ class Housekeeping:
         self,
         books: Books,
         lock: threading.Lock,
-        cold: ColdTier,
+        cold: ChunkFiles,
         clock: StoreClock,
         counters: StoreCounters,
         writes: WriteBudget,
@@ -75,7 +71,7 @@ class Housekeeping:
             # A chunk is of no use on disk without those before it.
             reachable = chunk.parent.is_root or chunk.parent.on_disk or chunk.parent.key in batch
             spent = self._writes.spent + sum(batch.values())
-            worth_it = reachable and value.worth_writing(chunk, spent, self._writes.limit)
+            worth_it = reachable and worth_writing(chunk, spent, self._writes.limit)
         worth_it = (
             worth_it
             and self._is_free(chunk.key)
@@ -168,7 +164,7 @@ class Housekeeping:
             return
         self._look_again_at = monotonic() + _RETRY_S
         self._unreadable.clear()
-        if owed := self._cold.owed:
+        if owed := [whose for _, whose in self._cold.forgotten.owed]:
             with self._lock:
                 for whose in owed:
                     self._books.forget(whose)  # what has come back since goes with the rest
@@ -252,11 +248,11 @@ class Housekeeping:
             self._books.forget_empty_entries()
             if self._books.news.is_empty:
                 return
-            news, self._books.news = self._books.news, News()
+            news, self._books.news = self._books.news, UnsavedChanges()
             uses, clock, (day, written) = news.uses(), self._clock.saved(), self._writes.saved()
         meta = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written, **self._about}
         try:
-            self._cold.save_notes(uses, news.entries.values(), news.forgotten, news.ghosts, meta)
+            self._cold.index.save_notes(news, uses, meta)
         except BaseException:
             with self._lock:
                 self._books.put_back(news)

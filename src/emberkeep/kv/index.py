@@ -1,4 +1,4 @@
-"""The cold tier's index: a SQLite cache of what the chunk files say, so that opening a store is quick.
+"""The disk tier's index: a SQLite cache of what the chunk files say, so that opening a store is quick.
 
 It is never trusted for correctness. A row whose file is gone is dropped, a file without a row is read and
 added, and a database that cannot be opened is thrown away and rebuilt from the files. What only the database
@@ -7,7 +7,9 @@ knows (when chunks were used, what people call them, why others went) is then lo
 
 from __future__ import annotations
 
+import logging
 import struct
+import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +20,11 @@ import numpy as np
 import xxhash
 
 from emberkeep.kv.chunkfile import Description, pack_spans, unpack_spans
-from emberkeep.kv.entries import Entry, EntryId, Label, unpack_tails
-from emberkeep.kv.ghosts import LIMIT as GHOST_LIMIT
-from emberkeep.kv.ghosts import Ghost
-from emberkeep.kv.keys import ChunkKey, TokenArray, token_bytes
-from emberkeep.kv.tree import MADE, Made, Span
+from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, Label, UnsavedChanges, Uses, unpack_tails
+from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, TokenArray, token_bytes
 from emberkeep.types import EntryKind, Lineage, MissReason, Ttl
+
+log = logging.getLogger("emberkeep.kv")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunk (
@@ -72,19 +73,12 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
 _TABLES = ("chunk", "entry", "gone", "meta")
 _VERSION = 8
+_MOST_UNTOLD = 4096
+"""Changes that it has refused and is told again; of what is left out the files tell at the next opening."""
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Uses:
-    """What is known about a chunk's use, which its file does not say."""
-
-    last_used: int = 0
-    hits: int = 0
-    expires: float = 0.0
 
 
 class Row(NamedTuple):
@@ -108,6 +102,15 @@ class Row(NamedTuple):
 def row_of(d: Description, size: int) -> Row:
     """A chunk of which only the file is known."""
     return Row(0, d.key, d.namespace, d.parent, d.take, d.start, d.tokens, d.sampled, d.made, size, 0, 0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What only the index knows."""
+
+    entries: list[Entry]
+    ghosts: list[Ghost]
+    meta: dict[str, Any]
 
 
 class Unreadable(OSError):
@@ -175,7 +178,7 @@ class Index:
         return _translated(lambda: [_ghost(values) for values in self._db.execute(sql)])
 
     def add_ghosts(self, ghosts: Iterable[Ghost]) -> None:
-        """The oldest beyond `ghosts.LIMIT` are forgotten."""
+        """The oldest beyond `GHOST_LIMIT` are forgotten."""
         listed = list(ghosts)
         if not listed:
             return
@@ -235,6 +238,116 @@ class Index:
         ids = np.frombuffer(tokens, "<i4")
         spans = unpack_spans(sampled) if sampled else ()
         return Row(seq, key, namespace, parent, take, start, ids, spans, MADE[made % len(MADE)], *rest)
+
+
+class SharedIndex:
+    """The index of a folder that several processes have open, for all threads of one of them. Blocks on disk.
+
+    Of what other processes have added it is asked on a connection of its own, which never waits for a write. What
+    SQLite refuses it is told again with the next change.
+    """
+
+    def __init__(self, path: Path, fingerprint: bytes) -> None:
+        """Raises OSError."""
+        self._path = path
+        self._fingerprint = fingerprint
+        self._index = Index(path, fingerprint)
+        self._lock = threading.Lock()
+        self._untold_rows: dict[ChunkKey, tuple[Description, int]] = {}
+        self._untold_removals: set[ChunkKey] = set()
+        self._following = self._index
+        self._following_lock = threading.Lock()
+        self._seen_seq = 0
+        self._seen_version = -1
+
+    def follow(self, rows: Iterable[Row]) -> None:
+        """`rows` are known: from here on `new_rows` tells what is added. Raises OSError."""
+        self._following = Index(self._path, self._fingerprint)
+        self._seen_seq = max((row.seq for row in rows), default=0)
+        self._seen_version = self._following.version()
+
+    def new_rows(self, *, everything: bool = False) -> list[Row]:
+        """What any process added since the last call. Raises OSError."""
+        with self._following_lock:
+            version = self._following.version()
+            if version == self._seen_version and not everything:
+                return []
+            rows = self._following.rows_after(0 if everything else self._seen_seq)
+            self._seen_version = version
+            self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
+            return rows
+
+    def rows_after(self, seq: int) -> list[Row]:
+        """Raises Unreadable, OSError."""
+        return self._index.rows_after(seq)
+
+    def start_over(self) -> None:
+        """Replace the database by an empty one. Raises OSError."""
+        self._index.start_over()
+
+    def add(self, added: Iterable[tuple[Description, int]]) -> None:
+        """Only while nobody can begin to forget. Never raises: the index is a cache, and what it refuses now it is
+        told with the next change."""
+        with self._lock:
+            self._untold_rows |= {description.key: (description, size) for description, size in added}
+            try:
+                self._index.remove(self._untold_removals)
+                self._untold_removals.clear()
+                self._index.add(self._untold_rows.values())
+                self._untold_rows.clear()
+            except OSError as error:
+                log.warning("the index of the stored state is behind: %s", error)
+                self._untold_rows = dict(list(self._untold_rows.items())[-_MOST_UNTOLD:])
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        """Never raises, as above."""
+        with self._lock:
+            for key in keys:
+                self._untold_rows.pop(key, None)
+                self._untold_removals.add(key)
+            try:
+                self._index.remove(self._untold_removals)
+                self._untold_removals.clear()
+            except OSError as error:
+                log.warning("the index of the stored state is behind: %s", error)
+                self._untold_removals = set(list(self._untold_removals)[-_MOST_UNTOLD:])
+
+    def forget_untold(self, whose: Container[str]) -> None:
+        """What the index has not been told of them, it never is."""
+        with self._lock:
+            told = {key: row for key, row in self._untold_rows.items() if row[0].namespace not in whose}
+            self._untold_rows = told
+
+    def erase(self, whose: Container[str]) -> None:
+        """Leave nothing of them, neither here nor in the file. Raises OSError."""
+        self.forget_untold(whose)
+        with self._lock:
+            self._index.erase(whose)
+
+    def notes(self) -> Notes:
+        """Raises OSError."""
+        try:
+            with self._lock:
+                return Notes(self._index.entries(), self._index.ghosts(), self._index.meta())
+        except Unreadable as reason:
+            log.warning("the store's notes about its chunks are lost: %s", reason)
+            return Notes([], [], {})
+
+    def save_notes(
+        self, changes: UnsavedChanges, uses: Iterable[tuple[ChunkKey, Uses]], meta: Mapping[str, Any]
+    ) -> None:
+        """Raises OSError."""
+        with self._lock:
+            self._index.touch(uses)
+            self._index.remove_entries(changes.forgotten)
+            self._index.save_entries(changes.entries.values())
+            self._index.add_ghosts(changes.ghosts)
+            self._index.save_meta(meta)
+
+    def close(self) -> None:
+        with self._following_lock, self._lock:
+            self._following.close()
+            self._index.close()
 
 
 def model_with(path: Path, sources: Sequence[str]) -> str | None:

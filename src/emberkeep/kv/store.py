@@ -11,31 +11,45 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from emberkeep.kv import value
-from emberkeep.kv.books import Books, Worth
+from emberkeep.kv.books import Books
 from emberkeep.kv.catalogue import Catalogue
-from emberkeep.kv.clock import Saved, StoreClock
-from emberkeep.kv.cold import ColdTier
+from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.content import Moved, to_pieces
-from emberkeep.kv.cost import CostModel
-from emberkeep.kv.counters import StoreCounters
 from emberkeep.kv.entries import Entry, Label
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
-from emberkeep.kv.forgetting import Forgetter
+from emberkeep.kv.forgotten import Forgetter
 from emberkeep.kv.housekeeping import Housekeeping
 from emberkeep.kv.index import Row
-from emberkeep.kv.keys import ChunkKey, TokenArray, chunk_key
-from emberkeep.kv.lookup import Match, Peek
+from emberkeep.kv.policy import (
+    CostModel,
+    Keeping,
+    Saved,
+    StoreClock,
+    StoreCounters,
+    WriteBudget,
+)
 from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
-from emberkeep.kv.tails import tail_inside
-from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, Span, last_snapshot, path_to
+from emberkeep.kv.tree import (
+    Chunk,
+    ChunkKey,
+    Cursor,
+    Made,
+    Match,
+    Peek,
+    Segment,
+    Span,
+    TokenArray,
+    chunk_key,
+    last_snapshot,
+    path_to,
+    tail_inside,
+)
 from emberkeep.kv.writer import Writer
-from emberkeep.kv.writes import WriteBudget
 from emberkeep.types import SHARED, Approximation, Lineage, MissReason, Ttl
 
 log = logging.getLogger("emberkeep.kv")
@@ -46,22 +60,6 @@ _PATIENCE_S = 60.0
 _NO_TOKENS = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """How long things are kept, and where."""
-
-    ttl: Mapping[Ttl, float] = field(
-        default_factory=lambda: {Ttl.SHORT: 300.0, Ttl.LONG: 3600.0, Ttl.EXTENDED: 86_400.0}
-    )
-    """Seconds after the last use."""
-    cold_after: int = 4
-    """Turns of its conversation after which a branch that was left alone leaves RAM."""
-    writes_per_day: int | None = None
-    """Bytes."""
-    worth: Worth = value.worth
-    """What goes first when room is short."""
-
-
 class KvStore:
     """`cold` may be None: then everything lives in RAM only. Safe to use from any thread."""
 
@@ -70,7 +68,7 @@ class KvStore:
         fingerprint: bytes,
         *,
         warm_budget: int,
-        cold: ColdTier | None,
+        cold: ChunkFiles | None,
         cold_budget: int,
         keeping: Keeping | None = None,
         about: Mapping[str, Any] | None = None,
@@ -109,10 +107,12 @@ class KvStore:
             forgetter=self._forgetter,
         )
 
-    def _open(self, cold: ColdTier, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]) -> None:
+    def _open(
+        self, cold: ChunkFiles, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]
+    ) -> None:
         with no_garbage_collection():  # it would look at a hundred thousand new objects again and again
             rows, damaged = cold.open_rows()
-            notes = cold.notes()
+            notes = cold.index.notes()
             if "clock" in notes.meta:
                 self._clock = clock(Saved(notes.meta["clock"], notes.meta["wall"]))
             self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
@@ -296,7 +296,7 @@ class KvStore:
         if self._cold is None:
             return
         try:
-            self._forgetter.adopt_unless_forgotten(self._cold.news)
+            self._forgetter.adopt_unless_forgotten(self._cold.new_rows)
         except OSError as error:
             log.warning("cannot read what others have stored: %s", error)
 

@@ -12,18 +12,35 @@ hangs where it was taken, beside the chunks that go on from there.
 Each owner has a root. What hangs below `SHARED`'s root may belong to anybody: a user's own text after a prefix
 that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else. What is
 approximate hangs below the exact state that it goes on from, with a lineage that only those see who ask for it.
+
+A chunk's key is a hash chain in which every field is length-prefixed, so that no two inputs collide. It commits to
+the format version, the fingerprint (weights, KV layout, engine), the lineage, the parent's key, how many of the
+parent's tokens come before the chunk, and the chunk's tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import lru_cache
+from typing import NewType
 
 import numpy as np
+import numpy.typing as npt
 
-from emberkeep.kv.keys import ROOT, ChunkKey, TokenArray
 from emberkeep.types import EXACT, Lineage
+
+ChunkKey = NewType("ChunkKey", bytes)
+TokenArray = npt.NDArray[np.int32]
+
+_U32 = struct.Struct("<I")
+
+FORMAT_VERSION = 2
+ROOT = ChunkKey(b"")
+"""Parent key of chunks that begin at position 0."""
 
 Span = tuple[int, int]
 
@@ -209,6 +226,37 @@ class Segment:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What a lookup would find."""
+
+    cursor: Cursor
+    tokens: int
+    """How many could be reused."""
+    warm_tokens: int
+    """How many of these are in RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix of a prompt. Its chunks are pinned until `KvStore.release`."""
+
+    cursor: Cursor
+    segments: tuple[Segment, ...]
+    snapshot: Chunk | None = None
+    """Asked for snapshots: the one that was taken where `segments` end; without one there are no segments."""
+
+    @property
+    def tokens(self) -> int:
+        return self.cursor.position
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Everything that it uses."""
+        chunks = [segment.chunk for segment in self.segments]
+        return [*chunks, self.snapshot] if self.snapshot else chunks
+
+
 def new_root(owner: str) -> Chunk:
     root = Chunk(key=ROOT, lineage=Lineage(owner), parent=None, take=0, tokens=np.empty(0, np.int32))
     root.is_fork = True
@@ -269,3 +317,83 @@ def path_to(cursor: Cursor) -> tuple[Segment, ...]:
             segments.append(Segment(chunk, chunk.start, chunk.start + used))
         chunk, used = chunk.parent, chunk.take
     return tuple(reversed(segments))
+
+
+# ── tails: chunks that end a turn, and are replaced by longer ones when the conversation grows ──
+
+
+def tail_inside(chunk: Chunk) -> Chunk | None:
+    """The longest sibling that `chunk` begins with, goes beyond and can replace.
+
+    The chunk inherits what its siblings know was sampled: a lookup will find only one of them. Siblings of other
+    lineages are seen by others.
+    """
+    assert chunk.parent is not None
+    replaced = None
+    beside = chunk.parent.branches[chunk.take][int(chunk.tokens[0])]
+    for sibling in (known for known in beside if known.lineage == chunk.lineage):
+        size, shared = len(sibling.tokens), common_prefix(sibling.tokens, chunk.tokens)
+        known = ((begin, min(end, shared)) for begin, end in sibling.sampled if begin < shared)
+        chunk.sampled = _merged((*chunk.sampled, *known))
+        is_inside = shared == size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf
+        if is_inside and (replaced is None or size > len(replaced.tokens)):
+            replaced = sibling
+    return replaced
+
+
+def _merged(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Spans in order, touching and overlapping ones joined."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
+
+
+# ── keys ──
+
+
+def pack_fields(fields: Iterable[bytes]) -> bytes:
+    """Each field behind its length: a concatenation that can be taken apart in one way only."""
+    return b"".join([_U32.pack(len(field)) + field for field in fields])
+
+
+def unpack_fields(data: bytes) -> list[bytes]:
+    """Inverse of `pack_fields`. Raises ValueError."""
+    fields = []
+    offset = 0
+    while offset < len(data):
+        if offset + 4 > len(data):
+            raise ValueError("a field's length is cut off")
+        (length,) = struct.unpack_from("<I", data, offset)
+        offset += 4
+        if offset + length > len(data):
+            raise ValueError("a field is cut off")
+        fields.append(data[offset : offset + length])
+        offset += length
+    return fields
+
+
+def chunk_key(fingerprint: bytes, lineage: Lineage, parent: ChunkKey, take: int, tokens: TokenArray) -> ChunkKey:
+    # What the keys of one lineage have in common is hashed once.
+    digest = _common_part(fingerprint, lineage).copy()
+    digest.update(pack_fields((parent, _U32.pack(take), token_bytes(tokens))))
+    return ChunkKey(digest.digest())
+
+
+@lru_cache(maxsize=256)
+def _common_part(fingerprint: bytes, lineage: Lineage) -> hashlib.blake2b:
+    fields = [_U32.pack(FORMAT_VERSION), fingerprint, str(lineage).encode()]
+    return hashlib.blake2b(pack_fields(fields), digest_size=32)
+
+
+def store_name(fingerprint: bytes) -> str:
+    """The name of the folder for everything with this fingerprint, in this format."""
+    fields = [_U32.pack(FORMAT_VERSION), fingerprint]
+    return hashlib.blake2b(pack_fields(fields), digest_size=16).hexdigest()
+
+
+def token_bytes(tokens: TokenArray) -> bytes:
+    return tokens.astype("<i4", copy=False).tobytes()

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic, perf_counter
 
+from emberkeep.kv.chunk_files import ChunkFiles, Written
 from emberkeep.kv.chunkfile import Description, describe, most_bytes
-from emberkeep.kv.cold import ColdTier, Written
-from emberkeep.kv.keys import ChunkKey
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, ChunkKey
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -30,7 +29,7 @@ class Writer:
 
     def __init__(
         self,
-        cold: ColdTier,
+        cold: ChunkFiles,
         fingerprint: bytes,
         *,
         is_worth_it: Callable[[Chunk, Mapping[ChunkKey, int]], bool],

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.cold import INDEX, ColdTier, Found, stores_under
+from emberkeep.kv.chunk_files import INDEX, ChunkFiles, Found, stores_under
 from emberkeep.kv.index import read_meta
-from emberkeep.kv.keys import store_name
-from emberkeep.kv.store import Keeping, KvStore
+from emberkeep.kv.policy import Keeping
+from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import store_name
 from emberkeep.types import CacheEntry, Json, Removed, Ttl
 
 
@@ -49,7 +50,7 @@ def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[Stor
 
 def check_files(folder: StoreFolder, on_progress: Callable[[int, int], None]) -> Checked:
     """Read everything in a store; `on_progress` gets the bytes so far and in all. Raises OSError."""
-    cold = ColdTier(folder.path.parent, folder.fingerprint)
+    cold = ChunkFiles(folder.path.parent, folder.fingerprint)
     try:
         rows, damaged = cold.open_rows()
         done, total = 0, sum(row.bytes for row in rows)
@@ -73,7 +74,7 @@ class ClosedStore:
         self._store = KvStore(
             folder.fingerprint,
             warm_budget=0,
-            cold=ColdTier(folder.path.parent, folder.fingerprint),
+            cold=ChunkFiles(folder.path.parent, folder.fingerprint),
             cold_budget=sys.maxsize,
             keeping=Keeping(ttl),
         )

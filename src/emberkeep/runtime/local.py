@@ -20,8 +20,9 @@ from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
-from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.store import Keeping, KvStore
+from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.policy import Keeping
+from emberkeep.kv.store import KvStore
 from emberkeep.models.adapter import check_adapter
 from emberkeep.models.digest import model_digest, weights_digest
 from emberkeep.models.gguf import read_header
@@ -161,7 +162,7 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
     """Without a usable folder the store lives in RAM: serving goes on."""
     keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
 
-    def store(cold: ColdTier | None) -> KvStore:
+    def store(cold: ChunkFiles | None) -> KvStore:
         return KvStore(
             fingerprint,
             warm_budget=config.ram_budget,
@@ -173,7 +174,7 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
 
     if config.disk_budget:
         try:
-            return store(ColdTier(config.data_dir / "kv", fingerprint))
+            return store(ChunkFiles(config.data_dir / "kv", fingerprint))
         except OSError as error:
             log.warning("stored state is kept in RAM only: %s", error)
     return store(None)

@@ -13,8 +13,8 @@ from time import perf_counter
 
 from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import TokenArray
 from emberkeep.sched.job import Cut, Job
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import Slots

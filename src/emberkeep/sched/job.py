@@ -10,7 +10,7 @@ from typing import Protocol
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.entries import Label
-from emberkeep.kv.keys import ChunkKey, TokenArray
+from emberkeep.kv.tree import ChunkKey, TokenArray
 from emberkeep.sched.admission import Admitted
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import EXACT, Approximation, Lineage, LookupRecord, Progress, TokenLogprob

@@ -14,10 +14,8 @@ from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.fetch import FetchState
-from emberkeep.kv.keys import TokenArray
-from emberkeep.kv.lookup import Match
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Made, Match, TokenArray, place_at
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.cleanup import insist
 from emberkeep.sched.cutter import Cutter

@@ -6,9 +6,9 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
-from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.replay import Replayed
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import ChunkKey
 from emberkeep.sched.recent import RecentAnswers
 from emberkeep.types import Lineage, Vocab
 

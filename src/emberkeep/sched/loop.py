@@ -19,8 +19,8 @@ from typing import TypeVar
 from emberkeep.engine.base import Attention, Engine, ExpertTracking, KvUnit, Outcome, Rows
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded, StepFailed
 from emberkeep.kv.entries import EntryId
-from emberkeep.kv.keys import TokenArray
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import TokenArray
 from emberkeep.sched.affinity import Affinity
 from emberkeep.sched.calibration import Calibration, PeakWatch
 from emberkeep.sched.cleanup import insist

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberkeep.engine.base import Rows
-from emberkeep.kv.cost import Rate
+from emberkeep.kv.policy import Rate
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 
 _STEP_S = 2.5

@@ -10,9 +10,8 @@ from collections.abc import Container, Sequence, Set
 
 import numpy as np
 
-from emberkeep.kv.keys import ROOT, TokenArray
 from emberkeep.kv.replay import Replayed, stored_spelling
-from emberkeep.kv.tree import Chunk, Cursor, Span
+from emberkeep.kv.tree import ROOT, Chunk, Cursor, Span, TokenArray
 from emberkeep.types import Lineage
 
 

@@ -14,9 +14,7 @@ import numpy as np
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.fetch import Fetch
-from emberkeep.kv.keys import ChunkKey, TokenArray
-from emberkeep.kv.lookup import Match
-from emberkeep.kv.tree import Chunk, Cursor, Made, Span, place_at
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Made, Match, Span, TokenArray, place_at
 from emberkeep.sched.job import Cut, Ending, EndReason, Job
 from emberkeep.sched.shapes import Shapes
 from emberkeep.types import Divergence, Lineage, LookupRecord, MissReason

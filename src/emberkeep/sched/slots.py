@@ -12,8 +12,7 @@ from time import monotonic
 
 from emberkeep.engine.base import Engine
 from emberkeep.kv.entries import EntryId
-from emberkeep.kv.keys import TokenArray
-from emberkeep.kv.tree import common_prefix
+from emberkeep.kv.tree import TokenArray, common_prefix
 from emberkeep.sched.cleanup import insist
 from emberkeep.sched.job import Notes
 from emberkeep.sched.sequence import Phase, Sequence

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.chunkfile import Damaged, Description, write
-from emberkeep.kv.cold import ColdTier
-from emberkeep.kv.keys import ROOT, chunk_key, store_name
-from emberkeep.kv.tree import Made
+from emberkeep.kv.tree import ROOT, Made, chunk_key, store_name
 from emberkeep.types import EXACT
 from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
 
@@ -31,13 +30,13 @@ def entry(seed: int = 0) -> tuple[Description, memoryview]:
 
 @pytest.fixture
 def tier(tmp_path: Path):
-    tier = ColdTier(tmp_path, FINGERPRINT)
+    tier = ChunkFiles(tmp_path, FINGERPRINT)
     tier.open_rows()
     yield tier
     tier.close()
 
 
-def keys_of(tier: ColdTier) -> set[bytes]:
+def keys_of(tier: ChunkFiles) -> set[bytes]:
     return {row.key for row in tier.open_rows()[0]}
 
 
@@ -59,17 +58,17 @@ def test_nothing_is_left_behind_in_the_workplace(tier):
 
 
 def test_two_tiers_on_one_folder_see_each_others_chunks(tier, tmp_path):
-    other = ColdTier(tmp_path, FINGERPRINT)
+    other = ChunkFiles(tmp_path, FINGERPRINT)
     other.open_rows()
     tier.write([entry(0)])
-    assert [row.key for row in other.news()] == [description(0).key]
-    assert other.news() == []
+    assert [row.key for row in other.new_rows()] == [description(0).key]
+    assert other.new_rows() == []
     assert other.read(description(0)) == payload(description(0))
     other.close()
 
 
 def test_two_tiers_may_write_the_same_chunk(tier, tmp_path):
-    other = ColdTier(tmp_path, FINGERPRINT)
+    other = ChunkFiles(tmp_path, FINGERPRINT)
     tier.write([entry()])
     other.write([entry()])
     assert tier.read(description()) == payload(description())
@@ -82,7 +81,7 @@ def test_many_tiers_open_one_new_folder_at_once(tmp_path):
 
     def open_and_close(number: int) -> None:
         try:
-            tier = ColdTier(tmp_path, FINGERPRINT)
+            tier = ChunkFiles(tmp_path, FINGERPRINT)
             tier.open_rows()
             tier.write([entry(number)])
             tier.close()
@@ -171,7 +170,7 @@ def test_a_dead_owners_workplace_is_swept(tier):
 
 
 def test_a_living_owners_workplace_stays(tier, tmp_path):
-    other = ColdTier(tmp_path, FINGERPRINT)
+    other = ChunkFiles(tmp_path, FINGERPRINT)
     tier.open_rows()
     other.write([entry()])
     assert tier.read(description()) == payload(description())
@@ -179,7 +178,7 @@ def test_a_living_owners_workplace_stays(tier, tmp_path):
 
 
 def test_there_is_one_evictor_at_a_time(tier, tmp_path):
-    other = ColdTier(tmp_path, FINGERPRINT)
+    other = ChunkFiles(tmp_path, FINGERPRINT)
     with tier.evicting() as alone:
         assert alone
         with other.evicting() as too:
@@ -242,4 +241,4 @@ def test_a_failed_write_leaves_nothing_half_done(tier, monkeypatch):
 def test_a_root_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "kv").write_text("a file where the folder should be")
     with pytest.raises(OSError, match="kv"):
-        ColdTier(tmp_path / "kv", FINGERPRINT)
+        ChunkFiles(tmp_path / "kv", FINGERPRINT)

@@ -23,41 +23,26 @@ import logging
 import os
 import re
 import shutil
-import threading
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
-from emberkeep.kv.chunkfile import Damaged, Description
-from emberkeep.kv.entries import Entry, EntryId
-from emberkeep.kv.forgotten import Forgetting, Forgotten, Whose
-from emberkeep.kv.ghosts import Ghost
-from emberkeep.kv.index import Index, Row, Unreadable, Uses, model_with, row_of
-from emberkeep.kv.keys import ChunkKey, store_name
-from emberkeep.kv.quarantine import Quarantine, delete
-from emberkeep.kv.reading import Buffers
-from emberkeep.kv.sweeping import (
-    CHUNKS,
-    OWNER,
-    QUARANTINE,
-    TMP,
-    bytes_below,
-    is_chunk_name,
-    list_folder,
-    sweep_files,
-)
+from emberkeep.kv.chunkfile import Buffers, Damaged, Description, namespace_of
+from emberkeep.kv.forgotten import Forgotten, Whose
+from emberkeep.kv.index import Index, Row, SharedIndex, Unreadable, model_with, row_of
+from emberkeep.kv.tree import ChunkKey, store_name
 
 log = logging.getLogger("emberkeep.kv")
 
 INDEX = "index.db"
-_MOST_UNTOLD = 4096
-"""Changes that the index has refused and is told again; of what is left out the files tell at the next opening."""
+CHUNKS, QUARANTINE, TMP = "chunks", "quarantine", "tmp"
+OWNER = "owner"
+_CHUNK_NAME = re.compile(r"[0-9a-f]{64}\.kv").fullmatch
 _MOST_STRAYS = 1024
 _STRAYS_AT_ONCE = 64
 
@@ -73,13 +58,6 @@ class Found(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
-    entries: list[Entry]
-    ghosts: list[Ghost]
-    meta: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Written:
     """What came of writing some chunks."""
 
@@ -89,7 +67,7 @@ class Written:
     """Why others are not."""
 
 
-class ColdTier:
+class ChunkFiles:
     """Raises OSError from the constructor when the folder cannot be used at all."""
 
     def __init__(self, root: Path, fingerprint: bytes) -> None:
@@ -99,15 +77,10 @@ class ColdTier:
         self._chunks = self.folder / CHUNKS
         self._tmp = self.folder / TMP / uuid.uuid4().hex
         self._locks: list[int] = []
-        self._index_lock = threading.Lock()
-        self._untold_rows: dict[ChunkKey, tuple[Description, int]] = {}
-        self._untold_removals: set[ChunkKey] = set()
         self._strays: dict[ChunkKey, int] = {}
         """Files of which nobody knows what they are: reading them failed, in a way that may pass."""
         self._unfinished_bytes = self._foreign_bytes = 0
         """Of files in `tmp`, and of files among the chunks that are no chunks, as of the last look."""
-        self._barred: list[tuple[Forgetting, Whose]] = []
-        """Forgotten users of whom there may be files left."""
         try:
             self._locks.append(_hold(self.folder, "in-use", fcntl.LOCK_SH))
             self._locks.append(_hold(self._tmp, OWNER, fcntl.LOCK_EX))
@@ -117,45 +90,31 @@ class ColdTier:
             # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
             opening = _lock(self.folder / "opening", fcntl.LOCK_EX)
             try:
-                self._index = Index(self.folder / INDEX, fingerprint)
+                self.index = SharedIndex(self.folder / INDEX, fingerprint)
             finally:
                 os.close(opening)
         except BaseException:
             self._let_go()
             raise
         self._buffers = Buffers()
-        self._news = self._index
-        self._news_lock = threading.Lock()
-        self._seen_seq = 0
-        self._seen_version = -1
 
     def open_rows(self) -> tuple[list[Row], int]:
         """Every chunk on disk, and how many files were damaged. Brings index and files into agreement."""
         self.look_around()
-        self._barred = self.forgotten.unfinished()
+        self.forgotten.owe(*self.forgotten.unfinished())
         self.finish_forgetting()
         try:
             rows, damaged = self._reconcile()
         except Unreadable as reason:
             log.warning("the index is rebuilt from the chunks: %s", reason)
-            self._index.start_over()
+            self.index.start_over()
             rows, damaged = self._reconcile()
-        # Requests ask for news: on a connection of their own they never wait for a write.
-        self._news = Index(self.folder / INDEX, self._fingerprint)
-        self._seen_seq = max((row.seq for row in rows), default=0)
-        self._seen_version = self._news.version()
+        self.index.follow(rows)
         return self._allowed(rows), damaged
 
-    def news(self, *, everything: bool = False) -> list[Row]:
+    def new_rows(self, *, everything: bool = False) -> list[Row]:
         """Chunks that other processes (or we) added since the last call."""
-        with self._news_lock:
-            version = self._news.version()
-            if version == self._seen_version and not everything:
-                return []
-            rows = self._news.rows_after(0 if everything else self._seen_seq)
-            self._seen_version = version
-            self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
-            return self._allowed(rows)
+        return self._allowed(self.index.new_rows(everything=everything))
 
     def write(
         self,
@@ -179,7 +138,7 @@ class ColdTier:
                             self._publish(description.key, temporary)
                             sizes[description.key] = size
                 finally:  # what is in its place counts, whatever became of the others
-                    self._tell_index([(d, size) for d, _, size in staged if d.key in sizes])
+                    self.index.add([(d, size) for d, _, size in staged if d.key in sizes])
         except OSError as error:
             failed = error
         for description, _ in entries:
@@ -229,7 +188,7 @@ class ColdTier:
                 gone.add(key)
             except OSError as error:
                 failed = error
-        self._tell_index_of_removals(gone)
+        self.index.remove(gone)
         return gone, failed
 
     def missing(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
@@ -242,14 +201,14 @@ class ColdTier:
                 gone.add(key)
             except OSError:
                 continue
-        self._tell_index_of_removals(gone)
+        self.index.remove(gone)
         return gone
 
     def quarantine(self, key: ChunkKey) -> bool:
         """Put a damaged file out of reach; one that cannot be moved is deleted. False: it is still there."""
         if not self._quarantine.put(self._path(key)):
             return False
-        self._tell_index_of_removals([key])
+        self.index.remove([key])
         return True
 
     @property
@@ -277,30 +236,6 @@ class ColdTier:
             self._strays.pop(key, None)
         return bool(gone)
 
-    def notes(self) -> Notes:
-        """What is known besides the chunks themselves. Call it after `open_rows`."""
-        try:
-            with self._index_lock:
-                return Notes(self._index.entries(), self._index.ghosts(), self._index.meta())
-        except Unreadable as reason:
-            log.warning("the store's notes about its chunks are lost: %s", reason)
-            return Notes([], [], {})
-
-    def save_notes(
-        self,
-        uses: Iterable[tuple[ChunkKey, Uses]],
-        entries: Iterable[Entry],
-        forgotten: Iterable[EntryId],
-        ghosts: Iterable[Ghost],
-        meta: Mapping[str, Any],
-    ) -> None:
-        with self._index_lock:
-            self._index.touch(uses)
-            self._index.remove_entries(forgotten)
-            self._index.save_entries(entries)
-            self._index.add_ghosts(ghosts)
-            self._index.save_meta(meta)
-
     # ── forgetting ──
 
     def sweep(self, whose: Whose) -> int:
@@ -326,31 +261,16 @@ class ColdTier:
 
     def finish_forgetting(self) -> None:
         """Sweep again for those for whom somebody began to, and was killed or failed. Never raises."""
-        for forgetting, whose in list(self._barred):
+        for forgetting, whose in list(self.forgotten.owed):
             try:
                 self.sweep(whose)
-                self.finished(forgetting)
+                self.forgotten.done(forgetting)
             except OSError as error:
                 log.warning("something of a user who was forgotten is still there: %s", error)
 
-    def owe(self, forgetting: Forgetting, whose: Whose) -> None:
-        """Sweeping failed: `finish_forgetting` tries again, and until then nothing of theirs is news."""
-        self._barred.append((forgetting, whose))
-
-    @property
-    def owed(self) -> list[Whose]:
-        return [whose for _, whose in self._barred]
-
-    def finished(self, forgetting: Forgetting) -> None:
-        """No file has anything left of what there was of them. Raises OSError."""
-        self.forgotten.done(forgetting)
-        self._barred = [owed for owed in self._barred if owed[0].digest != forgetting.digest]
-
     def _erase_rows(self, folder: Path, whose: Whose) -> None:
         if folder == self.folder:
-            self.forget_untold(whose)
-            with self._index_lock:
-                self._index.erase(whose)
+            self.index.erase(whose)
             return
         path = folder / INDEX
         if not path.exists():
@@ -364,9 +284,9 @@ class ColdTier:
         os.utime(path, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
 
     def _allowed(self, rows: list[Row]) -> list[Row]:
-        if not self._barred:
-            return rows
-        return [row for row in rows if not any(row.namespace in whose for _, whose in self._barred)]
+        """Without those of users whose files could not all be removed yet."""
+        owed = self.forgotten.owed
+        return [row for row in rows if not any(row.namespace in whose for _, whose in owed)] if owed else rows
 
     @contextmanager
     def evicting(self) -> Iterator[bool]:
@@ -402,9 +322,7 @@ class ColdTier:
         return next((model for model in found if model), None)
 
     def close(self) -> None:
-        with self._news_lock, self._index_lock:
-            self._news.close()
-            self._index.close()
+        self.index.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -438,47 +356,14 @@ class ColdTier:
             delete(target)
             temporary.rename(target)
 
-    def _tell_index(self, added: Iterable[tuple[Description, int]]) -> None:
-        """Only while nobody can begin to forget. Never raises: the index is a cache, and what it refuses now it is
-        told with the next change."""
-        with self._index_lock:
-            self._untold_rows |= {description.key: (description, size) for description, size in added}
-            try:
-                self._index.remove(self._untold_removals)
-                self._untold_removals.clear()
-                self._index.add(self._untold_rows.values())
-                self._untold_rows.clear()
-            except OSError as error:
-                log.warning("the index of the stored state is behind: %s", error)
-                self._untold_rows = dict(list(self._untold_rows.items())[-_MOST_UNTOLD:])
-
-    def _tell_index_of_removals(self, keys: Iterable[ChunkKey]) -> None:
-        """Never raises, as above."""
-        with self._index_lock:
-            for key in keys:
-                self._untold_rows.pop(key, None)
-                self._untold_removals.add(key)
-            try:
-                self._index.remove(self._untold_removals)
-                self._untold_removals.clear()
-            except OSError as error:
-                log.warning("the index of the stored state is behind: %s", error)
-                self._untold_removals = set(list(self._untold_removals)[-_MOST_UNTOLD:])
-
-    def forget_untold(self, whose: Container[str]) -> None:
-        """What the index has not been told of them, it never is."""
-        with self._index_lock:
-            told = {key: row for key, row in self._untold_rows.items() if row[0].namespace not in whose}
-            self._untold_rows = told
-
     def _reconcile(self) -> tuple[list[Row], int]:
         # The index first: a file that another process adds in between is then seen twice, not never.
-        rows = self._index.rows_after(0)
+        rows = self.index.rows_after(0)
         on_disk = self._scan()
         known = {row.key for row in rows}
         adopted, damaged = self._adopt(on_disk - known)
-        self._tell_index_of_removals(known - on_disk)
-        new = self._index.rows_after(max((row.seq for row in rows), default=0))
+        self.index.remove(known - on_disk)
+        new = self.index.rows_after(max((row.seq for row in rows), default=0))
         told = {row.key for row in new}
         present = rows if known <= on_disk else [row for row in rows if row.key in on_disk]
         return [*present, *(row for row in adopted if row.key not in told), *new], damaged
@@ -516,14 +401,13 @@ class ColdTier:
                     self._strays.pop(key, None)
                 else:
                     self._note_stray(key)
-        described.sort(
-            key=lambda one: one[0].start
-        )  # parents first: then they are entered in one go, now and later
+        # Parents first: then they are entered in one go, now and later.
+        described.sort(key=lambda one: one[0].start)
         with self.forgotten.held():
             # Whoever is just being forgotten has files left, which are about to go.
             going = self.forgotten.unfinished()
             allowed = [(d, size) for d, size in described if not any(d.namespace in whose for _, whose in going)]
-            self._tell_index(allowed)
+            self.index.add(allowed)
         for description, _ in described:
             self._strays.pop(description.key, None)
         return [row_of(description, size) for description, size in allowed], damaged
@@ -594,3 +478,142 @@ def _last_change(folder: Path) -> float:
         return (folder / INDEX).stat().st_mtime
     except OSError:
         return 0.0
+
+
+# ── the quarantine ──
+
+_MOST_QUARANTINED = 32
+_MOST_QUARANTINED_BYTES = 64 << 20
+
+
+class Quarantine:
+    """Safe to use from any thread; blocks on disk. Raises OSError from the constructor only, unless it says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = private_folder(folder)
+        self.bytes = 0
+        """As of the last look at it, here: other processes have the same one."""
+        self.trim()
+
+    def put(self, path: Path) -> bool:
+        """Move a file here; one that cannot be moved is deleted. False: it is still where it was."""
+        try:
+            path.rename(self._folder / f"{path.stem}.{uuid.uuid4().hex[:8]}")
+        except FileNotFoundError:
+            return True
+        except OSError:
+            try:
+                delete(path)
+            except OSError:
+                return False
+        self.trim()
+        return True
+
+    def trim(self) -> None:
+        """Delete the oldest until there are few enough, and count what is left."""
+        found = sorted(self._files())
+        size = sum(bytes_ for _, _, bytes_ in found)
+        excess = len(found) - _MOST_QUARANTINED
+        for place, (_, path, bytes_) in enumerate(found):
+            if place >= excess and size <= _MOST_QUARANTINED_BYTES:
+                break
+            with suppress(OSError):
+                delete(path)
+                size -= bytes_
+        self.bytes = size
+
+    def paths(self) -> list[Path]:
+        """Raises OSError."""
+        return list(self._folder.iterdir())
+
+    def _files(self) -> Iterator[tuple[int, Path, int]]:
+        """(when it came, path, bytes)"""
+        with suppress(OSError):
+            for path in self.paths():
+                with suppress(OSError):
+                    status = os.lstat(path)
+                    yield status.st_ctime_ns, path, status.st_size
+
+
+def delete(path: Path) -> None:
+    """Whatever is there, a folder in the place of a file too. What is gone already is no error. Raises OSError."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        if not path.is_dir() or path.is_symlink():
+            raise
+        shutil.rmtree(path)
+
+
+# ── what belongs to a user, by what the files themselves say ──
+
+
+def is_chunk_name(name: str) -> bool:
+    return _CHUNK_NAME(name) is not None
+
+
+def sweep_files(folder: Path, whose: Container[str]) -> int:
+    """Delete their files in the store in `folder`; returns the bytes that went.
+
+    chunks      whatever says that it is theirs, and what is named like a chunk and does not say whose it is: no
+                lookup could use that
+    quarantine  the same, whatever its name
+    tmp         what says that it is theirs; the rest is being written, or was when its process died
+
+    Raises OSError when some could not be looked at or deleted: the others are gone all the same.
+    """
+    swept, failed = 0, None
+    known: dict[str | None, bool] = {}
+    for path, goes_unless_it_says in _candidates(folder):
+        try:
+            namespace = namespace_of(path)
+            if namespace not in known:
+                known[namespace] = namespace is not None and namespace in whose
+            if known[namespace] or (namespace is None and goes_unless_it_says):
+                size = os.lstat(path).st_size
+                delete(path)
+                swept += size
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+    return swept
+
+
+def _candidates(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Files, and whether one that does not say whose it is goes as well. Raises OSError."""
+    for inner in list_folder(folder / CHUNKS):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), is_chunk_name(entry.name)
+    for entry in list_folder(folder / QUARANTINE):
+        yield Path(entry.path), True
+    for inner in list_folder(folder / TMP):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False) and entry.name != OWNER:
+                yield Path(entry.path), False
+
+
+def list_folder(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in it, nothing where it is gone. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files, as far as they can be seen."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).lstat().st_size
+            except OSError:
+                continue
+    return total

@@ -1,0 +1,244 @@
+"""What the store decides by: what a chunk is worth, what loading costs, how much may be written, and its own time.
+
+Pure, but for the clocks. Also what it has done since it was opened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import exp, log, log2
+
+from emberkeep.kv.tree import Chunk, Segment
+from emberkeep.types import Ttl
+
+Worth = Callable[[Chunk, int, float], float]
+"""A chunk, the logical clock and the store's rhythm to what it is worth."""
+
+
+# ── worth: one function that every eviction asks ──
+
+_PATIENCE = 4
+"""Rhythms after which a chunk that nobody asked for is worth half of what it was."""
+_MEMORY = 1024
+"""Reused chunks over which the rhythm is averaged: what is older fades."""
+
+
+class Rhythm:
+    """How many lookups pass until a chunk is asked for again: one where a person works alone, hundreds where many
+    conversations take turns. A mean of logarithms, so that what comes back after a week changes little."""
+
+    def __init__(self) -> None:
+        self._log = log(8)
+        self._weight = 16
+
+    @property
+    def lookups(self) -> float:
+        return exp(self._log)
+
+    def heard(self, lookups: int) -> None:
+        """A chunk was asked for so many lookups after the last time."""
+        self._weight = min(self._weight + 1, _MEMORY)
+        self._log += (log(max(lookups, 1)) - self._log) / self._weight
+
+
+def worth(chunk: Chunk, now: int, rhythm: float) -> float:
+    """Tokens of evaluation that a byte is likely to save per lookup, up to a constant.
+
+    The chance that a chunk is asked for fades with age, measured in the store's own `rhythm`. Having been asked
+    for makes up for age, by one rhythm each time the number doubles: most chunks are never asked for, and of those
+    that were, twice as many are again. A chunk that had to be computed again counts as asked for; otherwise
+    nothing would ever be kept that comes back later than the store can wait. Depth has no say: deep tokens cost
+    more, but to prefer them gives up more than that gains.
+
+    `now` and `last_used` are ticks of the store's logical clock: a clock that jumps changes nothing.
+    """
+    asked = chunk.hits + chunk.came_back
+    age = max(now - chunk.last_used, 0)
+    chance = (_PATIENCE + log2(1 + asked)) / (age + _PATIENCE * rhythm)
+    return chance * chunk.saved_tokens / max(chunk.bytes, 1)
+
+
+def worth_writing(chunk: Chunk, spent_today: int, budget: int | None) -> bool:
+    """Whether the SSD should wear for it: not a second time for what was never reused, and over the daily budget
+    only for what was."""
+    is_proven = chunk.hits > 0
+    within = budget is None or spent_today + chunk.bytes <= budget
+    return is_proven or (within and not chunk.was_written)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How long things are kept, and where."""
+
+    ttl: Mapping[Ttl, float] = field(
+        default_factory=lambda: {Ttl.SHORT: 300.0, Ttl.LONG: 3600.0, Ttl.EXTENDED: 86_400.0}
+    )
+    """Seconds after the last use."""
+    cold_after: int = 4
+    """Turns of its conversation after which a branch that was left alone leaves RAM."""
+    writes_per_day: int | None = None
+    """Bytes."""
+    worth: Worth = worth
+    """What goes first when room is short."""
+
+
+# ── load or recompute: both costs are measured while serving, not assumed ──
+
+
+@dataclass(slots=True)
+class Rate:
+    """A running average of work per second; None until something was measured."""
+
+    value: float | None = None
+
+    def measure(self, amount: float, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        sample = amount / seconds
+        self.value = sample if self.value is None else 0.8 * self.value + 0.2 * sample
+
+    def seconds(self, amount: float) -> float:
+        """Predicted time for `amount`; 0 while nothing is known."""
+        return amount / self.value if self.value else 0.0
+
+
+@dataclass(slots=True)
+class CostModel:
+    """Measured by the scheduler (evaluate, import) and the store (read)."""
+
+    evaluate: Rate = field(default_factory=Rate)
+    """Tokens per second of prompt evaluation."""
+    import_: Rate = field(default_factory=Rate)
+    """Bytes per second from RAM into the engine."""
+    read: Rate = field(default_factory=Rate)
+    """Bytes per second from disk into RAM."""
+
+    def worth_loading(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """The leading segments whose loading is predicted to be faster than evaluating their tokens.
+
+        Only a suffix can be left to recomputation, because evaluation needs everything before it.
+        """
+        if self.evaluate.value is None:
+            return segments
+        best, best_saving, saving = 0, 0.0, 0.0
+        for count, segment in enumerate(segments, 1):
+            saving += self.evaluate.seconds(segment.end - segment.start) - self._load_seconds(segment.chunk)
+            if saving >= best_saving:
+                best, best_saving = count, saving
+        return segments[:best]
+
+    def is_worth_loading(self, chunks: Iterable[Chunk], tokens: int) -> bool:
+        """Whether loading all of `chunks` is predicted to be faster than evaluating `tokens`."""
+        if self.evaluate.value is None:
+            return True
+        return sum(self._load_seconds(chunk) for chunk in chunks) <= self.evaluate.seconds(tokens)
+
+    def _load_seconds(self, chunk: Chunk) -> float:
+        read = 0.0 if chunk.payload is not None else self.read.seconds(chunk.bytes)
+        return read + self.import_.seconds(chunk.bytes)
+
+
+# ── how much may be written to the SSD in a day ──
+
+_DAY_S = 86_400
+
+
+class WriteBudget:
+    """Bytes written today, whoever asks. `limit` None: as much as there is."""
+
+    def __init__(
+        self, limit: int | None, day: int = 0, spent: int = 0, *, wall: Callable[[], float] = time.time
+    ) -> None:
+        self.limit = limit
+        self._wall = wall
+        self._day = day
+        self._spent = spent
+
+    @property
+    def spent(self) -> int:
+        """Since midnight (UTC)."""
+        self._turn_page()
+        return self._spent
+
+    def spend(self, count: int) -> None:
+        self._turn_page()
+        self._spent += count
+
+    def saved(self) -> tuple[int, int]:
+        """(day, spent), for the constructor of the next process."""
+        return self._day, self._spent
+
+    def _turn_page(self) -> None:
+        today = int(self._wall() // _DAY_S)
+        if today != self._day:
+            self._day, self._spent = today, 0
+
+
+# ── the store's own time ──
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the clock said when it was last written down, and the wall clock beside it."""
+
+    seconds: float
+    wall: float
+
+
+class StoreClock:
+    def __init__(
+        self,
+        saved: Saved | None = None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._monotonic = monotonic
+        self._wall = wall
+        before = saved or Saved(0.0, wall())
+        self._offset = before.seconds + max(wall() - before.wall, 0.0) - monotonic()
+
+    def now(self) -> float:
+        return self._offset + self._monotonic()
+
+    def saved(self) -> Saved:
+        return Saved(self.now(), self._wall())
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    lookups: int = 0
+    inserted_chunks: int = 0
+    read_chunks: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    """From disk into RAM."""
+    import_seconds: float = 0.0
+    """From RAM into the engine."""
+    damaged_chunks: int = 0
+    vanished_chunks: int = 0
+    unreadable_chunks: int = 0
+    """Reads that failed in a way that may pass."""
+    warm_evictions: int = 0
+    cooled_by_turns: int = 0
+    cooled_when_idle: int = 0
+    cold_evictions: int = 0
+    expired_evictions: int = 0
+    removed_chunks: int = 0
+
+    def evictions(self) -> dict[str, dict[str, int]]:
+        """Chunks that left each tier, by reason."""
+        return {
+            "warm": {
+                "pressure": self.warm_evictions,
+                "turns": self.cooled_by_turns,
+                "idle": self.cooled_when_idle,
+            },
+            "cold": {
+                "budget": self.cold_evictions,
+                "expired": self.expired_evictions,
+                "removed": self.removed_chunks,
+            },
+        }
