@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
-from emberkeep.engine.llamacpp.cores import available
+from emberkeep.engine.llamacpp.context import available_cores
 from emberkeep.sched.thread import EngineThread
 from helpers import tiny_gguf
 
 pytestmark = [
     pytest.mark.serial,
-    pytest.mark.skipif(sys.platform != "linux" or available() < 2, reason="needs Linux and more than one core"),
+    pytest.mark.skipif(
+        sys.platform != "linux" or available_cores() < 2, reason="needs Linux and more than one core"
+    ),
 ]
 
 
@@ -43,12 +45,12 @@ def thread():
 
 def test_every_compute_thread_has_a_core_of_its_own(tmp_path, thread):
     model, everything = tiny_gguf.dense(tmp_path / "m.gguf"), os.sched_getaffinity(0)
-    team = thread.submit(lambda: open_and_look(model, available())).result()
+    team = thread.submit(lambda: open_and_look(model, available_cores())).result()
     assert sorted(tuple(cores) for cores in team.values()) == [(core,) for core in sorted(everything)]
     assert os.sched_getaffinity(0) == everything
 
 
 def test_fewer_threads_than_cores_go_where_the_kernel_puts_them(tmp_path, thread):
     model, everything = tiny_gguf.dense(tmp_path / "m.gguf"), os.sched_getaffinity(0)
-    team = thread.submit(lambda: open_and_look(model, available() - 1)).result()
+    team = thread.submit(lambda: open_and_look(model, available_cores() - 1)).result()
     assert all(cores == everything for cores in team.values())

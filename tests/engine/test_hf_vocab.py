@@ -13,7 +13,7 @@ from emberkeep.engine.hf.gguf import repair
 from emberkeep.engine.hf.loading import HfSource, load_model
 from emberkeep.engine.hf.vocab import HfVocab
 from emberkeep.engine.llamacpp import LlamaModel
-from emberkeep.engine.text_cutter import MAX_MATCH
+from emberkeep.engine.text_splitter import MAX_MATCH
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import read_header
 from helpers import tiny_gguf, tiny_hf
@@ -174,7 +174,7 @@ def test_long_runs_take_no_longer_than_their_length(pattern: str) -> None:
 def test_no_match_of_a_pattern_is_longer_than_it_may_be() -> None:
     """One that is given up after ten million steps ends in a panic, which is no Exception."""
     vocab = split_by(r"\p{Lu}*\p{Ll}+|\p{Lu}+|\s+|[^\s\p{L}]+")
-    assert max(map(len, vocab._cutter.pieces("A" * 100_000))) == MAX_MATCH
+    assert max(map(len, vocab._splitter.pieces("A" * 100_000))) == MAX_MATCH
     assert vocab.tokenize("A" * 100_000) == vocab.tokenize("A") * 100_000
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp import LlamaEngine
-from emberkeep.engine.llamacpp.blob import cell_count
+from emberkeep.engine.llamacpp.kv_state import cell_count
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
 
@@ -142,7 +142,7 @@ def test_a_layout_that_nobody_knows_is_not_kept(open_engine, monkeypatch):
     def unknown(*_: object) -> None:
         raise EngineError("unknown")
 
-    monkeypatch.setattr("emberkeep.engine.llamacpp.engine.learn", unknown)
+    monkeypatch.setattr("emberkeep.engine.llamacpp.engine.learn_layout", unknown)
     engine = open_engine()
     evaluate(engine, 0, 0, 20)
     assert engine.capabilities.snapshot_bytes == engine.capabilities.kv_bytes_per_token == 0

@@ -11,7 +11,7 @@ import pytest
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.engine.llamacpp.api import TYPES
-from emberkeep.engine.llamacpp.dequantize import dequantized
+from emberkeep.engine.llamacpp.reposition import dequantize
 from emberkeep.errors import EngineError
 from helpers import tiny_gguf
 from helpers.engines import KINDS, TOKENS, evaluate, exported
@@ -147,7 +147,7 @@ def test_rows_are_read_as_ggml_reads_them(kv_type: str) -> None:
     kind = GGMLQuantizationType[kv_type.upper()]
     row = quants.quantize(numbers, kind).view(np.uint8).ravel()
     assert np.array_equal(
-        dequantized(row, TYPES[kv_type]), quants.dequantize(row.view(_stored(kv_type)), kind).ravel()
+        dequantize(row, TYPES[kv_type]), quants.dequantize(row.view(_stored(kv_type)), kind).ravel()
     )
 
 
@@ -157,4 +157,4 @@ def _stored(kv_type: str) -> type:
 
 def test_a_type_that_live_state_never_has_is_an_error() -> None:
     with pytest.raises(EngineError):
-        dequantized(np.zeros(64, np.uint8), 99)
+        dequantize(np.zeros(64, np.uint8), 99)

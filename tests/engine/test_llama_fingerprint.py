@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, binding, context
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, context
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, used
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, path_to
@@ -47,8 +47,8 @@ def test_threads_and_types_have_fingerprints_of_their_own(fingerprint_of, other)
     ("owner", "name", "other"),
     [
         (context, "loaded_digest", lambda: "another build"),
-        (binding, "version", lambda: "another version"),
-        (binding, "system_info", lambda: "other kernels"),
+        (context, "version", lambda: "another version"),
+        (context, "system_info", lambda: "other kernels"),
         (context.platform, "machine", lambda: "another machine"),
     ],
     ids=["library", "version", "kernels", "machine"],

@@ -4,7 +4,7 @@ import pytest
 
 from emberkeep.config import total_ram
 from emberkeep.engine.llamacpp import LlamaModel
-from emberkeep.engine.llamacpp.footprint import footprint_of
+from emberkeep.engine.llamacpp.context import footprint_of
 from helpers.engines import KINDS
 
 

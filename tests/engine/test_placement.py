@@ -18,7 +18,7 @@ from emberkeep.engine.llamacpp import (
     shared_out,
 )
 from emberkeep.engine.llamacpp.api import defaults
-from emberkeep.engine.llamacpp.placement import PlacementParams
+from emberkeep.engine.llamacpp.model import PlacementParams
 from emberkeep.engine.llamacpp.shared_library import llama
 
 GIB = 1 << 30

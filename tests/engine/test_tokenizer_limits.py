@@ -13,9 +13,8 @@ from gguf import GGUFWriter, TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, on_large_stack
-from emberkeep.engine.llamacpp.vocab import LlamaVocab
-from emberkeep.engine.text_cutter import MAX_MATCH, MAX_SPECIALS
+from emberkeep.engine.llamacpp.vocab import CALLER_CHARS, LlamaVocab, run_on_large_stack
+from emberkeep.engine.text_splitter import MAX_MATCH, MAX_SPECIALS
 from emberkeep.errors import EngineError, ModelBroken
 from helpers.long_texts import COMMON, SHAPES
 from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, REFUSED, load, read
@@ -128,7 +127,7 @@ def test_characters_without_a_token_have_the_ids_of_one_call(vocab_of: Load, uni
 
 def test_a_failure_on_the_large_stack_is_the_callers() -> None:
     with pytest.raises(ZeroDivisionError):
-        on_large_stack(lambda: 1 // 0)
+        run_on_large_stack(lambda: 1 // 0)
 
 
 def test_texts_beyond_the_callers_stack_are_tokenized_on_another_thread(vocab_of: Load) -> None:
@@ -190,9 +189,9 @@ def test_blanks_without_a_token_are_cut_like_other_characters(tmp_path: Path, vo
     poor = read(sentence_piece(tmp_path, BYTES, ["a"]))
     assert poor is not None
     text = "a" * 10_000 + " " * 3000
-    assert len(poor._unknown_cutter.pieces(text)) == 3
+    assert len(poor._unknown_splitter.pieces(text)) == 3
     assert poor.tokenize(text) == in_one_call(poor, text)
-    assert vocab_of("llama")._unknown_cutter.pieces(text) == [text]
+    assert vocab_of("llama")._unknown_splitter.pieces(text) == [text]
 
 
 def test_a_text_beyond_what_the_library_can_count_is_refused(
@@ -222,4 +221,4 @@ def written(writer: GGUFWriter) -> Path:
 
 
 def in_one_call(vocab: LlamaVocab, text: str, parse_special: bool = True) -> list[int]:
-    return on_large_stack(lambda: vocab._tokenize_piece(text, parse_special))
+    return run_on_large_stack(lambda: vocab._tokenize_piece(text, parse_special))

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from gguf import GGUFWriter, TokenType
 
-from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.api import defaults
-from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.shared_library import llama, start_backend
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 
 SPECIALS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -72,7 +71,7 @@ def load(folder: Path, model: str = "gpt2", pre: str = "default") -> LlamaVocab 
 
 
 def read(path: Path, pre: str = "default") -> LlamaVocab | None:
-    binding.start()
+    start_backend()
     params = defaults(llama().llama_model_default_params)
     params.vocab_only = True
     handle = llama().llama_model_load_from_file(str(path).encode(), params)

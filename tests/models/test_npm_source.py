@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp.prebuilt import Prebuilt
+from emberkeep.engine.llamacpp.shared_library import Prebuilt
 from emberkeep.errors import DownloadFailed, EngineError
 from emberkeep.models import llama_library
 from emberkeep.models.sources.npm import fetch_npm

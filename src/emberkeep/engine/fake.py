@@ -20,8 +20,18 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
-from emberkeep.engine.splicing import check_splice
+from emberkeep.engine.base import (
+    Blended,
+    Capabilities,
+    Footprint,
+    KvUnit,
+    Logits,
+    Outcome,
+    Payload,
+    Piece,
+    Rows,
+    check_splice,
+)
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, Json
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from emberkeep.engine.llamacpp import choose
-from emberkeep.engine.llamacpp.prebuilt import prebuilt
-from emberkeep.engine.llamacpp.shared_library import AUTO, READY_MADE, is_installed
+from emberkeep.engine.llamacpp.shared_library import AUTO, READY_MADE, is_installed, prebuilt
 from emberkeep.errors import DownloadFailed, EngineError
 from emberkeep.models.reporting import Reporter, Silent
 from emberkeep.models.sources.npm import fetch_npm

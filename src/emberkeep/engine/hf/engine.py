@@ -13,7 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
+from emberkeep.engine.base import (
+    Blended,
+    Capabilities,
+    Footprint,
+    KvUnit,
+    Logits,
+    Outcome,
+    Payload,
+    Piece,
+    Rows,
+    check_splice,
+)
 from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
@@ -28,7 +39,6 @@ from emberkeep.engine.hf.settings import HfSettings
 from emberkeep.engine.hf.step import DecodeRow, Span
 from emberkeep.engine.hf.tiers import Tiers
 from emberkeep.engine.hf.transfer import Transfer
-from emberkeep.engine.splicing import check_splice
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from emberkeep.engine.text_cutter import RUNS, TextCutter
+from emberkeep.engine.text_splitter import RUNS, TextSplitter
 from emberkeep.errors import ModelBroken
 from emberkeep.types import Json
 
@@ -87,14 +87,14 @@ class HfVocab:
 
     def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
         tokenizer = self._tokenizer if parse_special else self._blind
-        pieces = self._cutter.pieces(_encodable(text))
+        pieces = self._splitter.pieces(_encodable(text))
         # `encode` would hold the interpreter lock: a long text would stop every other thread for seconds.
         encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         return [token for encoding in encodings for token in encoding.ids]
 
     @cached_property
-    def _cutter(self) -> TextCutter:
-        return _cutter_for(self._tokenizer, self.specials.keys())
+    def _splitter(self) -> TextSplitter:
+        return _splitter_for(self._tokenizer, self.specials.keys())
 
     @cached_property
     def _blind(self) -> Tokenizer:
@@ -113,16 +113,16 @@ def _make_exact(tokenizer: Tokenizer) -> None:
         tokenizer.normalizer = None
 
 
-def _cutter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextCutter:
+def _splitter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextSplitter:
     parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
     patterns = [str(part["pattern"].get("Regex", "")) for part in parts if part["type"] == "Split"]
     puts_blanks = any(part.get("add_prefix_space") or part["type"] in ("Prepend", "Metaspace") for part in parts)
     if puts_blanks or not any(patterns):
-        return TextCutter()
+        return TextSplitter()
     # What is looked for at the end of a run (DeepSeek's `\s+$`, Cohere's `(?=(?:\d{3})*\b)`) is so from all of it,
     # and a match that is given up after ten million letters ends in a panic.
     looks_far = any("$" in pattern or "(?=" in pattern for pattern in patterns)
-    return TextCutter(specials, strips=True, runs=RUNS if looks_far else (), limits_matches=True)
+    return TextSplitter(specials, strips=True, runs=RUNS if looks_far else (), limits_matches=True)
 
 
 def _encodable(text: str) -> str:

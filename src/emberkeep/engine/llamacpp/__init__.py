@@ -1,21 +1,20 @@
 """GGUF models through llama.cpp's C API. The only package that sees ctypes."""
 
-from emberkeep.engine.llamacpp.binding import system_info, version
-from emberkeep.engine.llamacpp.context import LlamaSettings
-from emberkeep.engine.llamacpp.cores import one_core_each
+from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
-from emberkeep.engine.llamacpp.placement import (
+from emberkeep.engine.llamacpp.model import (
     ON_CPU,
+    Adapter,
     Gpu,
     LayerBytes,
+    LlamaModel,
     ModelBytes,
     Placement,
     gpus,
     planned,
     shared_out,
 )
-from emberkeep.engine.llamacpp.shared_library import is_installed
+from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
 from emberkeep.engine.llamacpp.trial import choose, failing, prove_model
 
 __all__ = [

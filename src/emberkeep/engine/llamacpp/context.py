@@ -1,4 +1,10 @@
-"""Opening a llama.cpp context: one unified KV cache for all sequences, and flash attention."""
+"""Opening a llama.cpp context: one unified KV cache for all sequences, flash attention, and threads that stay.
+
+OpenMP's threads wait for each other by spinning. Two of them on one core, put there by the kernel because another
+process or a waking thread was on the other one, spin through each other's time slices: beside one busy process a
+decode step takes three times as long as it needs to, beside a second server ten times. Bound to a core each, they
+share it fairly with whatever else runs there (`one_core_each`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,38 @@ import ctypes
 import hashlib
 import os
 import platform
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from ctypes import CFUNCTYPE, POINTER, byref, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from emberkeep.engine.llamacpp import binding, cores
-from emberkeep.engine.llamacpp.api import FLASH_ATTENTION_ON, TYPES, Handle, defaults
-from emberkeep.engine.llamacpp.layout import Layout
+from emberkeep.config import total_ram
+from emberkeep.engine.base import Footprint
+from emberkeep.engine.llamacpp.api import FLASH_ATTENTION_ON, TYPES, Handle, ThreadPoolParams, defaults
+from emberkeep.engine.llamacpp.kv_state import (
+    EMPTY,
+    HEAD_BYTES,
+    UNKNOWN,
+    VARIANTS,
+    Attention,
+    Bytes,
+    Layout,
+    Recurrent,
+)
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import llama, loaded_digest, loader_variables
+from emberkeep.engine.llamacpp.shared_library import (
+    llama,
+    loaded_digest,
+    loader_variables,
+    system_info,
+    take_buffers,
+    take_errors,
+    version,
+)
 from emberkeep.errors import EngineError
 
 
@@ -40,7 +70,7 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     params.n_batch = params.n_ubatch = settings.batch
     params.n_seq_max = settings.sequences + 1
     params.n_outputs_max = settings.sequences + 1
-    params.n_threads = params.n_threads_batch = settings.threads or cores.available()
+    params.n_threads = params.n_threads_batch = settings.threads or available_cores()
     params.flash_attn_type = FLASH_ATTENTION_ON
     params.type_k = params.type_v = TYPES[settings.kv_type]
     params.kv_unified = True
@@ -49,10 +79,10 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     params.no_perf = True
     if on_node is not None:
         params.cb_eval = ctypes.cast(on_node, ctypes.c_void_p)
-    binding.take_errors()
+    take_errors()
     context: Handle | None = llama().llama_init_from_model(model.handle, params)
     if not context:
-        raise EngineError(_cannot_open(settings, binding.take_errors() or "out of memory"))
+        raise EngineError(_cannot_open(settings, take_errors() or "out of memory"))
     model.adapt(context)
     return context
 
@@ -77,12 +107,12 @@ def fingerprint(
     cells = llama().llama_n_ctx_seq(context)
     parts = [
         "llama.cpp",
-        binding.version(),
+        version(),
         loaded_digest(),
         # Which of its kernels a library chose for this CPU, and what they were compiled with.
-        binding.system_info(),
+        system_info(),
         # Attention of a few rows is split among the threads, and adds up in another order with more of them.
-        settings.threads or cores.available(),
+        settings.threads or available_cores(),
         platform.machine(),
         weights_digest,
         model.metadata("general.architecture"),
@@ -116,3 +146,175 @@ def windows_suffice(context: Handle, layout: Layout, settings: LlamaSettings) ->
 def _original_context(model: LlamaModel) -> int:
     given = model.metadata(f"{model.metadata('general.architecture')}.rope.scaling.original_context_length")
     return int(given) if given else model.train_context
+
+
+# ── the layout of its state ──
+
+PROBE = 2
+"""Tokens of the sequence that a layout is learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """Two exports of one sequence: all of it, and what llama.cpp cannot take apart by range."""
+
+    whole: Bytes
+    partial: Bytes
+
+
+def learn_layout(empty: Exports, probe: Exports, window: int) -> Layout:
+    """The layout of a context, from exports of a sequence without tokens and of one with `PROBE` of them.
+
+    Raises EngineError when it is none that this version knows.
+    """
+    attention, recurrent = _inventory(empty.whole)
+    windows, partial_recurrent = _inventory(empty.partial)
+    if recurrent != partial_recurrent:
+        raise EngineError(UNKNOWN)
+    if len(empty.whole) == len(empty.partial) and not recurrent:
+        windows = 0  # what has only ranges is never partial
+    has_rest = windows or recurrent
+    rest = probe.partial[HEAD_BYTES:] if has_rest else probe.partial[:0]
+    layout = Layout(
+        head=bytes(empty.whole[:HEAD_BYTES]),
+        ranges=_read_parts(probe.whole[HEAD_BYTES : len(probe.whole) - len(rest)], attention - windows),
+        windows=_read_parts(rest[: len(rest) - (recurrent.size if recurrent else 0)], windows),
+        window=window,
+        recurrent=recurrent,
+        nothing=bytes(empty.partial[HEAD_BYTES:]) if has_rest else b"",
+    )
+    _check_layout(layout, probe)
+    return layout
+
+
+def _check_layout(layout: Layout, probe: Exports) -> None:
+    if not layout.ranges and not layout.unit.has_snapshots:
+        raise EngineError(UNKNOWN)
+    for payload in layout.split(probe.whole, (0, PROBE)) if layout.ranges else ():
+        layout.check_range(payload, 0)
+    if layout.unit.has_snapshots:
+        layout.check_snapshot(memoryview(probe.partial), PROBE)
+
+
+def _inventory(empty: Bytes) -> tuple[int, Recurrent | None]:
+    """How many attention parts a state without cells has, and its recurrent part."""
+    count, rest = 0, empty[HEAD_BYTES:]
+    while bytes(rest[: len(EMPTY)]) == EMPTY:
+        count, rest = count + 1, rest[len(EMPTY) :]
+    return count, Recurrent.read(rest) if len(rest) else None
+
+
+def _read_parts(state: Bytes, count: int) -> tuple[Attention, ...]:
+    """The `count` parts that `state` consists of, from first to last byte."""
+    if count == 0 and len(state) == 0:
+        return ()
+    for has_values, extra in VARIANTS if count else ():
+        part = Attention.read(state, PROBE, has_values=has_values, extra=extra)
+        if part is not None and part.size(PROBE) <= len(state):
+            with suppress(EngineError):
+                return part, *_read_parts(state[part.size(PROBE) :], count - 1)
+    raise EngineError(UNKNOWN)
+
+
+# ── threads and memory ──
+
+_CPU = 0
+"""ggml's number for devices of this type."""
+_TASKS = Path("/proc/self/task")
+
+
+class ThreadPool:
+    """Compute threads that stay. Must outlive the contexts it is attached to.
+
+    A library with OpenMP keeps its threads, and then this does nothing. One without starts them anew for every
+    step, unless it is given a pool.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Handle | None = None
+
+    def start(self, threads: int) -> None:
+        """Raises EngineError."""
+        if threads > 1 and "OPENMP = 1" not in system_info():
+            params = defaults(llama().ggml_threadpool_params_default, threads)
+            self._handle = _cpu_function("ggml_threadpool_new", c_void_p, POINTER(ThreadPoolParams))(byref(params))
+            if not self._handle:
+                raise EngineError(f"llama.cpp could not start {threads} threads: try fewer --threads.")
+
+    def attach(self, context: Handle) -> None:
+        if self._handle:
+            llama().llama_attach_threadpool(context, self._handle, None)
+
+    def close(self) -> None:
+        if self._handle:
+            _cpu_function("ggml_threadpool_free", None, c_void_p)(self._handle)
+            self._handle = None
+
+
+def _cpu_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the CPU backend, which may be in a file that the library has opened by itself."""
+    device = llama().ggml_backend_dev_by_type(_CPU)
+    address = llama().ggml_backend_reg_get_proc_address(
+        llama().ggml_backend_dev_backend_reg(device), name.encode()
+    )
+    return CFUNCTYPE(result, *arguments)(address)
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+@contextmanager
+def one_core_each() -> Iterator[None]:
+    """Open an engine inside of it: afterwards this thread and the workers that came with it have a core each.
+
+    Nothing changes where there are fewer workers than cores: the kernel knows better which ones are free. What
+    this thread starts from now on stays on its core, so it should be a thread of the engine's own.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    own = threading.get_native_id()
+    # A thread hands its name down to those that it starts, which is how its workers are found again.
+    name = f"engine-{own}"
+    with suppress(OSError):
+        (_TASKS / str(own) / "comm").write_text(name)
+    yield
+    with suppress(OSError):
+        _bind([own, *(task for task in _called(name) if task != own)])
+
+
+def _called(name: str) -> list[int]:
+    return sorted(int(task.name) for task in _TASKS.iterdir() if _name_of(task) == name)
+
+
+def _name_of(task: Path) -> str:
+    try:
+        return (task / "comm").read_text().strip()
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def _bind(threads: list[int]) -> None:
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    if len(threads) == len(cores) > 1:
+        for thread, core in zip(threads, cores, strict=True):
+            os.sched_setaffinity(thread, {core})
+
+
+def footprint_of(model: LlamaModel, cells: int, kv_bytes_per_token: int) -> Footprint | None:
+    """Asked once, when the context was opened. None with layers on a GPU: it is not told what is where."""
+    told = take_buffers()
+    if model.offloads:
+        return None
+    least = int(llama().llama_model_size(model.handle)) + cells * kv_bytes_per_token
+    return Footprint(
+        device="cpu",
+        capacity=total_ram(),
+        fixed=model.resident_before + max(told, least),
+        per_step_token=kv_bytes_per_token,  # what a step computed is copied out of the context
+        per_context_token=0,
+        per_pair=0,
+        per_logits_row=0,
+    )

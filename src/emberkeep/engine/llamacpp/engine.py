@@ -3,31 +3,56 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.config import resident_ram
-from emberkeep.engine.base import Blended, Capabilities, KvUnit, Logits, Outcome, Payload, Piece, Rows
-from emberkeep.engine.llamacpp import binding, cores
+from emberkeep.engine.base import (
+    Blended,
+    Capabilities,
+    KvUnit,
+    Logits,
+    Outcome,
+    Payload,
+    Piece,
+    Rows,
+    check_splice,
+)
 from emberkeep.engine.llamacpp.api import Handle
-from emberkeep.engine.llamacpp.blob import Bytes
-from emberkeep.engine.llamacpp.context import LlamaSettings, fingerprint, open_context, windows_suffice
+from emberkeep.engine.llamacpp.context import (
+    PROBE,
+    Exports,
+    LlamaSettings,
+    ThreadPool,
+    available_cores,
+    fingerprint,
+    footprint_of,
+    learn_layout,
+    open_context,
+    windows_suffice,
+)
 from emberkeep.engine.llamacpp.experts import ExpertCounter
-from emberkeep.engine.llamacpp.footprint import footprint_of
-from emberkeep.engine.llamacpp.layout import PROBE, Exports, Layout, learn
+from emberkeep.engine.llamacpp.kv_packing import pack_range, packs, unpack_range
+from emberkeep.engine.llamacpp.kv_state import (
+    PARTIAL,
+    BatchBuffer,
+    Bytes,
+    Layout,
+    read_state,
+    share_range,
+    write_state,
+)
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.moving import moves_rightly
-from emberkeep.engine.llamacpp.packed import pack_range, packs, unpack_range
-from emberkeep.engine.llamacpp.places import Places
-from emberkeep.engine.llamacpp.rows import BatchBuffer
-from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.engine.llamacpp.state import PARTIAL, read_state, shared, write_state
-from emberkeep.engine.llamacpp.threadpool import ThreadPool
+from emberkeep.engine.llamacpp.reposition import can_reposition
+from emberkeep.engine.llamacpp.shared_library import llama, take_errors
 from emberkeep.engine.packing import is_packed
-from emberkeep.engine.splicing import check_splice
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import Json
 
@@ -36,7 +61,7 @@ _SCRATCH = 0
 
 
 WIDE_ROWS = 64
-"""A CPU's flash attention takes so many queries at once, and fewer one by one. Of a GPU's kernels nobody knows."""
+"""A CPU's flash attention takes so many queries at once, and fewer one by one. Of GPUs this is not known."""
 
 
 class LlamaEngine:
@@ -56,7 +81,7 @@ class LlamaEngine:
         self._batch = BatchBuffer(settings.batch)
         self._last_rows: list[int] = []
         try:
-            self._threads.start(settings.threads or cores.available())
+            self._threads.start(settings.threads or available_cores())
             self._open()
             self._layout = self._learn_layout()
             self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
@@ -73,7 +98,7 @@ class LlamaEngine:
         layout, settings = self._layout, self._settings
         return Capabilities(
             kv_unit=self._unit,
-            can_shift=layout is not None and moves_rightly(self._model, layout, settings),
+            can_shift=layout is not None and can_reposition(self._model, layout, settings),
             max_sequences=settings.sequences,
             cells=settings.cells,
             context=min(settings.context, settings.cells),
@@ -96,14 +121,14 @@ class LlamaEngine:
         code = llama().llama_decode(self._context, llama_batch)
         if code == 0:
             for rows in batch:
-                self._places.grow(rows.sequence, rows.start + len(rows.tokens))
+                self._cells.grow(rows.sequence, rows.start + len(rows.tokens))
             if self.experts is not None:
                 self.experts.step_done()
             return Outcome.DONE
         if code == 1:
-            binding.take_errors()
+            take_errors()
             return Outcome.NO_ROOM
-        raise EngineError(f"llama.cpp could not evaluate a batch: {binding.take_errors() or f'code {code}'}.")
+        raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors() or f'code {code}'}.")
 
     def logits(self, index: int) -> Logits:
         pointer = llama().llama_get_logits_ith(self._context, self._last_rows[index])
@@ -116,7 +141,7 @@ class LlamaEngine:
     # ── state ──
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
-        if borders[-1] > self._places[sequence].end:
+        if borders[-1] > self._cells[sequence].end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if self._layout is None or not self._unit.has_ranges:
             return [memoryview(b"")] * (len(borders) - 1)
@@ -129,32 +154,32 @@ class LlamaEngine:
         return [pack_range(self._layout, payload, end - start, bits) for payload, (start, end) in ranges]
 
     def _export_ranges(self, layout: Layout, sequence: int, borders: Sequence[int]) -> list[Payload]:
-        with shared(self._memory, sequence + 1, _SCRATCH, borders[0], borders[-1]):
+        with share_range(self._memory, sequence + 1, _SCRATCH, borders[0], borders[-1]):
             if layout.recurrent:
                 # Takes the recurrent state, which may be large, out of the copy.
                 write_state(self._context, _SCRATCH, layout.empty_snapshot, PARTIAL)
             state = read_state(self._context, _SCRATCH)
-        return layout.cut(state, borders)
+        return layout.split(state, borders)
 
     def export_snapshot(self, sequence: int) -> Payload:
-        layout, end = self._snapshot_layout(), self._places[sequence].end
+        layout, end = self._snapshot_layout(), self._cells[sequence].end
         self._require(sequence, end=end)
         state = self._read_rest(sequence)
         layout.check_snapshot(memoryview(state), end)
         return memoryview(state)
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
-        if self._layout is not None and self._unit.has_ranges and is_packed(payload):
-            payload = unpack_range(self._layout, payload)
+        if self._layout is not None and self._unit.has_ranges and not self._layout.begins(payload):
+            payload = unpack_range(self._layout, payload) if is_packed(payload) else payload
         if not payload_start <= start < end <= self._payload_end(payload, payload_start, end):
             raise EngineError("A stored KV payload does not hold the positions asked for.")
-        place = self._places[sequence]
-        if place.end != start:
+        held = self._cells[sequence]
+        if held.end != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
         if self._unit.has_ranges and not self._import_range(sequence, start, end, payload):
             return Outcome.NO_ROOM
-        self._places.grow(sequence, end)
-        place.is_whole = not self._unit.has_snapshots
+        self._cells.grow(sequence, end)
+        held.is_whole = not self._unit.has_snapshots
         return Outcome.DONE
 
     def _payload_end(self, payload: Payload, start: int, end: int) -> int:
@@ -172,46 +197,46 @@ class LlamaEngine:
         return has_room
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
-        layout, place = self._snapshot_layout(), self._places[sequence]
-        if place.end != position and (self._unit.has_ranges or place.end):
-            raise EngineError(f"Sequence {sequence} ends at {place.end}, not where the snapshot was taken.")
+        layout, held = self._snapshot_layout(), self._cells[sequence]
+        if held.end != position and (self._unit.has_ranges or held.end):
+            raise EngineError(f"Sequence {sequence} ends at {held.end}, not where the snapshot was taken.")
         layout.check_snapshot(payload, position)
-        self._places.grow(sequence, position)
-        place.is_whole = write_state(self._context, sequence + 1, np.frombuffer(payload, np.uint8), PARTIAL)
-        return Outcome.DONE if place.is_whole else Outcome.NO_ROOM
+        self._cells.grow(sequence, position)
+        held.is_whole = write_state(self._context, sequence + 1, np.frombuffer(payload, np.uint8), PARTIAL)
+        return Outcome.DONE if held.is_whole else Outcome.NO_ROOM
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
-        place = self._places[source]
-        if self._unit.has_snapshots and end != place.end:
+        held = self._cells[source]
+        if self._unit.has_snapshots and end != held.end:
             raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
         llama().llama_memory_seq_cp(self._memory, source + 1, target + 1, 0, end)
-        is_whole = place.is_whole
+        is_whole = held.is_whole
         if is_whole and not self._share_windows:
             is_whole = write_state(self._context, target + 1, self._read_rest(source), PARTIAL)
-        self._places.share(source, target, end)
-        self._places[target].is_whole = is_whole
+        self._cells.share(source, target, end)
+        self._cells[target].is_whole = is_whole
 
     def trim(self, sequence: int, start: int) -> None:
-        place = self._places[sequence]
-        is_possible = not self._unit.has_snapshots or start == 0 or start >= place.end
+        held = self._cells[sequence]
+        is_possible = not self._unit.has_snapshots or start == 0 or start >= held.end
         if not is_possible or not llama().llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
             raise EngineError(f"This model's state cannot be cut back to {start} tokens.")
-        self._places.cut(sequence, start)
+        self._cells.trim(sequence, start)
 
     def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
         """Should llama.cpp fail in the middle of it, the sequence is emptied and StepFailed is raised."""
-        length = self._places[sequence].end
+        length = self._cells[sequence].end
         check_splice(self.capabilities, length, start, end, insert)
-        shared = length - end - self._places.alone(sequence, end, length)
-        more = len(insert) + shared - self._places.alone(sequence, start, end)
+        shared = length - end - self._cells.count_unshared(sequence, end, length)
+        more = len(insert) + shared - self._cells.count_unshared(sequence, start, end)
         # Asked before anything changes: llama.cpp finds out when it has already rotated, which cannot be undone.
-        if self._places.used + more > llama().llama_n_ctx(self._context):
+        if self._cells.used + more > llama().llama_n_ctx(self._context):
             return Outcome.NO_ROOM
         try:
             self._set_aside(sequence, start, end, is_shared=shared > 0)
             self._insert(sequence, start, insert, by=start + len(insert) - end)
             llama().llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, -1, -1)
-            self._places.grow(sequence, length + start + len(insert) - end)
+            self._cells.grow(sequence, length + start + len(insert) - end)
         except EngineError as error:
             self.trim(sequence, 0)
             raise StepFailed(f"State that was being moved is lost, so evaluate it again: {error}") from error
@@ -222,10 +247,10 @@ class LlamaEngine:
     def _set_aside(self, sequence: int, start: int, end: int, *, is_shared: bool) -> None:
         """Forget positions from `start` on, and leave those from `end` on in the scratch sequence.
 
-        A cell has one place for all who share it, so what is shared gets cells of its own: it will move.
+        A cell has one position for all who share it, so what is shared gets cells of its own: it will move.
         """
         if is_shared:
-            with shared(self._memory, sequence + 1, _SCRATCH, end, -1):
+            with share_range(self._memory, sequence + 1, _SCRATCH, end, -1):
                 followers = read_state(self._context, _SCRATCH)
             self.trim(sequence, start)
             if not write_state(self._context, _SCRATCH, followers):
@@ -239,7 +264,7 @@ class LlamaEngine:
 
         llama.cpp only notes what is to move; it rotates the keys in the next step, before anything else.
         """
-        binding.take_errors()
+        take_errors()
         llama().llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, by)
         step = self._settings.batch
         for begin in range(0, len(insert), step):
@@ -248,20 +273,20 @@ class LlamaEngine:
                 raise EngineError("llama.cpp has fewer free cells than were counted.")
         self._last_rows = []
         # It goes on without rotating when that fails.
-        if complaint := binding.take_errors():
+        if complaint := take_errors():
             raise EngineError(f"llama.cpp could not rotate keys: {complaint}.")
 
     def _require(self, sequence: int, *, end: int) -> None:
         """Raises EngineError unless `sequence` ends at `end` and has all of its state."""
-        place = self._places[sequence]
-        if place.end != end:
-            raise EngineError(f"Sequence {sequence} ends at {place.end}, not at {end}.")
-        if not place.is_whole:
+        held = self._cells[sequence]
+        if held.end != end:
+            raise EngineError(f"Sequence {sequence} ends at {held.end}, not at {end}.")
+        if not held.is_whole:
             raise EngineError(f"Sequence {sequence} has no snapshot of its first {end} tokens to go on from.")
 
     def _read_rest(self, sequence: int) -> Bytes:
         """What is not by range."""
-        with shared(self._memory, sequence + 1, _SCRATCH, 0, self._places[sequence].end):
+        with share_range(self._memory, sequence + 1, _SCRATCH, 0, self._cells[sequence].end):
             return read_state(self._context, _SCRATCH, PARTIAL)
 
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
@@ -284,7 +309,7 @@ class LlamaEngine:
         self._context = open_context(self._model, self._settings, on_node)
         self._threads.attach(self._context)
         self._memory = llama().llama_get_memory(self._context)
-        self._places = Places()
+        self._cells = CellMap()
 
     def _free(self) -> None:
         if self._context:
@@ -307,9 +332,9 @@ class LlamaEngine:
         # A step with logits touches what the first real one would otherwise have to wait for.
         self.evaluate([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), want_logits=True)])
         llama().llama_memory_clear(self._memory, True)
-        self._places = Places()
+        self._cells = CellMap()
         try:
-            return learn(empty, exports, llama().llama_model_n_swa(self._model.handle))
+            return learn_layout(empty, exports, llama().llama_model_n_swa(self._model.handle))
         except EngineError:
             return None
 
@@ -325,3 +350,70 @@ class LlamaEngine:
         if self._layout is None or not self._unit.has_snapshots:
             return 0
         return self._layout.snapshot_bytes(min(self._layout.window, self._settings.cells))
+
+
+Cells: TypeAlias = "array[int]"
+"""A number for the cell of each position. No number is ever used for another cell."""
+
+
+@dataclass(slots=True)
+class SequenceCells:
+    """The cells of one sequence, by position."""
+
+    cells: Cells = field(default_factory=lambda: array("q"))
+    is_whole: bool = True
+    """False between the import of ranges and that of the snapshot that belongs to them."""
+
+    @property
+    def end(self) -> int:
+        return len(self.cells)
+
+
+class CellMap:
+    """How far each sequence has come, and which cells it shares with others: llama.cpp does not tell.
+
+    Sequences share cells only at equal positions, since a cell has one.
+    """
+
+    def __init__(self) -> None:
+        self._of: defaultdict[int, SequenceCells] = defaultdict(SequenceCells)
+        self._numbers = 0
+
+    def __getitem__(self, sequence: int) -> SequenceCells:
+        return self._of[sequence]
+
+    def grow(self, sequence: int, end: int) -> None:
+        """Cells of its own for all positions up to `end`."""
+        held = self._of[sequence]
+        begin, self._numbers = self._numbers, self._numbers + end - held.end
+        held.cells.extend(range(begin, self._numbers))
+
+    def share(self, source: int, target: int, end: int) -> None:
+        self._of[target] = SequenceCells(self._of[source].cells[:end])
+
+    def trim(self, sequence: int, start: int) -> None:
+        """A sequence of which nothing is left lacks nothing."""
+        del self._of[sequence].cells[start:]
+        if start == 0:
+            del self._of[sequence]
+
+    @property
+    def used(self) -> int:
+        """Cells that sequences have, each counted once."""
+        cells = [held.cells for held in self._of.values()]
+        return sum(_count_unlike(mine, cells[:index], 0, len(mine)) for index, mine in enumerate(cells))
+
+    def count_unshared(self, sequence: int, start: int, end: int) -> int:
+        """How many of the cells of [start, end) no other sequence has."""
+        others = [held.cells for other, held in self._of.items() if other != sequence]
+        return _count_unlike(self._of[sequence].cells, others, start, end)
+
+
+def _count_unlike(cells: Cells, others: Iterable[Cells], start: int, end: int) -> int:
+    """How many of [start, end) are not in any of `others`."""
+    mine = np.frombuffer(cells, np.int64)[start:end]
+    is_shared: npt.NDArray[np.bool_] = np.zeros(len(mine), bool)
+    for other in others:
+        theirs = np.frombuffer(other, np.int64)[start:end]
+        is_shared[: len(theirs)] |= mine[: len(theirs)] == theirs[: len(mine)]
+    return len(mine) - int(is_shared.sum())

@@ -1,8 +1,8 @@
 """Which experts of a mixture are chosen, seen through llama.cpp's evaluation callback.
 
 llama.cpp asks the callback about every node of a graph, some thousand per step, and computes the graph in one go
-where there is none. It takes a callback only when a context is opened. So a context that nobody watches has none,
-and whoever begins to watch opens another one.
+where there is none. It takes a callback only when a context is opened. So a context that is not watched has none,
+and watching begins with opening another one.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ExpertCounter:
 
 
 def _read(tensor: Tensor) -> npt.NDArray[np.int32]:
-    """One row per token. The last layer has none in a step that nobody wants logits from."""
+    """One row per token. The last layer has none in a step without logits."""
     used, tokens = tensor.ne[:2]
     if not tokens:
         return np.empty((0, used), np.int32)

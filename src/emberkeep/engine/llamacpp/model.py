@@ -1,4 +1,8 @@
-"""A loaded GGUF model: the owner of one `llama_model` handle."""
+"""A loaded GGUF model, and where its layers are computed: on which GPUs, how many, and what of them stays in RAM.
+
+The GPUs are handed to llama.cpp as a list of our own, and so is how layers are shared out among them: what is
+planned here is then what happens, and can be said in a fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,96 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from emberkeep.config import resident_ram
-from emberkeep.engine.llamacpp import binding
-from emberkeep.engine.llamacpp.api import Handle, defaults
-from emberkeep.engine.llamacpp.placement import ON_CPU, Placement, PlacementParams, gpus
-from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.api import BufferOverride, DeviceProps, Handle, defaults
+from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
+
+_GPU, _INTEGRATED = 1, 2
+_EXPERTS = r"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""As llama.cpp's own --n-cpu-moe has it."""
+_MARGIN = 1 << 30
+"""Of each GPU: what its driver and its other programs may want, and what estimates are wrong by."""
+_GRID = 512 << 20
+"""Free memory is rounded down to multiples of it, so that a few MiB more or less change no plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    handle: Handle
+    name: str
+    """As `CUDA0`."""
+    description: str
+    free: int
+    """In bytes."""
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    weights: int
+    """Without experts."""
+    experts: int = 0
+    state: int = 0
+    """Its cells of the KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    layers: tuple[LayerBytes, ...]
+    output: int
+    """What is computed after the last layer."""
+    buffers: int
+    """What each GPU needs to compute, whatever it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    layers: int = 0
+    """That the model has, without the output."""
+    gpu_layers: int = 0
+    """The last so many of them, of which the output is one more; others are computed by the CPU."""
+    split: tuple[float, ...] = ()
+    """The share of each GPU, where there are several."""
+    cpu_moe: int = 0
+    """The first so many layers leave their experts in RAM."""
+
+    @property
+    def count(self) -> int:
+        """Of the layers that are on GPUs, with the output."""
+        return min(self.gpu_layers, self.layers + 1)
+
+    def assigned(self, count: int) -> list[int | None]:
+        """Which of `count` GPUs computes each layer, and the output at last; None: the CPU does.
+
+        llama.cpp's own arithmetic, in its precision.
+        """
+        on_gpus = self.count if count else 0
+        borders = np.cumsum(np.array(self.split or [1.0], np.float32), dtype=np.float32)
+        borders /= borders[-1]
+        places = np.arange(on_gpus, dtype=np.float32) / np.float32(max(on_gpus, 1))
+        on_cpu: list[int | None] = [None] * (self.layers + 1 - on_gpus)
+        return on_cpu + [int(gpu) for gpu in np.searchsorted(borders, places, side="right")]
+
+    def experts_in_ram(self) -> range:
+        """The layers that are on a GPU but for their experts: of others the CPU has all in its own best format."""
+        first = max(self.layers + 1 - self.gpu_layers, 0)
+        return range(first, max(min(self.cpu_moe, self.layers), first))
+
+    def facts(self, found: Sequence[Gpu]) -> object:
+        """All that says what is computed where, for a fingerprint."""
+        if not found or not self.gpu_layers:
+            return "CPU"
+        devices = [(gpu.name, gpu.description) for gpu in found]
+        return devices, self.assigned(len(found)), self.experts_in_ram()
+
+
+ON_CPU = Placement()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,9 +126,9 @@ class LlamaModel:
         adapters: Sequence[Adapter] = (),
         repacks: bool = True,
     ) -> None:
-        binding.start()
-        binding.take_errors()
-        binding.take_buffers()
+        start_backend()
+        take_errors()
+        take_buffers()
         self.resident_before = resident_ram() or 0
         """What the process held without it, in bytes."""
         if not path.is_file():
@@ -55,7 +141,7 @@ class LlamaModel:
         self.handle: Handle | None = llama().llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             way_out = "; try fewer --gpu-layers" if found and placement.gpu_layers else ""
-            reason = binding.take_errors() or "unknown format"
+            reason = take_errors() or "unknown format"
             raise ModelBroken(f"llama.cpp cannot load {path.name}: {reason}{way_out}.")
         self.offloads = bool(found and placement.gpu_layers)
         self.placement = placement.facts(found)
@@ -74,10 +160,10 @@ class LlamaModel:
             raise
 
     def _load_adapter(self, path: Path) -> Handle:
-        binding.take_errors()
+        take_errors()
         loaded: Handle | None = llama().llama_adapter_lora_init(self.handle, str(path).encode())
         if not loaded:
-            reason = binding.take_errors() or "unknown format"
+            reason = take_errors() or "unknown format"
             self.close()
             raise EngineError(f"llama.cpp cannot use the adapter {path.name}, {reason}: leave --lora out.")
         return loaded
@@ -108,3 +194,89 @@ class LlamaModel:
         if self.handle:
             llama().llama_model_free(self.handle)
             self.handle = None
+
+
+def gpus() -> list[Gpu]:
+    """Those that this llama.cpp and this machine have, as llama.cpp would choose them.
+
+    One that two of its backends see counts once, and integrated ones only where there is no other.
+    """
+    start_backend()
+    devices = [llama().ggml_backend_dev_get(index) for index in range(llama().ggml_backend_dev_count())]
+    for kind in (_GPU, _INTEGRATED):
+        found: dict[object, Gpu] = {}
+        for device in devices:
+            if llama().ggml_backend_dev_type(device) == kind:
+                props = DeviceProps()
+                llama().ggml_backend_dev_get_props(device, ctypes.byref(props))
+                found.setdefault(props.device_id or device, _gpu(device, props))
+        if found:
+            return list(found.values())
+    return []
+
+
+def _gpu(device: Handle, props: DeviceProps) -> Gpu:
+    name, description = (text.decode("utf-8", "replace") for text in (props.name, props.description))
+    return Gpu(device, name, description, props.memory_free, props.memory_total)
+
+
+def planned(model: ModelBytes, found: Sequence[Gpu], split: Sequence[float] | None, cpu_moe: int) -> Placement:
+    """As many layers as fit into the free memory of the GPUs. Pure."""
+    free = [_usable(gpu) for gpu in found]
+    shares = shared_out(found, split)
+    for gpu_layers in range(len(model.layers) + 1 if any(free) else 0, 0, -1):
+        placement = Placement(len(model.layers), gpu_layers, shares, cpu_moe)
+        if _fits(model, placement, free):
+            return placement
+    return Placement(len(model.layers), 0, shares, cpu_moe)
+
+
+def shared_out(found: Sequence[Gpu], split: Sequence[float] | None) -> tuple[float, ...]:
+    """The share of each GPU, as it was asked for or by free memory; nothing where one has all. Pure."""
+    if len(found) < 2:
+        return ()
+    shares = split or [float(_usable(gpu)) for gpu in found]
+    return (*shares, *[0.0] * (len(found) - len(shares))) if any(shares) else (1.0,) * len(found)
+
+
+def _usable(gpu: Gpu) -> int:
+    return max(gpu.free // _GRID * _GRID - _MARGIN, 0)
+
+
+def _fits(model: ModelBytes, placement: Placement, free: Sequence[int]) -> bool:
+    """Buffers are counted for every GPU that computes anything."""
+    in_ram = placement.experts_in_ram()
+    sizes = [
+        layer.weights + layer.state + (0 if number in in_ram else layer.experts)
+        for number, layer in enumerate(model.layers)
+    ]
+    taken = [0] * len(free)
+    for size, gpu in zip([*sizes, model.output], placement.assigned(len(free)), strict=True):
+        if gpu is not None:
+            taken[gpu] = (taken[gpu] or model.buffers) + size
+    return all(used <= room for used, room in zip(taken, free, strict=True))
+
+
+class PlacementParams:
+    """A placement as llama.cpp's parameters take it; they point into this object, so keep it for as long."""
+
+    def __init__(self, placement: Placement, found: Sequence[Gpu]) -> None:
+        self._gpu_layers = placement.gpu_layers
+        # Without any layers they are left alone: llama.cpp would still compute on those that it was not denied.
+        used = found if placement.gpu_layers else ()
+        self._devices = (ctypes.c_void_p * (len(used) + 1))(*(gpu.handle for gpu in used), None) if found else None
+        # It may read as many as it could ever have GPUs.
+        self._split = (ctypes.c_float * max(llama().llama_max_devices(), len(found)))(*placement.split)
+        cpu, in_ram = llama().ggml_backend_cpu_buffer_type(), placement.experts_in_ram() if found else ()
+        overrides = [BufferOverride(_EXPERTS.format(layer=layer).encode(), cpu) for layer in in_ram]
+        self._overrides = (BufferOverride * (len(overrides) + 1))(*overrides)
+
+    def put_into(self, params: Any) -> None:
+        """Nothing but the number of layers is said where there is nothing else to say."""
+        params.n_gpu_layers = self._gpu_layers
+        if self._devices is not None:
+            params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
+        if any(self._split):
+            params.tensor_split = self._split
+        if len(self._overrides) > 1:
+            params.tensor_buft_overrides = self._overrides

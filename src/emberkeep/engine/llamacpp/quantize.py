@@ -11,9 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from emberkeep.engine.llamacpp import binding
 from emberkeep.engine.llamacpp.api import defaults
-from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_errors
 from emberkeep.errors import EngineError
 
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9}
@@ -25,17 +24,17 @@ def requantize(source: Path, target: Path, to: str) -> None:
 
     Blocks on all cores. Raises EngineError; what is at `target` is then worthless.
     """
-    binding.start()
+    start_backend()
     if not hasattr(llama(), "llama_model_quantize"):
         raise EngineError("This build of llama.cpp cannot write weights in another format; keep them as they are.")
     parameters = defaults(llama().llama_model_quantize_default_params)
     parameters.ftype = _file_type(to)
     # Without this only 16 and 32 bit sources are taken.
     parameters.allow_requantize = True
-    binding.take_errors()
+    take_errors()
     status = llama().llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(parameters))
     if status != 0:
-        reason = binding.take_errors() or f"status {status}"
+        reason = take_errors() or f"status {status}"
         raise EngineError(f"llama.cpp could not write {source.name} as {to} ({reason}); keep it as it is.")
 
 

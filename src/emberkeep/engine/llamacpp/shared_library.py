@@ -1,14 +1,18 @@
-"""Which llama.cpp is used: one compiled on this machine, a ready-made one, or one that was named.
+"""llama.cpp's shared library: which one is used, how it is brought up, and where a ready-made one comes from.
 
-Python packages that carry one are never imported: only the shared library in them is opened.
+It is one compiled on this machine, a ready-made one, or one that was named. Python packages that carry one are
+never imported: only the shared library in them is opened.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -16,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from emberkeep.engine.llamacpp import api
-from emberkeep.engine.llamacpp.prebuilt import prebuilt
 from emberkeep.errors import EngineError
+
+log = logging.getLogger("emberkeep.llamacpp")
 
 AUTO = "auto"
 NATIVE, READY_MADE = "native", "ready-made"
@@ -34,7 +41,7 @@ _INSTALL = {
 @dataclass(frozen=True, slots=True)
 class LibraryFile:
     kind: str
-    """`native`, `ready-made`, or `named` for a path that somebody gave."""
+    """`native`, `ready-made`, or `named` for a path that the user gave."""
     path: Path
 
     def __str__(self) -> str:
@@ -142,3 +149,118 @@ def _digest_of(paths: list[Path]) -> str:
         except OSError as error:
             raise EngineError(f"{path} cannot be read, {error.strerror}: install llama.cpp again.") from error
     return total.hexdigest()
+
+
+# ── bringing it up: backend, log, errors ──
+
+_LEVELS = {2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
+_recent_errors: list[str] = []
+_BUFFER = re.compile(r"buffer size =\s*([\d.]+) MiB")
+_buffers: list[float] = []
+
+
+@api.LogCallback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+    line = text.decode("utf-8", "replace").rstrip()
+    if level == 4 and line:
+        _recent_errors.append(line)
+        del _recent_errors[:-8]
+    if found := _BUFFER.search(line):
+        _buffers.append(float(found[1]))
+    # llama.cpp tells the caller the same through return codes: its own words are for debugging.
+    if level in _LEVELS and line and log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", line)
+
+
+@functools.cache
+def start_backend() -> None:
+    """Bring llama.cpp up once per process. Its log goes to our debug log."""
+    llama().llama_log_set(_on_log, ctypes.c_void_p(0))
+    if not llama().ggml_backend_dev_count():
+        # Its backends are in files of their own, of which it chooses those that fit this CPU best.
+        llama().ggml_backend_load_all_from_path(str(used().path.parent).encode())
+    llama().llama_backend_init()
+
+
+def take_errors() -> str:
+    """What llama.cpp first complained about since the last call: what follows is its callers passing it on."""
+    first = _recent_errors[0] if _recent_errors else ""
+    _recent_errors.clear()
+    # It begins with the name of a C function.
+    return re.sub(r"^\w+: ", "", first).rstrip(".")
+
+
+def take_buffers() -> int:
+    """Bytes that llama.cpp said it allocated since the last call: only its log says so."""
+    total = sum(_buffers)
+    _buffers.clear()
+    return int(total * (1 << 20))
+
+
+def system_info() -> str:
+    """llama.cpp's list of CPU features and backends it was built with."""
+    start_backend()
+    info: bytes = llama().llama_print_system_info()
+    return info.decode().strip()
+
+
+def version() -> str:
+    said: bytes = llama().llama_version()
+    return said.decode()
+
+
+# ── a ready-made one ──
+
+
+def cache_folder() -> Path:
+    """Of what belongs to this user's llama.cpp, whatever the data folder."""
+    return platformdirs.user_cache_path("emberkeep", appauthor=False) / "llamacpp"
+
+
+@dataclass(frozen=True, slots=True)
+class Prebuilt:
+    """llama.cpp compiled for every kind of CPU, of which it chooses at run time.
+
+    The npm packages of node-llama-cpp carry llama.cpp's own shared libraries, with one file of kernels per
+    generation of CPUs. Only those libraries are used. They lie in the user's cache, by version and platform, so
+    that machines may share a home folder.
+    """
+
+    package: str
+    version: str
+    integrity: str
+    """SHA-512 of the archive as npm writes it."""
+    libraries: str
+    """The folder inside of the archive."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its libraries are, once they were fetched."""
+        return cache_folder() / f"{self.libraries.rpartition('/')[2]}-{self.version}"
+
+    @property
+    def library(self) -> Path | None:
+        """None until it was fetched."""
+        return next(iter(sorted(self.folder.glob("libllama.v*"))), None)
+
+
+_VERSION = "3.22.1"
+_PACKAGES = {
+    ("linux", "x86_64"): Prebuilt(
+        "@node-llama-cpp/linux-x64",
+        _VERSION,
+        "sha512-5uCCDNqWCNfaAm8aR/Uzxbo4HBpKgNF91kCHPepKhgMgV2OAmatoefbOlMihsqCiH2Od35E/eUHQCFbfRBJuOg==",
+        "package/bins/linux-x64",
+    ),
+    ("linux", "aarch64"): Prebuilt(
+        "@node-llama-cpp/linux-arm64",
+        _VERSION,
+        "sha512-W+7naKCXX9/eEjjFmRS8vvx91QyLXDbeFxexZc3bh/PtQABZgmRL3C0AtYYXn4YGTj/3Qor4lWZn2tpjZFPLdQ==",
+        "package/bins/linux-arm64",
+    ),
+}
+
+
+def prebuilt() -> Prebuilt | None:
+    """The one for this machine; None where there is none of a known release."""
+    return _PACKAGES.get((sys.platform, platform.machine()))

@@ -1,17 +1,24 @@
-"""A llama.cpp vocabulary as an immutable value: pieces, specials, and tokenisation."""
+"""A llama.cpp vocabulary as an immutable value: pieces, specials, and tokenization.
+
+Most of llama.cpp's pre-tokenizers are a `std::regex`, which matches by recursion: libstdc++ takes some 320 bytes
+of stack for every character of a match, and 25,000 letters in a row are more than a thread has. So long texts are
+split first, and tokenized on a thread with a large stack.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import TypeVar
 
 from emberkeep.engine.llamacpp import api
 from emberkeep.engine.llamacpp.api import Handle
-from emberkeep.engine.llamacpp.pretokenizer import CALLER_CHARS, FOR_EMBEDDINGS, SLOW_WITH_RUNS, on_large_stack
 from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.engine.text_cutter import RUNS, Run, TextCutter
+from emberkeep.engine.text_splitter import MAX_MATCH, RUNS, Run, TextSplitter
 from emberkeep.errors import EngineError, ModelBroken
 
 _STRIPS = api.TOKEN_LSTRIP | api.TOKEN_RSTRIP
@@ -28,6 +35,23 @@ _BLANK = "▁"
 _UNKNOWN_CHARS = 1 << 13
 _UNKNOWN_RUN = 1 << 10
 _SLICE = 1 << 16
+
+T = TypeVar("T")
+
+CALLER_CHARS = 512
+"""What may be tokenized on any thread: some systems give them as little as 512 KiB of stack."""
+
+SLOW_WITH_RUNS = frozenset({"deepseek-llm", "superbpe"})
+r"""Pre-tokenizers that try to find the end of a run from all of it: `\s+$`, and `(?=(\d{3})+(?!\d))`."""
+
+FOR_EMBEDDINGS = frozenset({"whitespace"})
+"""Pre-tokenizers that leave blanks in what is merged, at two of which llama.cpp ends the process. Only embedding
+models have them."""
+
+_STACK_BYTES = MAX_MATCH * 2048
+"""Six times of what a match was seen to take. Only as much as one really takes becomes memory."""
+
+_starting = threading.Lock()
 
 
 class LlamaVocab:
@@ -84,23 +108,23 @@ class LlamaVocab:
             return self._tokenize_piece(text, parse_special)
         if len(text) > _MAX_CHARS:
             raise EngineError(f"A text of {len(text)} characters is too long to be tokenized: send less.")
-        pieces = (self._cutter if parse_special else self._blind_cutter).pieces(text)
-        return on_large_stack(lambda: self._tokenize_pieces(pieces, parse_special))
+        pieces = (self._splitter if parse_special else self._blind_splitter).pieces(text)
+        return run_on_large_stack(lambda: self._tokenize_pieces(pieces, parse_special))
 
     @cached_property
-    def _cutter(self) -> TextCutter:
-        return self._cutter_for(self.specials.keys())
+    def _splitter(self) -> TextSplitter:
+        return self._splitter_for(self.specials.keys())
 
     @cached_property
-    def _blind_cutter(self) -> TextCutter:
+    def _blind_splitter(self) -> TextSplitter:
         """For texts in which control tokens are not looked for."""
-        return self._cutter_for([text for text, token in self.specials.items() if token not in self.controls])
+        return self._splitter_for([text for text, token in self.specials.items() if token not in self.controls])
 
-    def _cutter_for(self, specials: Collection[str]) -> TextCutter:
+    def _splitter_for(self, specials: Collection[str]) -> TextSplitter:
         # The other kinds have no pre-tokenizer, and some put a blank before whatever is cut off.
         is_bpe = self._kind == api.VOCAB_BPE
         runs = RUNS if is_bpe and self._pre in SLOW_WITH_RUNS else ()
-        return TextCutter(specials, strips=not self.splits_at_specials, runs=runs, limits_matches=is_bpe)
+        return TextSplitter(specials, strips=not self.splits_at_specials, runs=runs, limits_matches=is_bpe)
 
     def _tokenize_pieces(self, pieces: Sequence[str], parse_special: bool) -> list[int]:
         # A long run gives the same piece many times, and the library compiles its patterns anew for every one.
@@ -108,7 +132,7 @@ class LlamaVocab:
         return [token for piece in pieces for token in ids[piece]]
 
     def _tokenize_in_bytes(self, text: str, parse_special: bool) -> list[int]:
-        first, *rest = self._unknown_cutter.pieces(text) if len(text) > _UNKNOWN_CHARS else [text]
+        first, *rest = self._unknown_splitter.pieces(text) if len(text) > _UNKNOWN_CHARS else [text]
         ids = self._tokenize_piece(first, parse_special)
         # What begins a text gets a blank before it, so something else begins these.
         lead = self._tokenize_piece(_LEAD, parse_special) if rest else []
@@ -117,16 +141,16 @@ class LlamaVocab:
         return ids
 
     @cached_property
-    def _unknown_cutter(self) -> TextCutter:
+    def _unknown_splitter(self) -> TextSplitter:
         """Cuts runs of characters that have no token: at each of them llama.cpp copies all ids it has so far."""
         if self._kind != api.VOCAB_SPM:
-            return TextCutter()
+            return TextSplitter()
         words = ((text, text.decode("utf-8", "ignore")) for text in self._texts())
         known = {word for text, word in words if len(word) == 1 and word.encode() == text} - {" "}
         if _BLANK in known:
             known.add(" ")
         unknown = f"[^{re.escape(''.join(sorted(known)))}]" if known else "(?s:.)"
-        return TextCutter(runs=[Run(re.compile(f"{unknown}{unknown}+"), _UNKNOWN_RUN)])
+        return TextSplitter(runs=[Run(re.compile(f"{unknown}{unknown}+"), _UNKNOWN_RUN)])
 
     def _tokenize_piece(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
@@ -171,3 +195,20 @@ def _read_pieces(handle: Handle, size: int) -> tuple[bytes, ...]:
         length = llama().llama_token_to_piece(handle, token, buffer, len(buffer), 0, True)
         pieces.append(ctypes.string_at(buffer, max(length, 0)))
     return tuple(pieces)
+
+
+def run_on_large_stack(call: Callable[[], T]) -> T:
+    """What `call` returns or raises, from a thread whose stack a match of `MAX_MATCH` characters fits into.
+
+    Blocks. Raises EngineError where no such thread can be started.
+    """
+    with ThreadPoolExecutor(1, "emberkeep-tokenizer") as thread:
+        with _starting:  # the size is the process's: a thread that starts meanwhile elsewhere gets it too
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                result = thread.submit(call)
+            except RuntimeError as error:
+                raise EngineError(f"No thread could be started for tokenizing a text: {error}.") from error
+            finally:
+                threading.stack_size(usual)
+        return result.result()

@@ -50,7 +50,7 @@ _WORD_END = re.compile(r"(?<=\w)(?=[ \t!-&(-/:-@\[-`{-~])")
 _LOOK_BACK = 1024
 
 
-class TextCutter:
+class TextSplitter:
     """Cuts the texts for one vocabulary. May be used from any thread.
 
     A piece ends after `MAX_SPECIALS` of `specials`, the texts of the special tokens that will be looked for in it

@@ -1,4 +1,7 @@
-"""Whether llama.cpp moves state rightly: it says so of models whose keys it then rotates or scales wrongly."""
+"""Whether llama.cpp repositions state rightly.
+
+It says so of models whose keys it then rotates or scales wrongly.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,14 @@ import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep.engine.base import KvUnit, Rows
-from emberkeep.engine.llamacpp import binding
-from emberkeep.engine.llamacpp.api import Handle
-from emberkeep.engine.llamacpp.blob import Bytes
+from emberkeep.engine.llamacpp.api import TYPES, Handle
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context
-from emberkeep.engine.llamacpp.dequantize import Numbers, dequantized
-from emberkeep.engine.llamacpp.layout import Layout
+from emberkeep.engine.llamacpp.kv_state import BatchBuffer, Bytes, Layout, read_state
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.rows import BatchBuffer
-from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.engine.llamacpp.state import read_state
+from emberkeep.engine.llamacpp.shared_library import llama, take_errors
 from emberkeep.errors import EngineError
 
 _CELLS = 256
@@ -31,10 +30,10 @@ _SCALE_TOLERANCE = 0.1
 """Of all keys together, in which the errors of quantising cancel out."""
 
 
-def moves_rightly(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bool:
+def can_reposition(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bool:
     """Tried out in a small context, with a token that stands alone: it sees nothing but itself wherever it is.
 
-    Moved, its keys must be those that the model computes at the new place, and nobody else's may have changed.
+    Moved, its keys must be those that the model computes at the new position, and no other sequence's may change.
     """
     if layout.unit is not KvUnit.RANGE or not _may_be_tried(model, live.kv_type):
         return False
@@ -81,7 +80,7 @@ def _evaluate(context: Handle, sequence: int, position: int) -> None:
     rows = Rows(sequence - 1, position, np.zeros(1, np.int32), want_logits=False)
     batch, _ = BatchBuffer(1).fill([rows])
     if llama().llama_decode(context, batch):
-        raise EngineError(f"llama.cpp could not evaluate a token: {binding.take_errors()}.")
+        raise EngineError(f"llama.cpp could not evaluate a token: {take_errors()}.")
 
 
 def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:
@@ -89,7 +88,7 @@ def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:
     for begin, run in layout.runs(1):
         for offset in range(begin, begin + run.count * run.stride(1), run.stride(1)):
             if run.is_key:
-                yield dequantized(state[offset : offset + run.row_bytes], run.kind)
+                yield dequantize(state[offset : offset + run.row_bytes], run.kind)
 
 
 def _are_close(moved: Sequence[Numbers], fresh: Sequence[Numbers], tolerance: float) -> bool:
@@ -98,3 +97,29 @@ def _are_close(moved: Sequence[Numbers], fresh: Sequence[Numbers], tolerance: fl
         return False
     there, here = np.concatenate(moved), np.concatenate(fresh)
     return bool(abs(there @ here / (here @ here) - 1) < _SCALE_TOLERANCE)
+
+
+Numbers = npt.NDArray[np.float32]
+
+BLOCK = 32
+"""Numbers that share a scale in quantised types."""
+
+
+def dequantize(row: Bytes, kind: int) -> Numbers:
+    """Raises EngineError for a type that live state never has."""
+    if kind == TYPES["f16"]:
+        return row.view(np.float16).astype(np.float32)
+    if kind == TYPES["q8_0"]:
+        scales, rest = _blocks(row, BLOCK)
+        return (rest.view(np.int8) * scales).ravel()
+    if kind == TYPES["q4_0"]:
+        scales, rest = _blocks(row, BLOCK // 2)
+        numbers = np.concatenate([rest & 15, rest >> 4], axis=1).astype(np.float32) - 8
+        return (numbers * scales).ravel()
+    raise EngineError(f"State of ggml's type {kind} cannot be read.")
+
+
+def _blocks(row: Bytes, size: int) -> tuple[Numbers, Bytes]:
+    """The scale of each block, and the `size` bytes behind it."""
+    blocks = row.reshape(-1, 2 + size)
+    return blocks[:, :2].copy().view(np.float16).astype(np.float32), np.ascontiguousarray(blocks[:, 2:])

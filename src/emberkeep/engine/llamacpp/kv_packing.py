@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import Payload
-from emberkeep.engine.llamacpp.blob import Bytes
-from emberkeep.engine.llamacpp.layout import Layout
+from emberkeep.engine.llamacpp.kv_state import Bytes, Layout
 from emberkeep.engine.packing import BITS, Floats, Group, Packed, Streams, pack
 from emberkeep.errors import EngineError
 

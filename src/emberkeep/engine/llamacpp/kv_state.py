@@ -1,0 +1,454 @@
+"""The state of single sequences of a llama.cpp context as bytes, in and out, and the batches that extend it.
+
+    u32 magic, u32 sequence               both constant: exports go through sequence 0
+    attention parts                       by range: every layer that sees all tokens
+    attention parts                       windows: layers that see the last tokens only
+    recurrent part
+
+A payload of a range is a state with nothing in the windows and the recurrent part, so that it can go back into
+the library as it is. A payload of a snapshot is a state without the first parts. The windows' cells are those
+that the last token saw: llama.cpp leaves out what is behind them.
+
+Numbers are little-endian. A part of attention layers, which is over after `cell_count` when that is 0:
+
+    u32 n_stream = 1, u32 cell_count
+    cell_count x { i32 pos, u32 n_seq_id = 1, [i32 x, i32 y, i32 token,] i32 seq_id }
+    u32 v_trans = 0, u32 n_layer [, 8 bytes since release 0.6]
+    n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } K
+    n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } V
+
+Cells have x, y and token where a token has several positions. V is in rows because flash attention is on, and
+missing where K holds a latent of both. A part of recurrent layers, whose whole past is one cell:
+
+    u32 cell_count, cell_count x { i32 pos, u32 n_seq_id = 0 }
+    u32 s_trans = 0, u32 n_layer of the model
+    for each recurrent layer { i32 type, u64 row_bytes, cell_count x row_bytes } R
+    for each recurrent layer { i32 type, u64 row_bytes, cell_count x row_bytes } S
+
+llama.cpp trusts the sizes in a part, so one is only passed on when its skeleton (everything but cells and rows)
+is that of a part which this very context exported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise, product
+
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.engine.base import KvUnit, Payload, Rows
+from emberkeep.engine.llamacpp.api import Batch, Handle
+from emberkeep.engine.llamacpp.shared_library import llama, take_errors
+from emberkeep.errors import EngineError
+
+Bytes = npt.NDArray[np.uint8]
+_TensorRow = tuple[int, int]
+"""Type and bytes of one row."""
+
+_Chosen = slice | npt.NDArray[np.intp]
+
+_F16 = 1
+_PAIR = struct.Struct("<II")
+_TENSOR = struct.Struct("<iQ")
+_RECURRENT_HEAD = struct.Struct("<III")
+_RECURRENT_CELL = struct.Struct("<iI")
+_CELL_BYTES = (12, 24)
+VARIANTS = tuple(product((True, False), (0, 8)))
+"""Whether a part has values, and how many bytes stand between its head and its tensors."""
+
+UNKNOWN = "llama.cpp exported a state in a layout this version does not know."
+EMPTY = _PAIR.pack(1, 0)
+"""A part of attention layers without cells."""
+
+Order = npt.NDArray[np.intp] | None
+"""Which row is the first by position, the second, ...; None when they are in order."""
+
+HEAD_BYTES = 8
+"""Of a state: magic and sequence."""
+PROBE = 2
+"""Tokens of the sequence that a layout is learned from."""
+
+WHOLE = 0
+PARTIAL = 1
+"""Without what can be taken apart by range."""
+
+
+def read_state(context: Handle, sequence: int, flags: int = WHOLE) -> Bytes:
+    """A copy. Raises EngineError."""
+    size = llama().llama_state_seq_get_size_ext(context, sequence, flags)
+    state = np.empty(size, np.uint8)
+    written = llama().llama_state_seq_get_data_ext(context, _bytes_pointer(state), size, sequence, flags)
+    if written != size:
+        raise EngineError(f"llama.cpp exported {written} bytes instead of {size}.")
+    return state
+
+
+def write_state(context: Handle, sequence: int, state: Bytes, flags: int = WHOLE) -> bool:
+    """Replace a sequence's state. False when there is no room: what was to be replaced is then gone.
+
+    llama.cpp trusts the bytes: they must have been checked.
+    """
+    read = llama().llama_state_seq_set_data_ext(context, _bytes_pointer(state), len(state), sequence, flags)
+    if read == 0:
+        take_errors()
+    return bool(read)
+
+
+@contextmanager
+def share_range(memory: Handle, source: int, target: int, start: int, end: int) -> Iterator[None]:
+    """Inside of it the empty sequence `target` shares [start, end) of `source`. No bytes are copied."""
+    llama().llama_memory_seq_cp(memory, source, target, start, end)
+    try:
+        yield
+    finally:
+        llama().llama_memory_seq_rm(memory, target, -1, -1)
+
+
+def _bytes_pointer(state: Bytes) -> object:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a context's state is taken apart. Its `repr` is part of the fingerprint, with `Attention`'s and
+    `Recurrent`'s: other names in them would make stored state useless."""
+
+    head: bytes
+    ranges: tuple[Attention, ...]
+    windows: tuple[Attention, ...]
+    window: int
+    """Tokens that a layer with a window sees."""
+    recurrent: Recurrent | None
+    nothing: bytes
+    """Windows and recurrent part without cells, as they stand at the end of a range."""
+
+    @property
+    def unit(self) -> KvUnit:
+        if not self.windows and self.recurrent is None:
+            return KvUnit.RANGE
+        return KvUnit.BOTH if self.ranges else KvUnit.SNAPSHOT
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one token, by range."""
+        return sum(part.row_bytes for part in self.ranges)
+
+    @property
+    def empty_snapshot(self) -> Bytes:
+        return np.frombuffer(self.head + self.nothing, np.uint8)
+
+    def range_bytes(self, cells: int) -> int:
+        return HEAD_BYTES + sum(part.size(cells) for part in self.ranges) + len(self.nothing)
+
+    def snapshot_bytes(self, cells: int) -> int:
+        """With `cells` tokens in the windows."""
+        recurrent = self.recurrent.size if self.recurrent else 0
+        return HEAD_BYTES + sum(part.size(cells) for part in self.windows) + recurrent
+
+    @property
+    def has_half_rows(self) -> bool:
+        """Whether there are ranges, and every row in them is in 16 bits."""
+        return bool(self.ranges) and all(part.has_half_rows for part in self.ranges)
+
+    def runs(self, cells: int) -> Iterator[tuple[int, LayerRun]]:
+        """The runs of a range with `cells` cells, each with where its first row begins."""
+        offset = HEAD_BYTES
+        for part in self.ranges:
+            yield from ((offset + begin, run) for begin, run in part.runs(cells))
+            offset += part.size(cells)
+
+    def split(self, state: Bytes, borders: Sequence[int]) -> list[Payload]:
+        """The ranges between `borders` of a state that llama.cpp has just written for all of them.
+
+        llama.cpp writes rows as they lie in its cells; here they are by position. Raises EngineError.
+        """
+        begin, cells = borders[0], borders[-1] - borders[0]
+        orders = self._orders(state, begin, cells)
+        if len(borders) == 2 and not self.nothing and all(order is None for order in orders):
+            return [memoryview(state)]
+        return [self._pick(state, cells, orders, start - begin, end - begin) for start, end in pairwise(borders)]
+
+    def begins(self, payload: Payload) -> bool:
+        """Whether `payload` begins as llama.cpp writes a state; a packed one does not."""
+        return bytes(payload[:HEAD_BYTES]) == self.head
+
+    def check_range(self, payload: Payload, start: int) -> int:
+        """Where `payload` ends, which must hold the positions `start ..` in order. Raises EngineError."""
+        state = np.frombuffer(payload, np.uint8)
+        cells = cell_count(state[HEAD_BYTES:])
+        if bytes(state[:HEAD_BYTES]) != self.head or len(state) != self.range_bytes(cells):
+            raise EngineError("A stored KV payload has another size than its cell count says.")
+        offset = HEAD_BYTES
+        for part in self.ranges:
+            part.check(state[offset:], cells)
+            if not np.array_equal(part.positions(state[offset:], cells), np.arange(start, start + cells)):
+                raise EngineError("A stored KV payload holds other positions than its chunk.")
+            offset += part.size(cells)
+        if bytes(state[offset:]) != self.nothing:
+            raise EngineError("A stored KV payload comes from another model layout.")
+        return start + cells
+
+    def check_snapshot(self, payload: Payload, position: int) -> None:
+        """Raises EngineError unless `payload` is this context's state after `position` tokens."""
+        state = np.frombuffer(payload, np.uint8)
+        cells = cell_count(state[HEAD_BYTES:]) if self.windows else 0
+        if bytes(state[:HEAD_BYTES]) != self.head or len(state) != self.snapshot_bytes(cells):
+            raise EngineError("A stored snapshot has another size than its model's state.")
+        if position < 1 or (self.windows and not 0 < cells <= min(position, self.window)):
+            raise EngineError("A stored snapshot holds another number of tokens than the model sees.")
+        offset = HEAD_BYTES
+        for part in self.windows:
+            part.check(state[offset:], cells)
+            positions = np.sort(part.positions(state[offset:], cells))
+            if not np.array_equal(positions, np.arange(position - cells, position)):
+                raise EngineError("A stored snapshot was taken at another position than its place.")
+            offset += part.size(cells)
+        if self.recurrent:
+            self.recurrent.check(state[offset:], position)
+
+    def _orders(self, state: Bytes, start: int, cells: int) -> list[Order]:
+        offset, orders = HEAD_BYTES, []
+        for part in self.ranges:
+            if cell_count(state[offset:]) != cells:
+                raise EngineError(f"llama.cpp exported another number of tokens than {cells} from {start} on.")
+            positions = part.positions(state[offset:], cells)
+            order = np.argsort(positions, kind="stable")
+            if not np.array_equal(positions[order], np.arange(start, start + cells)):
+                raise EngineError(f"llama.cpp exported other positions than {cells} from {start} on.")
+            orders.append(None if np.array_equal(order, np.arange(cells)) else order)
+            offset += part.size(cells)
+        return orders
+
+    def _pick(self, state: Bytes, cells: int, orders: list[Order], start: int, end: int) -> Payload:
+        payload = np.empty(self.range_bytes(end - start), np.uint8)
+        payload[:HEAD_BYTES] = np.frombuffer(self.head, np.uint8)
+        offset = to = HEAD_BYTES
+        for part, order in zip(self.ranges, orders, strict=True):
+            chosen = slice(start, end) if order is None else order[start:end]
+            part.pick(state[offset:], cells, chosen, payload[to:], end - start)
+            offset += part.size(cells)
+            to += part.size(end - start)
+        payload[to:] = np.frombuffer(self.nothing, np.uint8)
+        return memoryview(payload)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Layers one after the other whose rows have the same type and size."""
+
+    is_key: bool
+    kind: int
+    """Of ggml's types."""
+    row_bytes: int
+    count: int
+
+    def stride(self, cells: int) -> int:
+        """From the rows of one layer to those of the next, in a part with so many cells."""
+        return _TENSOR.size + cells * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    cell_bytes: int
+    layers: int
+    tensors: tuple[_TensorRow, ...]
+    """Of each K layer, then of each V layer."""
+    extra: bytes = b""
+    """What stands between the head and the tensors."""
+
+    @classmethod
+    def read(cls, part: Bytes, cells: int, *, has_values: bool, extra: int) -> Attention | None:
+        """What `part` begins with, if that can be a part with `cells` cells at positions 0 .."""
+        if bytes(part[: _PAIR.size]) != _PAIR.pack(1, cells):
+            return None
+        positions = np.arange(cells, dtype=np.int32)
+        for size in _CELL_BYTES:
+            table = part[_PAIR.size :][: cells * size]
+            if len(table) == cells * size and np.array_equal(_words(table.reshape(cells, size))[:, 0], positions):
+                return cls._read_tensors(part, cells, size, has_values, extra)
+        return None
+
+    @classmethod
+    def _read_tensors(
+        cls, part: Bytes, cells: int, cell_bytes: int, has_values: bool, extra: int
+    ) -> Attention | None:
+        offset = _PAIR.size + cells * cell_bytes
+        tensors: list[_TensorRow] = []
+        try:
+            _, layers = _PAIR.unpack_from(part, offset)
+            begin, offset = offset + _PAIR.size, offset + _PAIR.size + extra
+            while len(tensors) < layers * (1 + has_values):
+                tensors.append(_TENSOR.unpack_from(part, offset))
+                offset += _TENSOR.size + cells * tensors[-1][1]
+        except (struct.error, OverflowError):
+            return None
+        return cls(cell_bytes, layers, tuple(tensors), bytes(part[begin : begin + extra]))
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(size for _, size in self.tensors)
+
+    @property
+    def has_half_rows(self) -> bool:
+        return all(kind == _F16 for kind, _ in self.tensors)
+
+    def runs(self, cells: int) -> Iterator[tuple[int, LayerRun]]:
+        """What the rows of a part with `cells` cells consist of, each with where its first row begins."""
+        offset = 2 * _PAIR.size + len(self.extra) + cells * self.cell_bytes
+        rows = ((index < self.layers, *tensor) for index, tensor in enumerate(self.tensors))
+        for (is_key, kind, row), same in groupby(rows):
+            run = LayerRun(is_key, kind, row, len(list(same)))
+            yield offset + _TENSOR.size, run
+            offset += run.count * run.stride(cells)
+
+    def size(self, cells: int) -> int:
+        skeleton = 2 * _PAIR.size + len(self.extra) + _TENSOR.size * len(self.tensors)
+        return skeleton + cells * (self.cell_bytes + self.row_bytes)
+
+    def check(self, part: Bytes, cells: int) -> None:
+        """`part` has the size of one with `cells` cells. Raises EngineError unless it is one."""
+        offsets, expected = _skeleton(self, cells)
+        if not np.array_equal(part[offsets], expected):
+            raise EngineError("A stored KV payload comes from another model layout.")
+        if not (self._cells(part, cells)[:, 1] == 1).all():
+            raise EngineError("A stored KV payload belongs to another number of sequences than one.")
+
+    def positions(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
+        """In the order of the rows."""
+        return self._cells(part, cells)[:, 0]
+
+    def pick(self, part: Bytes, cells: int, chosen: _Chosen, target: Bytes, count: int) -> None:
+        """Make `target` a part with only the `count` `chosen` rows of `part`, which has `cells`."""
+        for (skeleton, rows), (to, picked) in zip(
+            self._blocks(part, cells), self._blocks(target, count), strict=True
+        ):
+            to[:] = skeleton
+            picked[:] = rows[chosen]
+        target[: _PAIR.size] = np.frombuffer(_PAIR.pack(1, count), np.uint8)
+
+    def _cells(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
+        table = part[_PAIR.size : _PAIR.size + cells * self.cell_bytes]
+        return _words(table.reshape(cells, self.cell_bytes))
+
+    def _blocks(self, part: Bytes, cells: int) -> Iterator[tuple[Bytes, Bytes]]:
+        """A piece of the skeleton and the rows behind it, one after the other."""
+        offset = 0
+        for skeleton, row in (
+            (_PAIR.size, self.cell_bytes),
+            (_PAIR.size + len(self.extra), 0),
+            *((_TENSOR.size, row) for _, row in self.tensors),
+        ):
+            begin = offset + skeleton
+            end = begin + cells * row
+            yield part[offset:begin], part[begin:end].reshape(cells, row)
+            offset = end
+
+
+@lru_cache(maxsize=256)
+def _skeleton(attention: Attention, cells: int) -> tuple[npt.NDArray[np.intp], Bytes]:
+    """Where the bytes of the skeleton stand in a part with so many cells, and what they are.
+
+    Found once per number of cells: the check of every chunk that is loaded is then one comparison.
+    """
+    pieces = [
+        (_PAIR.pack(1, cells), attention.cell_bytes),
+        (_PAIR.pack(0, attention.layers) + attention.extra, 0),
+        *((_TENSOR.pack(*tensor), tensor[1]) for tensor in attention.tensors),
+    ]
+    offsets, offset = [], 0
+    for piece, row in pieces:
+        offsets.append(np.arange(offset, offset + len(piece)))
+        offset += len(piece) + cells * row
+    return np.concatenate(offsets), np.frombuffer(b"".join(piece for piece, _ in pieces), np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    layers: int
+    """Of the model, recurrent or not."""
+    tensors: tuple[_TensorRow, ...]
+    """Of each R layer, then of each S layer."""
+
+    @classmethod
+    def read(cls, part: Bytes) -> Recurrent:
+        """From a part without cells. Raises EngineError."""
+        head, tensors = part[: _RECURRENT_HEAD.size], part[_RECURRENT_HEAD.size :]
+        if len(head) < _RECURRENT_HEAD.size or len(tensors) % _TENSOR.size:
+            raise EngineError(UNKNOWN)
+        cells, transposed, layers = _RECURRENT_HEAD.unpack(head)
+        if cells or transposed:
+            raise EngineError(UNKNOWN)
+        return cls(layers, tuple(_TENSOR.iter_unpack(tensors)))
+
+    @property
+    def size(self) -> int:
+        rows = sum(_TENSOR.size + row for _, row in self.tensors)
+        return _RECURRENT_HEAD.size + _RECURRENT_CELL.size + rows
+
+    def check(self, part: Bytes, position: int) -> None:
+        """`part` has this size. Raises EngineError unless it is the state after `position` tokens."""
+        count, last, sequences, transposed, layers = struct.unpack_from("<IiIII", part)
+        if last != position - 1:
+            raise EngineError("A stored snapshot was taken at another position than its place.")
+        good = (count, sequences, transposed, layers) == (1, 0, 0, self.layers)
+        offset = _RECURRENT_HEAD.size + _RECURRENT_CELL.size
+        for tensor in self.tensors:
+            good = good and _TENSOR.unpack_from(part, offset) == tensor
+            offset += _TENSOR.size + tensor[1]
+        if not good:
+            raise EngineError("A stored snapshot comes from another model layout.")
+
+
+def cell_count(part: Bytes) -> int:
+    """Of the part of attention layers that `part` begins with; 0 when that is cut off."""
+    return int(_PAIR.unpack_from(part)[1]) if len(part) >= _PAIR.size else 0
+
+
+def _words(table: Bytes) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(table).view("<i4")
+
+
+class BatchBuffer:
+    """Owns the memory that its `llama_batch` points to."""
+
+    def __init__(self, capacity: int) -> None:
+        self._tokens = np.zeros(capacity, np.int32)
+        self._positions = np.zeros(capacity, np.int32)
+        self._sequences = np.zeros(capacity, np.int32)
+        self._sequence_counts = np.ones(capacity, np.int32)
+        self._sequence_pointers = self._sequences.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
+        self._wanted = np.zeros(capacity, np.int8)
+        self._batch = Batch(
+            n_tokens=0,
+            token=_pointer(self._tokens, ctypes.c_int32),
+            embd=None,
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._sequence_counts, ctypes.c_int32),
+            seq_id=_pointer(self._sequence_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=_pointer(self._wanted, ctypes.c_int8),
+        )
+
+    def fill(self, batch: Sequence[Rows]) -> tuple[Batch, list[int]]:
+        """The filled batch and, for each of `batch`, the row of its last token."""
+        end = 0
+        last_rows = []
+        for rows in batch:
+            begin, end = end, end + len(rows.tokens)
+            self._tokens[begin:end] = rows.tokens
+            self._positions[begin:end] = np.arange(rows.start, rows.start + end - begin, dtype=np.int32)
+            self._sequences[begin:end] = rows.sequence + 1  # 0 is the engine's scratch sequence
+            self._wanted[begin:end] = 0
+            self._wanted[end - 1] = rows.want_logits
+            last_rows.append(end - 1)
+        self._batch.n_tokens = end
+        return self._batch, last_rows
+
+
+def _pointer(array: np.ndarray[tuple[int], np.dtype[np.generic]], to: type) -> object:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(to))
