@@ -28,7 +28,7 @@
         └── StepFailed         it ran out of memory, or its model failed: not because of stored state
 
 A message is one sentence that says what is wrong and what to do about it. Foreign errors (ctypes, SQLite,
-HTTP) are translated where they enter; `server/wire/errors.py` maps this tree to HTTP statuses.
+HTTP) are translated where they enter; `api/errors.py` maps this tree to HTTP statuses.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from emberkeep.api.answer import ChatFrames
+from emberkeep.api.errors import failure_of
 from emberkeep.backend.base import ModelCard
 from emberkeep.bench.client import Client, Exchange, completion_tokens, has_text, is_settled, parse_stream
 from emberkeep.errors import EmberkeepError, EngineError
-from emberkeep.server.wire.envelope import new_envelope
-from emberkeep.server.wire.errors import failure_of
-from emberkeep.server.wire.frames import ChatFrames
+from emberkeep.server.routes.openai import new_envelope
 from emberkeep.types import (
     Completed,
     Event,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from emberkeep.api.messages import MessageBody, to_messages
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.cli import chat
@@ -27,7 +28,6 @@ from emberkeep.errors import RemoteDown
 from emberkeep.library import Emberkeep
 from emberkeep.library.acting import Acting
 from emberkeep.library.memory import UserMemory
-from emberkeep.library.messages import MessageBody, to_messages
 from emberkeep.memory.memory import Memory
 from emberkeep.tools.function import ToolFunction, as_tool, tool
 from emberkeep.tools.toolbox import Choice, ToolBox

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from emberkeep.api.messages import ChatBody
+from emberkeep.api.request import parse_body
 from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded, RequestError
 from emberkeep.library import Emberkeep
-from emberkeep.server.wire.body import parse_body
-from emberkeep.server.wire.chat import ChatBody
 from emberkeep.types import (
     Finished,
     FinishReason,

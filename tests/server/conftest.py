@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from scripted import Running, ScriptedBackend, running
 
 from emberkeep.config import Config
+from helpers.scripted_backend import Running, ScriptedBackend, running
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from caching import served
 from fastapi import FastAPI
-from scripted import BILL, Running, ScriptedBackend, running
 from starlette.types import ASGIApp
 
 from emberkeep.config import Config
@@ -38,6 +36,8 @@ from emberkeep.types import (
     Turn,
     private_namespace,
 )
+from helpers.cache_server import served
+from helpers.scripted_backend import BILL, Running, ScriptedBackend, running
 
 KEY = "sk-proj-Abcd1234Efgh5678Ijkl9012Mnop3456Qrst7890Uvwx"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

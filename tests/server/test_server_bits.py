@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from caching import SYSTEM, Served, served, user
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
@@ -16,6 +15,7 @@ from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import ConfigError
 from emberkeep.runtime import assemble
 from emberkeep.types import SHARED, Message, Request
+from helpers.cache_server import SYSTEM, Served, served, user
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from scripted import ScriptedBackend
 
 from emberkeep.server.limits import Limits
+from helpers.scripted_backend import ScriptedBackend
 
 MAX_BODY_BYTES = Limits().body_bytes
 CHAT = "/v1/chat/completions"

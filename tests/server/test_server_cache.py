@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from caching import HOUR_S, SYSTEM, Served, send_raw, served, tool, user
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import Json
+from helpers.cache_server import HOUR_S, SYSTEM, Served, send_raw, served, tool, user
 from helpers.kv_building import exported, prompt
 from helpers.scheduling import Gate
 

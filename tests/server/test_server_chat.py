@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import BILL, ScriptedBackend, says
 
 from emberkeep.errors import (
     ContextExceeded,
@@ -35,6 +34,7 @@ from emberkeep.types import (
     ToolCallDelta,
     ToolChoice,
 )
+from helpers.scripted_backend import BILL, ScriptedBackend, says
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import BILL, ScriptedBackend, says
 
 from emberkeep.errors import ContextExceeded
 from emberkeep.types import Finished, FinishReason, TextDelta, TokenLogprob
+from helpers.scripted_backend import BILL, ScriptedBackend, says
 
 
 def test_a_completion_has_openais_shape(backend: ScriptedBackend, client: openai.OpenAI) -> None:

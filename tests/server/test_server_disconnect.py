@@ -7,9 +7,9 @@ import socket
 
 import httpx
 import pytest
-from scripted import HANG, WAIT_S, Running, ScriptedBackend
 
 from emberkeep.types import TextDelta
+from helpers.scripted_backend import HANG, WAIT_S, Running, ScriptedBackend
 
 
 def send_raw(port: int, path: str, **fields: object) -> socket.socket:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.api.messages import ChatBody
+from emberkeep.api.request import CompletionBody
 from emberkeep.server.wire.cache import EntryBody, VerifyBody
-from emberkeep.server.wire.chat import ChatBody
-from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.server.wire.memory import AnswerBody, FactBody
 from emberkeep.server.wire.warm import WarmBody
 from emberkeep.types import MissReason, Sampling

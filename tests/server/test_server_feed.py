@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from scripted import says
 
 from emberkeep.errors import EngineError
 from emberkeep.server.feed import ClientGone, Feed
 from emberkeep.types import Event, TextDelta
+from helpers.scripted_backend import says
 
 
 async def stays() -> dict[str, Any]:

@@ -16,12 +16,12 @@ from typing import IO
 
 import httpx
 import pytest
-from scripted import HANG, WAIT_S, ScriptedBackend, running, says
 
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.listener import bind
 from emberkeep.types import TextDelta
+from helpers.scripted_backend import HANG, WAIT_S, ScriptedBackend, running, says
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_a_client_that_does_not_read_cannot_keep_a_server_from_stopping(
 
 SCRIPT = """
 import sys
-from scripted import HANG, ScriptedBackend, says
+from helpers.scripted_backend import HANG, ScriptedBackend, says
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.lifecycle import Server, run_until_stopped
@@ -121,7 +121,7 @@ print("closed", backend.closed.is_set(), flush=True)
 
 def start(mode: str) -> tuple[subprocess.Popen[str], str]:
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1] / "src")])
+    paths = os.pathsep.join([str(here.parent), str(here.parents[1] / "src")])
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, mode],
         stdout=subprocess.PIPE,

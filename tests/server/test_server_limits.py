@@ -13,11 +13,11 @@ from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
-from scripted import HANG, WAIT_S, Running, ScriptedBackend, running, says
 
 from emberkeep.config import Config
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.types import TextDelta
+from helpers.scripted_backend import HANG, WAIT_S, Running, ScriptedBackend, running, says
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from scripted import BILL, HANG, WAIT_S, ScriptedBackend, Step, running
 
 from emberkeep import __version__
 from emberkeep.backend.base import ModelCard
@@ -24,6 +23,7 @@ from emberkeep.server.app import create_app
 from emberkeep.server.metrics.figures import FIGURES, LEFT_OUT
 from emberkeep.server.metrics.requests import Metered
 from emberkeep.types import Finished, FinishReason, Json, MissReason, Request, TextDelta
+from helpers.scripted_backend import BILL, HANG, WAIT_S, ScriptedBackend, Step, running
 
 pytestmark = pytest.mark.slow
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from caching import Served
-from caching import served as serving
 
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
+from helpers.cache_server import Served
+from helpers.cache_server import served as serving
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ import httpx
 import openai
 import pytest
 from fastapi import Query, Response
-from scripted import ScriptedBackend
 
 from emberkeep import __version__
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
+from helpers.scripted_backend import ScriptedBackend
 
 
 def test_models_are_listed(backend: ScriptedBackend, client: openai.OpenAI, http: httpx.Client) -> None:

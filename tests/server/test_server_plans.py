@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from caching import SYSTEM, Served, served, user
 
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import Json
+from helpers.cache_server import SYSTEM, Served, served, user
 
 pytestmark = pytest.mark.slow
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scripted import ScriptedBackend
 
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.rehearsal import rehearse
+from helpers.scripted_backend import ScriptedBackend
 
 
 @pytest.mark.parametrize("key", [None, "secret"])

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import HANG, ScriptedBackend, says
 from starlette.types import Message
 
 from emberkeep.config import Config
@@ -18,6 +17,7 @@ from emberkeep.server.app import create_app
 from emberkeep.server.rehearsal import rehearse
 from emberkeep.server.request_log import RequestLog
 from emberkeep.types import TextDelta
+from helpers.scripted_backend import HANG, ScriptedBackend, says
 
 LOGGER = "emberkeep.server.request_log"
 CHAT = "/v1/chat/completions"

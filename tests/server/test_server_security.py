@@ -8,10 +8,10 @@ from functools import cache
 import httpx
 import pytest
 from fastapi import FastAPI
-from scripted import ScriptedBackend
 
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
+from helpers.scripted_backend import ScriptedBackend
 
 KEY = "canary-7f3a"
 OWN = "127.0.0.1:8080"

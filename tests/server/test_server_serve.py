@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripted import ScriptedBackend
 
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.server.listener import bind
 from emberkeep.server.serve import banner, serve
+from helpers.scripted_backend import ScriptedBackend
 
 
 def _never(config: Config) -> None:

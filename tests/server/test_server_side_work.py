@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from scripted import WAIT_S, Running, ScriptedBackend, running
 
+from emberkeep.api.request import MAX_VALUES
 from emberkeep.config import Config
 from emberkeep.server.respond import PAGE
 from emberkeep.server.routes.native import MAX_PIECES
 from emberkeep.server.side_work import THREADS, WAITING
-from emberkeep.server.wire.body import MAX_VALUES
 from emberkeep.server.wire.native import MAX_CHARS, MAX_TOKENS
 from emberkeep.types import CacheEntry, Fact, Json, Ttl
+from helpers.scripted_backend import WAIT_S, Running, ScriptedBackend, running
 
 pytestmark = pytest.mark.slow
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scripted import WAIT_S, Running, ScriptedBackend, running
 
 from emberkeep.config import Config
 from emberkeep.server.limits import Limits
+from helpers.scripted_backend import WAIT_S, Running, ScriptedBackend, running
 
 pytestmark = pytest.mark.slow
 

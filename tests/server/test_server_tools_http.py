@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import BILL, HANG, WAIT_S, Running, ScriptedBackend, running, says
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
@@ -39,6 +38,7 @@ from emberkeep.types import (
     Usage,
 )
 from helpers.conversing import Harbour, ScriptedEngine
+from helpers.scripted_backend import BILL, HANG, WAIT_S, Running, ScriptedBackend, running, says
 from support.remote_model import ScriptedProvider, remote, said
 
 pytestmark = pytest.mark.slow

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from caching import SYSTEM, Served, send_raw, served, tool, user
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
+from helpers.cache_server import SYSTEM, Served, send_raw, served, tool, user
 from helpers.scheduling import Gate
 
 pytestmark = pytest.mark.slow

@@ -191,7 +191,7 @@ def _is_theirs(entry: CacheEntry, user: str | None) -> bool:
 
 
 def _print_json(listed: Sequence[Listed]) -> None:
-    from emberkeep.server.wire.cache import entry_json
+    from emberkeep.api.stored import entry_json
 
     print(json.dumps([{**entry_json(item.entry), "model": item.store.model} for item in listed], indent=2))
 

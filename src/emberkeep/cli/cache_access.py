@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from emberkeep.api.messages import read_chat_or_completion, to_one_request
+from emberkeep.api.stored import shown_json
 from emberkeep.cli.common import complain, install_model, open_model
 from emberkeep.cli.served import ServedStore, served_store
 from emberkeep.config import Config, ttls
@@ -16,7 +18,6 @@ from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, store_folders
 from emberkeep.models.library import id_at
-from emberkeep.server.wire.cache import asked_body, asked_request, shown_json
 from emberkeep.types import CacheEntry, Explanation, Json, Removed, Verified
 
 
@@ -147,7 +148,7 @@ class _Loaded:
         return shown["text"], shown["text_chars"]
 
     def explain(self, body: dict[str, Json]) -> Explanation:
-        return self._keeper.cache.explain(asked_request(asked_body(body)))
+        return self._keeper.cache.explain(to_one_request(read_chat_or_completion(body)))
 
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
         return self._keeper.verify_entry(entry.id, tokens)

@@ -80,7 +80,7 @@ def search(
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         found = memory.search(query, max_results=max_results, user=user, conversation_id=conversation)
     if as_json:
-        from emberkeep.server.wire.memory import found_json
+        from emberkeep.api.stored import found_json
 
         print(json.dumps(found_json(found)["data"], indent=2, ensure_ascii=False))
     elif found:

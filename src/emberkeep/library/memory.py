@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberkeep.config import Config
-from emberkeep.errors import InvalidField, MemoryOff
-from emberkeep.library.checking import B, Body, checked
-from emberkeep.library.fields import (
+from emberkeep.api.request import (
+    B,
+    Body,
     FactName,
     Label,
     MaxConversations,
@@ -18,7 +17,10 @@ from emberkeep.library.fields import (
     Name,
     Question,
     Remembered,
+    validate,
 )
+from emberkeep.config import Config
+from emberkeep.errors import InvalidField, MemoryOff
 from emberkeep.library.lines import read_lines, write_lines
 from emberkeep.memory.redaction import redact
 from emberkeep.types import Fact, Forgotten, Json, Message, Recollection, SavedConversation, private_namespace
@@ -47,7 +49,7 @@ class UserMemory:
         conversation_id: str | None = None,
     ) -> list[Recollection]:
         """Archived turns and stored answers that fit `query`, the best first, of one conversation or of all."""
-        asked = _checked(
+        asked = _validate(
             _Search,
             query=query,
             max_results=max_results,
@@ -61,12 +63,12 @@ class UserMemory:
 
     def set_fact(self, name: str, value: str, *, user: str = "", namespace: str = "") -> None:
         """It replaces one of the same name."""
-        told = _checked(_Told, name=name, value=value, user=user, namespace=namespace)
+        told = _validate(_Told, name=name, value=value, user=user, namespace=namespace)
         check_fact(told.name, told.value)
         self._memory.set_fact(told.owner, told.name, told.value)
 
     def fact(self, name: str, *, user: str = "", namespace: str = "") -> Fact | None:
-        named = _checked(_Named, name=name, user=user, namespace=namespace)
+        named = _validate(_Named, name=name, user=user, namespace=namespace)
         return self._memory.fact(named.owner, named.name)
 
     def facts(self, *, user: str = "", namespace: str = "") -> list[Fact]:
@@ -74,23 +76,23 @@ class UserMemory:
 
     def delete_fact(self, name: str, *, user: str = "", namespace: str = "") -> bool:
         """Whether there was one."""
-        named = _checked(_Named, name=name, user=user, namespace=namespace)
+        named = _validate(_Named, name=name, user=user, namespace=namespace)
         return self._memory.delete_fact(named.owner, named.name)
 
     def store_answer(self, question: str, answer: str, *, user: str = "", namespace: str = "") -> int:
         """Something for `search` to find, with the id that is returned. The same question replaces its answer."""
-        told = _checked(_Answer, question=question, answer=answer, user=user, namespace=namespace)
+        told = _validate(_Answer, question=question, answer=answer, user=user, namespace=namespace)
         return self._memory.store_answer(told.owner, told.question, told.answer)
 
     def conversations(self, *, user: str = "", namespace: str = "", limit: int = 50) -> list[SavedConversation]:
         """Those that were saved, the latest first, without their messages."""
-        listed = _checked(_Listed, limit=limit, user=user, namespace=namespace)
+        listed = _validate(_Listed, limit=limit, user=user, namespace=namespace)
         return self._memory.conversations(listed.owner, listed.limit)
 
     def conversation(
         self, conversation_id: str, *, user: str = "", namespace: str = ""
     ) -> SavedConversation | None:
-        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
         return self._memory.conversation(named.owner, named.conversation_id)
 
     def save_messages(
@@ -103,7 +105,7 @@ class UserMemory:
         namespace: str = "",
     ) -> None:
         """Add to a saved conversation, which begins with its first messages."""
-        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
         self._memory.save_messages(named.owner, named.conversation_id, messages, model=model)
 
     def replace_messages(
@@ -116,14 +118,14 @@ class UserMemory:
         namespace: str = "",
     ) -> None:
         """Save a conversation anew."""
-        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
         self._memory.replace_messages(named.owner, named.conversation_id, messages, model=model)
 
     def forget(self, *, user: str, namespace: str = "", conversation_id: str | None = None) -> Forgotten:
         """Everything of a user, facts too, or one conversation. It is nowhere in the file afterwards."""
         if conversation_id is None:
             return self._memory.forget(_owner(user, namespace))
-        named = _checked(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
         return self._memory.forget(named.owner, named.conversation_id)
 
     def export(self, *, user: str | None = None, namespace: str = "") -> Iterator[dict[str, Json]]:
@@ -209,12 +211,12 @@ class _Conversation(_Owned):
     conversation_id: Name
 
 
-def _checked(model: type[B], **given: object) -> B:
-    return checked(model, given)
+def _validate(model: type[B], **given: object) -> B:
+    return validate(model, given)
 
 
 def _owner(user: str, namespace: str) -> str:
-    return _checked(_Owned, user=user, namespace=namespace).owner
+    return _validate(_Owned, user=user, namespace=namespace).owner
 
 
 def _owner_or_all(user: str | None, namespace: str) -> str | None:

@@ -1,6 +1,6 @@
 """From what a Python user writes (texts, OpenAI-style dicts, keywords) to a `Request`.
 
-The fields and their bounds are those of the HTTP API (`fields`, `messages`): both refuse the same, with the same
+The fields and their bounds are those of the HTTP API (`emberkeep.api`): both refuse the same, with the same
 words.
 """
 
@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypedDict
 
-from emberkeep.errors import InvalidField, RequestError
-from emberkeep.library.checking import HALF_A_CHARACTER, checked
-from emberkeep.library.fields import GenerationFields, Label, RoomFields, Schema, to_limit
-from emberkeep.library.messages import (
+from emberkeep.api.errors import HALF_A_CHARACTER
+from emberkeep.api.messages import (
     BeginningList,
     ChoiceField,
     MessageList,
@@ -25,6 +23,8 @@ from emberkeep.library.messages import (
     prefix_of_chats,
     to_messages,
 )
+from emberkeep.api.request import GenerationFields, Label, RoomFields, Schema, to_limit, validate
+from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types import (
     Approximation,
     Json,
@@ -133,13 +133,13 @@ def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: O
     if isinstance(prompt_or_messages, str):
         return replace(prompt_request(prompt_or_messages, options), is_prefix=True)
     given = {**_settled(options), "messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
-    call = checked(_PrefixCall, given)
+    call = validate(_PrefixCall, given)
     return prefix_of_chats(call.to_base(), call.messages, call.tools or [])
 
 
 def prompt_request(prompt: str, options: Options) -> Request:
     """Raises RequestError, or InvalidField with the argument's name."""
-    call = checked(_PromptCall, {**_settled(options), "prompt": _plain(prompt)})
+    call = validate(_PromptCall, {**_settled(options), "prompt": _plain(prompt)})
     return replace(call.to_base(), prompt=call.prompt)
 
 
@@ -149,7 +149,7 @@ def chat_request(
     """`functions`: names of those that run here. Raises RequestError, or InvalidField with the argument's name."""
     listed = [Message("user", messages)] if isinstance(messages, str) else messages
     given = {**_settled(options), "messages": _plain(listed), "tools": _plain(tools)}
-    call = checked(_ChatCall, given)
+    call = validate(_ChatCall, given)
     listed_tools = tuple(tool.to_tool() for tool in call.tools or ())
     check_choice(call.tool_choice, (*listed_tools, *map(Tool, functions)))
     return replace(

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from starlette.types import Scope
 
-from emberkeep.server.wire.errors import Failure
+from emberkeep.api.errors import Failure
 from emberkeep.types import Completed
 
 _KEY = "emberkeep.account"

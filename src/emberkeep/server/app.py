@@ -15,10 +15,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emberkeep import __version__
+from emberkeep.api.errors import Failure, failure_of, refusal
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.checking import refusal
 from emberkeep.server.bodies import BodyBounds
 from emberkeep.server.drain import Drain, DrainMiddleware
 from emberkeep.server.feed import ClientGone
@@ -37,7 +37,6 @@ from emberkeep.server.routes.openai import openai_routes
 from emberkeep.server.routes.warm import warm_routes
 from emberkeep.server.security import SecurityMiddleware
 from emberkeep.server.side_work import SideWork
-from emberkeep.server.wire.errors import Failure, failure_of
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from emberkeep.api.errors import Failure, Refused
 from emberkeep.server.drain import Drain, stopping
 from emberkeep.server.limits import Limits
 from emberkeep.server.respond import failure_response
-from emberkeep.server.wire.errors import Failure, Refused
 
 _ERROR = "invalid_request_error"
 _TOO_SLOW = Failure(408, _ERROR, "The body did not arrive in time: send it again, faster.", "body_timeout")

@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from emberkeep.api.errors import Failure
 from emberkeep.server.limits import Limits
 from emberkeep.server.respond import failure_response
 from emberkeep.server.security import OPEN_PATHS
-from emberkeep.server.wire.errors import Failure
 
 log = logging.getLogger(__name__)
 

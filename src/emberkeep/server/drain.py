@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from emberkeep.api.errors import failure_of
 from emberkeep.errors import Overloaded
 from emberkeep.server.account import account_of
 from emberkeep.server.respond import failure_response
-from emberkeep.server.wire.errors import failure_of
 
 RETRY_AFTER_S = 5.0
 

@@ -15,8 +15,8 @@ from typing import cast
 
 from starlette.types import Receive
 
+from emberkeep.api.errors import Failure, Refused
 from emberkeep.server.limits import Limits
-from emberkeep.server.wire.errors import Failure, Refused
 from emberkeep.types import Completed, Event, ReasoningDelta, TextDelta, ToolCallDelta
 
 _LIMITS = Limits()

@@ -7,10 +7,9 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from emberkeep.library.checking import Body
+from emberkeep.api.messages import ChatBody
+from emberkeep.api.request import Body, CompletionBody
 from emberkeep.server.wire.cache import EntryBody, VerifyBody
-from emberkeep.server.wire.chat import ChatBody
-from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.server.wire.experts import TrackingBody
 from emberkeep.server.wire.memory import AnswerBody, FactBody
 from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody

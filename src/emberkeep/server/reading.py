@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from emberkeep.library.checking import B
-from emberkeep.server.wire.body import parse_body, parse_object
+from emberkeep.api.request import B, parse_body, parse_object
 from emberkeep.types import Json
 
 T = TypeVar("T")

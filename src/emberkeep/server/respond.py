@@ -13,14 +13,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from emberkeep.api.answer import Answer, Frames
+from emberkeep.api.errors import Failure, failure_of
+from emberkeep.api.request import INT32_MAX
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.fields import INT32_MAX
 from emberkeep.server.account import account_of
 from emberkeep.server.feed import ClientGone, Feed, ReadTooSlowly, closing
-from emberkeep.server.wire.answer import Answer
-from emberkeep.server.wire.errors import Failure, failure_of
-from emberkeep.server.wire.frames import Frames
 from emberkeep.types import Event, Finished, Json, ReasoningDelta, Request, TextDelta, ToolCallDelta
 
 log = logging.getLogger(__name__)

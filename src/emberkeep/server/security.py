@@ -14,9 +14,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from emberkeep.api.errors import Failure, Refused
 from emberkeep.config import Config
 from emberkeep.server.respond import failure_response
-from emberkeep.server.wire.errors import Failure, Refused
 
 OPEN_PATHS = frozenset({"/health"})
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

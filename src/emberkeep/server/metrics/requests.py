@@ -7,9 +7,9 @@ from time import monotonic
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from emberkeep.api.errors import Failure
 from emberkeep.server.account import Account, Outcome, account_of
 from emberkeep.server.metrics.figures import PREFIX
-from emberkeep.server.wire.errors import Failure
 from emberkeep.types import Completed, MissReason
 
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)

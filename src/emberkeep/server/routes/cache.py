@@ -10,9 +10,11 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
+from emberkeep.api.request import INT32_MAX, CompletionBody, Label
+from emberkeep.api.stored import entry_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
-from emberkeep.library.fields import INT32_MAX, Label
 from emberkeep.server.leaving import while_there
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.reading import made_of_body, read, read_object
@@ -24,17 +26,11 @@ from emberkeep.server.wire.cache import (
     TOKENS,
     EntryBody,
     VerifyBody,
-    asked_body,
-    asked_request,
-    entry_json,
     explained_json,
     removed_json,
-    shown_json,
     totals_json,
     verified_json,
 )
-from emberkeep.server.wire.chat import ChatBody
-from emberkeep.server.wire.completions import CompletionBody
 from emberkeep.types import CacheEntry, Verified
 
 SHOWN_CHARS = 2000
@@ -102,9 +98,9 @@ def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
         asked = await read_object(http)
-        body = await made_of_body(http, lambda: asked_body(asked))
+        body = await made_of_body(http, lambda: read_chat_or_completion(asked))
         check_model(body.model, backend.card)
-        explanation = await side.run(lambda: cache_of(backend).explain(asked_request(body)))
+        explanation = await side.run(lambda: cache_of(backend).explain(to_one_request(body)))
         return json_response(explained_json(explanation))
 
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))

@@ -15,17 +15,26 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
+from emberkeep.api.errors import failure_of
+from emberkeep.api.request import (
+    FactName,
+    Label,
+    MaxConversations,
+    MaxResults,
+    Name,
+    Question,
+    UserFields,
+    UserId,
+)
+from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
-from emberkeep.library.fields import FactName, Label, MaxConversations, MaxResults, Name, Question
 from emberkeep.library.lines import line
 from emberkeep.library.memory import check_fact, switched_on
 from emberkeep.server.openapi import takes
 from emberkeep.server.reading import read
 from emberkeep.server.respond import PAGE, Limit, Offset, json_response, page_response
 from emberkeep.server.side_work import SideWork
-from emberkeep.server.wire.errors import failure_of
-from emberkeep.server.wire.fields import UserFields, UserId
 from emberkeep.server.wire.memory import (
     AnswerBody,
     FactBody,
@@ -34,7 +43,6 @@ from emberkeep.server.wire.memory import (
     conversations_json,
     fact_json,
     forgotten_json,
-    found_json,
     one_owner,
     stats_json,
 )

@@ -9,10 +9,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
+from emberkeep.api.messages import to_messages
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import tokenizer_of
 from emberkeep.errors import InvalidField
-from emberkeep.library.messages import to_messages
 from emberkeep.server.drain import Drain
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.reading import read

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
+import uuid
 from dataclasses import replace
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from emberkeep.api.answer import ChatFrames, Envelope, TextFrames
+from emberkeep.api.messages import ChatBody
+from emberkeep.api.request import CompletionBody
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.errors import ModelNotFound, RemoteLoop
 from emberkeep.server.openapi import HELLO, STREAMS, takes
 from emberkeep.server.reading import made_of_body, read
 from emberkeep.server.respond import gather, json_response, stream
-from emberkeep.server.wire.chat import ChatBody
-from emberkeep.server.wire.completions import CompletionBody
-from emberkeep.server.wire.envelope import Envelope, new_envelope
-from emberkeep.server.wire.frames import ChatFrames, TextFrames
 from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json
 
 _MOST_HOPS = 8
@@ -75,6 +77,16 @@ def openai_routes(backend: Backend) -> APIRouter:
         return json_response(card_json(backend.card))
 
     return router
+
+
+def new_envelope(prefix: str, card: ModelCard, conversation_id: str | None) -> Envelope:
+    return Envelope(
+        id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=card.id,
+        system_fingerprint="fp_" + hashlib.sha256(repr(card).encode()).hexdigest()[:12],
+        conversation_id=conversation_id,
+    )
 
 
 def check_hops(http: HttpRequest) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from emberkeep.api.request import Body
 from emberkeep.errors import RequestError
-from emberkeep.library.checking import Body
 from emberkeep.types import ExpertStats, Json, LayerExperts
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from emberkeep.api.messages import message_json
+from emberkeep.api.request import Remembered, UserFields
 from emberkeep.errors import InvalidField
-from emberkeep.library.fields import Remembered
-from emberkeep.library.messages import message_json
-from emberkeep.server.wire.fields import UserFields
-from emberkeep.types import Fact, Forgotten, Json, Recollection, SavedConversation
+from emberkeep.types import Fact, Forgotten, Json, SavedConversation
 
 
 class FactBody(UserFields):
@@ -30,16 +29,6 @@ def one_owner(body: UserFields, query: UserFields) -> str:
 
 
 # ── answers ──
-
-
-def found_json(found: Sequence[Recollection]) -> dict[str, Json]:
-    return {"object": "list", "data": [_recollection_json(one) for one in found]}
-
-
-def _recollection_json(found: Recollection) -> dict[str, Json]:
-    """Without the key, which names a place to us and to nobody else."""
-    told = {name: value for name, value in asdict(found).items() if name != "key"}
-    return {**told, "conversation": found.conversation or None}
 
 
 def fact_json(fact: Fact) -> dict[str, Json]:

@@ -6,9 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from emberkeep.library.checking import Body
-from emberkeep.library.fields import Count
-from emberkeep.library.messages import MessageList, ToolList
+from emberkeep.api.messages import MessageList, ToolList
+from emberkeep.api.request import Body, Count
 
 MAX_CHARS = 4 << 20
 MAX_TOKENS = 500_000

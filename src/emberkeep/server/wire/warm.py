@@ -7,11 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from emberkeep.api.messages import BeginningList, TemplateArgs, ToolList, prefix_of_chats
+from emberkeep.api.request import KvBits, OwnerFields
 from emberkeep.errors import InvalidField
-from emberkeep.library.fields import KvBits
-from emberkeep.library.messages import BeginningList, ToolList, prefix_of_chats
-from emberkeep.server.wire.chat import TemplateArgs
-from emberkeep.server.wire.fields import OwnerFields
 from emberkeep.types import Json, Request, Ttl, Warmed
 
 

@@ -1,18 +1,43 @@
-"""Messages and tools of a chat, from OpenAI's shape to ours, and messages back. HTTP and the library share it."""
+"""A chat: its messages and tools, from OpenAI's shape to ours and back, and the body of `/v1/chat/completions`.
+
+HTTP and the library share it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
+from emberkeep.api.errors import TEMPLATE_NAME, TOOL_NAME
+from emberkeep.api.request import (
+    NO_OTHERS,
+    Body,
+    CompletionBody,
+    GenerationBody,
+    Label,
+    Limit,
+    RoomFields,
+    Schema,
+    to_limit,
+    validate,
+)
 from emberkeep.errors import InvalidField
-from emberkeep.library.checking import TOOL_NAME, Body
-from emberkeep.library.fields import Label, Schema
-from emberkeep.types import Image, Json, Message, Request, Role, Tool, ToolCall, ToolChoice
+from emberkeep.types import (
+    Image,
+    Json,
+    Message,
+    ReasoningFormat,
+    Request,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 
 class TextPart(Body):
@@ -126,7 +151,7 @@ def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
 
 def message_json(message: Message) -> dict[str, Json]:
     """In OpenAI's shape; what is not set is left out."""
-    told: dict[str, Json] = {"role": message.role, "content": _content_json(message)}
+    told: dict[str, Json] = {"role": message.role, "content": content_json(message)}
     if message.reasoning:
         told["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -138,7 +163,7 @@ def message_json(message: Message) -> dict[str, Json]:
     }
 
 
-def _content_json(message: Message) -> Json:
+def content_json(message: Message) -> Json:
     if not message.images:
         return message.content
     images = [{"type": "image_url", "image_url": {"url": image.url}} for image in message.images]
@@ -210,3 +235,84 @@ def check_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
         raise InvalidField("tool_choice", "required needs at least one tool: give tools.")
     if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
         raise InvalidField("tool_choice", "names a function that is not among the tools.")
+
+
+# ── the body ──
+
+TemplateName = Annotated[str, Field(pattern=TEMPLATE_NAME)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (dict, list)) or (isinstance(value, str) and len(value) > 4096):
+        raise ValueError("give a short string, a number, true, false or null")
+    return value
+
+
+Scalar = Annotated[Any, PlainValidator(_plain, json_schema_input_type=bool | float | str | None)]
+TemplateArgs = Annotated[dict[TemplateName, Scalar], Field(max_length=64, json_schema_extra=NO_OTHERS)]
+
+
+_FORMATS = {
+    "none": ReasoningFormat.INLINE,  # llama.cpp's words
+    "auto": ReasoningFormat.SEPARATE,
+    "deepseek": ReasoningFormat.SEPARATE,
+    "hidden": ReasoningFormat.STRIP,  # other servers'
+    **{str(one): one for one in ReasoningFormat},
+}
+
+
+class ChatBody(GenerationBody, RoomFields):
+    messages: MessageList
+    tools: ToolList | None = None
+    tool_choice: ChoiceField = ToolChoice()
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: Limit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: TemplateArgs | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
+
+    def to_request(self) -> Request:
+        """Raises InvalidField where fields contradict each other."""
+        tools = tuple(tool.to_tool() for tool in self.tools or ())
+        check_choice(self.tool_choice, tools)
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return replace(
+            self.to_base(),
+            messages=to_messages(self.messages),
+            tools=tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            max_tokens=to_limit(limit),
+            top_logprobs=self._top_logprobs(),
+            template_args=self.chat_template_kwargs or {},
+            reasoning=_FORMATS.get(self.reasoning_format or ""),
+            evict=self.evict,
+            recall=self.to_recall(),
+        )
+
+    def _top_logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs to be true.")
+        return None
+
+
+def read_chat_or_completion(value: Mapping[str, Json]) -> ChatBody | CompletionBody:
+    """The body of a chat or of a text completion. Raises InvalidField."""
+    if value.get("prompt") is None:
+        return validate(ChatBody, value)
+    if value.get("messages") is not None:
+        raise InvalidField("prompt", "goes without messages: leave one of them out.")
+    return validate(CompletionBody, value)
+
+
+def to_one_request(body: ChatBody | CompletionBody) -> Request:
+    """Raises InvalidField."""
+    if isinstance(body, ChatBody):
+        return body.to_request()
+    requests = body.to_requests()
+    if len(requests) > 1:
+        raise InvalidField("prompt", "give one prompt: each is explained on its own.")
+    return requests[0]

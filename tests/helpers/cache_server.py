@@ -14,7 +14,6 @@ from time import monotonic
 from unittest.mock import patch
 
 import httpx
-from scripted import Running, running
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
@@ -25,6 +24,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.runtime import assemble
 from emberkeep.types import Json
 from helpers.scheduling import PATIENCE
+from helpers.scripted_backend import Running, running
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"

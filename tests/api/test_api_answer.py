@@ -7,11 +7,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import BILL
 
-from emberkeep.server.wire.envelope import Envelope
-from emberkeep.server.wire.frames import ChatFrames, TextFrames
+from emberkeep.api.answer import ChatFrames, Envelope, TextFrames
 from emberkeep.types import Event, ReasoningDelta, TextDelta
+from helpers.scripted_backend import BILL
 
 ENVELOPE = Envelope("id", 5, 'mo"del', "fp", None)
 TEXT = st.text(min_size=1)

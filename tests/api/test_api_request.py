@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberkeep.api.messages import ChatBody
+from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
-from emberkeep.server.wire.body import parse_body
-from emberkeep.server.wire.chat import ChatBody
 from emberkeep.types import SHARED, Request, Sampling, ToolCall, Ttl, user_of
 
 HELLO = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,406 @@
+"""What a client may ask: the fields of a request, each with its bounds, and how a body is read.
+
+HTTP and the library refuse the same, with the same words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+
+from emberkeep.api.errors import HALF_A_CHARACTER, TOKEN_ID, USER_ID, refusal
+from emberkeep.config import OFF
+from emberkeep.errors import InvalidField, RequestError
+from emberkeep.types import (
+    Approximation,
+    Json,
+    JsonFormat,
+    Recall,
+    Repair,
+    Request,
+    Sampling,
+    Ttl,
+    exceeds_depth,
+    private_namespace,
+)
+
+MAX_DEPTH = 64
+MAX_VALUES = 600_000
+"""And keys: a hundred thousand messages. No other thread goes on while they are parsed, a third of a second."""
+
+
+class Body(BaseModel):
+    """Unknown fields are ignored, as OpenAI does; known ones must have exactly their JSON type."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse_body(model: type[B], raw: bytes) -> B:
+    """Raises RequestError, or InvalidField with the path of the first bad field."""
+    return validate(model, parse_object(raw))
+
+
+def validate(model: type[B], value: Mapping[str, Json]) -> B:
+    """Raises InvalidField with the path of the first bad field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise refusal(first["loc"], first["type"], first.get("ctx", {})) from None
+
+
+def parse_object(raw: bytes) -> dict[str, Json]:
+    """Raises RequestError."""
+    value = _parse_json(raw)
+    if not isinstance(value, dict):
+        raise RequestError("The body must be a JSON object.")
+    return value
+
+
+def _parse_json(raw: bytes) -> Json:
+    if _values(raw) > MAX_VALUES and _values(_without_strings(raw)) > MAX_VALUES:
+        raise RequestError(f"The body has more than {MAX_VALUES:,} values: send less.")
+    try:
+        text = raw.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\ud" in text or "\\uD" in text:
+            # Half of a surrogate pair is valid JSON, and cannot be encoded (or tokenised) by anyone.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise RequestError(f"The body is not valid JSON: {error.msg} at {where}.") from None
+    except UnicodeDecodeError:
+        raise RequestError("The body is not valid UTF-8: send JSON encoded as UTF-8.") from None
+    except UnicodeEncodeError:
+        raise RequestError(f"The body cannot be used: {HALF_A_CHARACTER}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        raise RequestError(f"The body is not valid JSON: {error}.") from None
+    if exceeds_depth(value, MAX_DEPTH):
+        raise _too_deep()
+    return value
+
+
+def _values(raw: bytes) -> int:
+    """No fewer than the values and keys that are there: each but the first follows one of these."""
+    return raw.count(b",") + raw.count(b"[") + raw.count(b"{") + raw.count(b":")
+
+
+def _without_strings(raw: bytes) -> bytes:
+    """Texts may have as many commas as they like. More strings than values are allowed are not looked at."""
+    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(unescaped.split(b'"', 2 * MAX_VALUES)[::2])
+
+
+def _refuse_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"The body is nested too deeply: use at most {MAX_DEPTH} levels.")
+
+
+# ── fields ──
+
+MAX_SCHEMA_BYTES = 256 << 10
+NO_LIMIT = -1
+INT32_MAX = 2**31 - 1
+_PASSED_ON = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+
+
+def _small_enough(schema: dict[str, Json]) -> dict[str, Json]:
+    try:
+        size = len(json.dumps(schema))
+    except TypeError as error:
+        raise ValueError("give a schema of plain JSON values") from error
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"the schema is too large: use at most {MAX_SCHEMA_BYTES} bytes")
+    return schema
+
+
+def _listed(stop: Json) -> Json:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _no_less_than_no_limit(limit: int) -> int:
+    if limit < NO_LIMIT:
+        raise ValueError(f"give 0 or more, or {NO_LIMIT} for no limit")
+    return limit
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_small_enough)]
+Label = Annotated[str, Field(max_length=512)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+FactName = Annotated[str, Field(min_length=1, max_length=256)]
+Remembered = Annotated[str, Field(min_length=1, max_length=65_536)]
+Question = Annotated[str, Field(min_length=1, max_length=4096)]
+MaxResults = Annotated[int, Field(ge=1, le=100)]
+MaxConversations = Annotated[int, Field(ge=1, le=1000)]
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Limit = Annotated[
+    int, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
+]
+Places = Annotated[int, Field(ge=0, le=65_536)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+KvBits = Literal[16, 8, 4]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenKey = Annotated[str, Field(pattern=TOKEN_ID)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[
+    list[StopText],
+    Field(max_length=16),
+    BeforeValidator(_listed, json_schema_input_type=StopText | list[StopText]),
+]
+UserId = Annotated[str, Field(pattern=USER_ID)]
+
+
+class ApproximationFields(Body):
+    """How state from other places is repaired; whatever is left out is as in `Approximation`."""
+
+    repair: Literal["off", "none", "selective", "cacheblend"] = "cacheblend"
+    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    boundary: Places | None = None
+    side: Literal["first", "last", "both"] | None = None
+    overlap: Places | None = None
+    sinks: Places | None = None
+
+    def to_approximation(self) -> Approximation | Literal[False]:
+        if self.repair == OFF:
+            return False
+        given = {name: value for name, value in self if value is not None}
+        return Approximation(**{**given, "repair": Repair(self.repair)})
+
+
+def _as_object(value: Json) -> Json:
+    """A word says how to repair, and false is one for it."""
+    if value is False:
+        return {"repair": OFF}
+    return {"repair": value} if isinstance(value, str) else value
+
+
+Approximate = Annotated[
+    ApproximationFields,
+    BeforeValidator(
+        _as_object,
+        json_schema_input_type=Literal[False, "off", "none", "selective", "cacheblend"] | ApproximationFields,
+    ),
+]
+
+
+class RoomFields(Body):
+    """What may be done when a conversation is longer than the context."""
+
+    evict: bool | None = None
+    recall: Literal["off", "tool", "auto"] | None = None
+
+    def to_recall(self) -> Recall | None:
+        return Recall(self.recall) if self.recall is not None else None
+
+
+NO_OTHERS: dict[str, Json] = {"additionalProperties": False}
+"""For a schema of a mapping: pydantic only says which keys may be there."""
+
+
+class GenerationFields(Body):
+    """Every field may be null, which means the same as leaving it out."""
+
+    max_tokens: Limit | None = None
+    stop: Stops | None = None
+
+    temperature: Annotated[float, Field(ge=0, le=5)] | None = None
+    top_k: Count | None = None
+    top_p: Probability | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=NO_OTHERS)] | None = None
+
+    kv_bits: KvBits | None = None
+    approximate: Approximate | None = None
+
+    def to_approximation(self) -> Approximation | Literal[False] | None:
+        return self.approximate.to_approximation() if self.approximate is not None else None
+
+    def to_sampling(self) -> Sampling:
+        values = {name: getattr(self, name) for name in _PASSED_ON}
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**64  # random generators take no negative seeds
+        if self.logit_bias:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        return Sampling(**given)
+
+
+def to_limit(max_tokens: int | None) -> int | None:
+    return None if max_tokens == NO_LIMIT else max_tokens
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class NamedSchema(Body):
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def to_format(self) -> JsonFormat | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return JsonFormat()
+        if self.json_schema is None:
+            raise InvalidField("response_format.json_schema", "is required when type is json_schema.")
+        return JsonFormat(self.json_schema.schema_)
+
+
+class UserFields(Body):
+    """Who asks, and as whom."""
+
+    user_id: UserId | None = None
+    llama_user_id: UserId | None = None
+    user: Label | None = None
+    cache_salt: Name | None = None
+
+    def to_user(self) -> str:
+        """OpenAI's `user` counts too: somebody who is named must not share state with those who are not.
+
+        Raises InvalidField where fields contradict each other.
+        """
+        if self.user_id and self.llama_user_id and self.user_id != self.llama_user_id:
+            raise InvalidField("llama_user_id", "must equal user_id when both are given.")
+        return self.user_id or self.llama_user_id or self.user or ""
+
+    def to_namespace(self) -> str:
+        """Raises InvalidField where fields contradict each other."""
+        return private_namespace(self.to_user(), self.cache_salt or "")
+
+
+class OwnerFields(UserFields):
+    """Whose state it is, and what the owner calls it."""
+
+    conversation_id: Label | None = None
+    prompt_cache_key: Label | None = None
+
+    def to_owned(self) -> Request:
+        """A request that says this and nothing else. Raises InvalidField where fields contradict each other."""
+        return Request(
+            user=self.to_user(),
+            namespace=self.to_namespace(),
+            conversation_id=self.conversation_id or None,
+            cache_key=self.prompt_cache_key or None,
+        )
+
+
+# ── bodies ──
+
+
+ANY_SLOT = -1
+_TTLS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
+
+
+class GenerationBody(GenerationFields, OwnerFields):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    response_format: ResponseFormat | None = None
+
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    cache_prompt: bool | None = None
+    id_slot: Annotated[int, Field(ge=ANY_SLOT, le=INT32_MAX)] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def to_base(self) -> Request:
+        """What this body says, without a prompt. Raises InvalidField where fields contradict each other."""
+        return replace(
+            self.to_owned(),
+            format=self.response_format.to_format() if self.response_format else None,
+            sampling=self.to_sampling(),
+            max_tokens=to_limit(self.max_tokens),
+            stop=tuple(self.stop or ()),
+            n=self.n or 1,
+            use_cache=self.cache_prompt is not False,
+            kv_bits=self.kv_bits,
+            approximate=self.to_approximation(),
+            ttl=_TTLS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
+            slot=None if self.id_slot == ANY_SLOT else self.id_slot,
+            want_progress=bool(self.stream and self.return_progress),
+        )
+
+
+MAX_PROMPTS = 32
+
+Prompt = str | tuple[int, ...]
+
+
+def _to_prompts(value: Any) -> tuple[Prompt, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("give a string, a list of strings, a list of token ids or a list of such lists")
+    if isinstance(value[0], int):
+        return (_to_tokens(value),)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"give at most {MAX_PROMPTS} prompts in one request")
+    return tuple(item if isinstance(item, str) else _to_tokens(item) for item in value)
+
+
+def _to_tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("a prompt is a string or a list of token ids that is not empty")
+    if not all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
+        raise ValueError("a token id is a whole number that is not negative")
+    return tuple(value)
+
+
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(_to_prompts, json_schema_input_type=str | list[str] | list[Count] | list[list[Count]]),
+]
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def to_requests(self) -> list[Request]:
+        """One per prompt. Raises InvalidField for what cannot be done."""
+        if self.suffix:
+            raise InvalidField("suffix", "is not supported: put everything into the prompt.")
+        base = replace(self.to_base(), echo=bool(self.echo), top_logprobs=self.logprobs)
+        if self.best_of not in (None, base.n):
+            raise InvalidField("best_of", "must equal n: leave it out.")
+        return [replace(base, prompt=prompt) for prompt in self.prompt]
