@@ -12,9 +12,8 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
-from emberkeep.server.lifecycle import Server, run_until_stopped
-from emberkeep.server.listener import bind
-from emberkeep.server.serve import banner
+from emberkeep.server.http_server import Server
+from emberkeep.server.lifecycle import banner, bind, run_until_stopped
 from helpers.conversing import TEMPLATE, ScriptedEngine
 
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 from serving import RULES, assistant, serve, system, user
 
-from emberkeep.server.listener import bind
+from emberkeep.server.lifecycle import bind
 from emberkeep.types import Json
 from support.server_process import ServerProcess
 

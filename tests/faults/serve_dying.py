@@ -10,7 +10,7 @@ from emberkeep.config import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime import assemble
-from emberkeep.server import serve
+from emberkeep.server import lifecycle
 
 LONG = 1000
 
@@ -31,6 +31,6 @@ def open_backend(config: Config) -> Backend:
 
 
 if __name__ == "__main__":
-    serve.open_backend = open_backend  # type: ignore[attr-defined]
+    lifecycle.open_backend = open_backend  # type: ignore[attr-defined]
     cli.install_model = lambda config: None  # type: ignore[attr-defined]
     cli.main()

@@ -20,9 +20,8 @@ from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
-from emberkeep.server.lifecycle import Server, run_until_stopped
-from emberkeep.server.listener import bind
-from emberkeep.server.serve import banner
+from emberkeep.server.http_server import Server
+from emberkeep.server.lifecycle import banner, bind, run_until_stopped
 
 SECONDS_PER_TOKEN = 1e-4
 """Slow enough that loading is worth its while, as with a real model, and that a kill can come in between."""

@@ -15,8 +15,8 @@ from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.library import Emberkeep
 from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
-from emberkeep.server.lifecycle import Server
-from emberkeep.server.listener import bind
+from emberkeep.server.http_server import Server
+from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announced
 from emberkeep.types import Json
 

@@ -12,9 +12,9 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.app import create_app
-from emberkeep.server.lifecycle import Server
+from emberkeep.server.http_server import Server
+from emberkeep.server.lifecycle import bind
 from emberkeep.server.limits import Limits
-from emberkeep.server.listener import bind
 from emberkeep.types import (
     Completed,
     Event,

@@ -22,7 +22,7 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.library.memory import open_memory
 from emberkeep.memory.memory import Memory
 from emberkeep.server.app import create_app
-from emberkeep.server.request_log import RequestLog
+from emberkeep.server.middleware import AccessLog
 from emberkeep.types import (
     Eviction,
     Finished,
@@ -323,8 +323,8 @@ def test_a_server_that_stops_takes_nothing_in_any_more(stored: Memory) -> None:
 
 
 def test_a_client_that_got_everything_has_not_left(stored: Memory, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="emberkeep.server.request_log")
-    asked(RequestLog(app_over(stored)), "GET", "/v1/memory/export")
+    caplog.set_level(logging.INFO, logger="emberkeep.server.middleware")
+    asked(AccessLog(app_over(stored)), "GET", "/v1/memory/export")
     assert caplog.messages == ["GET /v1/memory/export 200"]
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import CompletionBody
-from emberkeep.server.wire.cache import EntryBody, VerifyBody
-from emberkeep.server.wire.memory import AnswerBody, FactBody
-from emberkeep.server.wire.warm import WarmBody
+from emberkeep.server.cache_routes import EntryBody, VerifyBody
+from emberkeep.server.memory_routes import AnswerBody, FactBody
+from emberkeep.server.warm_routes import WarmBody
 from emberkeep.types import MissReason, Sampling
 
 TEXT = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.server.listener import bind
+from emberkeep.server.lifecycle import bind
 from emberkeep.types import TextDelta
 from helpers.scripted_backend import HANG, WAIT_S, ScriptedBackend, running, says
 
@@ -106,8 +106,9 @@ import sys
 from helpers.scripted_backend import HANG, ScriptedBackend, says
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
-from emberkeep.server.lifecycle import Server, run_until_stopped
-from emberkeep.server.listener import bind
+from emberkeep.server.http_server import Server
+from emberkeep.server.lifecycle import run_until_stopped
+from emberkeep.server.lifecycle import bind
 from emberkeep.types import TextDelta
 
 config = Config(drain_s=60, log_level="info")

@@ -20,8 +20,8 @@ from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
 from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
-from emberkeep.server.metrics.figures import FIGURES, LEFT_OUT
-from emberkeep.server.metrics.requests import Metered
+from emberkeep.server.metrics import FIGURES, LEFT_OUT
+from emberkeep.server.middleware import AccessLog
 from emberkeep.types import Finished, FinishReason, Json, MissReason, Request, TextDelta
 from helpers.scripted_backend import BILL, HANG, WAIT_S, ScriptedBackend, Step, running
 
@@ -41,7 +41,7 @@ class Site:
     def __init__(self, *script: Step, config: Config | None = None) -> None:
         self.backend = ScriptedBackend(script)
         app = create_app(self.backend, config or Config())
-        self._app = Metered(app, app.state.metrics)
+        self._app = AccessLog(app, app.state.metrics.observe)
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url="http://localhost")
@@ -153,7 +153,7 @@ def test_two_applications_in_one_process_count_apart() -> None:
     assert outcomes(other.scrape()) == {}
 
 
-def test_a_client_that_leaves_a_server_has_cancelled_and_its_rehearsal_is_no_request() -> None:
+def test_a_client_that_leaves_a_server_has_cancelled_and_its_warmup_is_no_request() -> None:
     with running(ScriptedBackend([TextDelta(0, "Hel"), HANG]), Config()) as server:
         with httpx.stream("POST", f"{server.url}{CHAT}", json=BODY | {"stream": True}):
             assert server.backend.hanging.wait(WAIT_S)
@@ -232,7 +232,7 @@ def test_every_figure_of_the_backend_is_exported_or_left_out_on_purpose(stats: d
     for path in stats:
         exported = [figure.name for figure in FIGURES if figure.labels(path) is not None]
         left_out = [pattern for pattern in LEFT_OUT if re.fullmatch(pattern, path)]
-        assert len(exported) + len(left_out) == 1, f"{path}: give it one line in server/metrics/figures.py"
+        assert len(exported) + len(left_out) == 1, f"{path}: give it one line in server/metrics.py"
 
 
 def test_nothing_is_left_out_that_is_not_there(stats: dict[str, Json]) -> None:

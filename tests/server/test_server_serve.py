@@ -8,8 +8,7 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError
-from emberkeep.server.listener import bind
-from emberkeep.server.serve import banner, serve
+from emberkeep.server.lifecycle import banner, bind, serve
 from helpers.scripted_backend import ScriptedBackend
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from emberkeep.api.request import MAX_VALUES
 from emberkeep.config import Config
-from emberkeep.server.respond import PAGE
-from emberkeep.server.routes.native import MAX_PIECES
+from emberkeep.server.native_routes import MAX_CHARS, MAX_PIECES, MAX_TOKENS
+from emberkeep.server.responses import PAGE
 from emberkeep.server.side_work import THREADS, WAITING
-from emberkeep.server.wire.native import MAX_CHARS, MAX_TOKENS
 from emberkeep.types import CacheEntry, Fact, Json, Ttl
 from helpers.scripted_backend import WAIT_S, Running, ScriptedBackend, running
 

@@ -169,7 +169,7 @@ def serve(
     """
     settled = load_config(**locals())
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
-    from emberkeep.server.serve import serve as serve_until_stopped
+    from emberkeep.server.lifecycle import serve as serve_until_stopped
 
     serve_until_stopped(settled, install=install_model)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
@@ -12,33 +10,32 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Match
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emberkeep import __version__
 from emberkeep.api.errors import Failure, failure_of, refusal
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.server.bodies import BodyBounds
-from emberkeep.server.drain import Drain, DrainMiddleware
-from emberkeep.server.feed import ClientGone
+from emberkeep.server.cache_routes import cache_routes
+from emberkeep.server.expert_routes import expert_routes
 from emberkeep.server.limits import Limits, affordable
-from emberkeep.server.metrics.collector import StatsCollector
-from emberkeep.server.metrics.requests import RequestMetrics
+from emberkeep.server.memory_routes import memory_routes
+from emberkeep.server.metrics import RequestMetrics, StatsCollector, metrics_routes
+from emberkeep.server.middleware import (
+    BodyBounds,
+    Drain,
+    DrainMiddleware,
+    LastResort,
+    PathMiddleware,
+    SecurityMiddleware,
+    failure_response,
+)
+from emberkeep.server.native_routes import native_routes
+from emberkeep.server.openai import openai_routes
 from emberkeep.server.openapi import DescribedApp
-from emberkeep.server.paths import PathMiddleware
-from emberkeep.server.respond import failure_response
-from emberkeep.server.routes.cache import cache_routes
-from emberkeep.server.routes.experts import expert_routes
-from emberkeep.server.routes.memory import memory_routes
-from emberkeep.server.routes.metrics import metrics_routes
-from emberkeep.server.routes.native import native_routes
-from emberkeep.server.routes.openai import openai_routes
-from emberkeep.server.routes.warm import warm_routes
-from emberkeep.server.security import SecurityMiddleware
 from emberkeep.server.side_work import SideWork
-
-log = logging.getLogger(__name__)
+from emberkeep.server.stream import ClientGone
+from emberkeep.server.warm_routes import warm_routes
 
 
 def create_app(backend: Backend, config: Config, limits: Limits | None = None) -> FastAPI:
@@ -73,20 +70,6 @@ def create_app(backend: Backend, config: Config, limits: Limits | None = None) -
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(EmberkeepError, _on_error)
     return app
-
-
-class LastResort:
-    """ASGI. Logs what nobody expected; left to the framework, it would also cost the client its connection."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self.app(scope, receive, send)
-        except Exception as error:
-            log.exception("A request failed.")
-            await failure_response(failure_of(error))(scope, receive, send)
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:

@@ -1,119 +1,88 @@
-"""Running until told to stop: signals, drain, and the backend's own end."""
+"""`emberkeep serve`: take the port, open the model, answer until told to stop, then drain and close."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
 import socket
-import time
+import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-
-import uvicorn
-from fastapi import FastAPI
+from contextlib import ExitStack, contextmanager
 
 from emberkeep.backend.base import Backend
-from emberkeep.config import Config
+from emberkeep.backend.capabilities import keep_warm
+from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
-from emberkeep.server.connection import Connections, bounded
-from emberkeep.server.drain import Drain
-from emberkeep.server.metrics.requests import Metered
-from emberkeep.server.rehearsal import rehearse
-from emberkeep.server.request_log import RequestLog
+from emberkeep.library.warming import declared_prefixes
+from emberkeep.runtime import open_backend
+from emberkeep.server.app import create_app
+from emberkeep.server.http_server import Server
+from emberkeep.server.presence import announced, reachable_url
 from emberkeep.signals import ending_signals
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 65
-"""Longer than the idle time of usual client pools, so that it is the client who closes an idle connection."""
-LAST_WORDS_S = 1
-"""After the drain: time to tell cut-off requests why."""
 HURRY_S = 5.0
 """After the second signal: time for the backend to write what it has."""
+_TALKATIVE = ("httpx", "httpx2")
+"""They log the whole address of every request, and some services want their key in there."""
 
 
-class Server(uvicorn.Server):
-    """Goes on listening while it drains, so that new requests hear 503 instead of a closed port."""
+def serve(config: Config, *, install: Callable[[Config], None]) -> None:
+    """Blocks until SIGINT, SIGTERM or SIGHUP. Raises EmberkeepError when it cannot start.
 
-    def __init__(self, app: FastAPI, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
-        """`on_ready` is called once requests are answered without delay."""
-        super().__init__(
-            uvicorn.Config(
-                RequestLog(Metered(app, app.state.metrics)),
-                log_config=None,
-                log_level="debug" if config.log_level == "debug" else "warning",
-                access_log=False,
-                http=bounded(Connections(app.state.limits, app.state.metrics.refused)),
-                ws="none",
-                lifespan="off",
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=LAST_WORDS_S,
-            )
-        )
-        self.hurry = asyncio.Event()
-        self._drain: Drain = app.state.drain
-        self._drain_s = config.drain_s
-        self._deadline = 0.0
-        self._app = app
-        self._on_ready = on_ready
-        self._settings = config
-        self._failure: Callable[[], EmberkeepError | None] = lambda: None
+    `install` makes sure that the model is here; it runs once the address is known to be ours.
+    """
+    check_exposure(config)
+    prefixes = declared_prefixes(config)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(logging.WARNING)
+    with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
+        install(config)
+        backend = open_backend(config)
+        keep_warm(backend, prefixes)
 
-    def watch(self, backend: Backend) -> None:
-        """Stop by itself when the backend will never answer again."""
-        self._failure = backend.failure
+        def announce() -> None:
+            url = reachable_url(config.host, listener.getsockname()[1])
+            until_the_end.enter_context(announced(config.data_dir, url))
+            print(banner(config, backend, listener), file=sys.stderr, flush=True)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await rehearse(self._app, self._settings)
-        await super().startup(sockets)
-        self._on_ready()
+        run_until_stopped(Server(create_app(backend, config), config, on_ready=announce), backend, listener)
 
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Not here: signals must also be heard while the backend closes."""
-        yield
 
-    def stop(self) -> None:
-        """The first call begins the drain, the second one ends it. Call it in the loop's thread."""
-        if self._drain.draining:
-            self.should_exit = self.force_exit = True
-            self.hurry.set()
-            return
-        self._drain.begin()
-        self._deadline = time.monotonic() + self._drain_s
-        if self._drain.running:
-            count, limit = self._drain.running, self._drain_s
-            log.info("Finishing %d running request(s), up to %g s; stop again to quit now.", count, limit)
+def banner(config: Config, backend: Backend, listener: socket.socket) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    card = backend.card
+    return (
+        f"Emberkeep is ready at http://{host}:{listener.getsockname()[1]}/v1\n"
+        f"  model  {card.id}, {card.context:,} tokens of context\n"
+        f"  data   {config.data_dir}\n"
+        f"  stop   Ctrl-C"
+    )
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._drain.running and not self.force_exit:
-            count, limit = self._drain.running, self._drain_s
-            log.warning("Cutting off %d request(s) that did not finish within %g s.", count, limit)
-        await self._cut_off()
-        await super().shutdown(sockets)
 
-    async def _cut_off(self) -> None:
-        """Left to uvicorn, this would be an error in the log."""
-        running = list(self.server_state.tasks)
-        for task in running:
-            task.cancel()
-        if running:
-            _, deaf = await asyncio.wait(running, timeout=LAST_WORDS_S)
-            if deaf:  # clients that do not read their last words
-                for connection in self.server_state.connections:
-                    connection.transport.abort()
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket: clients that come while the model loads wait in its backlog. Raises EmberkeepError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise EmberkeepError(_why_not(error, host, port)) from error
+    # Connections inherit it. asyncio, unlike uvloop, would not set it, and answers would wait 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
-    async def on_tick(self, counter: int) -> bool:
-        if not self._drain.draining and self._failure() is not None:
-            self.stop()
-        over = self._drain.running == 0 or time.monotonic() >= self._deadline
-        if self._drain.draining and over:
-            self.should_exit = True
-        return await super().on_tick(counter)
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} on {host} is in use: stop the other server or choose --port."
+    if error.errno == errno.EACCES:
+        return f"Port {port} on {host} needs more rights: choose --port above 1023."
+    return f"{host} is not an address of this machine: choose another --host."
 
 
 def run_until_stopped(server: Server, backend: Backend, listener: socket.socket) -> None:

@@ -44,11 +44,6 @@ class Limits:
     linger_s: float = 2.0
     """Time to read a refusal while the rest of what was refused still comes."""
 
-    @property
-    def check_s(self) -> float:
-        """How often a connection is looked at."""
-        return min(1.0, self.head_s / 4, self.stalled_s / 4, self.linger_s / 4)
-
 
 def affordable(connections: int) -> int:
     """No more than half of the files that this process may open: without one, nothing is answered."""

@@ -7,29 +7,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from emberkeep.api.messages import ChatBody
-from emberkeep.api.request import Body, CompletionBody
-from emberkeep.server.wire.cache import EntryBody, VerifyBody
-from emberkeep.server.wire.experts import TrackingBody
-from emberkeep.server.wire.memory import AnswerBody, FactBody
-from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
-from emberkeep.server.wire.warm import WarmBody
+from emberkeep.api.request import Body
 from emberkeep.types import Json
 
 _WHERE = "#/components/schemas/{model}"
-_BODIES: tuple[type[Body], ...] = (
-    ChatBody,
-    CompletionBody,
-    TokenizeBody,
-    DetokenizeBody,
-    TemplateBody,
-    TrackingBody,
-    EntryBody,
-    VerifyBody,
-    WarmBody,
-    FactBody,
-    AnswerBody,
-)
+_bodies: dict[str, type[Body]] = {}
+"""Those that routes take, by name."""
 
 HELLO = {"role": "user", "content": "Why is the sky blue?"}
 """A message for examples."""
@@ -78,6 +61,7 @@ _ERROR = {
 
 def takes(*models: type[Body], **example: Json) -> dict[str, Any]:
     """The body of a route, which may be of several kinds, and fields that make one which is accepted."""
+    _bodies.update({model.__name__: model for model in models})
     kinds = [{"$ref": _WHERE.format(model=model.__name__)} for model in models]
     content: dict[str, Json] = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
     if example:
@@ -93,7 +77,7 @@ class DescribedApp(FastAPI):
 
 
 def _complete(document: dict[str, Json]) -> None:
-    _, shared = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_WHERE)
+    _, shared = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=_WHERE)
     document["components"] = {
         "schemas": shared["$defs"] | {"Error": _ERROR},
         "responses": {f"Error{status}": _error_response(status) for status in _ERRORS},

@@ -1,12 +1,147 @@
-"""Which of the backend's statistics are exported, and under which names."""
+"""Metrics for Prometheus: of requests, of the backend's statistics, and `/metrics`, where they are read."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from fastapi import APIRouter
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from emberkeep import __version__
+from emberkeep.api.errors import Failure
+from emberkeep.backend.base import Backend
+from emberkeep.server.middleware import RequestOutcome, RequestRecord
+from emberkeep.types import Completed, Json, MissReason
+
 PREFIX = "emberkeep_"
+
+_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
+def metrics_routes(registry: CollectorRegistry) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics", response_class=Response, responses={200: _TEXT})
+    async def metrics() -> Response:
+        # The backend's figures may have to wait for a lock: not in the loop that serves the streams.
+        text = await asyncio.to_thread(generate_latest, registry)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return router
+
+
+# ── requests ──
+
+_WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_WHOLES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+
+
+class RequestMetrics:
+    """One look at every request, when it has ended and its usage is known: nothing happens per token.
+
+    Belongs to the event loop's thread; the registry may be read from any.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help: str, label: str) -> Counter:
+            return Counter(PREFIX + name, help, [label], registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, help, buckets=buckets, registry=registry)
+
+        self._requests = counter("requests_total", "HTTP requests by how they ended.", "outcome")
+        self._refused = counter("requests_refused_total", "Requests that got an error as answer.", "reason")
+        self._misses = counter("prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason")
+        self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _WAITS)
+        self._per_token = histogram("time_per_output_token_seconds", "Between tokens of an answer.", _STEPS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to a place in the engine.", _WAITS)
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", _WHOLES)
+        # A counter that is there from the beginning has no first increase for a rate to miss.
+        for outcome in RequestOutcome:
+            self._requests.labels(outcome)
+        for reason in MissReason:
+            if reason is not MissReason.NONE:
+                self._misses.labels(reason)
+
+    def observe(self, record: RequestRecord, seconds: float) -> None:
+        """Of a request that has ended and took that long."""
+        outcome = record.outcome
+        if outcome is RequestOutcome.REFUSED and record.failure:
+            self.refused(record.failure)
+        elif outcome:
+            self._requests.labels(outcome).inc()
+        if outcome is RequestOutcome.FINISHED:
+            self._whole.observe(seconds)
+        for completed in record.completed:
+            self._observe_completed(completed)
+
+    def refused(self, failure: Failure) -> None:
+        """Before it became a request."""
+        self._requests.labels(RequestOutcome.REFUSED).inc()
+        self._refused.labels(failure.code or failure.type).inc()
+
+    def _observe_completed(self, completed: Completed) -> None:
+        timings, reason = completed.timings, completed.lookup.reason
+        self._first_token.observe(timings.ttft_ms / 1e3)
+        self._queue.observe(timings.queue_ms / 1e3)
+        if timings.predicted_per_second:
+            self._per_token.observe(1 / timings.predicted_per_second)
+        if reason is not MissReason.NONE:
+            self._misses.labels(reason).inc()
+
+
+# ── the backend ──
+
+
+class StatsCollector(Collector):
+    """Reads the backend's statistics at the moment of a scrape: nothing is counted twice.
+
+    What a backend does not tell is not exported. Safe to use from any thread.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def collect(self) -> Iterator[Metric]:
+        about = {"version": __version__, "model": self._backend.card.id}
+        yield InfoMetricFamily("emberkeep", "What answers here.", about)
+        families: dict[Figure, CounterMetricFamily | GaugeMetricFamily] = {}
+        for path, value in _numbers(self._backend.stats()):
+            if found := figure_at(path):
+                figure, labels = found
+                if figure not in families:
+                    families[figure] = _family(figure, labels)
+                families[figure].add_metric(list(labels.values()), value)
+        yield from families.values()
+
+
+def _numbers(stats: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, float]]:
+    """Every number, with its keys joined by dots."""
+    for key, value in stats.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{above}{key}.")
+        elif isinstance(value, (int, float)):
+            yield above + key, value
+
+
+def _family(figure: Figure, labels: Mapping[str, str]) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
+    return kind(PREFIX + figure.name, figure.help, labels=list(labels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +283,7 @@ LEFT_OUT = (
     r"memory\.(oldest|newest)",  # times
     r"model",  # a label of emberkeep_info
     r"recent_lookups.*",  # single requests
-    r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see requests.py
+    r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see RequestMetrics
     r"store\.(folder|cold\.last_error)",  # texts
 )
 

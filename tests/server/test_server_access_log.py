@@ -14,12 +14,12 @@ from starlette.types import Message
 from emberkeep.config import Config
 from emberkeep.errors import ContextExceeded, DeadlineExceeded
 from emberkeep.server.app import create_app
-from emberkeep.server.rehearsal import rehearse
-from emberkeep.server.request_log import RequestLog
+from emberkeep.server.http_server import warmup
+from emberkeep.server.middleware import AccessLog
 from emberkeep.types import TextDelta
 from helpers.scripted_backend import HANG, ScriptedBackend, says
 
-LOGGER = "emberkeep.server.request_log"
+LOGGER = "emberkeep.server.middleware"
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 FIGURES = "12 prompt tokens, 8 reused, first token after 21 ms, 3 tokens at 100.0/s"
@@ -34,7 +34,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def call(method: str, path: str, script: list[Any] | None = None, **options: Any) -> httpx.Response:
     async def send() -> httpx.Response:
-        app = RequestLog(create_app(ScriptedBackend(script or ()), Config(api_key=options.pop("key", None))))
+        app = AccessLog(create_app(ScriptedBackend(script or ()), Config(api_key=options.pop("key", None))))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
@@ -107,7 +107,7 @@ def test_a_client_that_leaves_is_named_as_the_reason(lines: Callable[[], list[st
         "scheme": "http",
         "http_version": "1.1",
     }
-    asyncio.run(RequestLog(create_app(backend, Config()))(scope, receive, send))
+    asyncio.run(AccessLog(create_app(backend, Config()))(scope, receive, send))
     assert lines() == [f"POST {CHAT} 499: the client left"]
 
 
@@ -126,7 +126,7 @@ def test_health_checks_are_told_at_debug_only(
     assert lines() == ["GET /health 200"]
 
 
-def test_the_rehearsal_leaves_no_line(lines: Callable[[], list[str]]) -> None:
+def test_the_warmup_leaves_no_line(lines: Callable[[], list[str]]) -> None:
     config = Config()
-    asyncio.run(rehearse(create_app(ScriptedBackend(), config), config))
+    asyncio.run(warmup(create_app(ScriptedBackend(), config), config))
     assert lines() == []

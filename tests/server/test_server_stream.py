@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import EngineError
-from emberkeep.server.feed import ClientGone, Feed
+from emberkeep.server.stream import ClientGone, Feed
 from emberkeep.types import Event, TextDelta
 from helpers.scripted_backend import says
 

@@ -6,7 +6,8 @@ Every route concerns one user and nobody else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from emberkeep.api.errors import failure_of
+from emberkeep.api.messages import message_json
 from emberkeep.api.request import (
     FactName,
     Label,
@@ -23,6 +25,7 @@ from emberkeep.api.request import (
     MaxResults,
     Name,
     Question,
+    Remembered,
     UserFields,
     UserId,
 )
@@ -32,21 +35,10 @@ from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
 from emberkeep.library.lines import line
 from emberkeep.library.memory import check_fact, switched_on
 from emberkeep.server.openapi import takes
-from emberkeep.server.reading import read
-from emberkeep.server.respond import PAGE, Limit, Offset, json_response, page_response
+from emberkeep.server.responses import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.side_work import SideWork
-from emberkeep.server.wire.memory import (
-    AnswerBody,
-    FactBody,
-    answer_json,
-    conversation_json,
-    conversations_json,
-    fact_json,
-    forgotten_json,
-    one_owner,
-    stats_json,
-)
-from emberkeep.types import Fact, Forgotten, Json
+from emberkeep.server.stream import read_body
+from emberkeep.types import Fact, Forgotten, Json, SavedConversation
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
@@ -56,6 +48,23 @@ LINES: dict[int | str, dict[str, Json]] = {200: {"content": {"application/x-ndjs
 _ROWS = 256
 _BYTES = 1 << 20
 """Of an export, at a time: whichever is reached first."""
+
+
+class FactBody(UserFields):
+    value: Remembered
+
+
+class AnswerBody(UserFields):
+    question: Remembered
+    answer: Remembered
+
+
+def one_owner(body: UserFields, query: UserFields) -> str:
+    """Whoever writes may be named in either. Raises InvalidField where that makes two."""
+    told, asked = body.to_namespace(), query.to_namespace()
+    if told and asked and told != asked:
+        raise InvalidField("user_id", "the query and the body name different users: name one.")
+    return told or asked
 
 
 class _AnyText(StringConvertor):
@@ -105,14 +114,14 @@ def _searching(router: APIRouter, backend: Backend, side: SideWork) -> None:
 
     @router.post("/v1/memory/answers", openapi_extra=takes(AnswerBody, **example))
     async def store_answer(http: HttpRequest, whose: Whose) -> Response:
-        memory, body = switched_on(backend.memory), await read(http, AnswerBody)
+        memory, body = switched_on(backend.memory), await read_body(http, AnswerBody)
         owner = one_owner(body, whose)
         return json_response(answer_json(await side.run(memory.store_answer, owner, body.question, body.answer)))
 
 
 def _facts(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/facts")
-    async def facts(whose: Whose, limit: Limit = PAGE, offset: Offset = 0) -> Response:
+    async def facts(whose: Whose, limit: PageLimit = PAGE, offset: PageOffset = 0) -> Response:
         memory, owner = switched_on(backend.memory), whose.to_namespace()
         return await side.run(lambda: page_response(memory.facts(owner), fact_json, limit, offset))
 
@@ -123,7 +132,7 @@ def _facts(router: APIRouter, backend: Backend, side: SideWork) -> None:
 
     @router.put("/v1/memory/facts/{name:any_text}", openapi_extra=takes(FactBody, value="Ada"))
     async def set_fact(http: HttpRequest, name: FactName, whose: Whose) -> Response:
-        memory, body = switched_on(backend.memory), await read(http, FactBody)
+        memory, body = switched_on(backend.memory), await read_body(http, FactBody)
         check_fact(name, body.value)
         told = await side.run(_set_fact, memory, one_owner(body, whose), name, body.value)
         return json_response(fact_json(told))
@@ -217,3 +226,43 @@ async def _from(lines: bytes, rows: Iterator[Mapping[str, Json]]) -> AsyncIterat
             lines = await asyncio.to_thread(_lines, rows)
     except EmberkeepError as error:
         yield line(failure_of(error).json()).encode()
+
+
+# ── answers ──
+
+
+def fact_json(fact: Fact) -> dict[str, Json]:
+    return {"object": "memory.fact", **asdict(fact)}
+
+
+def answer_json(answer_id: int) -> dict[str, Json]:
+    return {"object": "memory.answer", "id": answer_id}
+
+
+def conversations_json(conversations: Sequence[SavedConversation]) -> dict[str, Json]:
+    return {"object": "list", "data": [_head_json(conversation) for conversation in conversations]}
+
+
+def conversation_json(conversation: SavedConversation) -> dict[str, Json]:
+    return {**_head_json(conversation), "messages": [message_json(message) for message in conversation.messages]}
+
+
+def _head_json(conversation: SavedConversation) -> dict[str, Json]:
+    return {
+        "id": conversation.id,
+        "object": "memory.conversation",
+        "title": conversation.title,
+        "model": conversation.model,
+        "created": conversation.created,
+        "updated": conversation.updated,
+        "message_count": conversation.message_count,
+    }
+
+
+def stats_json(stats: Mapping[str, Json]) -> dict[str, Json]:
+    """Without the size of the file, which tells about others."""
+    return {key: value for key, value in stats.items() if key not in ("bytes", "limit")}
+
+
+def forgotten_json(forgotten: Forgotten) -> dict[str, Json]:
+    return {"object": "memory.removed", "removed": asdict(forgotten)}

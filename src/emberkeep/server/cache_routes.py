@@ -6,39 +6,48 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import Field
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from emberkeep.api.answer import lookup_json
 from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
-from emberkeep.api.request import INT32_MAX, CompletionBody, Label
+from emberkeep.api.request import INT32_MAX, Body, CompletionBody, Label
 from emberkeep.api.stored import entry_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
-from emberkeep.server.leaving import while_there
+from emberkeep.errors import InvalidField
+from emberkeep.server.openai import check_model
 from emberkeep.server.openapi import HELLO, takes
-from emberkeep.server.reading import made_of_body, read, read_object
-from emberkeep.server.respond import PAGE, Limit, Offset, json_response, page_response
-from emberkeep.server.routes.openai import check_model
+from emberkeep.server.responses import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.side_work import SideWork
-from emberkeep.server.wire.cache import (
-    SAMPLE,
-    TOKENS,
-    EntryBody,
-    VerifyBody,
-    explained_json,
-    removed_json,
-    totals_json,
-    verified_json,
-)
-from emberkeep.types import CacheEntry, Verified
+from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
+from emberkeep.types import CacheEntry, Explanation, Json, Removed, Verified
 
+SAMPLE = 4
+TOKENS = 16
 SHOWN_CHARS = 2000
 
 _ACTIONS = ("pin", "unpin", "gc", "explain", "verify")
 
 Kind = Literal["conversation", "prefix"]
 Chars = Annotated[int, Query(ge=0, le=INT32_MAX)]
+
+
+class EntryBody(Body):
+    id: str
+
+
+class VerifyBody(Body):
+    ids: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
+    sample: Annotated[int, Field(ge=1, le=256)] | None = None
+    tokens: Annotated[int, Field(ge=1, le=256)] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidField where fields contradict each other."""
+        if self.ids is not None and self.sample is not None:
+            raise InvalidField("sample", "goes without ids: leave one of them out.")
 
 
 class _EntryId(StringConvertor):
@@ -61,7 +70,7 @@ def cache_routes(backend: Backend, side: SideWork) -> APIRouter:
 def _looking(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/cache")
     async def entries(
-        user_id: Label | None = None, kind: Kind | None = None, limit: Limit = PAGE, offset: Offset = 0
+        user_id: Label | None = None, kind: Kind | None = None, limit: PageLimit = PAGE, offset: PageOffset = 0
     ) -> Response:
         return await side.run(_listed, backend, user_id, kind, limit, offset)
 
@@ -73,12 +82,12 @@ def _looking(router: APIRouter, backend: Backend, side: SideWork) -> None:
 def _changing(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
     async def pin(http: HttpRequest) -> Response:
-        body = await read(http, EntryBody)
+        body = await read_body(http, EntryBody)
         return json_response(entry_json(await side.run(cache_of(backend).pin, body.id, True)))
 
     @router.post("/v1/cache/unpin", openapi_extra=takes(EntryBody))
     async def unpin(http: HttpRequest) -> Response:
-        body = await read(http, EntryBody)
+        body = await read_body(http, EntryBody)
         return json_response(entry_json(await side.run(cache_of(backend).pin, body.id, False)))
 
     @router.post("/v1/cache/gc")
@@ -98,16 +107,16 @@ def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
         asked = await read_object(http)
-        body = await made_of_body(http, lambda: read_chat_or_completion(asked))
+        body = await make_of_body(http, lambda: read_chat_or_completion(asked))
         check_model(body.model, backend.card)
         explanation = await side.run(lambda: cache_of(backend).explain(to_one_request(body)))
         return json_response(explained_json(explanation))
 
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
     async def verify(http: HttpRequest) -> Response:
-        body = await read(http, VerifyBody)
+        body = await read_body(http, VerifyBody)
         body.check()
-        return json_response(verified_json(await while_there(http, _verified(backend, side, body))))
+        return json_response(verified_json(await while_connected(http, _verified(backend, side, body))))
 
 
 async def _verified(backend: Backend, side: SideWork, body: VerifyBody) -> list[Verified]:
@@ -128,3 +137,52 @@ def _selected(entries: Sequence[CacheEntry], user: str | None, kind: Kind | None
     """What belongs to everybody belongs to no user."""
     mine = [entry for entry in entries if user is None or (entry.user == user and not entry.is_shared)]
     return [entry for entry in mine if kind in (None, entry.kind)]
+
+
+# ── answers ──
+
+
+def totals_json(entries: Sequence[CacheEntry]) -> dict[str, Json]:
+    return {
+        "entries": len(entries),
+        "tokens": sum(entry.tokens for entry in entries),
+        "bytes": sum(entry.bytes for entry in entries),
+    }
+
+
+def removed_json(removed: Removed) -> dict[str, Json]:
+    return {
+        "object": "cache.removed",
+        "removed": {"entries": removed.entries, "tokens": removed.tokens, "bytes": removed.bytes},
+    }
+
+
+def explained_json(explanation: Explanation) -> dict[str, Json]:
+    return {
+        "object": "cache.explanation",
+        "explanation": explanation.sentence,
+        "prompt_tokens": explanation.lookup.prompt_tokens,
+        **lookup_json(explanation.lookup),
+    }
+
+
+def verified_json(results: Sequence[Verified]) -> dict[str, Json]:
+    return {
+        "object": "list",
+        "data": [_result_json(result) for result in results],
+        "equal": all(result.is_equal for result in results),
+    }
+
+
+def _result_json(result: Verified) -> dict[str, Json]:
+    return {
+        "id": result.entry.id,
+        "object": "cache.verified",
+        "reused": result.reused_tokens,
+        "wide": result.wide_tokens,
+        "narrow": result.narrow_tokens,
+        "reproducible": result.reproducible_tokens,
+        "compared": result.compared,
+        "agreed": result.agreed,
+        "equal": result.is_equal,
+    }

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
-from emberkeep.api.messages import to_messages
+from emberkeep.api.messages import MessageList, ToolList, to_messages
+from emberkeep.api.request import Body, Count
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import tokenizer_of
 from emberkeep.errors import InvalidField
-from emberkeep.server.drain import Drain
+from emberkeep.server.middleware import Drain
 from emberkeep.server.openapi import HELLO, takes
-from emberkeep.server.reading import read
-from emberkeep.server.respond import json_response, list_response
+from emberkeep.server.responses import json_response, list_response
 from emberkeep.server.side_work import SideWork
-from emberkeep.server.wire.native import DetokenizeBody, TemplateBody, TokenizeBody
+from emberkeep.server.stream import read_body
 from emberkeep.types import Json
 
+MAX_CHARS = 4 << 20
+MAX_TOKENS = 500_000
 MAX_PIECES = 128 << 10
 _SLICE = 10_000
 """Tokens that are written without letting other threads go on."""
+
+
+class TokenizeBody(Body):
+    content: Annotated[str, Field(max_length=MAX_CHARS)]
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: Annotated[list[Count], Field(max_length=MAX_TOKENS)]
+
+
+class TemplateBody(Body):
+    messages: MessageList
+    tools: ToolList | None = None
 
 
 def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: bool) -> APIRouter:
@@ -50,17 +70,17 @@ def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: 
 
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody, content="hello world"))
     async def tokenize(http: HttpRequest) -> Response:
-        body = await read(http, TokenizeBody)
+        body = await read_body(http, TokenizeBody)
         return await side.run(_tokens, backend, body)
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody, tokens=[1, 2]))
     async def detokenize(http: HttpRequest) -> Response:
-        body = await read(http, DetokenizeBody)
+        body = await read_body(http, DetokenizeBody)
         return await side.run(lambda: json_response({"content": tokenizer_of(backend).detokenize(body.tokens)}))
 
     @router.post("/apply-template", openapi_extra=takes(TemplateBody, messages=[HELLO]))
     async def apply_template(http: HttpRequest) -> Response:
-        body = await read(http, TemplateBody)
+        body = await read_body(http, TemplateBody)
         return await side.run(_prompt, backend, body)
 
     return router

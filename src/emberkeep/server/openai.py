@@ -17,8 +17,8 @@ from emberkeep.api.request import CompletionBody
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.errors import ModelNotFound, RemoteLoop
 from emberkeep.server.openapi import HELLO, STREAMS, takes
-from emberkeep.server.reading import made_of_body, read
-from emberkeep.server.respond import gather, json_response, stream
+from emberkeep.server.responses import json_response
+from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json
 
 _MOST_HOPS = 8
@@ -31,10 +31,10 @@ def openai_routes(backend: Backend) -> APIRouter:
 
     @router.post("/v1/chat/completions", responses=STREAMS, openapi_extra=takes(ChatBody, messages=[HELLO]))
     async def chat_completions(http: HttpRequest) -> Response:
-        body = await read(http, ChatBody)
+        body = await read_body(http, ChatBody)
         check_model(body.model, backend.card)
         hops = check_hops(http)
-        request = await made_of_body(http, body.to_request)
+        request = await make_of_body(http, body.to_request)
         requests = [replace(request, depth=counted(http, DEPTH_HEADER), hops=hops)]
 
         def envelope() -> Envelope:
@@ -52,9 +52,9 @@ def openai_routes(backend: Backend) -> APIRouter:
         "/v1/completions", responses=STREAMS, openapi_extra=takes(CompletionBody, prompt="Once upon a time")
     )
     async def completions(http: HttpRequest) -> Response:
-        body = await read(http, CompletionBody)
+        body = await read_body(http, CompletionBody)
         check_model(body.model, backend.card)
-        requests = await made_of_body(http, body.to_requests)
+        requests = await make_of_body(http, body.to_requests)
 
         def envelope() -> Envelope:
             return new_envelope("cmpl", backend.card, requests[0].conversation_id)

@@ -1,16 +1,27 @@
-"""`/v1/warm`: a prefix to have ready, and what came of it."""
+"""`/v1/warm`: evaluate a prefix before a client waits for it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Annotated, Literal
 
+from fastapi import APIRouter
 from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from emberkeep.api.messages import BeginningList, TemplateArgs, ToolList, prefix_of_chats
 from emberkeep.api.request import KvBits, OwnerFields
+from emberkeep.backend.base import Backend
+from emberkeep.backend.capabilities import warm_prefix
 from emberkeep.errors import InvalidField
+from emberkeep.server.openai import check_model
+from emberkeep.server.openapi import takes
+from emberkeep.server.responses import json_response
+from emberkeep.server.stream import make_of_body, read_body, while_connected
 from emberkeep.types import Json, Request, Ttl, Warmed
+
+_SYSTEM = {"role": "system", "content": "You answer in one sentence."}
 
 
 class WarmBody(OwnerFields):
@@ -32,6 +43,19 @@ class WarmBody(OwnerFields):
         if self.messages or self.tools:
             raise InvalidField("text", "goes without messages and tools: leave one of them out.")
         return replace(base, prompt=self.text, is_prefix=True)
+
+
+def warm_routes(backend: Backend) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/warm", openapi_extra=takes(WarmBody, messages=[_SYSTEM]))
+    async def warm(http: HttpRequest) -> Response:
+        body = await read_body(http, WarmBody)
+        check_model(body.model, backend.card)
+        request = await make_of_body(http, body.to_request)
+        return json_response(warmed_json(await while_connected(http, warm_prefix(backend, request))))
+
+    return router
 
 
 def warmed_json(warmed: Warmed) -> dict[str, Json]:

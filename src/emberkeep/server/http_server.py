@@ -1,7 +1,7 @@
-"""One HTTP connection, within limits.
+"""uvicorn, within limits: a server that drains before it stops, and connections that count what they are sent.
 
 uvicorn's protocol takes heads of any size, waits for them without end, and queues any number of pipelined
-requests. This one counts, and looks at its clocks now and then: what is too much is refused in OpenAI's error
+requests. `Connection` counts, and looks at its clocks now and then: what is too much is refused in OpenAI's error
 shape where an answer is possible, and cut off where it is not.
 """
 
@@ -10,24 +10,158 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import httptools
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from emberkeep.api.errors import Failure
+from emberkeep.backend.base import Backend
+from emberkeep.config import Config
+from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
-from emberkeep.server.respond import failure_response
-from emberkeep.server.security import OPEN_PATHS
+from emberkeep.server.middleware import OPEN_PATHS, AccessLog, Drain, failure_response
 
 log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 65
+"""Longer than the idle time of usual client pools, so that it is the client who closes an idle connection."""
+LAST_WORDS_S = 1
+"""After the drain: time to tell cut-off requests why."""
+
+
+def uvicorn_config(
+    app: ASGIApp, config: Config, connections: Connections, *, lifespan: Literal["on", "off"] = "off"
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="debug" if config.log_level == "debug" else "warning",
+        access_log=False,
+        http=type("BoundedConnection", (Connection,), {"shared": connections}),  # it takes a class
+        ws="none",
+        lifespan=lifespan,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+    )
+
+
+class Server(uvicorn.Server):
+    """Goes on listening while it drains, so that new requests hear 503 instead of a closed port."""
+
+    def __init__(self, app: FastAPI, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
+        """`on_ready` is called once requests are answered without delay."""
+        metrics = app.state.metrics
+        connections = Connections(app.state.limits, metrics.refused)
+        super().__init__(uvicorn_config(AccessLog(app, metrics.observe), config, connections))
+        self.hurry = asyncio.Event()
+        self._drain: Drain = app.state.drain
+        self._drain_s = config.drain_s
+        self._deadline = 0.0
+        self._app = app
+        self._on_ready = on_ready
+        self._settings = config
+        self._failure: Callable[[], EmberkeepError | None] = lambda: None
+
+    def watch(self, backend: Backend) -> None:
+        """Stop by itself when the backend will never answer again."""
+        self._failure = backend.failure
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await warmup(self._app, self._settings)
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Not here: signals must also be handled while the backend closes."""
+        yield
+
+    def stop(self) -> None:
+        """The first call begins the drain, the second one ends it. Call it in the loop's thread."""
+        if self._drain.draining:
+            self.should_exit = self.force_exit = True
+            self.hurry.set()
+            return
+        self._drain.begin()
+        self._deadline = time.monotonic() + self._drain_s
+        if self._drain.running:
+            count, limit = self._drain.running, self._drain_s
+            log.info("Finishing %d running request(s), up to %g s; stop again to quit now.", count, limit)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drain.running and not self.force_exit:
+            count, limit = self._drain.running, self._drain_s
+            log.warning("Cutting off %d request(s) that did not finish within %g s.", count, limit)
+        await self._cut_off()
+        await super().shutdown(sockets)
+
+    async def _cut_off(self) -> None:
+        """Left to uvicorn, this would be an error in the log."""
+        running = list(self.server_state.tasks)
+        for task in running:
+            task.cancel()
+        if running:
+            _, deaf = await asyncio.wait(running, timeout=LAST_WORDS_S)
+            if deaf:  # clients that do not read their last words
+                for connection in self.server_state.connections:
+                    connection.transport.abort()
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self._drain.draining and self._failure() is not None:
+            self.stop()
+        over = self._drain.running == 0 or time.monotonic() >= self._deadline
+        if self._drain.draining and over:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+async def warmup(app: ASGIApp, config: Config) -> None:
+    """One request before the first, so that what the web framework does lazily is done.
+
+    It is a chat without messages, which is refused before it reaches the backend.
+    """
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    if config.api_key is not None:
+        headers.append((b"authorization", f"Bearer {config.api_key}".encode()))
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "headers": headers,
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", config.port),
+    }
+    await app(scope, _body, _nowhere)
+
+
+async def _body() -> Message:
+    return {"type": "http.request", "body": b'{"messages": []}', "more_body": False}
+
+
+async def _nowhere(message: Message) -> None:
+    pass
+
+
+# ── one connection ──
 
 _ERROR = "invalid_request_error"
 _BAD_HTTP = Failure(400, _ERROR, "This is not valid HTTP/1.1: check what was sent.", "bad_http")
@@ -61,11 +195,6 @@ class Connections:
     warn_at: float = 0.0
 
 
-def bounded(connections: Connections) -> type[Connection]:
-    """For `uvicorn.Config(http=...)`, which takes a class."""
-    return type("BoundedConnection", (Connection,), {"shared": connections})
-
-
 class Connection(HttpToolsProtocol):
     shared = Connections()
 
@@ -96,6 +225,7 @@ class Connection(HttpToolsProtocol):
         self._close_at: float | None = None
         self._unread: tuple[float, int] | None = None
         """Since when the client has been watched reading, and how many bytes were left for it then."""
+        self._check_s = min(1.0, self._limits.head_s / 4, self._limits.stalled_s / 4, self._limits.linger_s / 4)
         self._check_timer: asyncio.TimerHandle | None = None
 
     # ── the connection ──
@@ -103,7 +233,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_since = self.loop.time()
-        self._check_timer = self.loop.call_later(self._limits.check_s, self._check)
+        self._check_timer = self.loop.call_later(self._check_s, self._check)
         if len(self.connections) > self._limits.connections:
             self._make_room()
         self.shared.unfinished[self] = None
@@ -292,7 +422,7 @@ class Connection(HttpToolsProtocol):
         elif self._head_since is not None and not self._cycles and now - self._head_since > self._limits.head_s:
             self._head_since = None
             self._end_slow_head()
-        self._check_timer = self.loop.call_later(self._limits.check_s, self._check)
+        self._check_timer = self.loop.call_later(self._check_s, self._check)
 
     def _end_slow_head(self) -> None:
         if self._unfinished_bytes:

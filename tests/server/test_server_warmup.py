@@ -8,12 +8,12 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
-from emberkeep.server.rehearsal import rehearse
+from emberkeep.server.http_server import warmup
 from helpers.scripted_backend import ScriptedBackend
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
-def test_a_rehearsal_reaches_the_route_but_not_the_backend(
+def test_the_warmup_reaches_the_route_but_not_the_backend(
     key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[object] = []
@@ -21,10 +21,10 @@ def test_a_rehearsal_reaches_the_route_but_not_the_backend(
     async def listen(message: object) -> None:
         heard.append(message)
 
-    monkeypatch.setattr("emberkeep.server.rehearsal._nowhere", listen)
+    monkeypatch.setattr("emberkeep.server.http_server._nowhere", listen)
     config = Config(api_key=key)
     backend = ScriptedBackend()
-    asyncio.run(rehearse(create_app(backend, config), config))
+    asyncio.run(warmup(create_app(backend, config), config))
     start, body = heard
     assert isinstance(start, dict)
     assert isinstance(body, dict)

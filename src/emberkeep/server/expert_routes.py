@@ -1,0 +1,61 @@
+"""Which experts a mixture chooses: look at the counts, begin and end to count."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.api.request import Body
+from emberkeep.backend.base import Backend
+from emberkeep.backend.capabilities import experts_of
+from emberkeep.errors import RequestError
+from emberkeep.server.openapi import takes
+from emberkeep.server.responses import json_response
+from emberkeep.server.stream import read_body
+from emberkeep.types import ExpertStats, Json, LayerExperts
+
+
+class TrackingBody(Body):
+    enabled: bool | None = None
+    reset: bool | None = None
+
+    def check(self) -> None:
+        """Raises RequestError where nothing is asked for."""
+        if self.enabled is None and self.reset is None:
+            raise RequestError("Nothing is asked for: give enabled, reset or both.")
+
+
+def expert_routes(backend: Backend) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/expert-stats", responses={400: {"description": "The model has no experts."}})
+    async def expert_stats() -> Response:
+        return json_response(stats_json(experts_of(backend).stats()))
+
+    @router.post("/expert-tracking", openapi_extra=takes(TrackingBody))
+    async def expert_tracking(http: HttpRequest) -> Response:
+        body = await read_body(http, TrackingBody)
+        body.check()
+        stats = await experts_of(backend).track(body.enabled, reset=bool(body.reset))
+        return json_response(stats_json(stats))
+
+    return router
+
+
+def stats_json(stats: ExpertStats) -> dict[str, Json]:
+    return {
+        "enabled": stats.enabled,
+        "experts": stats.experts,
+        "experts_used": stats.experts_used,
+        "layers": [_layer_json(layer) for layer in stats.layers],
+    }
+
+
+def _layer_json(layer: LayerExperts) -> dict[str, Json]:
+    return {
+        "layer": layer.layer,
+        "tokens": layer.tokens,
+        "counts": layer.counts,
+        "frequencies": [round(frequency, 6) for frequency in layer.frequencies],
+    }

@@ -1,0 +1,315 @@
+"""One exchange with a client: the body that it sends, the events that it gets, and noticing that it leaves.
+
+One task per source of events reads ahead, so that a slow client never slows an engine step down, and whatever has
+piled up goes out in one write. It piles up only so far: a client that does not read on in time loses its answer,
+and the engine's slot with it. One more task waits for the client to leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from emberkeep.api.answer import Answer, Frames
+from emberkeep.api.errors import Failure, Refused, failure_of
+from emberkeep.api.request import B, parse_body, parse_object
+from emberkeep.backend.base import Backend
+from emberkeep.errors import EmberkeepError
+from emberkeep.server.limits import Limits
+from emberkeep.server.middleware import record_of
+from emberkeep.types import (
+    Completed,
+    Event,
+    Finished,
+    Json,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    ToolCallDelta,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 64 << 10
+"""Of a body: takes about a millisecond to parse."""
+_LIMITS = Limits()
+_EVENT_BYTES = 256
+"""Of an event and its frame, besides the text."""
+_LOGPROB_BYTES = 128
+
+
+class ClientGone(Exception):
+    """The client has left: there is no one to answer."""
+
+
+class ReadTooSlowly(Refused):
+    """What piled up for a client was not read in time."""
+
+    def __init__(self) -> None:
+        message = "The answer was not read in time, and was given up: ask again, and read it as it comes."
+        super().__init__(Failure(408, "invalid_request_error", message, "read_timeout"))
+
+
+# ── the body ──
+
+
+async def read_body(http: HttpRequest, model: type[B]) -> B:
+    """Raises Refused, RequestError or InvalidField."""
+    raw = await http.body()
+    return await make_of_body(http, lambda: parse_body(model, raw))
+
+
+async def read_object(http: HttpRequest) -> dict[str, Json]:
+    """A body of which more than one kind is accepted. Raises Refused or RequestError."""
+    raw = await http.body()
+    return await make_of_body(http, lambda: parse_object(raw))
+
+
+async def make_of_body(http: HttpRequest, make: Callable[[], T]) -> T:
+    """What `make` makes of a body that was read: of a large one in a thread, so that streams need not wait."""
+    is_large = len(await http.body()) > _LARGE_BYTES
+    return await asyncio.to_thread(make) if is_large else make()
+
+
+# ── the answer ──
+
+
+async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Answer:
+    """Waits for the whole answer. Raises what the backend raises, and ClientGone."""
+    answer = Answer(sum(request.n for request in requests))
+    whole = [replace(request, in_pieces=False) for request in requests]
+    async with _feed(http, backend, whole) as feed:
+        while batch := await feed.take():
+            answer.add(batch)
+    return answer
+
+
+async def stream(
+    http: HttpRequest, backend: Backend, requests: Sequence[Request], new_frames: Callable[[], Frames]
+) -> EventStream:
+    """Waits for the first event, so that an error before it still gets its HTTP status.
+
+    `new_frames` is called then: before it, it is not known which of several backends answers.
+    """
+    feed = _feed(http, backend, requests)
+    try:
+        return EventStream(feed, await feed.take(), new_frames())
+    except BaseException:
+        await feed.close()
+        raise
+
+
+class EventStream(Response):
+    """Server-sent events. Owns the feed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: Feed, first: list[Event], frames: Frames) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._feed = feed
+        self._first = first
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with self._feed:
+            try:
+                await self._write(send)
+            except ClientGone:
+                pass
+            except ReadTooSlowly as slow:
+                await send(_part(slow.failure.frame(), last=True))
+            except Exception as error:
+                if not isinstance(error, EmberkeepError):
+                    log.exception("A stream failed.")
+                record_of(scope).broken_off = True
+                await send(_part(failure_of(error).frame(), last=True))
+
+    async def _write(self, send: Send) -> None:
+        batch = self._first
+        while True:
+            parts = [self._frames.frame(event) for event in batch]
+            if self._feed.ended:
+                parts.append(self._frames.end())
+                await send(_part(b"".join(parts), last=True))
+                return
+            await send(_part(b"".join(parts), last=False))
+            batch = await self._feed.take()
+
+
+def _part(body: bytes, *, last: bool) -> dict[str, Json]:
+    return {"type": "http.response.body", "body": body, "more_body": not last}
+
+
+def _feed(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Feed:
+    record = record_of(http.scope)
+    record.prompts = len(requests)
+    return Feed(_sources(backend, requests), http.receive, record.completed, http.app.state.limits)
+
+
+def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterator[Event]]:
+    """One per prompt, with the choices numbered through."""
+    first, *others = (backend.generate(request) for request in requests)
+    return [first, *(_renumber(other, (i + 1) * requests[0].n) for i, other in enumerate(others))]
+
+
+async def _renumber(source: AsyncIterator[Event], offset: int) -> AsyncIterator[Event]:
+    async with _closing(source):
+        async for event in source:
+            if isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
+                yield replace(event, index=event.index + offset)
+            else:
+                yield event
+
+
+class Feed:
+    """The events of one HTTP request, read as they come and taken in batches.
+
+    Starts reading at once; needs a running loop. Close it, also after an error.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[AsyncIterator[Event]],
+        receive: Receive,
+        completed: list[Completed] | None = None,
+        limits: Limits = _LIMITS,
+    ) -> None:
+        """`completed` gets the Completed of every source."""
+        self._limits = limits
+        self._unsent = 0
+        self._taken = asyncio.Event()
+        self._completed = [] if completed is None else completed
+        self._events: list[Event] = []
+        self._error: Exception | None = None
+        self._reading = len(sources)
+        self._changed = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._read(source)) for source in sources]
+        self._tasks.append(asyncio.create_task(self._watch(receive)))
+
+    @property
+    def ended(self) -> bool:
+        """Every event was taken, and no error is waiting."""
+        return not self._reading and not self._events and self._error is None
+
+    async def take(self) -> list[Event]:
+        """Everything that came since the last call; waits for something; empty at the end.
+
+        Raises, after the events that came before, what a source raised, or ClientGone.
+        """
+        await self._changed.wait()
+        batch, self._events = self._events, []
+        self._unsent = 0
+        self._taken.set()
+        if self._error is not None and not batch:
+            raise self._error
+        if self._reading and self._error is None:
+            self._changed.clear()
+        return batch
+
+    async def close(self) -> None:
+        """Stops all work for this request and waits until it has stopped."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> Feed:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _read(self, source: AsyncIterator[Event]) -> None:
+        async with _closing(source):
+            try:
+                await self._read_to_completed(source)
+            except Exception as error:
+                self._error = self._error or error
+            finally:
+                self._reading -= 1
+                self._changed.set()
+
+    async def _read_to_completed(self, source: AsyncIterator[Event]) -> None:
+        async for event in source:
+            self._events.append(event)
+            self._changed.set()
+            self._unsent += _size(event)
+            if self._unsent > self._limits.unsent_bytes:
+                await self._wait_until_taken()
+            if type(event) is Completed:
+                self._completed.append(event)
+                return
+        raise RuntimeError("the backend's events ended without Completed")
+
+    async def _wait_until_taken(self) -> None:
+        """Raises ReadTooSlowly."""
+        self._taken.clear()
+        try:
+            async with asyncio.timeout(self._limits.stalled_s):
+                await self._taken.wait()
+        except TimeoutError:
+            raise ReadTooSlowly from None
+
+    async def _watch(self, receive: Receive) -> None:
+        await _disconnect(receive)
+        self._error = ClientGone()
+        self._changed.set()
+
+
+def _closing(source: AsyncIterator[Event]) -> aclosing[AsyncGenerator[Event, None]]:
+    """A backend's iterator can be closed, although its type does not say so."""
+    return aclosing(cast("AsyncGenerator[Event, None]", source))
+
+
+def _size(event: Event) -> int:
+    """About as much as it takes here and on the wire."""
+    match event:
+        case TextDelta():
+            shown = sum(1 + len(token.top) for token in event.logprobs)
+            return _EVENT_BYTES + len(event.text) + _LOGPROB_BYTES * shown
+        case ReasoningDelta():
+            return _EVENT_BYTES + len(event.text)
+        case ToolCallDelta():
+            return _EVENT_BYTES + len(event.arguments)
+    return _EVENT_BYTES
+
+
+# ── the client leaves ──
+
+
+async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves. Read the body before.
+
+    Raises what `work` raises, and ClientGone.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnect(http.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Returns when the client has left; its body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
