@@ -16,7 +16,7 @@ from benchmarks.questions import Question, made_up_questions, read_questions
 from emberkeep.bench.figures import ratios, series, standard_error
 from emberkeep.bench.report import Result, Row, Table, Value
 from emberkeep.bench.stage import ModelPlace
-from emberkeep.library.verifying import CANDIDATES, f1, kl
+from emberkeep.library.verify_report import CANDIDATES, f1, kl
 from emberkeep.types import Approximation, Message, Repair, Request, Sampling
 
 _BETWEEN = 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emberkeep.api.answer import ChatFrames, Envelope, TextFrames
 from emberkeep.types import Event, ReasoningDelta, TextDelta
-from helpers.scripted_backend import BILL
+from helpers.scripted_server import BILL
 
 ENVELOPE = Envelope("id", 5, 'mo"del', "fp", None)
 TEXT = st.text(min_size=1)

@@ -20,7 +20,7 @@ from emberkeep.cli.saved import Journal
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryFailed, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.library import Emberkeep
-from emberkeep.library.memory import UserMemory, open_memory
+from emberkeep.library.user_memory import UserMemory, open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Message, SavedConversation, ToolCall
 from helpers.kept_chats import open_keeper

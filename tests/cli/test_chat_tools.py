@@ -26,8 +26,8 @@ from emberkeep.cli.saved import Journal, recap, with_its_model
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import RemoteDown
 from emberkeep.library import Emberkeep
-from emberkeep.library.acting import Acting
-from emberkeep.library.memory import UserMemory
+from emberkeep.library.tool_session import ToolSession
+from emberkeep.library.user_memory import UserMemory
 from emberkeep.memory.memory import Memory
 from emberkeep.tools.function import ToolFunction, as_tool, tool
 from emberkeep.tools.toolbox import Choice, ToolBox
@@ -108,7 +108,7 @@ class Bench:
         self.keeper = Emberkeep(self.backend)
         made: list[ToolFunction] = [as_tool(one) for one in functions]
         box = ToolBox(made, Choice(enabled=("all",)))
-        self.acting = Acting(self.keeper._bridge, self.backend, box, asks=asks)
+        self.acting = ToolSession(self.keeper._bridge, self.backend, box, asks=asks)
         self.out = io.StringIO()
         self.conversation = Conversation()
         self.questions: list[str] = []

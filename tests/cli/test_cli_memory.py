@@ -21,7 +21,7 @@ from emberkeep.cli.saved import Journal
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
 from emberkeep.library import Emberkeep
-from emberkeep.library.memory import open_memory
+from emberkeep.library.user_memory import open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Json, Message, ToolUse, Turn, private_namespace
 from support.scripted_backend import ScriptedBackend, answer

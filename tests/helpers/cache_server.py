@@ -24,7 +24,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.runtime import assemble
 from emberkeep.types import Json
 from helpers.scheduling import PATIENCE
-from helpers.scripted_backend import Running, running
+from helpers.scripted_server import Running, running
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"

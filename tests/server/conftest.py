@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from emberkeep.config import Config
-from helpers.scripted_backend import Running, ScriptedBackend, running
+from helpers.scripted_server import Running, ScriptedBackend, running
 
 
 @pytest.fixture(scope="session")

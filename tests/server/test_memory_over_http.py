@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from emberkeep.config import Config
 from emberkeep.errors import MemoryFailed
-from emberkeep.library.memory import open_memory
+from emberkeep.library.user_memory import open_memory
 from emberkeep.memory.memory import Memory
 from emberkeep.server.app import create_app
 from emberkeep.server.middleware import AccessLog
@@ -37,7 +37,7 @@ from emberkeep.types import (
     private_namespace,
 )
 from helpers.cache_server import served
-from helpers.scripted_backend import BILL, Running, ScriptedBackend, running
+from helpers.scripted_server import BILL, Running, ScriptedBackend, running
 
 KEY = "sk-proj-Abcd1234Efgh5678Ijkl9012Mnop3456Qrst7890Uvwx"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -17,7 +17,7 @@ from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
 from emberkeep.server.middleware import AccessLog
 from emberkeep.types import TextDelta
-from helpers.scripted_backend import HANG, ScriptedBackend, says
+from helpers.scripted_server import HANG, ScriptedBackend, says
 
 LOGGER = "emberkeep.server.middleware"
 CHAT = "/v1/chat/completions"

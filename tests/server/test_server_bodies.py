@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from emberkeep.server.limits import Limits
-from helpers.scripted_backend import ScriptedBackend
+from helpers.scripted_server import ScriptedBackend
 
 MAX_BODY_BYTES = Limits().body_bytes
 CHAT = "/v1/chat/completions"

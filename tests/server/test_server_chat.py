@@ -34,7 +34,7 @@ from emberkeep.types import (
     ToolCallDelta,
     ToolChoice,
 )
-from helpers.scripted_backend import BILL, ScriptedBackend, says
+from helpers.scripted_server import BILL, ScriptedBackend, says
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.errors import ContextExceeded
 from emberkeep.types import Finished, FinishReason, TextDelta, TokenLogprob
-from helpers.scripted_backend import BILL, ScriptedBackend, says
+from helpers.scripted_server import BILL, ScriptedBackend, says
 
 
 def test_a_completion_has_openais_shape(backend: ScriptedBackend, client: openai.OpenAI) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from emberkeep.types import TextDelta
-from helpers.scripted_backend import HANG, WAIT_S, Running, ScriptedBackend
+from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend
 
 
 def send_raw(port: int, path: str, **fields: object) -> socket.socket:

@@ -15,7 +15,7 @@ from emberkeep.config import Config
 from emberkeep.runtime import open_backend
 from emberkeep.types import Json
 from helpers import tiny_gguf
-from helpers.scripted_backend import running
+from helpers.scripted_server import running
 
 PROMPT = [40 + index % 7 for index in range(50)]
 TEXT = "tell me more than sixteen tokens about state"

@@ -21,7 +21,7 @@ from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.lifecycle import bind
 from emberkeep.types import TextDelta
-from helpers.scripted_backend import HANG, WAIT_S, ScriptedBackend, running, says
+from helpers.scripted_server import HANG, WAIT_S, ScriptedBackend, running, says
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_a_client_that_does_not_read_cannot_keep_a_server_from_stopping(
 
 SCRIPT = """
 import sys
-from helpers.scripted_backend import HANG, ScriptedBackend, says
+from helpers.scripted_server import HANG, ScriptedBackend, says
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server

@@ -17,7 +17,7 @@ import pytest
 from emberkeep.config import Config
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.types import TextDelta
-from helpers.scripted_backend import HANG, WAIT_S, Running, ScriptedBackend, running, says
+from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend, running, says
 
 pytestmark = pytest.mark.slow
 

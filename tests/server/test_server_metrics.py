@@ -23,7 +23,7 @@ from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES, LEFT_OUT
 from emberkeep.server.middleware import AccessLog
 from emberkeep.types import Finished, FinishReason, Json, MissReason, Request, TextDelta
-from helpers.scripted_backend import BILL, HANG, WAIT_S, ScriptedBackend, Step, running
+from helpers.scripted_server import BILL, HANG, WAIT_S, ScriptedBackend, Step, running
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from fastapi import Query, Response
 from emberkeep import __version__
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
-from helpers.scripted_backend import ScriptedBackend
+from helpers.scripted_server import ScriptedBackend
 
 
 def test_models_are_listed(backend: ScriptedBackend, client: openai.OpenAI, http: httpx.Client) -> None:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
-from helpers.scripted_backend import ScriptedBackend
+from helpers.scripted_server import ScriptedBackend
 
 KEY = "canary-7f3a"
 OWN = "127.0.0.1:8080"

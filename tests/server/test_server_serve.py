@@ -9,7 +9,7 @@ import pytest
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.server.lifecycle import banner, bind, serve
-from helpers.scripted_backend import ScriptedBackend
+from helpers.scripted_server import ScriptedBackend
 
 
 def _never(config: Config) -> None:

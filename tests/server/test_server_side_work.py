@@ -17,7 +17,7 @@ from emberkeep.server.native_routes import MAX_CHARS, MAX_PIECES, MAX_TOKENS
 from emberkeep.server.responses import PAGE
 from emberkeep.server.side_work import THREADS, WAITING
 from emberkeep.types import CacheEntry, Fact, Json, Ttl
-from helpers.scripted_backend import WAIT_S, Running, ScriptedBackend, running
+from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running
 
 pytestmark = pytest.mark.slow
 

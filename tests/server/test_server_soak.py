@@ -23,7 +23,7 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.server.limits import Limits
-from helpers.scripted_backend import WAIT_S, Running, ScriptedBackend, running
+from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running
 
 pytestmark = pytest.mark.slow
 

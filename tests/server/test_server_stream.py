@@ -11,7 +11,7 @@ import pytest
 from emberkeep.errors import EngineError
 from emberkeep.server.stream import ClientGone, Feed
 from emberkeep.types import Event, TextDelta
-from helpers.scripted_backend import says
+from helpers.scripted_server import says
 
 
 async def stays() -> dict[str, Any]:

@@ -38,7 +38,7 @@ from emberkeep.types import (
     Usage,
 )
 from helpers.conversing import Harbour, ScriptedEngine
-from helpers.scripted_backend import BILL, HANG, WAIT_S, Running, ScriptedBackend, running, says
+from helpers.scripted_server import BILL, HANG, WAIT_S, Running, ScriptedBackend, running, says
 from support.remote_model import ScriptedProvider, remote, said
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
-from helpers.scripted_backend import ScriptedBackend
+from helpers.scripted_server import ScriptedBackend
 
 
 @pytest.mark.parametrize("key", [None, "secret"])

@@ -11,7 +11,7 @@ from emberkeep.cli.tables import printable
 from emberkeep.types import CallEnded, CallStarted, Decision, Outcome, PermissionAsked, ToolCall
 
 if TYPE_CHECKING:
-    from emberkeep.library.acting import Acting
+    from emberkeep.library.tool_session import ToolSession
 
 _ARGUMENT_CHARS = 60
 _CALL_CHARS = 160
@@ -29,7 +29,7 @@ _ANSWERS = {
 class CallView:
     """`tell`: a remark to the person; `ask`: a question, answered with a line."""
 
-    def __init__(self, acting: Acting | None, tell: Callable[[str], None], ask: Callable[[str], str]) -> None:
+    def __init__(self, acting: ToolSession | None, tell: Callable[[str], None], ask: Callable[[str], str]) -> None:
         self._acting = acting
         self._tell = tell
         self._ask = ask

@@ -66,8 +66,8 @@ from emberkeep.types import Message, Sampling, SavedConversation
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep
-    from emberkeep.library.acting import Acting
-    from emberkeep.library.requests import Options
+    from emberkeep.library.arguments import Options
+    from emberkeep.library.tool_session import ToolSession
 
 _DEFAULTS = Sampling()
 
@@ -201,7 +201,7 @@ def _remind(session: ChatSession, config: Config, saved: SavedConversation) -> N
 
 
 @contextmanager
-def tools_of(keeper: Emberkeep, config: Config) -> Generator[Acting | None, None, None]:
+def tools_of(keeper: Emberkeep, config: Config) -> Generator[ToolSession | None, None, None]:
     """Those of a chat with this model, which is asked only if it knows what tools are. Raises ConfigError."""
     if config.tools == "off" or (config.tools == "auto" and not keeper.card.calls_tools):
         if (config.enable_tools or config.tools_from or config.mcp) and config.tools == "auto":
@@ -225,12 +225,12 @@ def tools_of(keeper: Emberkeep, config: Config) -> Generator[Acting | None, None
         acting.close()
 
 
-def _tokens_of(acting: Acting) -> int:
+def _tokens_of(acting: ToolSession) -> int:
     """About how many their definitions are."""
     return sum(len(json.dumps(asdict(tool))) for tool in acting.definitions()) // 4
 
 
-def _prewarm(keeper: Emberkeep, system: str, acting: Acting | None) -> None:
+def _prewarm(keeper: Emberkeep, system: str, acting: ToolSession | None) -> None:
     """Evaluate the system message and the tools while the user types. The first answer tells what goes wrong."""
     logging.getLogger("emberkeep.backend").setLevel(logging.ERROR)
     with suppress(EmberkeepError):

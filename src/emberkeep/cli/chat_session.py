@@ -27,8 +27,8 @@ from emberkeep.types import (
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep, Result, Stream
-    from emberkeep.library.acting import Acting
-    from emberkeep.library.requests import Options
+    from emberkeep.library.arguments import Options
+    from emberkeep.library.tool_session import ToolSession
 
 
 _SILENCE = "…"
@@ -48,7 +48,7 @@ class ChatSession:
         interactive: bool,
         journal: Journal,
         evicts: bool = True,
-        acting: Acting | None = None,
+        acting: ToolSession | None = None,
         ask: Callable[[str], str] = ask_aloud,
     ) -> None:
         """`acting`: with tools; `ask`: a person, who is there where `interactive`."""
@@ -105,7 +105,7 @@ class ChatSession:
         options: Options = {**self._options, "conversation_id": self.conversation.id}
         if self.acting is None:
             return self.keeper.stream(messages, **options)
-        from emberkeep.library.requests import chat_request
+        from emberkeep.library.arguments import chat_request
 
         return self.acting.stream(chat_request(messages, None, options))
 

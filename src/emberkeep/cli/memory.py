@@ -26,7 +26,7 @@ from emberkeep.cli.tables import counted
 from emberkeep.types import Forgotten, Json
 
 if TYPE_CHECKING:
-    from emberkeep.library.memory import UserMemory
+    from emberkeep.library.user_memory import UserMemory
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def search(
     config: ConfigFlag = None,
 ) -> None:
     """Archived turns and stored answers that fit a query, the best first."""
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         found = memory.search(query, max_results=max_results, user=user, conversation_id=conversation)
@@ -97,8 +97,7 @@ def export(
     config: ConfigFlag = None,
 ) -> None:
     """Write everything that is remembered, one JSON object per line. An existing file is left alone."""
-    from emberkeep.library.lines import line, write_lines
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import line, open_memory, write_lines
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         rows = _with_bar(memory.export(user=user), "Exporting", _rows(memory.stats(user=user)))
@@ -116,8 +115,7 @@ def import_(
     config: ConfigFlag = None,
 ) -> None:
     """Read what was exported, for those whom it belongs to. What is known already is not added twice."""
-    from emberkeep.library.lines import read_lines
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory, read_lines
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         added = memory.import_(_with_bar(read_lines(file), "Importing", None))
@@ -140,7 +138,7 @@ def forget(
 
     Stored prompt state is another matter: `emberkeep cache rm` removes it.
     """
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     if user is None and conversation is None:
         raise typer.BadParameter("say what to forget: --user NAME, --conversation ID, or both.")
@@ -159,7 +157,7 @@ def stats(
     config: ConfigFlag = None,
 ) -> None:
     """How much is remembered, and since when."""
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         figures = memory.stats(user=user)

@@ -46,7 +46,7 @@ def list_facts(
     user: OfUser = "", as_json: JsonFlag = False, data_dir: DataDirFlag = None, config: ConfigFlag = None
 ) -> None:
     """Everything that was set."""
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         facts = memory.facts(user=user)
@@ -63,7 +63,7 @@ def set_fact(
     name: Name, value: Value, user: OfUser = "", data_dir: DataDirFlag = None, config: ConfigFlag = None
 ) -> None:
     """Remember something under a name, in place of what was there."""
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         memory.set_fact(name, value, user=user)
@@ -73,7 +73,7 @@ def set_fact(
 @app.command("get", epilog="Example: emberkeep memory facts get home")
 def get_fact(name: Name, user: OfUser = "", data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
     """Print what is remembered under a name, and nothing else."""
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         fact = memory.fact(name, user=user)
@@ -85,7 +85,7 @@ def get_fact(name: Name, user: OfUser = "", data_dir: DataDirFlag = None, config
 @app.command("delete", epilog="Example: emberkeep memory facts delete home")
 def delete_fact(name: Name, user: OfUser = "", data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
     """Forget what is remembered under a name."""
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(load_config(data_dir=data_dir, config=config)) as memory:
         if not memory.delete_fact(name, user=user):

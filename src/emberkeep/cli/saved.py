@@ -17,7 +17,7 @@ from emberkeep.types import Message, Recollection, SavedConversation
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep
-    from emberkeep.library.memory import UserMemory
+    from emberkeep.library.user_memory import UserMemory
 
 LATEST = "latest"
 LISTED = 50
@@ -85,7 +85,7 @@ def open_journal(keeper: Emberkeep, config: Config, *, is_saving: bool) -> Journ
 
 def find_saved(config: Config, wanted: str) -> SavedConversation:
     """The latest, or the one whose id begins so. Raises NoSuchEntry, MemoryFailed."""
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(config) as memory:
         saved = memory.conversation(wanted)
@@ -97,7 +97,7 @@ def find_saved(config: Config, wanted: str) -> SavedConversation:
 
 
 def list_saved(config: Config) -> None:
-    from emberkeep.library.memory import open_memory
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(config) as memory:
         listed = memory.conversations(limit=LISTED + 1)

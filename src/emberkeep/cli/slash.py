@@ -16,7 +16,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, Message, Recollection
 
 if TYPE_CHECKING:
-    from emberkeep.library.acting import Acting
+    from emberkeep.library.tool_session import ToolSession
     from emberkeep.mcp.answers import McpPrompt
 
 
@@ -29,7 +29,7 @@ class Chat(Protocol):
     def search(self, query: str) -> Sequence[Recollection]: ...
 
     @property
-    def acting(self) -> Acting | None: ...
+    def acting(self) -> ToolSession | None: ...
 
     def say(self, *messages: Message) -> None: ...
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.library.install import ensure_model
-from emberkeep.library.memory import UserMemory
-from emberkeep.library.results import Result, WarmResult
-from emberkeep.library.stream import Stream
-from emberkeep.library.verifying import VerifyReport
+from emberkeep.library.emberkeep import Emberkeep, ensure_model
+from emberkeep.library.results import Result, Stream, WarmResult
+from emberkeep.library.user_memory import UserMemory
+from emberkeep.library.verify_report import VerifyReport
 
 __all__ = ["Emberkeep", "Result", "Stream", "UserMemory", "VerifyReport", "WarmResult", "ensure_model"]

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from emberkeep.backend.base import Backend, Cache, ModelCard
 from emberkeep.backend.capabilities import attention_of, cache_of, experts_of, keep_warm, warm_prefix
-from emberkeep.config import Config, load_config
-from emberkeep.errors import InvalidField
-from emberkeep.library.acting import Acting, is_runnable, own_toolbox
-from emberkeep.library.bridge import Bridge
-from emberkeep.library.install import ensure_model
-from emberkeep.library.memory import UserMemory, switched_on
-from emberkeep.library.requests import (
+from emberkeep.config import DEFAULT_MODEL, Config, load_config
+from emberkeep.engine.extras import require_hf
+from emberkeep.errors import InvalidField, ModelNotFound
+from emberkeep.library.arguments import (
     Approximate,
     Messages,
     Options,
     Tools,
     chat_request,
+    declared_prefixes,
     prefix_request,
     prompt_request,
 )
-from emberkeep.library.results import Result, WarmResult
-from emberkeep.library.stream import Stream
-from emberkeep.library.verifying import CANDIDATES, VerifyReport
-from emberkeep.library.warming import declared_prefixes
+from emberkeep.library.bridge import Bridge
+from emberkeep.library.results import Result, Stream, WarmResult
+from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
+from emberkeep.library.user_memory import UserMemory, switched_on
+from emberkeep.library.verify_report import CANDIDATES, VerifyReport
 from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, Verified
 
 if TYPE_CHECKING:
+    from emberkeep.models.reporting import Reporter
     from emberkeep.tools.toolbox import ToolBox
 
 
@@ -107,15 +107,15 @@ class Emberkeep:
         request, toolbox = _asked(messages, tools, options)
         return self._start(request) if toolbox is None else self._act(request, toolbox)
 
-    def acting(self, config: Config, *, asks: bool) -> Acting:
-        """With the tools that `config` names; `asks`: somebody decides on dangerous ones. The caller closes it.
+    def acting(self, config: Config, *, asks: bool) -> ToolSession:
+        """With the tools that `config` names; `asks`: a person decides on dangerous ones. The caller closes it.
 
         Raises ConfigError.
         """
         from emberkeep.runtime import open_toolbox
 
         tools = open_toolbox(config, memory=self._backend.memory, asks=asks)
-        return Acting(self._bridge, self._backend, tools, asks=asks, turns=config.tool_turns)
+        return ToolSession(self._bridge, self._backend, tools, asks=asks, turns=config.tool_turns)
 
     def health(self) -> dict[str, Json]:
         """Who answers, and what is wrong with those who do not."""
@@ -137,7 +137,7 @@ class Emberkeep:
 
         What goes wrong is a line in the log. Raises RequestError for a prefix that cannot be.
         """
-        # It counts against nobody's limit: whoever asks while it is being evaluated is not refused for it.
+        # It counts against no user's limit: no request is refused because it is being evaluated.
         keep_warm(self._backend, [replace(prefix_request(messages, tools, {}), user=SHARED)])
 
     @property
@@ -238,7 +238,7 @@ class Emberkeep:
 
     def _act(self, request: Request, toolbox: ToolBox) -> Stream:
         """A toolbox of functions alone has nothing to close."""
-        return Acting(self._bridge, self._backend, toolbox, asks=False).stream(request)
+        return ToolSession(self._bridge, self._backend, toolbox, asks=False).stream(request)
 
     def _start(self, request: Request) -> Stream:
         return Stream(self._bridge.iterate(lambda: self._backend.generate(request)))
@@ -270,3 +270,51 @@ def _prompt_or_chat(prompt_or_messages: Messages, **options: Unpack[Options]) ->
     if isinstance(prompt_or_messages, str):
         return prompt_request(prompt_or_messages, options)
     return chat_request(prompt_or_messages, None, options)
+
+
+# ── models that arrive by themselves ──
+
+
+def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
+    """Make sure that the configured model is here, and with it what its engine needs.
+
+    The default model is pulled, and so is a repository of the hub for the Hugging Face engine; any other must be
+    here. Blocks while it downloads. Raises ModelError, and EngineError where the engine is not installed.
+    """
+    from emberkeep.models.library import ModelLibrary
+    from emberkeep.models.pull import pull
+    from emberkeep.models.reporting import Silent
+    from emberkeep.runtime import may_do_without_local, needs_local
+
+    if not needs_local(config):
+        return
+    if config.engine == "hf":
+        require_hf()
+    library = ModelLibrary(config.data_dir / "models")
+    try:
+        if not library.resolve(config.model).is_folder:
+            _ensure_llamacpp(config, reporter)
+    except ModelNotFound:
+        spec = _pullable(config)
+        if spec is None and may_do_without_local(config):
+            return
+        if spec is None:
+            raise
+        _ensure_llamacpp(config, reporter)
+        pull(spec, library, reporter=reporter or Silent())
+
+
+def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
+    from emberkeep.models.llama_library import ensure_llama_library
+
+    if config.engine != "hf":
+        ensure_llama_library(config.llama_library, reporter)
+
+
+def _pullable(config: Config) -> str | None:
+    from emberkeep.models.library import is_repo
+
+    if config.model == DEFAULT_MODEL:
+        return DEFAULT_MODEL
+    # Only where the engine was asked for: else a mistyped path would ask the hub.
+    return f"hf:{config.model}" if config.engine == "hf" and is_repo(config.model) else None

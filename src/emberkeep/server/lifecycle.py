@@ -16,7 +16,7 @@ from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import keep_warm
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.warming import declared_prefixes
+from emberkeep.library.arguments import declared_prefixes
 from emberkeep.runtime import open_backend
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server

@@ -32,8 +32,7 @@ from emberkeep.api.request import (
 from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
-from emberkeep.library.lines import line
-from emberkeep.library.memory import check_fact, switched_on
+from emberkeep.library.user_memory import check_fact, line, switched_on
 from emberkeep.server.openapi import takes
 from emberkeep.server.responses import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.side_work import SideWork

@@ -26,7 +26,7 @@ from emberkeep.types import (
     ToolCall,
     ToolCallDelta,
 )
-from helpers.scripted_backend import BILL, HANG, Running, ScriptedBackend, running, says
+from helpers.scripted_server import BILL, HANG, Running, ScriptedBackend, running, says
 from support.vendors.driving import end_of, events_of, text_of
 
 HELLO = Request(messages=(Message("user", "Hello?"),))

@@ -15,7 +15,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import InvalidField
-from emberkeep.library.verifying import f1, kl
+from emberkeep.library.verify_report import f1, kl
 from emberkeep.runtime import assemble
 from emberkeep.types import Approximation, Repair, TokenLogprob
 

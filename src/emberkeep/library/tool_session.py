@@ -1,4 +1,4 @@
-"""Answers for which tools run: a toolbox at work for one model, and what a person has allowed it."""
+"""Answers for which tools run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from emberkeep.library.bridge import Bridge
-from emberkeep.library.stream import Stream
+from emberkeep.library.results import Stream
 from emberkeep.types import Decision, Message, Request, Tool, ToolCall
 
 if TYPE_CHECKING:
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 TURNS = 16
 
 
-class Acting:
-    """Every method blocks and may be called from any thread. Owns the toolbox: close it."""
+class ToolSession:
+    """A toolbox at work for one model, and what a person has allowed it.
+
+    Every method blocks and may be called from any thread. Owns the toolbox: close it.
+    """
 
     def __init__(
         self, bridge: Bridge, backend: Backend, tools: ToolBox, *, asks: bool, turns: int = TURNS
@@ -35,7 +38,7 @@ class Acting:
         self._agent = Agent(backend, tools, self._permissions, turns=turns)
         try:
             bridge.run(tools.start())
-        except BaseException:  # somebody has lost patience: servers that have started must not live on
+        except BaseException:  # interrupted: servers that have started must not live on
             self.close()
             raise
 
@@ -82,7 +85,7 @@ async def _now(read: Callable[[], Any]) -> Any:
 
 
 def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolBox:
-    """Of what a program hands over itself: nobody has to be asked. Raises ConfigError for what is no tool."""
+    """Of what a program hands over itself: no one has to be asked. Raises ConfigError for what is no tool."""
     from emberkeep.tools.function import ToolFunction, as_tool
     from emberkeep.tools.toolbox import ALL, Choice, ToolBox, ToolLimits
 
