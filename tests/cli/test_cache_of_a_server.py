@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from emberkeep.cli.cache import app
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, NoSuchEntry
-from emberkeep.server.presence import announced
+from emberkeep.server.presence import announce
 from emberkeep.types import Json
 from helpers.kept_chats import WAIT_S, asking, keep, serving
 
@@ -137,6 +137,6 @@ def test_what_the_server_refuses_is_told_in_its_words(url: str) -> None:
 
 def test_a_server_that_does_not_answer_is_left_alone(data_dir: Path) -> None:
     keep(data_dir, "Which ships are here?")
-    with announced(data_dir, "http://127.0.0.1:1"):
+    with announce(data_dir, "http://127.0.0.1:1"):
         (entry,) = listed()
     assert entry["tier"] == "cold"

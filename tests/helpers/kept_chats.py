@@ -17,7 +17,7 @@ from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
-from emberkeep.server.presence import announced
+from emberkeep.server.presence import announce
 from emberkeep.types import Json
 
 WAIT_S = 20.0
@@ -70,7 +70,7 @@ def serving(config: Config, model: str = "fake") -> Iterator[str]:
         thread.start()
         assert ready.wait(WAIT_S)
         try:
-            with announced(config.data_dir, url):
+            with announce(config.data_dir, url):
                 yield url
         finally:
             loop.call_soon_threadsafe(server.stop)

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.server.presence import announced, reachable_url, server_urls
+from emberkeep.server.presence import announce, reachable_url, server_urls
 
 
 def test_a_server_is_found_while_it_runs(tmp_path: Path) -> None:
     assert server_urls(tmp_path) == []
-    with announced(tmp_path, "http://127.0.0.1:1"):
+    with announce(tmp_path, "http://127.0.0.1:1"):
         assert server_urls(tmp_path) == ["http://127.0.0.1:1"]
     assert server_urls(tmp_path) == []
     assert list((tmp_path / "servers").iterdir()) == []
 
 
 def test_only_the_owner_can_read_where_it_is_and_no_key_is_there(tmp_path: Path) -> None:
-    with announced(tmp_path, "http://127.0.0.1:1"):
+    with announce(tmp_path, "http://127.0.0.1:1"):
         (file,) = (tmp_path / "servers").iterdir()
         assert file.stat().st_mode & 0o777 == 0o600
         assert json.loads(file.read_text()) == {"url": "http://127.0.0.1:1", "pid": os.getpid()}
@@ -42,24 +42,24 @@ def test_the_file_of_a_killed_server_is_not_believed(tmp_path: Path, text: str) 
 
 def test_the_next_server_tidies_up(tmp_path: Path) -> None:
     old = left_behind(tmp_path, '{"url": "http://127.0.0.1:1", "pid": 1}')
-    with announced(tmp_path, "http://127.0.0.1:2"):
+    with announce(tmp_path, "http://127.0.0.1:2"):
         assert not old.exists()
         assert server_urls(tmp_path) == ["http://127.0.0.1:2"]
 
 
 def test_the_latest_of_several_servers_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with announced(tmp_path, "http://127.0.0.1:1"):
+    with announce(tmp_path, "http://127.0.0.1:1"):
         (first,) = (tmp_path / "servers").iterdir()
         os.utime(first, (0, 0))
         monkeypatch.setattr("os.getpid", lambda: 999_999_999)
-        with announced(tmp_path, "http://127.0.0.1:2"):
+        with announce(tmp_path, "http://127.0.0.1:2"):
             assert server_urls(tmp_path) == ["http://127.0.0.1:2", "http://127.0.0.1:1"]
         assert server_urls(tmp_path) == ["http://127.0.0.1:1"]
 
 
 def test_a_folder_that_cannot_be_written_costs_only_being_found(tmp_path: Path) -> None:
     (tmp_path / "servers").write_text("in the way")
-    with announced(tmp_path, "http://127.0.0.1:1"):
+    with announce(tmp_path, "http://127.0.0.1:1"):
         assert server_urls(tmp_path) == []
 
 

@@ -287,7 +287,7 @@ class UserFields(Body):
     cache_salt: Name | None = None
 
     def to_user(self) -> str:
-        """OpenAI's `user` counts too: somebody who is named must not share state with those who are not.
+        """OpenAI's `user` counts too: a user who is named must not share state with those who are not.
 
         Raises InvalidField where fields contradict each other.
         """

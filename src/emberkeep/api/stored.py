@@ -54,6 +54,6 @@ def found_json(found: Sequence[Recollection]) -> dict[str, Json]:
 
 
 def _recollection_json(found: Recollection) -> dict[str, Json]:
-    """Without the key, which names a place to us and to nobody else."""
+    """Without the key, which means something only here."""
     told = {name: value for name, value in asdict(found).items() if name != "key"}
     return {**told, "conversation": found.conversation or None}

@@ -70,8 +70,8 @@ class Bridge:
             self._loop.close()
 
     def _run_loop(self) -> None:
-        """A task's SystemExit is for whoever waits for the task. It leaves the loop as well, which goes on: else
-        everybody would wait for ever."""
+        """A task's SystemExit is for the thread that waits for the task. It leaves the loop as well, which goes
+        on: else every thread would wait for ever."""
         while not self._is_closing:
             with suppress(BaseException):
                 self._loop.run_forever()

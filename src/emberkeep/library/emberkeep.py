@@ -26,7 +26,7 @@ from emberkeep.library.arguments import (
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.results import Result, Stream, WarmResult
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
-from emberkeep.library.user_memory import UserMemory, switched_on
+from emberkeep.library.user_memory import UserMemory, require_memory
 from emberkeep.library.verify_report import CANDIDATES, VerifyReport
 from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, Verified
 
@@ -148,7 +148,7 @@ class Emberkeep:
     @property
     def memory(self) -> UserMemory:
         """What is remembered: search it, tell it facts, forget it. Raises MemoryOff where it is switched off."""
-        return UserMemory(switched_on(self._backend.memory))
+        return UserMemory(require_memory(self._backend.memory))
 
     def verify_entry(self, entry_id: str, tokens: int = 16) -> Verified:
         """Continue an entry of the cache from its stored state and from a fresh evaluation, and compare.

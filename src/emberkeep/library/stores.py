@@ -1,4 +1,4 @@
-"""Stored state without its model: what can be seen, kept and removed when nobody serves it."""
+"""Stored state without its model: what can be seen, kept and removed when no server has it open."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class UserMemory:
         return self._memory.forget(named.owner, named.conversation_id)
 
     def export(self, *, user: str | None = None, namespace: str = "") -> Iterator[dict[str, Json]]:
-        """One object for everything that is remembered, for `import_`. Without a user: of everybody."""
+        """One object for everything that is remembered, for `import_`. Without a user: of all users."""
         return self._memory.export(_owner_or_all(user, namespace))
 
     def export_to(self, path: str | Path, *, user: str | None = None, namespace: str = "") -> None:
@@ -146,7 +146,7 @@ class UserMemory:
         return self.import_(read_lines(Path(path)))
 
     def stats(self, *, user: str | None = None, namespace: str = "") -> dict[str, Json]:
-        """Without a user: of everybody."""
+        """Without a user: of all users."""
         return self._memory.stats(_owner_or_all(user, namespace))
 
 
@@ -155,14 +155,14 @@ def open_memory(config: Config) -> Iterator[UserMemory]:
     """Memory without a model; others may have it open too. Raises MemoryFailed."""
     from emberkeep import runtime
 
-    memory = switched_on(runtime.open_memory(config))
+    memory = require_memory(runtime.open_memory(config))
     try:
         yield UserMemory(memory)
     finally:
         memory.close()
 
 
-def switched_on(memory: Memory | None) -> Memory:
+def require_memory(memory: Memory | None) -> Memory:
     """Raises MemoryOff for None."""
     if memory is None:
         raise MemoryOff

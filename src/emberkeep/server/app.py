@@ -107,4 +107,4 @@ def _allowed(http: HttpRequest) -> str:
 
 
 async def _on_client_gone(http: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it but the log
+    return Response(status_code=499)  # only the log reads it

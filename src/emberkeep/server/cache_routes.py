@@ -61,25 +61,25 @@ register_url_convertor("entry_id", _EntryId())
 
 def cache_routes(backend: Backend, side: SideWork) -> APIRouter:
     router = APIRouter()
-    _looking(router, backend, side)
-    _changing(router, backend, side)
-    _checking(router, backend, side)
+    _add_reads(router, backend, side)
+    _add_changes(router, backend, side)
+    _add_checks(router, backend, side)
     return router
 
 
-def _looking(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_reads(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/cache")
     async def entries(
         user_id: Label | None = None, kind: Kind | None = None, limit: PageLimit = PAGE, offset: PageOffset = 0
     ) -> Response:
-        return await side.run(_listed, backend, user_id, kind, limit, offset)
+        return await side.run(_list_page, backend, user_id, kind, limit, offset)
 
     @router.get("/v1/cache/{entry_id:entry_id}")
     async def entry(entry_id: str, chars: Chars = SHOWN_CHARS) -> Response:
         return json_response(shown_json(await side.run(cache_of(backend).show, entry_id), chars))
 
 
-def _changing(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_changes(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
     async def pin(http: HttpRequest) -> Response:
         body = await read_body(http, EntryBody)
@@ -103,7 +103,7 @@ def _changing(router: APIRouter, backend: Backend, side: SideWork) -> None:
         return json_response(removed_json(await side.run(cache_of(backend).remove, entry_id)))
 
 
-def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_checks(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
         asked = await read_object(http)
@@ -116,10 +116,10 @@ def _checking(router: APIRouter, backend: Backend, side: SideWork) -> None:
     async def verify(http: HttpRequest) -> Response:
         body = await read_body(http, VerifyBody)
         body.check()
-        return json_response(verified_json(await while_connected(http, _verified(backend, side, body))))
+        return json_response(verified_json(await while_connected(http, _verify_entries(backend, side, body))))
 
 
-async def _verified(backend: Backend, side: SideWork, body: VerifyBody) -> list[Verified]:
+async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) -> list[Verified]:
     """One after the other, so that others are held up little."""
     ids = body.ids
     if ids is None:
@@ -128,13 +128,13 @@ async def _verified(backend: Backend, side: SideWork, body: VerifyBody) -> list[
     return [await cache_of(backend).verify(entry_id, body.tokens or TOKENS) for entry_id in ids]
 
 
-def _listed(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:
-    entries = _selected(cache_of(backend).entries(), user, kind)
+def _list_page(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:
+    entries = _select(cache_of(backend).entries(), user, kind)
     return page_response(entries, entry_json, limit, offset, totals=totals_json(entries))
 
 
-def _selected(entries: Sequence[CacheEntry], user: str | None, kind: Kind | None) -> list[CacheEntry]:
-    """What belongs to everybody belongs to no user."""
+def _select(entries: Sequence[CacheEntry], user: str | None, kind: Kind | None) -> list[CacheEntry]:
+    """What is shared belongs to no user."""
     mine = [entry for entry in entries if user is None or (entry.user == user and not entry.is_shared)]
     return [entry for entry in mine if kind in (None, entry.kind)]
 

@@ -189,7 +189,7 @@ class Connections:
 
     limits: Limits = field(default_factory=Limits)
     on_refusal: Callable[[Failure], None] = lambda failure: None
-    """Is told what was refused before the application heard of it."""
+    """Gets what was refused before it reached the application."""
     unfinished: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
     """Connections whose client has not sent all of a request, the one that waits longest first."""
     warn_at: float = 0.0

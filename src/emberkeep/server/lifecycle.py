@@ -20,7 +20,7 @@ from emberkeep.library.arguments import declared_prefixes
 from emberkeep.runtime import open_backend
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
-from emberkeep.server.presence import announced, reachable_url
+from emberkeep.server.presence import announce, reachable_url
 from emberkeep.signals import ending_signals
 
 log = logging.getLogger(__name__)
@@ -46,12 +46,12 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
         backend = open_backend(config)
         keep_warm(backend, prefixes)
 
-        def announce() -> None:
+        def on_ready() -> None:
             url = reachable_url(config.host, listener.getsockname()[1])
-            until_the_end.enter_context(announced(config.data_dir, url))
+            until_the_end.enter_context(announce(config.data_dir, url))
             print(banner(config, backend, listener), file=sys.stderr, flush=True)
 
-        run_until_stopped(Server(create_app(backend, config), config, on_ready=announce), backend, listener)
+        run_until_stopped(Server(create_app(backend, config), config, on_ready=on_ready), backend, listener)
 
 
 def banner(config: Config, backend: Backend, listener: socket.socket) -> str:
@@ -107,7 +107,8 @@ async def _run(server: Server, backend: Backend, listener: socket.socket) -> Non
         try:
             await backend.start()
             server.watch(backend)
-            await server.serve(sockets=[listener])
+            # A task of its own: nothing but it wakes up at uvicorn's ticks.
+            await asyncio.create_task(server.serve(sockets=[listener]))
         finally:
             if backend.failure() is not None:
                 server.hurry.set()  # what is broken may not be able to close

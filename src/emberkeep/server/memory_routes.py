@@ -1,6 +1,6 @@
 """Memory: search it, facts and answers to tell it, saved conversations, taking it along, forgetting it.
 
-Every route concerns one user and nobody else.
+Every route concerns one user and no other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from emberkeep.api.request import (
 from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
-from emberkeep.library.user_memory import check_fact, line, switched_on
+from emberkeep.library.user_memory import check_fact, line, require_memory
 from emberkeep.server.openapi import takes
 from emberkeep.server.responses import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.side_work import SideWork
@@ -59,7 +59,7 @@ class AnswerBody(UserFields):
 
 
 def one_owner(body: UserFields, query: UserFields) -> str:
-    """Whoever writes may be named in either. Raises InvalidField where that makes two."""
+    """The user may be named in either. Raises InvalidField where that makes two."""
     told, asked = body.to_namespace(), query.to_namespace()
     if told and asked and told != asked:
         raise InvalidField("user_id", "the query and the body name different users: name one.")
@@ -89,19 +89,19 @@ Whose = Annotated[UserFields, Depends(_whose)]
 
 def memory_routes(backend: Backend, side: SideWork) -> APIRouter:
     router = APIRouter()
-    _searching(router, backend, side)
-    _facts(router, backend, side)
-    _conversations(router, backend, side)
-    _keeping(router, backend, side)
+    _add_search(router, backend, side)
+    _add_facts(router, backend, side)
+    _add_conversations(router, backend, side)
+    _add_whole_memory(router, backend, side)
     return router
 
 
-def _searching(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_search(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/search")
     async def search(
         query: Question, whose: Whose, max_results: MaxResults = 5, conversation_id: Label | None = None
     ) -> Response:
-        memory, owner = switched_on(backend.memory), whose.to_namespace()
+        memory, owner = require_memory(backend.memory), whose.to_namespace()
 
         def found() -> Response:
             of = conversation_id or None
@@ -113,66 +113,66 @@ def _searching(router: APIRouter, backend: Backend, side: SideWork) -> None:
 
     @router.post("/v1/memory/answers", openapi_extra=takes(AnswerBody, **example))
     async def store_answer(http: HttpRequest, whose: Whose) -> Response:
-        memory, body = switched_on(backend.memory), await read_body(http, AnswerBody)
+        memory, body = require_memory(backend.memory), await read_body(http, AnswerBody)
         owner = one_owner(body, whose)
         return json_response(answer_json(await side.run(memory.store_answer, owner, body.question, body.answer)))
 
 
-def _facts(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_facts(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/facts")
     async def facts(whose: Whose, limit: PageLimit = PAGE, offset: PageOffset = 0) -> Response:
-        memory, owner = switched_on(backend.memory), whose.to_namespace()
+        memory, owner = require_memory(backend.memory), whose.to_namespace()
         return await side.run(lambda: page_response(memory.facts(owner), fact_json, limit, offset))
 
     @router.get("/v1/memory/facts/{name:any_text}")
     async def fact(name: FactName, whose: Whose) -> Response:
-        memory = switched_on(backend.memory)
+        memory = require_memory(backend.memory)
         return json_response(fact_json(await side.run(_fact, memory, whose.to_namespace(), name)))
 
     @router.put("/v1/memory/facts/{name:any_text}", openapi_extra=takes(FactBody, value="Ada"))
     async def set_fact(http: HttpRequest, name: FactName, whose: Whose) -> Response:
-        memory, body = switched_on(backend.memory), await read_body(http, FactBody)
+        memory, body = require_memory(backend.memory), await read_body(http, FactBody)
         check_fact(name, body.value)
         told = await side.run(_set_fact, memory, one_owner(body, whose), name, body.value)
         return json_response(fact_json(told))
 
     @router.delete("/v1/memory/facts/{name:any_text}")
     async def delete_fact(name: FactName, whose: Whose) -> Response:
-        memory = switched_on(backend.memory)
+        memory = require_memory(backend.memory)
         if not await side.run(memory.delete_fact, whose.to_namespace(), name):
             raise _no_fact(name)
         return json_response(forgotten_json(Forgotten(facts=1)))
 
 
-def _conversations(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_conversations(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/conversations")
     async def conversations(whose: Whose, limit: MaxConversations = 50) -> Response:
-        memory = switched_on(backend.memory)
+        memory = require_memory(backend.memory)
         saved = await side.run(memory.conversations, whose.to_namespace(), limit)
         return json_response(conversations_json(saved))
 
     @router.get("/v1/memory/conversations/{conversation_id:any_text}")
     async def conversation(conversation_id: Name, whose: Whose) -> Response:
-        memory = switched_on(backend.memory)
+        memory = require_memory(backend.memory)
         return await side.run(_conversation, memory, whose.to_namespace(), conversation_id)
 
 
-def _keeping(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_whole_memory(router: APIRouter, backend: Backend, side: SideWork) -> None:
     @router.get("/v1/memory/stats")
     async def stats(whose: Whose) -> Response:
-        memory = switched_on(backend.memory)
+        memory = require_memory(backend.memory)
         return json_response(stats_json(await side.run(memory.stats, whose.to_namespace())))
 
     @router.get("/v1/memory/export", responses=LINES)
     async def export(whose: Whose) -> Response:
-        rows = switched_on(backend.memory).export(whose.to_namespace())
+        rows = require_memory(backend.memory).export(whose.to_namespace())
         # The status goes out with the first lines: what is wrong from the beginning still gets its own.
         first = await side.run(_lines, rows)
         return StreamingResponse(_from(first, rows), media_type="application/x-ndjson")
 
     @router.delete("/v1/memory")
     async def forget(whose: Whose, conversation_id: Name | None = None) -> Response:
-        memory, owner = switched_on(backend.memory), _named(whose)
+        memory, owner = require_memory(backend.memory), _named_owner(whose)
         return json_response(forgotten_json(await side.run(memory.forget, owner, conversation_id)))
 
 
@@ -199,8 +199,8 @@ def _no_fact(name: str) -> NoSuchEntry:
     return NoSuchEntry(f"No fact is called {name!r}: GET /v1/memory/facts lists those that there are.")
 
 
-def _named(whose: UserFields) -> str:
-    """Nobody forgets everything by leaving something out."""
+def _named_owner(whose: UserFields) -> str:
+    """A user that is left out does not mean that everything is forgotten."""
     if whose.user_id is None and whose.llama_user_id is None and whose.user is None:
         raise InvalidField("user_id", "is required; an empty one means everybody who gave no name.")
     return whose.to_namespace()

@@ -56,7 +56,7 @@ def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: 
 
     @router.get("/health", responses={503: {"description": "The server is stopping, or its engine has failed."}})
     async def health() -> Response:
-        told = _for_anybody(backend.health()) if is_public else backend.health()
+        told = _without_reasons(backend.health()) if is_public else backend.health()
         if backend.failure() is not None:
             return json_response({"status": "failed", **told}, 503)
         if drain.draining:
@@ -86,13 +86,13 @@ def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: 
     return router
 
 
-def _for_anybody(health: Json) -> Json:
-    """Without the reasons of failures, which name addresses."""
+def _without_reasons(health: Json) -> Json:
+    """Of failures, which name addresses: not for clients that may not know the key."""
     if isinstance(health, list):
-        return [_for_anybody(item) for item in health]
+        return [_without_reasons(item) for item in health]
     if not isinstance(health, dict):
         return health
-    return {key: _for_anybody(value) for key, value in health.items() if key != "error"}
+    return {key: _without_reasons(value) for key, value in health.items() if key != "error"}
 
 
 def _tokens(backend: Backend, body: TokenizeBody) -> Response:

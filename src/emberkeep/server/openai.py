@@ -1,4 +1,8 @@
-"""OpenAI's endpoints: chat completions, completions, models."""
+"""OpenAI's endpoints: chat completions, completions, models.
+
+A body is read and checked, becomes a `Request`, and goes to the backend; the events that come back are sent as
+they come (`stream`), or gathered into one answer (`gather`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ def openai_routes(backend: Backend) -> APIRouter:
         check_model(body.model, backend.card)
         hops = check_hops(http)
         request = await make_of_body(http, body.to_request)
-        requests = [replace(request, depth=counted(http, DEPTH_HEADER), hops=hops)]
+        requests = [replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops)]
 
         def envelope() -> Envelope:
             return new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
@@ -91,13 +95,13 @@ def new_envelope(prefix: str, card: ModelCard, conversation_id: str | None) -> E
 
 def check_hops(http: HttpRequest) -> int:
     """How many servers have passed a request on. Raises RemoteLoop where they do so in a circle."""
-    hops = counted(http, HOPS_HEADER)
+    hops = number_in(http, HOPS_HEADER)
     if hops > _MOST_HOPS:
         raise RemoteLoop(f"This request was passed on by {hops} servers: check whose backend asks whom.")
     return hops
 
 
-def counted(http: HttpRequest, header: str) -> int:
+def number_in(http: HttpRequest, header: str) -> int:
     """0 for what is no number."""
     said = http.headers.get(header, "")
     return int(said[:_DIGITS]) if said.isascii() and said.isdecimal() else 0

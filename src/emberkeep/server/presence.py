@@ -24,7 +24,7 @@ _FOLDER = "servers"
 
 
 @contextmanager
-def announced(data_dir: Path, url: str) -> Iterator[None]:
+def announce(data_dir: Path, url: str) -> Iterator[None]:
     """Let others find this server until the block ends. Where that cannot be written, they do not."""
     path = data_dir / _FOLDER / f"{os.getpid()}.json"
     try:
