@@ -226,7 +226,7 @@ def _event(value: Json) -> bytes:
 
 
 class ChatFrames:
-    def __init__(self, envelope: Envelope, *, include_usage: bool) -> None:
+    def __init__(self, envelope: Envelope, include_usage: bool) -> None:
         self._chunks = _Chunks(envelope, "chat.completion.chunk", include_usage)
         self._started: set[int] = set()
         self._around: dict[tuple[int, str], tuple[bytes, bytes]] = {}
@@ -284,7 +284,7 @@ def _call_json(event: ToolCallDelta) -> dict[str, Json]:
 
 
 class TextFrames:
-    def __init__(self, envelope: Envelope, *, include_usage: bool) -> None:
+    def __init__(self, envelope: Envelope, include_usage: bool) -> None:
         self._chunks = _Chunks(envelope, "text_completion", include_usage)
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._offsets: dict[int, int] = {}

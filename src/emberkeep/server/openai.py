@@ -9,21 +9,22 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from emberkeep.api.answer import ChatFrames, Envelope, TextFrames
+from emberkeep.api.answer import Answer, ChatFrames, Envelope, Frames, TextFrames
 from emberkeep.api.messages import ChatBody
-from emberkeep.api.request import CompletionBody
+from emberkeep.api.request import CompletionBody, GenerationBody
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.errors import ModelNotFound, RemoteLoop
 from emberkeep.server.openapi import HELLO, STREAMS, takes
 from emberkeep.server.responses import json_response
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
-from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json
+from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json, Request
 
 _MOST_HOPS = 8
 _DIGITS = 4
@@ -39,18 +40,8 @@ def openai_routes(backend: Backend) -> APIRouter:
         check_model(body.model, backend.card)
         hops = check_hops(http)
         request = await make_of_body(http, body.to_request)
-        requests = [replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops)]
-
-        def envelope() -> Envelope:
-            return new_envelope("chatcmpl", backend.card, requests[0].conversation_id)
-
-        def frames() -> ChatFrames:
-            return ChatFrames(envelope(), include_usage=body.include_usage)
-
-        if body.stream:
-            return await stream(http, backend, requests, frames)
-        answer = await gather(http, backend, requests)
-        return json_response(answer.chat_json(envelope()))
+        request = replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops)
+        return await _answer(http, backend, body, [request], _CHAT)
 
     @router.post(
         "/v1/completions", responses=STREAMS, openapi_extra=takes(CompletionBody, prompt="Once upon a time")
@@ -59,17 +50,7 @@ def openai_routes(backend: Backend) -> APIRouter:
         body = await read_body(http, CompletionBody)
         check_model(body.model, backend.card)
         requests = await make_of_body(http, body.to_requests)
-
-        def envelope() -> Envelope:
-            return new_envelope("cmpl", backend.card, requests[0].conversation_id)
-
-        def frames() -> TextFrames:
-            return TextFrames(envelope(), include_usage=body.include_usage)
-
-        if body.stream:
-            return await stream(http, backend, requests, frames)
-        answer = await gather(http, backend, requests)
-        return json_response(answer.text_json(envelope()))
+        return await _answer(http, backend, body, requests, _TEXT)
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -81,6 +62,35 @@ def openai_routes(backend: Backend) -> APIRouter:
         return json_response(card_json(backend.card))
 
     return router
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How an endpoint writes its answers."""
+
+    prefix: str
+    """Of their ids."""
+    frames: Callable[[Envelope, bool], Frames]
+    """The flag: with usage."""
+    whole: Callable[[Answer, Envelope], dict[str, Json]]
+
+
+_CHAT = _Shape("chatcmpl", ChatFrames, Answer.chat_json)
+_TEXT = _Shape("cmpl", TextFrames, Answer.text_json)
+
+
+async def _answer(
+    http: HttpRequest, backend: Backend, body: GenerationBody, requests: Sequence[Request], shape: _Shape
+) -> Response:
+    """Raises what the backend raises before the first event, and ClientGone."""
+
+    def envelope() -> Envelope:
+        return new_envelope(shape.prefix, backend.card, requests[0].conversation_id)
+
+    if body.stream:
+        return await stream(http, backend, requests, lambda: shape.frames(envelope(), body.include_usage))
+    answer = await gather(http, backend, requests)
+    return json_response(shape.whole(answer, envelope()))
 
 
 def new_envelope(prefix: str, card: ModelCard, conversation_id: str | None) -> Envelope:

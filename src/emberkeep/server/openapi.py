@@ -1,4 +1,7 @@
-"""The OpenAPI document. Bodies are read by us, not by FastAPI, so their schemas are added here; so are errors."""
+"""The OpenAPI document. Bodies are read by us, so their schemas are added here; so are errors.
+
+FastAPI would parse a large body on the loop that serves the streams, and make its own 400 of every refusal.
+"""
 
 from __future__ import annotations
 
