@@ -1,8 +1,8 @@
 """uvicorn, within limits: a server that drains before it stops, and connections that count what they are sent.
 
 uvicorn's protocol takes heads of any size, waits for them without end, and queues any number of pipelined
-requests. `Connection` counts, and looks at its clocks now and then: what is too much is refused in OpenAI's error
-shape where an answer is possible, and cut off where it is not.
+requests. `HttpConnection` counts, and looks at its clocks now and then: what is too much is refused in OpenAI's
+error shape where an answer is possible, and cut off where it is not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def uvicorn_config(
         log_config=None,
         log_level="debug" if config.log_level == "debug" else "warning",
         access_log=False,
-        http=type("BoundedConnection", (Connection,), {"shared": connections}),  # it takes a class
+        http=type("BoundedConnection", (HttpConnection,), {"shared": connections}),  # it takes a class
         ws="none",
         lifespan=lifespan,
         proxy_headers=False,
@@ -190,12 +190,12 @@ class Connections:
     limits: Limits = field(default_factory=Limits)
     on_refusal: Callable[[Failure], None] = lambda failure: None
     """Gets what was refused before it reached the application."""
-    unfinished: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    unfinished: OrderedDict[HttpConnection, None] = field(default_factory=OrderedDict)
     """Connections whose client has not sent all of a request, the one that waits longest first."""
     warn_at: float = 0.0
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     shared = Connections()
 
     def __init__(
