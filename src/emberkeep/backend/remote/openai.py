@@ -19,6 +19,7 @@ from openai import (
     OpenAIError,
 )
 
+from emberkeep.api.messages import call_json, content_json
 from emberkeep.backend.remote.base import Provider, RemoteAbout, first_model
 from emberkeep.backend.remote.service import CONNECT_S, READ_S, Service, required_key, retry_after, ssl_context
 from emberkeep.backend.remote.vendor_wire import CallPieces, Keepsakes, anonymous_id, chosen_sampling, turn_start
@@ -40,7 +41,6 @@ from emberkeep.types import (
     TextDelta,
     Timings,
     Tool,
-    ToolCall,
     ToolChoice,
     Usage,
 )
@@ -318,7 +318,7 @@ def _messages(sent: Sequence[Message], dialect: Dialect, history: History) -> li
 def _message(message: Message, dialect: Dialect, history: History, *, thinks_on: bool) -> dict[str, Json]:
     """`thinks_on`: the model is in the middle of a turn. Thoughts of earlier turns are refused by some servers."""
     known_role = message.role != "developer" or dialect.is_vendor
-    written: dict[str, Json] = {"role": message.role if known_role else "system", "content": _content(message)}
+    written: dict[str, Json] = {"role": message.role if known_role else "system", "content": content_json(message)}
     if message.role == "tool":
         return {**written, "tool_call_id": message.tool_call_id or ""}
     if message.name:
@@ -328,19 +328,8 @@ def _message(message: Message, dialect: Dialect, history: History, *, thinks_on:
     for call in message.tool_calls:
         kept = history.kept.get(call.id) or Kept()
         written |= kept.message
-        written.setdefault("tool_calls", []).append({**kept.call, **_call(call)})
+        written.setdefault("tool_calls", []).append({**kept.call, **call_json(call)})
     return written
-
-
-def _content(message: Message) -> Json:
-    if not message.images:
-        return message.content
-    text = [{"type": "text", "text": message.content}] if message.content else []
-    return [*text, *({"type": "image_url", "image_url": {"url": image.url}} for image in message.images)]
-
-
-def _call(call: ToolCall) -> dict[str, Json]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _tools(request: Request) -> dict[str, Json]:
