@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import pytest
 
-from emberkeep.text import encodable, shorten, strip_hidden, strip_hidden_json
+from emberkeep.text import did_you_mean, encodable, shorten, strip_hidden, strip_hidden_json
 
 
 def test_lines_tabs_and_letters_of_all_scripts_stay() -> None:
@@ -30,3 +30,8 @@ def test_halves_of_characters_are_replaced_and_the_result_is_a_plain_text() -> N
 
     assert encodable("a\ud800ñ") == "a?ñ"
     assert type(encodable(Sail.JIB)) is str
+
+
+def test_a_name_that_is_not_known_gets_the_nearest_that_is_or_another_way_out() -> None:
+    assert did_you_mean("red_file", ["read_file", "http_get"], "use none.") == "did you mean read_file?"
+    assert did_you_mean("moor", ["read_file"], "use none.") == "use none."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _SAMPLE = 8192
@@ -58,3 +60,9 @@ def encodable(text: str) -> str:
 
 def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a sentence about a name that is not known: the nearest that is, or `otherwise`."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise

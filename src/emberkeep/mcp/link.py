@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 import math
 import time
@@ -25,7 +24,7 @@ from emberkeep.errors import EmberkeepError, ToolFailed
 from emberkeep.mcp.answers import ListedTool, Listing, read_listing, result_text, unlisted_tool
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.mcp.transport import expand_variables, http_transport, mask_secrets, stdio_transport
-from emberkeep.text import shorten, strip_hidden
+from emberkeep.text import did_you_mean, shorten, strip_hidden
 from emberkeep.types import Json
 
 log = logging.getLogger("emberkeep.mcp")
@@ -170,8 +169,7 @@ class Link:
         found = next((tool for tool in self.listing.tools if tool.name == name), None)
         if found is None:
             names = [tool.name for tool in self.listing.tools]
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}."
+            hint = did_you_mean(name, names, f"it has {', '.join(names) or 'none'}.")
             raise ToolFailed(f"{self.server.name} has no tool {name!r}: {hint}")
         return found
 

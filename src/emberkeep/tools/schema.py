@@ -5,7 +5,6 @@ signature and docstring -> fields -> pydantic's model -> schema without referenc
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
@@ -22,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from emberkeep.errors import ConfigError, ToolFailed
+from emberkeep.text import did_you_mean
 from emberkeep.types import Caller, Json
 
 Arguments = Callable[[Mapping[str, Json]], dict[str, Any]]
@@ -178,15 +178,11 @@ def _explain(error: ValidationError, known: Sequence[str]) -> str:
 def _fault(fault: Any, known: Sequence[str]) -> str:
     place = ".".join(map(str, fault["loc"]))
     if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
-        return f"there is no {place} ({_instead(place, known)})"
+        hint = did_you_mean(place, known, f"it takes {', '.join(known) or 'nothing'}")
+        return f"there is no {place} ({hint})"
     if fault["type"] == "missing":
         return f"{place} is missing"
     return f"{place or 'they'}: {fault['msg']}"
-
-
-def _instead(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'nothing'}"
 
 
 # ── schemas as models like them ──

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import logging
 from collections import OrderedDict
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 from pydantic_core import to_json
 
 from emberkeep.errors import ConfigError, EmberkeepError, ToolFailed
-from emberkeep.text import encodable
+from emberkeep.text import did_you_mean, encodable
 from emberkeep.tools.function import Answered, ToolFunction, ToolSource
 from emberkeep.tools.runner import TookTooLong, within
 from emberkeep.types import Caller, Json, Outcome, Tool, ToolCall
@@ -155,10 +154,8 @@ class ToolBox:
         if known is not None and self._choice.would_ask(known):
             return self._explain_refusal(name, known)
         names = [tool.name for tool in self.definitions]
-        near = difflib.get_close_matches(name, names, n=1)
-        if near:
-            return f"There is no tool {name!r}: did you mean {near[0]}?"
-        return f"There is no tool {name!r}: use {', '.join(names) or 'none'}."
+        hint = did_you_mean(name, names, f"use {', '.join(names) or 'none'}.")
+        return f"There is no tool {name!r}: {hint}"
 
 
 def _arguments(call: ToolCall) -> Mapping[str, Json]:
@@ -211,7 +208,9 @@ class Choice:
             prefix, separator, _ = entry.partition("__")
             fits = entry in known or (separator and prefix in known) or any(_fits(entry, f) for f in functions)
             if not fits:
-                raise ConfigError(f"There is no tool or group {entry!r}{_nearest(entry, functions, known)}")
+                names = [*known, *(function.name for function in functions)]
+                hint = did_you_mean(entry, names, "`emberkeep tools list` shows them.")
+                raise ConfigError(f"There is no tool or group {entry!r}: {hint}")
 
 
 def _any_fits(entries: Iterable[str], function: ToolFunction) -> bool:
@@ -224,11 +223,6 @@ def _fits(entry: str, function: ToolFunction) -> bool:
         or fnmatchcase(function.name, entry)
         or function.name.startswith(f"{entry}__")
     )
-
-
-def _nearest(entry: str, functions: Sequence[ToolFunction], known: set[str]) -> str:
-    near = difflib.get_close_matches(entry, [*known, *(function.name for function in functions)], n=1)
-    return f": did you mean {near[0]}?" if near else ": `emberkeep tools list` shows them."
 
 
 # ── what a model reads of a call ──
