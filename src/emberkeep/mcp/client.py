@@ -17,7 +17,7 @@ from pydantic import Field
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import NoSuchEntry, ToolFailed
 from emberkeep.mcp.answers import ListedTool, McpPrompt, prompt_message, read_resources, resource_text
-from emberkeep.mcp.link import Link
+from emberkeep.mcp.link import McpLink
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.tools.function import ToolFunction, tool, tools_of
 from emberkeep.tools.toolbox import ALL, Choice
@@ -69,7 +69,7 @@ class McpClients:
         """`pins`: the file that knows which definitions were approved. `disabled`: as in `Choice`."""
         _quiet_sdk()
         shared = Pins(pins)
-        self._links = {server.name: Link(server, shared, clock) for server in servers}
+        self._links = {server.name: McpLink(server, shared, clock) for server in servers}
         self._own = _McpTools(self._links, Choice((ALL,), disabled)).functions() if servers else []
 
     async def start(self) -> None:
@@ -129,7 +129,7 @@ class McpClients:
         """Use all tools of a server as they are now. Raises NoSuchEntry, OSError."""
         self._link(name).approve()
 
-    def _link(self, name: str) -> Link:
+    def _link(self, name: str) -> McpLink:
         if name not in self._links:
             known = ", ".join(self._links) or "none"
             raise NoSuchEntry(f"There is no MCP server {name!r} in the settings: there is {known}.")
@@ -142,7 +142,7 @@ ServerName = Annotated[str, Field(description="Name of the MCP server.")]
 class _McpTools:
     """What can be done with every server. Whether a call has to be allowed is up to the server that it goes to."""
 
-    def __init__(self, links: Mapping[str, Link], choice: Choice) -> None:
+    def __init__(self, links: Mapping[str, McpLink], choice: Choice) -> None:
         self._links = links
         self._choice = choice
 
@@ -197,7 +197,7 @@ class _McpTools:
             raise ToolFailed(f"{listed.definition.name} is disabled: use another tool.")
         return await link.call(tool, arguments)
 
-    def _link(self, name: str) -> Link:
+    def _link(self, name: str) -> McpLink:
         if name not in self._links:
             raise ToolFailed(f"There is no MCP server {name!r}: use {', '.join(self._links)}.")
         return self._links[name]
@@ -206,7 +206,7 @@ class _McpTools:
 _CALL = _McpTools.mcp_call_tool.__name__
 
 
-def _for_servers(function: ToolFunction, links: Sequence[Link], server: str) -> ToolFunction:
+def _for_servers(function: ToolFunction, links: Sequence[McpLink], server: str) -> ToolFunction:
     """`function` for these servers alone: what is read tells them what the model is after."""
     return replace(
         function,
@@ -217,7 +217,7 @@ def _for_servers(function: ToolFunction, links: Sequence[Link], server: str) -> 
     )
 
 
-async def _resources(link: Link) -> Json:
+async def _resources(link: McpLink) -> Json:
     """One server that fails must not hide the others."""
     try:
         return await link.ask(lambda client: read_resources(client, _RESOURCES))
@@ -225,7 +225,7 @@ async def _resources(link: Link) -> Json:
         return str(error)
 
 
-def _function(link: Link, listed: ListedTool) -> ToolFunction:
+def _function(link: McpLink, listed: ListedTool) -> ToolFunction:
     async def run(arguments: Mapping[str, Json], caller: Caller) -> Json:
         return await link.call(listed.name, arguments)
 
@@ -245,15 +245,15 @@ def _trust_of(server: McpServer) -> str:
     return f"trusted = true in [mcp.servers.{server.name}]"
 
 
-def _state(link: Link) -> ServerState:
-    connection = link.connection
-    if connection is None:
+def _state(link: McpLink) -> ServerState:
+    session = link.session
+    if session is None:
         status = ServerStatus.OFF
-    elif connection.is_over:
+    elif session.is_over:
         status = ServerStatus.STOPPED
     else:
-        status = ServerStatus.READY if connection.is_ready else ServerStatus.STARTING
-    reason = connection.reason if connection is not None else ""
+        status = ServerStatus.READY if session.is_ready else ServerStatus.STARTING
+    reason = session.reason if session is not None else ""
     listing = link.listing
     return ServerState(link.server.name, status, reason, listing.about, link.standings(), len(listing.prompts))
 

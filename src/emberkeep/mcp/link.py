@@ -1,6 +1,6 @@
 """A server that can be asked at any time: it is started when it is needed, and again when it has ended.
 
-`Link` stays; each of its `Connection`s is one life of the server, from its start to its end."""
+An `McpLink` stays; each of its `McpSession`s is one life of the server, from its start to its end."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _OF_THE_CALL = (wire.INVALID_PARAMS, wire.METHOD_NOT_FOUND)
 _CHANGES = (wire.ToolListChangedNotification, wire.PromptListChangedNotification)
 
 
-class Link:
+class McpLink:
     """Belongs to the event loop."""
 
     def __init__(self, server: McpServer, pins: Pins, clock: Callable[[], float] = time.monotonic) -> None:
         self.server = server
         self.listing = Listing()
         """What it offered when it was last asked."""
-        self.connection: Connection | None = None
+        self.session: McpSession | None = None
         self._pins = pins
         self._clock = clock
         self._failures = 0
@@ -71,8 +71,8 @@ class Link:
     async def close(self) -> None:
         """For good."""
         self._is_closed = True
-        if self.connection is not None:
-            await self.connection.close()
+        if self.session is not None:
+            await self.session.close()
 
     def standings(self) -> dict[str, Standing]:
         """Of the tools that it offers."""
@@ -100,7 +100,7 @@ class Link:
         """Raises ToolFailed."""
         await self.find(name)
         params = wire.CallToolRequestParams(name=name, arguments=dict(arguments))
-        # Not the session's own way: it would check results by the server's schema, whose patterns may never end.
+        # Not the SDK's own way: it would check results by the server's schema, whose patterns may never end.
         return result_text(
             await self.ask(
                 lambda client: client.session.send_request(
@@ -111,37 +111,37 @@ class Link:
 
     async def ask(self, send: Callable[[Client], Awaitable[T]]) -> T:
         """What the server answers, within its time. Cancelling tells the server. Raises ToolFailed."""
-        connection = await self._connect()
+        session = await self._connect()
         name, limit = self.server.name, self.server.timeout_s
         try:
             async with asyncio.timeout(limit):
-                answer = await send(await connection.client())
+                answer = await send(await session.client())
         except TimeoutError as error:
-            self._count_timeout(connection)
+            self._count_timeout(session)
             raise ToolFailed(f"{name} did not answer within {limit:g} s.") from error
         except MCPError as error:
-            if connection.ends_with(error):
+            if session.ends_with(error):
                 raise ToolFailed(
-                    f"{name} went away before it answered ({connection.reason}): call again, it is started anew."
+                    f"{name} went away before it answered ({session.reason}): call again, it is started anew."
                 ) from error
             raise ToolFailed(f"{name}: {shorten(strip_hidden(error.message), 2000)}") from error
         except (ValueError, RuntimeError) as error:
             raise ToolFailed(f"{name} gave an answer that cannot be understood.") from error
-        connection.has_answered = True
+        session.has_answered = True
         self._timeouts = 0
         return answer
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> McpSession:
         """Raises ToolFailed."""
         if self._is_closed:
             raise ToolFailed(f"{self.server.name} is closed: Emberkeep is about to end.")
-        if self.connection is None or self.connection.is_over:
-            self._check_patience(self.connection)
-            self.connection = Connection(self.server, self._list, self._clock)
-        await self.connection.client()
-        return self.connection
+        if self.session is None or self.session.is_over:
+            self._check_patience(self.session)
+            self.session = McpSession(self.server, self._list, self._clock)
+        await self.session.client()
+        return self.session
 
-    def _check_patience(self, last: Connection | None) -> None:
+    def _check_patience(self, last: McpSession | None) -> None:
         """One that ends again and again is not started again at once."""
         if last is None or last.ended_at is None:
             return
@@ -186,14 +186,14 @@ class Link:
         if (reason := self.refusal(tool)) is not None:
             raise ToolFailed(reason)
 
-    def _count_timeout(self, connection: Connection) -> None:
+    def _count_timeout(self, session: McpSession) -> None:
         self._timeouts += 1
         if self._timeouts >= _TIMEOUTS:
             self._timeouts = 0
-            connection.end("it no longer answered")
+            session.end("it no longer answered")
 
 
-class Connection:
+class McpSession:
     """Lives in a task of its own, because the SDK's context managers must be entered and left in one. Belongs to
     the event loop."""
 

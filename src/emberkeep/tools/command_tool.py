@@ -18,7 +18,7 @@ from pydantic import Field
 from emberkeep.errors import ToolFailed
 from emberkeep.tools.file_root import Root, translate_errors
 from emberkeep.tools.function import tool
-from emberkeep.tools.process import FLOOD, Ending, Order, Ran, run
+from emberkeep.tools.process import FLOOD, Command, ProcessEnding, ProcessResult, run
 from emberkeep.types import Json
 
 _AT_ONCE = 4
@@ -46,7 +46,7 @@ class CommandTool:
         signal: Annotated[Signal, Field(description="What stops it first; KILL follows.")] = "TERM",
     ) -> Json:
         """Run a program and get its exit status and output. What it leaves running is ended with it."""
-        order = Order(
+        program = Command(
             argv=_argv(command),
             folder=self._folder(cwd),
             environment=_environment(os.environ),
@@ -54,13 +54,13 @@ class CommandTool:
             timeout_s=min(timeout_s, self._timeout_s),
             signal=Signals[f"SIG{signal}"],
         )
-        _check_program(order)
-        return _result(await self._run(order), order)
+        _check_program(program)
+        return _report(await self._run(program), program)
 
-    async def _run(self, order: Order) -> Ran:
+    async def _run(self, command: Command) -> ProcessResult:
         """Cancelling it ends the program, and returns when that is done."""
         stop = threading.Event()
-        work = asyncio.get_running_loop().run_in_executor(self._threads, run, order, stop)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, run, command, stop)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -68,7 +68,7 @@ class CommandTool:
             await asyncio.wait([work])
             raise
         except OSError as error:
-            raise ToolFailed(f"{order.argv[0]!r} cannot be started: {error.strerror or error}.") from error
+            raise ToolFailed(f"{command.argv[0]!r} cannot be started: {error.strerror or error}.") from error
 
     def _folder(self, cwd: str) -> Path:
         parts = self._root.parts(cwd)
@@ -100,27 +100,27 @@ def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     return {"PATH": os.defpath, **{name: ours[name] for name in _PASSED_ON if name in ours}, "TERM": "dumb"}
 
 
-def _check_program(order: Order) -> None:
+def _check_program(command: Command) -> None:
     if os.name != "posix":
         raise ToolFailed("Commands can be run on Linux and macOS only.")
-    name = order.argv[0]
-    where = str(order.folder / name) if "/" in name else name
-    if shutil.which(where, path=order.environment["PATH"]) is None:
+    name = command.argv[0]
+    where = str(command.folder / name) if "/" in name else name
+    if shutil.which(where, path=command.environment["PATH"]) is None:
         raise ToolFailed(f"There is no program {name!r} here: use another one.")
 
 
-def _result(ran: Ran, order: Order) -> Json:
-    told: dict[str, Json] = {}
-    if ran.ending is Ending.TIMEOUT:
-        told["stopped"] = f"it took longer than {order.timeout_s:g} s"
-    elif ran.ending is Ending.FLOOD:
-        told["stopped"] = f"it wrote more than {FLOOD:,} bytes"
-    if ran.status < 0:
-        told["signal"] = _signal_name(-ran.status)
+def _report(result: ProcessResult, command: Command) -> Json:
+    report: dict[str, Json] = {}
+    if result.ending is ProcessEnding.TIMEOUT:
+        report["stopped"] = f"it took longer than {command.timeout_s:g} s"
+    elif result.ending is ProcessEnding.FLOOD:
+        report["stopped"] = f"it wrote more than {FLOOD:,} bytes"
+    if result.status < 0:
+        report["signal"] = _signal_name(-result.status)
     else:
-        told["exit"] = ran.status
-    told |= {"stdout": ran.stdout, "stderr": ran.stderr, "seconds": round(ran.seconds, 2)}
-    return told if ran.is_gone else told | {"warning": "some of its processes could not be ended"}
+        report["exit"] = result.status
+    report |= {"stdout": result.stdout, "stderr": result.stderr, "seconds": round(result.seconds, 2)}
+    return report if result.is_gone else report | {"warning": "some of its processes could not be ended"}
 
 
 def _signal_name(number: int) -> str:

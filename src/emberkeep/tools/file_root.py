@@ -32,7 +32,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
 _NOT_ON_DISK = ("/proc", "/sys")
 
 
-class Folder:
+class OpenFolder:
     """One folder, held open: it stays this one whatever happens to its name. Methods block and raise OSError."""
 
     def __init__(self, path: Path, handle: int | None) -> None:
@@ -43,11 +43,11 @@ class Folder:
         if self._handle is not None:
             os.close(self._handle)
 
-    def enter(self, name: str) -> Folder:
+    def enter(self, name: str) -> OpenFolder:
         """The folder of that name in this one; close it too."""
         self._refuse_link(name)
         handle = os.open(name, _FOLDER, dir_fd=self._handle) if self._handle is not None else None
-        return Folder(self._path / name, handle)
+        return OpenFolder(self._path / name, handle)
 
     def make(self, name: str) -> None:
         """Does nothing where something of that name is there."""
@@ -124,10 +124,10 @@ class Root:
         raise ToolFailed(f"{path!r} is outside of {self.path}, which is all that can be reached.")
 
     @contextmanager
-    def folder(self, parts: Sequence[str], *, make: bool = False) -> Iterator[Folder]:
+    def folder(self, parts: Sequence[str], *, make: bool = False) -> Iterator[OpenFolder]:
         """The folder there, open while the context lasts; `make`: with those that are missing."""
         handle = os.open(self.path, os.O_RDONLY) if HAS_HANDLES else None
-        here = Folder(self.path, handle)
+        here = OpenFolder(self.path, handle)
         try:
             for name in parts:
                 if make:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from emberkeep.errors import ToolFailed
 from emberkeep.text import decode_text
-from emberkeep.tools.file_root import Folder, Root, translate_errors
+from emberkeep.tools.file_root import OpenFolder, Root, translate_errors
 from emberkeep.tools.function import tool
 from emberkeep.types import Json
 
@@ -131,7 +131,7 @@ def _kind(info: os.stat_result) -> str:
     return _KINDS.get(stat.S_IFMT(info.st_mode), "special file")
 
 
-def _read(folder: Folder, name: str) -> bytes:
+def _read(folder: OpenFolder, name: str) -> bytes:
     with folder.open(name) as file:
         data = file.read(_FILE_BYTES + 1)
         size = max(len(data), os.fstat(file.fileno()).st_size)
@@ -172,7 +172,7 @@ def _encode(content: str) -> bytes:
         raise ToolFailed("The content has half a character in it (a lone surrogate): leave it out.") from None
 
 
-def _replaceable(folder: Folder, name: str) -> os.stat_result | None:
+def _replaceable(folder: OpenFolder, name: str) -> os.stat_result | None:
     """The file that is there; None for none. Raises ToolFailed for what is no plain file."""
     try:
         info = folder.look(name)
@@ -183,7 +183,7 @@ def _replaceable(folder: Folder, name: str) -> os.stat_result | None:
     return info
 
 
-def _replace(folder: Folder, name: str, data: bytes, before: os.stat_result | None) -> None:
+def _replace(folder: OpenFolder, name: str, data: bytes, before: os.stat_result | None) -> None:
     """The old or the new, whatever happens; who shares the old one over a hard link keeps it."""
     temporary = f".emberkeep-{secrets.token_hex(8)}"
     try:
@@ -228,13 +228,13 @@ class _Walk:
         self._left = _SEEN
         self._depth = _DEPTH if is_deep else 1
 
-    def entries(self, folder: Folder, prefix: str = "", level: int = 1) -> Iterator[_Entry]:
+    def entries(self, folder: OpenFolder, prefix: str = "", level: int = 1) -> Iterator[_Entry]:
         for name, info in self._read_entries(folder):
             yield _Entry(name, f"{prefix}{name}", info)
             if stat.S_ISDIR(info.st_mode) and level < self._depth:
                 yield from self._enter(folder, name, f"{prefix}{name}/", level + 1)
 
-    def _enter(self, folder: Folder, name: str, prefix: str, level: int) -> Iterator[_Entry]:
+    def _enter(self, folder: OpenFolder, name: str, prefix: str, level: int) -> Iterator[_Entry]:
         try:
             deeper = folder.enter(name)
         except (OSError, ToolFailed):  # not ours to read, or no folder any more
@@ -244,7 +244,7 @@ class _Walk:
         finally:
             deeper.close()
 
-    def _read_entries(self, folder: Folder) -> list[tuple[str, os.stat_result]]:
+    def _read_entries(self, folder: OpenFolder) -> list[tuple[str, os.stat_result]]:
         found = []
         for entry in folder.entries():
             if self._left == 0:

@@ -35,7 +35,7 @@ _SHORT_GRACE_S = 0.4
 """When no call waits for the answer any more."""
 
 
-class Ending(Enum):
+class ProcessEnding(Enum):
     BY_ITSELF = "by itself"
     TIMEOUT = "timeout"
     FLOOD = "flood"
@@ -43,7 +43,7 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Command:
     argv: list[str]
     folder: Path
     environment: Mapping[str, str]
@@ -54,8 +54,8 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    ending: Ending
+class ProcessResult:
+    ending: ProcessEnding
     status: int
     """As subprocess has it: minus the signal that ended it."""
     stdout: str
@@ -65,32 +65,32 @@ class Ran:
     """Nothing that it started is left."""
 
 
-def run(order: Order, stop: threading.Event) -> Ran:
+def run(command: Command, stop: threading.Event) -> ProcessResult:
     """Blocks until the program and all that it started have ended. `stop` ends it early. Raises OSError."""
     begin = time.monotonic()
-    with _start(order) as (program, tree):
-        watch = _Watch(program, order.stdin, stop)
-        ending = watch.until(begin + order.timeout_s)
-        if ending is not Ending.BY_ITSELF:
-            tree.send(order.signal)
+    with _start(command) as (program, tree):
+        watch = _Watch(program, command.stdin, stop)
+        ending = watch.until(begin + command.timeout_s)
+        if ending is not ProcessEnding.BY_ITSELF:
+            tree.send(command.signal)
             watch.until(time.monotonic() + (_SHORT_GRACE_S if stop.is_set() else _GRACE_S), to_the_end=True)
         # Also what a program left behind that ended as it should: nothing else would ever end it.
         is_gone = tree.kill()
         program.wait()
         watch.read_rest()
     seconds = time.monotonic() - begin
-    return Ran(ending, program.returncode, watch.stdout.text, watch.stderr.text, seconds, is_gone)
+    return ProcessResult(ending, program.returncode, watch.stdout.text, watch.stderr.text, seconds, is_gone)
 
 
 @contextmanager
-def _start(order: Order) -> Iterator[tuple[subprocess.Popen[bytes], ProcessTree]]:
+def _start(command: Command) -> Iterator[tuple[subprocess.Popen[bytes], ProcessTree]]:
     mark = ProcessMark()
     program = subprocess.Popen(
-        with_default_signals(mark.wrap(order.argv)),
+        with_default_signals(mark.wrap(command.argv)),
         bufsize=0,
-        cwd=order.folder,
-        env={**order.environment, **mark.environment},
-        stdin=subprocess.PIPE if order.stdin else subprocess.DEVNULL,
+        cwd=command.folder,
+        env={**command.environment, **mark.environment},
+        stdin=subprocess.PIPE if command.stdin else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -142,18 +142,18 @@ class _Watch:
             os.set_blocking(program.stdin.fileno(), False)
             self._files.register(program.stdin, selectors.EVENT_WRITE)
 
-    def until(self, deadline: float, *, to_the_end: bool = False) -> Ending:
+    def until(self, deadline: float, *, to_the_end: bool = False) -> ProcessEnding:
         """Why the watch ended; `to_the_end`: only when the program has, or the time is up."""
         while self._program.poll() is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                return Ending.TIMEOUT
+                return ProcessEnding.TIMEOUT
             if not to_the_end and self._stop.is_set():
-                return Ending.CANCELLED
+                return ProcessEnding.CANCELLED
             if not to_the_end and self.stdout.size + self.stderr.size > FLOOD:
-                return Ending.FLOOD
+                return ProcessEnding.FLOOD
             self._wait(min(left, _LOOK_S))
-        return Ending.BY_ITSELF
+        return ProcessEnding.BY_ITSELF
 
     def read_rest(self) -> None:
         """What is in the pipes now. Not to their end: one that could not be killed may hold them open."""
