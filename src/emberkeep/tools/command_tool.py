@@ -18,7 +18,7 @@ from pydantic import Field
 from emberkeep.errors import ToolFailed
 from emberkeep.tools.file_root import Root, translate_errors
 from emberkeep.tools.function import tool
-from emberkeep.tools.process import FLOOD, Command, ProcessEnding, ProcessResult, run
+from emberkeep.tools.process import FLOOD, ProcessCommand, ProcessEnding, ProcessResult, run
 from emberkeep.types import Json
 
 _AT_ONCE = 4
@@ -46,7 +46,7 @@ class CommandTool:
         signal: Annotated[Signal, Field(description="What stops it first; KILL follows.")] = "TERM",
     ) -> Json:
         """Run a program and get its exit status and output. What it leaves running is ended with it."""
-        program = Command(
+        program = ProcessCommand(
             argv=_argv(command),
             folder=self._folder(cwd),
             environment=_environment(os.environ),
@@ -57,7 +57,7 @@ class CommandTool:
         _check_program(program)
         return _report(await self._run(program), program)
 
-    async def _run(self, command: Command) -> ProcessResult:
+    async def _run(self, command: ProcessCommand) -> ProcessResult:
         """Cancelling it ends the program, and returns when that is done."""
         stop = threading.Event()
         work = asyncio.get_running_loop().run_in_executor(self._threads, run, command, stop)
@@ -100,7 +100,7 @@ def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     return {"PATH": os.defpath, **{name: ours[name] for name in _PASSED_ON if name in ours}, "TERM": "dumb"}
 
 
-def _check_program(command: Command) -> None:
+def _check_program(command: ProcessCommand) -> None:
     if os.name != "posix":
         raise ToolFailed("Commands can be run on Linux and macOS only.")
     name = command.argv[0]
@@ -109,7 +109,7 @@ def _check_program(command: Command) -> None:
         raise ToolFailed(f"There is no program {name!r} here: use another one.")
 
 
-def _report(result: ProcessResult, command: Command) -> Json:
+def _report(result: ProcessResult, command: ProcessCommand) -> Json:
     report: dict[str, Json] = {}
     if result.ending is ProcessEnding.TIMEOUT:
         report["stopped"] = f"it took longer than {command.timeout_s:g} s"

@@ -43,7 +43,7 @@ class ProcessEnding(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ProcessCommand:
     argv: list[str]
     folder: Path
     environment: Mapping[str, str]
@@ -65,7 +65,7 @@ class ProcessResult:
     """Nothing that it started is left."""
 
 
-def run(command: Command, stop: threading.Event) -> ProcessResult:
+def run(command: ProcessCommand, stop: threading.Event) -> ProcessResult:
     """Blocks until the program and all that it started have ended. `stop` ends it early. Raises OSError."""
     begin = time.monotonic()
     with _start(command) as (program, tree):
@@ -83,7 +83,7 @@ def run(command: Command, stop: threading.Event) -> ProcessResult:
 
 
 @contextmanager
-def _start(command: Command) -> Iterator[tuple[subprocess.Popen[bytes], ProcessTree]]:
+def _start(command: ProcessCommand) -> Iterator[tuple[subprocess.Popen[bytes], ProcessTree]]:
     mark = ProcessMark()
     program = subprocess.Popen(
         with_default_signals(mark.wrap(command.argv)),
