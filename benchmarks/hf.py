@@ -17,7 +17,7 @@ from emberkeep.bench.stage import ModelPlace
 from emberkeep.bench.texts import Words
 from emberkeep.config import Config
 from emberkeep.engine.hf import HfSource
-from emberkeep.engine.hf.plain import PlainModel
+from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Collector, Result
 from emberkeep.runtime import open_backend

@@ -14,7 +14,7 @@ from emberkeep.bench.figures import Series, ratios, series
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.bench.turns import Plan
-from emberkeep.engine.hf.plain import PlainModel
+from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.types import Message, Request, Sampling
 
 _ROOM = 128

@@ -11,7 +11,7 @@ from benchmarks.gpu.rig import Rig, decode, fill
 from emberkeep.bench.figures import Series, ratios, series
 from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine
-from emberkeep.engine.hf.plain import PlainModel
+from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.kv.tree import TokenArray
 
 _UNTIMED = 4

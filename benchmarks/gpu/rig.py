@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.gpu.plan import Plan
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings
-from emberkeep.engine.hf.limits import DeviceLimits
-from emberkeep.engine.hf.synthetic import Shape, random_model
+from emberkeep.engine.hf.baseline import Shape, random_model
+from emberkeep.engine.hf.device import DeviceLimits
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import TokenArray

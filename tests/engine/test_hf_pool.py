@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from emberkeep.engine.hf.memory import KvMemory, LayerShape, StreamShape
-from emberkeep.engine.hf.pool import BLOCK, BlockPool, Copy, Table
+from emberkeep.engine.hf.pool import BLOCK, BlockPool, Copy, KvMemory, LayerShape, StreamShape, Table
 
 pytestmark = pytest.mark.slow
 
@@ -87,13 +86,13 @@ class Sharing(RuleBasedStateMachine):
         return self.remember(shared, self.content(source)[:end])
 
     @rule(table=tables, length=st.integers(0, 200))
-    def cut(self, table: Table, length: int) -> None:
-        self.pool.cut(table, length)
+    def trim(self, table: Table, length: int) -> None:
+        self.pool.trim(table, length)
         del self.content(table)[length:]
 
     @rule(table=consumes(tables))
     def end(self, table: Table) -> None:
-        self.pool.cut(table, 0)
+        self.pool.trim(table, 0)
         del self.expected[id(table)]
 
     def put(self, table: Table, start: int, values: range) -> None:
@@ -126,7 +125,7 @@ class Sharing(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for table, _ in self.expected.values():
-            self.pool.cut(table, 0)
+            self.pool.trim(table, 0)
         assert self.pool.free == BLOCKS
 
 

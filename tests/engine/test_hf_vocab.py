@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from emberkeep.chat.tokens import PromptTokenizer
-from emberkeep.engine.hf.gguf import repair
 from emberkeep.engine.hf.loading import HfSource, load_model
-from emberkeep.engine.hf.vocab import HfVocab
+from emberkeep.engine.hf.vocab import HfVocab, repair_gguf_tokenizer
 from emberkeep.engine.llamacpp import LlamaModel
 from emberkeep.engine.text_splitter import MAX_MATCH
 from emberkeep.errors import ModelBroken
@@ -218,13 +217,13 @@ def test_fragments_are_tokenised_alone_only_where_that_changes_nothing(
 )
 def test_a_gguf_file_says_how_text_is_split_first(name: str, parts: list[str]) -> None:
     made = byte_level()
-    repair(made, {"model": "gpt2", "pre": name})
+    repair_gguf_tokenizer(made, {"model": "gpt2", "pre": name})
     text = "a b's 12345\n\n\nc"
     assert [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)] == parts
 
 
 def test_a_gguf_file_that_splits_in_an_unknown_way_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    repair(byte_level(), {"model": "gpt2", "pre": "novel"})
+    repair_gguf_tokenizer(byte_level(), {"model": "gpt2", "pre": "novel"})
     assert "'novel'" in caplog.text
 
 

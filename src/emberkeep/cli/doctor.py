@@ -111,9 +111,9 @@ def _hf_engine(config: Config) -> Finding:
     if not has_hf():
         return Finding(Level.OK, "not installed: `pip install 'emberkeep[hf]'` adds it")
     try:
-        from emberkeep.engine.hf.device import chosen_device
+        from emberkeep.engine.hf.device import choose_device
 
-        return Finding(Level.OK, f"{hf_versions()}, device {chosen_device(config.device)}")
+        return Finding(Level.OK, f"{hf_versions()}, device {choose_device(config.device)}")
     except EngineError as error:
         return Finding(Level.WARN, str(error))
     except (ImportError, OSError, RuntimeError) as error:

@@ -6,27 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from emberkeep.engine.hf.engine import HfEngine
-    from emberkeep.engine.hf.loading import HfModel, HfSource, load_model
-    from emberkeep.engine.hf.opening import open_engine
-    from emberkeep.engine.hf.settings import HfSettings
-    from emberkeep.engine.hf.whole import HfWholeEngine
+    from emberkeep.engine.hf.engine import HfEngine, open_engine
+    from emberkeep.engine.hf.loading import HfModel, HfSettings, HfSource, load_model
+    from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 __all__ = ["HfEngine", "HfModel", "HfSettings", "HfSource", "HfWholeEngine", "load_model", "open_engine"]
 
 _HOMES = {
     "HfEngine": "engine",
     "HfModel": "loading",
-    "HfSettings": "settings",
+    "HfSettings": "loading",
     "HfSource": "loading",
-    "HfWholeEngine": "whole",
+    "HfWholeEngine": "whole_engine",
     "load_model": "loading",
-    "open_engine": "opening",
+    "open_engine": "engine",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: whoever only asks for a device's name does not wait for all of transformers.
+    # Lazy: a command that only asks for a device's name does not wait for all of transformers.
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

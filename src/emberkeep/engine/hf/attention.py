@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,8 @@ from emberkeep.types import AttentionTier
 
 NAME = "emberkeep"
 
-_KNOWN = {"position_ids", "cache_position"}
-"""Tensors that models also hand to attention, and that change nothing here."""
+_KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
+"""What models hand to attention; dropout, positions and their cache change nothing here."""
 
 _running = threading.local()
 
@@ -39,6 +39,20 @@ class Options:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     """Per head, a score that takes part in the softmax and belongs to no token."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], width: int) -> Options:
+        """From what transformers hands to attention by name, for heads of `width`.
+
+        Raises EngineError for a tensor that is not known here: it may change what is computed.
+        """
+        if unknown := [name for name, o in given.items() if isinstance(o, torch.Tensor) and name not in _KNOWN]:
+            raise EngineError(
+                f"This model's attention takes arguments that are not known here: {', '.join(unknown)}."
+            )
+        scaling = given.get("scaling")
+        scale = width**-0.5 if scaling is None else float(scaling)
+        return cls(scale, given.get("sliding_window"), given.get("softcap"), given.get("s_aux"))
 
     def first_seen(self, position: int) -> int:
         return max(position - self.window + 1, 0) if self.window else 0
@@ -64,19 +78,10 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **others: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of `[1, heads, tokens, width]` queries, as `[1, tokens, heads, width]`."""
-    others = {"attention_mask": attention_mask, **others}
-    if unknown := [name for name, o in others.items() if isinstance(o, torch.Tensor) and name not in _KNOWN]:
-        raise EngineError(f"This model's attention takes arguments that are not known here: {', '.join(unknown)}.")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    options = Options(scale, sliding_window, softcap, s_aux)
+    """Of `[1, heads, tokens, width]` queries, as `[1, tokens, heads, width]`. Raises EngineError."""
+    options = Options.read({"attention_mask": attention_mask, **given}, query.shape[-1])
     step = _running.step
     step.write(step.layer, key, value)
     return step.attend(query, key, value, options)[None], None
@@ -97,8 +102,8 @@ def _attend_span(
     first = options.first_seen(span.start)
     keys, values = step.read(span, first)
     if tier is AttentionTier.PLAIN or options.is_plain_only:
-        return plain(query, keys, values, visible(span, first, options.window, query.device), options)
-    return fused(query, keys, values, span, first, options)
+        return attend_plain(query, keys, values, visible(span, first, options.window, query.device), options)
+    return attend_flash(query, keys, values, span, first, options)
 
 
 def visible(span: Span, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -114,7 +119,7 @@ def visible(span: Span, first: int, window: int | None, device: torch.device) ->
     return seen if window is None else seen & (keys > queries - window)
 
 
-def fused(
+def attend_flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, first: int, options: Options
 ) -> torch.Tensor:
     """By torch's own kernels: flash attention where the device has it."""
@@ -140,7 +145,7 @@ def _bias(span: Span, first: int, window: int | None, device: torch.device) -> t
     return visible(span, first, window, device)
 
 
-def plain(
+def attend_plain(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -161,3 +166,39 @@ def plain(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1)[..., : len(keys)].to(values.dtype)
     return torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2)
+
+
+class Tiers:
+    """Which code computes attention: what there is on a device, and which of it is in use.
+
+    See `Attention`. The fastest one is used unless another was asked for.
+    """
+
+    def __init__(self, device: torch.device, wanted: AttentionTier | None) -> None:
+        own = (AttentionTier.OWN,) if device.type == "cuda" else ()
+        self.available: tuple[AttentionTier, ...] = (*own, AttentionTier.FLASH, AttentionTier.PLAIN)
+        self._tier = self.available[0]
+        if wanted is not None:
+            self.switch(wanted)
+
+    @property
+    def tier(self) -> AttentionTier:
+        return self._tier
+
+    def switch(self, tier: AttentionTier) -> None:
+        if tier not in self.available:
+            there = ", ".join(self.available)
+            raise EngineError(f"There is no attention of the tier {tier} on this device: choose one of {there}.")
+        self._tier = tier
+
+
+@dataclass(slots=True)
+class PoolStep(Step):
+    """A step whose attention reads the pool."""
+
+    tier: AttentionTier = AttentionTier.PLAIN
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        return attend_pool(self, self.tier, query, options)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from emberkeep.engine.hf.attention import PoolStep
 from emberkeep.engine.hf.network import Network
-from emberkeep.engine.hf.poolstep import PoolStep
 from emberkeep.engine.hf.step import Span
 
 FULL_LAYERS = 2
@@ -55,7 +55,7 @@ class BlendStep(PoolStep):
         positions = span.start + self.rows
         self.spans = [Span(0, self.kept, span.table, int(positions[0]), positions)]
         self.cells = self.cells[self.rows]
-        self._places.clear()
+        self._located.clear()
 
 
 def _distance(stored: torch.Tensor, fresh: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:

@@ -25,25 +25,23 @@ from emberkeep.engine.base import (
     Rows,
     check_splice,
 )
+from emberkeep.engine.hf.attention import PoolStep, Tiers
 from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
-from emberkeep.engine.hf.hostlogits import HostLogits
-from emberkeep.engine.hf.loading import HfModel
-from emberkeep.engine.hf.memory import KvMemory
+from emberkeep.engine.hf.loading import HfModel, HfSettings
 from emberkeep.engine.hf.network import Network, learn
-from emberkeep.engine.hf.pool import BLOCK, BlockPool, Table
-from emberkeep.engine.hf.poolstep import PoolStep
-from emberkeep.engine.hf.rotation import learn_turns
-from emberkeep.engine.hf.settings import HfSettings
+from emberkeep.engine.hf.pool import BLOCK, BlockPool, KvMemory, Table
+from emberkeep.engine.hf.rope import learn_rotations
 from emberkeep.engine.hf.step import DecodeRow, Span
-from emberkeep.engine.hf.tiers import Tiers
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
 
 if TYPE_CHECKING:
-    from emberkeep.engine.hf.graphs import DecodeGraphs
+    from emberkeep.engine.hf.cuda_graphs import DecodeGraphs
+from emberkeep.engine.hf.network import has_choice
+from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -61,7 +59,7 @@ class HfEngine:
         self.attention = Tiers(self._network.device, settings.attention)
         learned = learn(self._network)
         layers = [learned.shapes[index] for index in range(len(learned.shapes))]
-        self._turns = learn_turns(self._network)
+        self._rotations = learn_rotations(self._network)
         cells = settings.cells or affordable_cells(
             model,
             layers,
@@ -80,7 +78,7 @@ class HfEngine:
         self._logits_of: dict[int, Logits] = {}
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
-            can_shift=self._turns is not None,
+            can_shift=self._rotations is not None,
             max_sequences=settings.sequences,
             cells=cells,
             context=min(settings.context, cells),
@@ -88,12 +86,14 @@ class HfEngine:
             kv_bytes_per_token=self._memory.bytes_per_token,
             snapshot_bytes=0,
             layers=len(layers),
-            can_blend=self._turns is not None and len(self._network.layers) > FULL_LAYERS,
+            can_blend=self._rotations is not None and len(self._network.layers) > FULL_LAYERS,
             packs=self._transfer.packs,
         )
         self._check_against_reference()
         if self._network.device.type == "cuda":
-            self._graphs = _recorded(self._network, self._memory, settings.sequences, self.capabilities.context)
+            self._graphs = _record_steps(
+                self._network, self._memory, settings.sequences, self.capabilities.context
+            )
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         layout = [str(learned.dtype), shapes]
         self._fingerprints = {
@@ -110,7 +110,7 @@ class HfEngine:
         for rows, table in zip(batch, tables, strict=True):
             if table.length != rows.start:
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
-        with self._grown(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
+        with self._grow(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
             self._logits_of = {}
@@ -164,7 +164,7 @@ class HfEngine:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if bits not in self.capabilities.packs:
             raise EngineError(f"This model's state cannot be stored in {bits} bits.")
-        with translated():
+        with translate_errors():
             return self._transfer.export(table, borders, bits)
 
     def export_snapshot(self, sequence: int) -> Payload:
@@ -172,14 +172,14 @@ class HfEngine:
 
     @torch.no_grad()
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
-        with translated():
+        with translate_errors():
             rows = self._transfer.rows(payload, payload_start)
         if not payload_start <= start < end <= payload_start + rows[0].shape[1]:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         table = self._tables[sequence]
         if table.length != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        with self._grown([table], [end]) as has_room:
+        with self._grow([table], [end]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
             wanted = [part[:, start - payload_start : end - payload_start] for part in rows]
@@ -189,16 +189,16 @@ class HfEngine:
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         raise EngineError("This model's state has nothing that could be restored from a snapshot.")
 
-    # ── state from other places ──
+    # ── state from other positions: cacheblend, splice ──
 
     @torch.no_grad()
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
-        with translated():
-            moved = [(piece, self._moved(piece)) for piece in pieces]
+        with translate_errors():
+            moved = [(piece, self._reposition(piece)) for piece in pieces]
         table, end = self._tables[rows.sequence], rows.start + len(rows.tokens)
         if table.length != rows.start:
             raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
-        with self._grown([table], [end]) as has_room:
+        with self._grow([table], [end]) as has_room:
             if not has_room:
                 return Blended(Outcome.NO_ROOM)
             known = np.zeros(len(rows.tokens), bool)
@@ -207,9 +207,9 @@ class HfEngine:
                 known[piece.start - rows.start : piece.end - rows.start] = True
             return self._evaluate_blended(rows, table, known, ratio)
 
-    def _moved(self, piece: Piece) -> list[torch.Tensor]:
-        """The rows of a piece as they are at its new place. Raises EngineError."""
-        if self._turns is None:
+    def _reposition(self, piece: Piece) -> list[torch.Tensor]:
+        """The rows of a piece as they are at its new position. Raises EngineError."""
+        if self._rotations is None:
             raise EngineError("This model's state cannot be moved to another place.")
         rows = self._transfer.rows(piece.payload, piece.payload_start)
         begin = piece.source - piece.payload_start
@@ -217,7 +217,7 @@ class HfEngine:
         if not 0 <= begin < begin + count <= rows[0].shape[1]:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         # A copy: the payload is read-only, and turning writes.
-        return self._turned([part[:, begin : begin + count].clone() for part in rows], piece.start - piece.source)
+        return self._rotate([part[:, begin : begin + count].clone() for part in rows], piece.start - piece.source)
 
     def _evaluate_blended(self, rows: Rows, table: Table, known: npt.NDArray[np.bool_], ratio: float) -> Blended:
         count, fresh = len(known), np.flatnonzero(~known)
@@ -249,7 +249,7 @@ class HfEngine:
         self._tables[target] = self._pool.share(self._tables[source], end)
 
     def trim(self, sequence: int, start: int) -> None:
-        self._pool.cut(self._tables[sequence], start)
+        self._pool.trim(self._tables[sequence], start)
         if start == 0:
             del self._tables[sequence]
 
@@ -258,13 +258,13 @@ class HfEngine:
         """Should the model fail in the middle of it, the sequence is emptied and StepFailed is raised."""
         table, stop = self._tables[sequence], start + len(insert)
         check_splice(self.capabilities, table.length, start, end, insert)
-        with translated():
+        with translate_errors():
             followers = self._followers(table, end, by=stop - end)
         copies = self._pool.regrow(table, start, table.length + stop - end)
         if copies is None:
             return Outcome.NO_ROOM
         try:
-            with translated():
+            with translate_errors():
                 self._memory.copy(copies)
                 self._insert(Rows(sequence, start, insert, want_logits=False), table)
                 if followers:
@@ -276,7 +276,7 @@ class HfEngine:
 
     def _followers(self, table: Table, start: int, *, by: int) -> list[torch.Tensor]:
         """Copies of the rows from `start` on, as they would be so many positions further on; none at the end."""
-        return self._turned(self._transfer.read(table, start, table.length), by) if start < table.length else []
+        return self._rotate(self._transfer.read(table, start, table.length), by) if start < table.length else []
 
     def _insert(self, rows: Rows, table: Table) -> None:
         """Evaluate `rows` as if they were the last of the table, which has room for them."""
@@ -287,14 +287,14 @@ class HfEngine:
             part = Rows(rows.sequence, rows.start + begin, tokens, want_logits=False)
             self._run([0], [part], [Table(table.blocks, part.start + len(tokens))])
 
-    def _turned(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
+    def _rotate(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
         """Rows as they would be so many positions further on. Changes `rows`."""
-        assert self._turns is not None
+        assert self._rotations is not None
         for group, part in zip(self._memory.groups, rows, strict=True):
             distance = torch.full((part.shape[1],), by, device=part.device)
             for index, (layer, is_keys) in enumerate(group.streams):
                 if is_keys:
-                    part[index] = self._turns[layer](part[index], distance)
+                    part[index] = self._rotations[layer](part[index], distance)
         return rows
 
     # ── about itself ──
@@ -318,7 +318,7 @@ class HfEngine:
         self._network = None  # type: ignore[assignment]
 
     @contextmanager
-    def _grown(self, tables: Sequence[Table], ends: Sequence[int]) -> Iterator[bool]:
+    def _grow(self, tables: Sequence[Table], ends: Sequence[int]) -> Iterator[bool]:
         """Room in every table up to its end, or in none; taken back if what follows fails."""
         lengths = [table.length for table in tables]
         needed = sum(self._pool.needed(table, end) for table, end in zip(tables, ends, strict=True))
@@ -327,11 +327,11 @@ class HfEngine:
             for table, end in zip(tables, ends, strict=True):
                 self._memory.copy(self._pool.grow(table, end) or ())
         try:
-            with translated():
+            with translate_errors():
                 yield has_room
         except EngineError:
             for table, length in zip(tables, lengths, strict=True):
-                self._pool.cut(table, length)
+                self._pool.trim(table, length)
             raise
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -352,9 +352,9 @@ class HfEngine:
             self.trim(sequence, 0)
 
 
-def _recorded(network: Network, memory: KvMemory, sequences: int, context: int) -> DecodeGraphs | None:
+def _record_steps(network: Network, memory: KvMemory, sequences: int, context: int) -> DecodeGraphs | None:
     """Decoding as a recorded step, where this model's can be; else it runs as it is, more slowly."""
-    from emberkeep.engine.hf.graphs import DecodeGraphs  # needs Triton, which comes with torch for CUDA only
+    from emberkeep.engine.hf.cuda_graphs import DecodeGraphs  # needs Triton, which comes with torch for CUDA only
 
     try:
         return DecodeGraphs(network, memory, sequences, context)
@@ -364,7 +364,7 @@ def _recorded(network: Network, memory: KvMemory, sequences: int, context: int) 
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """What torch and transformers raise becomes an EngineError."""
     try:
         yield
@@ -374,3 +374,50 @@ def translated() -> Iterator[None]:
         raise StepFailed("The device ran out of memory: lower prefill_slice, parallel or ctx.") from error
     except Exception as error:
         raise StepFailed(f"The model failed: {error}") from error
+
+
+def open_engine(model: HfModel, settings: HfSettings, weights_digest: str) -> HfEngine | HfWholeEngine:
+    """Paged and batched where the model's code allows it; else one sequence at a time, with state as a whole.
+
+    Raises EngineError for a model that neither can run.
+    """
+    try:
+        return HfEngine(model, settings, weights_digest)
+    except EngineError as reason:
+        log.info("sequences are evaluated one by one: %s", reason)
+    try:
+        return _open_whole("sdpa", model, settings, weights_digest)
+    except (EngineError, ValueError):  # it cannot, or says so
+        return _open_whole("eager", model, settings, weights_digest)
+
+
+def _open_whole(attention: str, model: HfModel, settings: HfSettings, weights_digest: str) -> HfWholeEngine:
+    if has_choice(model.network):
+        model.network.set_attn_implementation(attention)
+    return HfWholeEngine(model, settings, weights_digest)
+
+
+class HostLogits:
+    """Logits on their way from the device to the sampler.
+
+    Belongs to the engine's thread. What was taken for one step is overwritten by the next.
+    """
+
+    def __init__(self, device: torch.device, rows: int, width: int) -> None:
+        self._buffer = (
+            torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if device.type == "cuda" else None
+        )
+
+    def take(self, logits: torch.Tensor, already: int) -> Logits:
+        """Rows of the model's dtype as float32. Blocks until they are there.
+
+        `already`: rows that were taken for this step before.
+        """
+        if self._buffer is None:
+            rows: Logits = logits.float().cpu().numpy()
+            return rows
+        target = self._buffer[already : already + len(logits)]
+        target.copy_(logits, non_blocking=True)
+        torch.cuda.current_stream(logits.device).synchronize()
+        taken: Logits = target.numpy()
+        return taken

@@ -54,7 +54,7 @@ def _device(device: torch.device) -> Json:
 
 
 def _switches() -> Json:
-    """Of the whole process: anybody may have changed them before the model was opened."""
+    """Of the whole process: they may have been changed before the model was opened."""
     cuda = torch.backends.cuda
     return {
         "float32": torch.get_float32_matmul_precision(),

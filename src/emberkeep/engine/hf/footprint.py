@@ -10,10 +10,10 @@ import torch
 
 from emberkeep.engine.base import Footprint, Outcome, Rows
 from emberkeep.engine.hf.loading import HfModel
-from emberkeep.engine.hf.memory import KvMemory, LayerShape
+from emberkeep.engine.hf.pool import KvMemory, LayerShape
 
 _RESERVE = 1 << 30
-"""Of a GPU: for libraries' workspaces, recorded steps and whoever else uses the device."""
+"""Of a GPU: for libraries' workspaces, recorded steps and other users of the device."""
 _SHARE = 0.9
 """Of what a GPU has free then: its allocator cannot use every byte."""
 _PROBES = (512, 2048)

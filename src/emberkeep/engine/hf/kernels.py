@@ -7,12 +7,14 @@ the same for every step, and can be replayed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from emberkeep.engine.hf.attention import Options
 from emberkeep.engine.hf.pool import BLOCK
 
 _PROGRAMS = 264
@@ -186,22 +188,22 @@ def store_rows(
     )
 
 
-def decode_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`[rows, heads, width]` queries, one per sequence, over `[cells, heads, width]` keys and values.
+@dataclass(frozen=True, slots=True)
+class PagedKv:
+    """One layer's state of several sequences."""
 
-    `tables` are rows of block numbers, `lengths` how many tokens each sequence has, the new one included.
-    """
+    keys: torch.Tensor
+    values: torch.Tensor
+    """Both `[cells, heads, width]`."""
+    tables: torch.Tensor
+    """A row of block numbers for each sequence."""
+    lengths: torch.Tensor
+    """How many tokens each sequence has, the new one included."""
+
+
+def decode_attention(query: torch.Tensor, paged: PagedKv, options: Options) -> torch.Tensor:
+    """Of `[rows, heads, width]` queries, one per sequence."""
+    keys, values, tables, sinks = paged.keys, paged.values, paged.tables, options.sinks
     rows, query_heads, width = query.shape
     heads, value_width = values.shape[1], values.shape[2]
     group = query_heads // heads
@@ -217,12 +219,12 @@ def decode_attention(
         keys,
         values,
         tables,
-        lengths,
+        paged.lengths,
         parts,
         stats,
-        scale,
-        softcap or 1.0,
-        window or 1 << 30,
+        options.scale,
+        options.softcap or 1.0,
+        options.window or 1 << 30,
         query.stride(0),
         query.stride(1),
         keys.stride(0),
@@ -235,7 +237,7 @@ def decode_attention(
         VALUE=value_width,
         VALUE_PAD=value_pad,
         TOKENS=BLOCK,
-        HAS_CAP=softcap is not None,
+        HAS_CAP=options.softcap is not None,
         num_warps=4,
         num_stages=3,
         **sizes,

@@ -17,11 +17,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from emberkeep.engine.hf import gguf
-from emberkeep.engine.hf.device import chosen_device, chosen_dtype
-from emberkeep.engine.hf.vocab import HfVocab
+from emberkeep.engine.hf.device import choose_device, choose_dtype
+from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
-from emberkeep.types import Json
+from emberkeep.types import AttentionTier, Json
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -59,15 +58,31 @@ class HfModel:
     device: str
 
 
+@dataclass(frozen=True, slots=True)
+class HfSettings:
+    """How an engine over a model is set up."""
+
+    context: int
+    """Longest sequence."""
+    cells: int | None
+    """Token cells for all sequences; None: what the device has room for."""
+    sequences: int
+    batch: int
+    """Most tokens per step."""
+    attention: AttentionTier | None = None
+    """None: the fastest that there is."""
+    threads: int | None = None
+
+
 def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> HfModel:
     """`attention` is the name that an implementation is registered under with transformers.
 
     Blocks. Raises ModelBroken for what cannot be loaded, EngineError for what this machine does not have.
     """
-    place = chosen_device(device)
-    with _translated(source, place), _quiet(), _reading(source):
+    target = choose_device(device)
+    with _translate_errors(source, target), _quiet(), _read_quickly(source):
         config = AutoConfig.from_pretrained(source.folder, **_files(source))
-        network = _network(source, config, place, dtype, attention)
+        network = _network(source, config, target, dtype, attention)
         tokenizer = _tokenizer(source)
         vocab = _vocab(source, tokenizer, network)
         text = network.config.get_text_config(decoder=True)
@@ -81,7 +96,7 @@ def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> 
         weights_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
         kv_bytes_per_token=_kv_bytes_per_token(text, network.dtype),
         dtype=str(network.dtype).removeprefix("torch."),
-        device=str(place),
+        device=str(target),
     )
 
 
@@ -105,7 +120,7 @@ def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: st
     network, report = AutoModelForCausalLM.from_pretrained(
         source.folder,
         config=config,
-        dtype=chosen_dtype(dtype, device, _own_dtype(source, config)),
+        dtype=choose_dtype(dtype, device, _own_dtype(source, config)),
         # Straight to where they are used: the weights are never in RAM as a whole.
         device_map=None if device.type == "cpu" else {"": device},
         attn_implementation=attention,
@@ -141,14 +156,14 @@ def _tokenizer(source: HfSource) -> PreTrainedTokenizerFast:
 def _vocab(source: HfSource, tokenizer: PreTrainedTokenizerFast, network: Any) -> HfVocab:
     backend = tokenizer.backend_tokenizer
     if source.gguf:
-        gguf.repair(backend, source.facts)
+        repair_gguf_tokenizer(backend, source.facts)
     return HfVocab(
         backend,
         network.get_output_embeddings().weight.shape[0],
         bos=tokenizer.bos_token_id,
         eos=tokenizer.eos_token_id,
-        ends=[*_ends(network), *gguf.ends(source.facts)],
-        adds_bos=gguf.adds_bos(source.facts) if source.gguf else None,
+        ends=[*_ends(network), *gguf_ends(source.facts)],
+        adds_bos=gguf_adds_bos(source.facts) if source.gguf else None,
     )
 
 
@@ -200,17 +215,17 @@ def _fixed_rope_length(rope: Mapping[str, Json], trained: int) -> int:
     return trained
 
 
-def _reading(source: HfSource) -> AbstractContextManager[None]:
+def _read_quickly(source: HfSource) -> AbstractContextManager[None]:
     if source.gguf is None:
         return nullcontext()
     # Imported here because it needs a package that only GGUF files need.
-    from emberkeep.engine.hf.gguf_reading import quick_reading
+    from emberkeep.engine.hf.gguf_reader import quick_reading
 
     return quick_reading(source.rest)
 
 
 @contextmanager
-def _translated(source: HfSource, device: torch.device) -> Iterator[None]:
+def _translate_errors(source: HfSource, device: torch.device) -> Iterator[None]:
     try:
         yield
     except EmberkeepError:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from emberkeep.engine.hf.attention import NAME, Options, plain, running
-from emberkeep.engine.hf.memory import LayerShape, StreamShape
+from emberkeep.engine.hf.attention import NAME, Options, attend_plain, running
+from emberkeep.engine.hf.pool import LayerShape, StreamShape
 from emberkeep.engine.hf.step import StepCache
 from emberkeep.errors import EngineError
 
@@ -88,7 +88,7 @@ class LearningStep:
         self.windows[self.layer] = options.window
         count = query.shape[2]
         seen = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
-        return plain(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), seen, options)
+        return attend_plain(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), seen, options)
 
 
 def learn(network: Network) -> LearningStep:

@@ -1,19 +1,25 @@
-"""A fixed pool of blocks of token cells, shared by sequences, copied only when somebody writes.
+"""A fixed pool of blocks of token cells, shared by sequences, copied only on write.
 
     cells    0 ........ 31 | 32 ....... 63 | 64 ....... 95 | ...
     blocks        0        |       1       |       2       |
 
 A sequence is a table of blocks and a length. Sequences that share a prefix share its blocks; a block that only one
-sequence has is written in place, any other is copied first. Nothing here knows about tensors: `Copy` says which
-cells the caller has to copy.
+sequence has is written in place, any other is copied first. `BlockPool` knows nothing about tensors: `Copy` says
+which cells `KvMemory` has to copy.
+
+`KvMemory` holds every layer's keys and values, by cell. Each layer has two streams, its keys and its values: rows
+of `[heads, width]` by cell. Streams of one shape are one tensor, so that moving a range in or out is one operation
+for all layers of a usual model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 BLOCK = 32
 """Tokens: small enough that a branch copies little, large enough that tables stay short."""
@@ -53,7 +59,7 @@ class Table:
 
 
 class BlockPool:
-    """Who uses which block. The first block belongs to nobody: what must be written somewhere goes there."""
+    """Who uses which block. No sequence owns the first one: what must be written somewhere goes there."""
 
     def __init__(self, cells: int) -> None:
         self.blocks = -(-cells // BLOCK)
@@ -64,7 +70,7 @@ class BlockPool:
 
     @property
     def total_cells(self) -> int:
-        """Including the block that belongs to nobody."""
+        """Including the block that no sequence owns."""
         return (self.blocks + 1) * BLOCK
 
     @property
@@ -105,12 +111,12 @@ class BlockPool:
         return copies
 
     def regrow(self, table: Table, start: int, end: int) -> list[Copy] | None:
-        """Cut the table back to `start`, and grow it to `end`; None, and nothing changed, without room."""
+        """Trim the table to `start`, and grow it to `end`; None, and nothing changed, without room."""
         kept = -(-start // BLOCK)
         freed = sum(self._users[block] == 1 for block in table.blocks[kept:])
         if self.needed(Table(table.blocks[:kept], start), end) > self.free + freed:
             return None
-        self.cut(table, start)
+        self.trim(table, start)
         return self.grow(table, end)
 
     def share(self, source: Table, end: int) -> Table:
@@ -120,7 +126,7 @@ class BlockPool:
             self._users[block] += 1
         return Table(blocks, end)
 
-    def cut(self, table: Table, length: int) -> None:
+    def trim(self, table: Table, length: int) -> None:
         """Give back what is beyond `length` cells."""
         keep = -(-length // BLOCK)
         for block in table.blocks[keep:]:
@@ -162,3 +168,86 @@ class BlockPool:
             return [int(block) for block in free[:count]]
         begin = 0 if largest[0] == 1 else (len(largest) - count) // 2
         return [int(block) for block in largest[begin : begin + count]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """Of one token: a layer's keys or its values."""
+
+    heads: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    keys: StreamShape
+    values: StreamShape
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGroup:
+    """Streams of one shape, in the order in which they lie in their tensor: (layer, is keys)."""
+
+    shape: StreamShape
+    streams: tuple[tuple[int, bool], ...]
+
+
+def group_streams(layers: Sequence[LayerShape]) -> tuple[StreamGroup, ...]:
+    """Keys of all layers first, then values: what is quantised alike lies together."""
+    found: dict[StreamShape, list[tuple[int, bool]]] = {}
+    for is_keys in (True, False):
+        for index, layer in enumerate(layers):
+            found.setdefault(layer.keys if is_keys else layer.values, []).append((index, is_keys))
+    return tuple(StreamGroup(shape, tuple(streams)) for shape, streams in found.items())
+
+
+class KvMemory:
+    """Belongs to the engine's thread. `cells` rows for every stream, allocated once."""
+
+    def __init__(self, layers: Sequence[LayerShape], cells: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.groups = group_streams(layers)
+        self.dtype = dtype
+        self.device = device
+        self._tensors = [
+            torch.zeros((len(g.streams), cells, g.shape.heads, g.shape.width), dtype=dtype, device=device)
+            for g in self.groups
+        ]
+        tensors = {
+            stream: tensor[index]
+            for g, tensor in zip(self.groups, self._tensors, strict=True)
+            for index, stream in enumerate(g.streams)
+        }
+        self.keys = [tensors[index, True] for index in range(len(layers))]
+        """Per layer, `[cells, heads, width]`."""
+        self.values = [tensors[index, False] for index in range(len(layers))]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(len(g.streams) * g.shape.channels for g in self.groups) * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() for tensor in self._tensors) * self.dtype.itemsize
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            source, target = copy.source * BLOCK, copy.target * BLOCK
+            for tensor in self._tensors:
+                tensor[:, target : target + BLOCK] = tensor[:, source : source + BLOCK]
+
+    def read(self, cells: torch.Tensor | slice) -> list[torch.Tensor]:
+        """One `[streams, tokens, heads, width]` per group_streams: views of what lies together, else copies."""
+        if isinstance(cells, slice):
+            return [tensor[:, cells] for tensor in self._tensors]
+        return [tensor.index_select(1, cells) for tensor in self._tensors]
+
+    def write(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
+        for tensor, given in zip(self._tensors, rows, strict=True):
+            if isinstance(cells, slice):
+                tensor[:, cells].copy_(given)
+            else:
+                tensor.index_copy_(1, cells, given)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from emberkeep.engine.hf.memory import KvMemory
-from emberkeep.engine.hf.pool import Table
+from emberkeep.engine.hf.pool import KvMemory, Table
 from emberkeep.errors import EngineError
 
 
@@ -58,7 +57,7 @@ class Step:
     """Where each row's keys and values go."""
     layer: int = -1
     """The one that attention is computed in: its keys and values have just been written."""
-    _places: dict[tuple[int, int], slice | torch.Tensor] = field(default_factory=dict)
+    _located: dict[tuple[int, int], slice | torch.Tensor] = field(default_factory=dict)
     """Where the cells of a span are, by its first row and the first position wanted: the same in most layers."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -73,14 +72,14 @@ class Step:
         Views where a sequence's blocks lie together, copies where they do not.
         """
         keys, values = self.memory.keys[self.layer], self.memory.values[self.layer]
-        place = self._places.get((span.begin, first))
-        if place is None:
-            place = self._places[span.begin, first] = self._place(span, first)
-        if isinstance(place, slice):
-            return keys[place], values[place]
-        return keys.index_select(0, place), values.index_select(0, place)
+        located = self._located.get((span.begin, first))
+        if located is None:
+            located = self._located[span.begin, first] = self._locate(span, first)
+        if isinstance(located, slice):
+            return keys[located], values[located]
+        return keys.index_select(0, located), values.index_select(0, located)
 
-    def _place(self, span: Span, first: int) -> slice | torch.Tensor:
+    def _locate(self, span: Span, first: int) -> slice | torch.Tensor:
         begin = span.table.run(first, span.last)
         if begin is not None:
             return slice(begin, begin + span.last - first)

@@ -1,7 +1,19 @@
-"""Payloads: state on its way between the pool and the store's memory."""
+"""Payloads: state on its way between the pool and the store's memory.
+
+The bytes of a token range are
+
+    0   magic "EKHF", i32 first position, u32 tokens, u32 0
+    16  for each group of streams: rows [streams, tokens, heads * width] in the model's dtype
+
+Their number follows from the model's shape, so that anything else is refused before it is looked at. A packed
+payload (`engine.packing`, computed here where the state is) has this head at its end, where an engine keeps what
+is not rows.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -13,14 +25,15 @@ import torch
 
 from emberkeep.config import total_ram
 from emberkeep.engine.base import Payload
-from emberkeep.engine.hf.memory import KvMemory
-from emberkeep.engine.hf.packed import Packing
-from emberkeep.engine.hf.payload import HEAD, as_tensor, read_head, rows_of, write_head
-from emberkeep.engine.hf.pool import Table
-from emberkeep.engine.packing import is_packed
+from emberkeep.engine.hf.pool import KvMemory, StreamGroup, Table
+from emberkeep.engine.packing import BITS, Form, Section, Streams, is_packed, is_wide
 from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
+
+HEAD = struct.Struct("<4siII")
+_MAGIC = b"EKHF"
+_LEAST_STEP = 2.0**-24
 
 _SLAB = 256 << 20
 _PINNED = 4 << 30
@@ -53,7 +66,7 @@ class Transfer:
         return payloads
 
     def _export(self, table: Table, start: int, end: int, bits: int) -> Payload:
-        rows = self._memory.read(self._place(table, start, end))
+        rows = self._memory.read(self._locate(table, start, end))
         if bits != 16:
             return self._packing.pack(rows, start, bits)
         buffer = self._buffer(end - start)
@@ -93,13 +106,13 @@ class Transfer:
 
     def read(self, table: Table, start: int, end: int) -> list[torch.Tensor]:
         """Copies of the rows of [start, end)."""
-        return [part.clone() for part in self._memory.read(self._place(table, start, end))]
+        return [part.clone() for part in self._memory.read(self._locate(table, start, end))]
 
     def write(self, table: Table, start: int, end: int, rows: Sequence[torch.Tensor]) -> None:
         """Put rows of [start, end) where the table has room for them."""
-        self._memory.write(self._place(table, start, end), rows)
+        self._memory.write(self._locate(table, start, end), rows)
 
-    def _place(self, table: Table, start: int, end: int) -> slice | torch.Tensor:
+    def _locate(self, table: Table, start: int, end: int) -> slice | torch.Tensor:
         begin = table.run(start, end)
         if begin is not None:
             return slice(begin, begin + end - start)
@@ -117,7 +130,7 @@ class PinnedSlots:
     """Host memory that a device copies from at full speed, in pieces of one size.
 
     It is made once: making it takes a third of a second per gigabyte and holds up everything else on the device. A
-    piece that nobody holds any more is used again.
+    piece that is no longer held is used again.
     """
 
     def __init__(self, size: int) -> None:
@@ -137,3 +150,150 @@ class PinnedSlots:
         piece = memory[:]
         weakref.finalize(piece, self._free.append, memory)
         return piece
+
+
+class Packing:
+    def __init__(self, memory: KvMemory) -> None:
+        self._memory = memory
+        self._streams = [
+            Streams(is_key, g.shape.channels, sum(k is is_key for _, k in g.streams))
+            for g in memory.groups
+            for is_key in (True, False)
+            if any(k is is_key for _, k in g.streams)
+        ]
+        self.bits = [bits for bits in BITS if all(streams.packs(bits) for streams in self._streams)]
+
+    def pack(self, rows: list[torch.Tensor], start: int, bits: int) -> Payload:
+        """The rows of a range that begins at `start`, one `[streams, tokens, heads, width]` per group.
+
+        Raises EngineError for rows that hold something else than numbers.
+        """
+        parts = [part.float() for part in self._split(rows)]
+        ranges = [_range(part, streams) for part, streams in zip(parts, self._streams, strict=True)]
+        wide = [is_wide(float(least.min()), float(greatest.max())) for least, greatest in ranges]
+        form = Form(bits, rows[0].shape[1], tuple(zip(self._streams, wide, strict=True)))
+        payload = np.zeros(form.end + HEAD.size, np.uint8)
+        payload[: form.head_bytes] = np.frombuffer(form.head(), np.uint8)
+        sections = form.sections(payload)
+        for part, range_, streams, section in zip(parts, ranges, self._streams, sections, strict=True):
+            _encode(part, *range_, streams, bits, section)
+        write_head(memoryview(payload)[form.end :], start, form.tokens)
+        return memoryview(payload)
+
+    def unpack(self, payload: Payload, start: int) -> list[torch.Tensor]:
+        """The rows of every group. Raises EngineError."""
+        form = Form.read(payload, self._streams)
+        if len(payload) != form.end + HEAD.size or read_head(payload[form.end :], start) != form.tokens:
+            raise EngineError("A stored KV payload has another size than its number of tokens says.")
+        sections = form.sections(np.frombuffer(payload, np.uint8))
+        parts = [
+            _decode(section, streams, form.bits, self._memory)
+            for section, streams in zip(sections, self._streams, strict=True)
+        ]
+        return self._joined(parts)
+
+    def _split(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Keys and values of every group apart, as `[count, tokens, channels]`."""
+        parts: list[torch.Tensor] = []
+        for g, part in zip(self._memory.groups, rows, strict=True):
+            keys = sum(is_key for _, is_key in g.streams)
+            parts += (half.flatten(2) for half in (part[:keys], part[keys:]) if len(half))
+        return parts
+
+    def _joined(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The inverse of `_split`."""
+        rows, left = [], list(parts)
+        for g in self._memory.groups:
+            halves = [left.pop(0)]
+            if len(halves[0]) < len(g.streams):
+                halves.append(left.pop(0))
+            rows.append(torch.cat(halves).unflatten(2, (g.shape.heads, g.shape.width)))
+        return rows
+
+
+def _spread(rows: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """`[count, tokens, channels]` so that `low` and `step`, seen by `_over`, reach over it."""
+    return rows if streams.is_key else rows.unflatten(2, (-1, streams.width))
+
+
+def _over(shared: torch.Tensor, streams: Streams) -> torch.Tensor:
+    return shared[:, None] if streams.is_key else shared[..., None]
+
+
+def _range(rows: torch.Tensor, streams: Streams) -> tuple[torch.Tensor, torch.Tensor]:
+    spread, dim = _spread(rows, streams), 1 if streams.is_key else -1
+    return spread.amin(dim), spread.amax(dim)
+
+
+def _encode(
+    rows: torch.Tensor,
+    least: torch.Tensor,
+    greatest: torch.Tensor,
+    streams: Streams,
+    bits: int,
+    section: Section,
+) -> None:
+    dtype = torch.float32 if section.low.dtype == np.float32 else torch.float16
+    levels = 2**bits - 1
+    low = _rounded_down(least, dtype)
+    step = -_rounded_down(-(greatest / levels - low.float() / levels).clamp_min(_LEAST_STEP), dtype)
+    scaled = (_spread(rows, streams) - _over(low.float(), streams)) * _over(1 / step.float(), streams)
+    codes = (scaled + 0.5).to(torch.uint8).view(rows.shape)
+    if bits == 4:
+        half = streams.channels // 2
+        codes = codes[..., :half] | codes[..., half:] << 4
+    for target, given in ((section.low, low), (section.step, step), (section.codes, codes)):
+        target[:] = given.cpu().numpy()
+
+
+def _decode(section: Section, streams: Streams, bits: int, memory: KvMemory) -> torch.Tensor:
+    low, step, codes = (
+        torch.from_numpy(np.array(array)).to(memory.device) for array in (section.low, section.step, section.codes)
+    )
+    if bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+    spread = _spread(codes.float(), streams)
+    rows = torch.addcmul(_over(low.float(), streams), spread, _over(step.float(), streams))
+    return rows.reshape(codes.shape).to(memory.dtype)
+
+
+def _rounded_down(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `engine.packing`."""
+    nearest = values.to(dtype).float()
+    below = nearest - nearest.abs() * 2**-10 - 2**-24
+    return torch.where(nearest > values, below, nearest).to(dtype)
+
+
+def write_head(buffer: memoryview, start: int, tokens: int) -> None:
+    HEAD.pack_into(buffer, 0, _MAGIC, start, tokens, 0)
+
+
+def read_head(payload: Payload, start: int) -> int:
+    """How many tokens a payload has that must begin at `start`. Raises EngineError."""
+    if len(payload) < HEAD.size:
+        raise EngineError("A stored KV payload is shorter than its head.")
+    magic, begin, tokens, rest = HEAD.unpack_from(payload)
+    if magic != _MAGIC or rest:
+        raise EngineError("A stored KV payload is of another kind.")
+    if begin != start or not tokens:
+        raise EngineError("A stored KV payload holds other positions than its chunk.")
+    return int(tokens)
+
+
+def as_tensor(payload: Payload, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """The same bytes from `offset` on, which must not be written to. Valid while `payload` is held."""
+    if payload.readonly:
+        # torch warns about every buffer that is read-only; this one it cannot tell.
+        address = np.frombuffer(payload, np.uint8).ctypes.data
+        return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype, offset=offset)
+    return torch.frombuffer(payload, dtype=dtype, offset=offset)
+
+
+def rows_of(data: torch.Tensor, groups: Sequence[StreamGroup], tokens: int) -> list[torch.Tensor]:
+    """Views of a range's rows, one `[streams, tokens, heads, width]` per group, of flat `data` without a head."""
+    rows, offset = [], 0
+    for g in groups:
+        size = len(g.streams) * tokens * g.shape.channels
+        rows.append(data[offset : offset + size].view(len(g.streams), tokens, g.shape.heads, g.shape.width))
+        offset += size
+    return rows

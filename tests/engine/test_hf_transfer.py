@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Engine, Outcome
-from emberkeep.engine.hf.payload import HEAD
+from emberkeep.engine.hf.transfer import HEAD
 from emberkeep.errors import EngineError
 from helpers.engines import broken_payloads, evaluate, exported
 

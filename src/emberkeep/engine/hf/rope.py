@@ -1,4 +1,4 @@
-"""Keys that move: a key carries its position as a rotation, which can be turned on.
+"""Keys that move: a key carries its position as a rotation, which can be changed.
 
 How a model rotates is found out, not assumed: one token evaluated alone at position 0 and at another one differs
 in nothing but the rotation of its keys, in every layer, because it attends to itself only. Whatever way of turning
@@ -21,7 +21,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Rotation:
     """How one layer rotates its keys."""
 
     frequencies: torch.Tensor | None
@@ -41,11 +41,11 @@ class Turn:
             (keys[..., :rest], keys[..., rest:]) if self.last else (keys[..., count:], keys[..., :count])
         )
         angles = (by.to(torch.float32)[:, None] * self.frequencies)[:, None]
-        turned = _turn(turned.float(), angles.cos(), angles.sin(), self.interleaved).to(keys.dtype)
+        turned = _rotate(turned.float(), angles.cos(), angles.sin(), self.interleaved).to(keys.dtype)
         return torch.cat([kept, turned] if self.last else [turned, kept], dim=-1) if rest else turned
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
         return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
@@ -53,38 +53,38 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def learn_turns(network: Network) -> list[Turn] | None:
+def learn_rotations(network: Network) -> list[Rotation] | None:
     """One per layer, or None for a model whose keys cannot be moved."""
     before, after = (
         probe(network, torch.ones(1, dtype=torch.long, device=network.device), _position(network, at)).keys
         for at in _PROBED_AT
     )
     candidates = _candidates(network)
-    turns = [_explain(candidates, before[layer], after[layer]) for layer in range(len(before))]
-    found = [turn for turn in turns if turn is not None]
-    return found if len(found) == len(turns) else None
+    rotations = [_explain(candidates, before[layer], after[layer]) for layer in range(len(before))]
+    found = [rotation for rotation in rotations if rotation is not None]
+    return found if len(found) == len(rotations) else None
 
 
 def _position(network: Network, at: int) -> torch.Tensor:
     return torch.tensor([at], device=network.device)
 
 
-def _candidates(network: Network) -> list[Turn]:
+def _candidates(network: Network) -> list[Rotation]:
     frequencies = [
         buffer.float()
         for name, buffer in network.model.named_buffers()
         if name.endswith("inv_freq") and buffer.ndim == 1
     ]
-    ways = [Turn(f, *way) for f in frequencies for way in product((False, True), (False, True))]
-    return [Turn(None), *ways]
+    ways = [Rotation(f, *way) for f in frequencies for way in product((False, True), (False, True))]
+    return [Rotation(None), *ways]
 
 
-def _explain(candidates: Sequence[Turn], before: torch.Tensor, after: torch.Tensor) -> Turn | None:
+def _explain(candidates: Sequence[Rotation], before: torch.Tensor, after: torch.Tensor) -> Rotation | None:
     by = torch.tensor([_PROBED_AT[1] - _PROBED_AT[0]], device=before.device)
     allowed = _TOLERANCE.get(before.dtype, 1e-2) * float(before.abs().max())
-    for turn in candidates:
-        if turn.frequencies is not None and 2 * len(turn.frequencies) > before.shape[-1]:
+    for rotation in candidates:
+        if rotation.frequencies is not None and 2 * len(rotation.frequencies) > before.shape[-1]:
             continue
-        if float((turn(before, by) - after).abs().max()) <= allowed:
-            return turn
+        if float((rotation(before, by) - after).abs().max()) <= allowed:
+            return rotation
     return None

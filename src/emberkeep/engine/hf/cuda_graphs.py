@@ -2,21 +2,23 @@
 
 A step of a small batch is hundreds of small kernels, and launching them from Python takes ten times as long as
 running them. What changes from step to step (tokens, positions, cells, tables, lengths) lies in tensors that are
-filled before the replay.
+filled before the replay. Small operations between the matrix products are compiled into few kernels while a step
+is recorded; a recorded step does not run Python again, so nothing of the model stays changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from emberkeep.engine.hf.attention import Options
-from emberkeep.engine.hf.fusing import fused
-from emberkeep.engine.hf.kernels import decode_attention, store_rows
-from emberkeep.engine.hf.memory import KvMemory
+from emberkeep.engine.hf.kernels import PagedKv, decode_attention, store_rows
 from emberkeep.engine.hf.network import Network
-from emberkeep.engine.hf.pool import BLOCK
+from emberkeep.engine.hf.pool import BLOCK, KvMemory
 from emberkeep.engine.hf.step import DecodeRow
 
 _WARM_UPS = 3
@@ -26,7 +28,7 @@ _HEAD = 4
 
 class DecodeBatch:
     """Tensors for a batch of at most `rows` sequences, and a step over them. A row that is not used writes to the
-    block that belongs to nobody."""
+    block that no sequence owns."""
 
     def __init__(self, memory: KvMemory, rows: int, blocks: int) -> None:
         self.rows = rows
@@ -62,17 +64,8 @@ class DecodeBatch:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        return decode_attention(
-            query[0].transpose(0, 1),
-            self._memory.keys[self.layer],
-            self._memory.values[self.layer],
-            self.tables,
-            self.lengths,
-            scale=options.scale,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks,
-        )
+        paged = PagedKv(self._memory.keys[self.layer], self._memory.values[self.layer], self.tables, self.lengths)
+        return decode_attention(query[0].transpose(0, 1), paged, options)
 
 
 class DecodeGraphs:
@@ -83,7 +76,7 @@ class DecodeGraphs:
         self._network = network
         self._graphs: list[tuple[DecodeBatch, torch.cuda.CUDAGraph, torch.Tensor]] = []
         pool = None
-        with fused(network.layers):
+        with fuse_kernels(network.layers):
             for rows in _sizes(sequences):
                 batch = DecodeBatch(memory, rows, -(-context // BLOCK))
                 graph, logits = self._record(batch, pool)
@@ -117,3 +110,38 @@ def _sizes(sequences: int) -> list[int]:
     while sizes[-1] < sequences:
         sizes.append(min(2 * sizes[-1], sequences))
     return sizes
+
+
+_ROTATE = "apply_rotary_pos_emb"
+"""What transformers calls the function in each of its model files that rotates queries and keys."""
+
+
+@contextmanager
+def fuse_kernels(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within it, norms, feed-forward parts and rotations of these layers run compiled."""
+    parts = [part for layer in layers for part in layer.children() if not hasattr(part, "layer_idx")]
+    homes = {sys.modules[type(part).__module__] for layer in layers for part in layer.children()}
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
+        for part in parts:
+            _replace(replaced, part, "forward", _compiled(part.forward))
+        for home in homes:
+            if hasattr(home, _ROTATE):
+                _replace(replaced, home, _ROTATE, _compiled(getattr(home, _ROTATE)))
+        yield
+    finally:
+        for owner, name, before in reversed(replaced):
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def _replace(replaced: list[tuple[Any, str, Any]], owner: Any, name: str, by: Any) -> None:
+    replaced.append((owner, name, vars(owner).get(name)))
+    setattr(owner, name, by)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled

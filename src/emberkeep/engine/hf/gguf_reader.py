@@ -1,6 +1,6 @@
 """transformers reads GGUF files with the `gguf` package, and slowly: half a minute for a usual vocabulary.
 
-It makes objects of every word and number of the vocabulary, twice, which nobody looks at here, and maps the names
+It makes objects of every word and number of the vocabulary, twice, which are not needed here, and maps the names
 of tensors anew for every module. Both are avoided for as long as a model is being loaded.
 """
 
