@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from emberkeep.cli.models import app
 from emberkeep.errors import DownloadFailed, ModelBroken, ModelError, ModelNotFound
 from emberkeep.models.digest import model_digest, weights_digest
-from emberkeep.models.folder import profile_of
 from emberkeep.models.library import ModelLibrary
-from emberkeep.models.profile import ModelKind
+from emberkeep.models.profile import ModelKind, profile_of
 from emberkeep.models.pull import pull
 from helpers.hub_repo_server import ServedRepo, serving_repo
 

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from emberkeep.cli.models import app
 from emberkeep.errors import DownloadFailed, ModelBroken, ModelError
 from emberkeep.models import digest
+from emberkeep.models import url as url_source
 from emberkeep.models.digest import model_digest
-from emberkeep.models.folder import profile_of
 from emberkeep.models.library import InstalledModel, ModelLibrary
+from emberkeep.models.profile import profile_of
 from emberkeep.models.pull import pull
-from emberkeep.models.reporting import Silent
-from emberkeep.models.sources import url as url_source
+from emberkeep.models.reporter import Silent
 from emberkeep.models.spec import HubFile, HubQuantisation, LocalFile, UrlFile, parse
 from helpers.hub_repo_server import ServedRepo, serving_repo
 

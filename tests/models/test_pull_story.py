@@ -15,10 +15,9 @@ from emberkeep.models.digest import sha256_of
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import profile
-from emberkeep.models.pull import pull
-from emberkeep.models.reporting import Silent
+from emberkeep.models.pull import pull, workspace
+from emberkeep.models.reporter import Silent
 from emberkeep.models.spec import LocalFile
-from emberkeep.models.workspace import workspace
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from gguf_builders import tiny_llama
 from model_file_server import ServedFile, serving
 
 from emberkeep.errors import DownloadFailed, ModelBroken
+from emberkeep.models import url
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.pull import pull
-from emberkeep.models.sources import url
 
 pytestmark = pytest.mark.slow
 

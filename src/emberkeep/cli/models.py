@@ -16,10 +16,9 @@ from emberkeep.cli.reporters import pull_reporter
 from emberkeep.cli.tables import printable, show, show_facts, texts
 from emberkeep.config import readable_size
 from emberkeep.models.digest import model_digest
-from emberkeep.models.folder import profile_of
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
-from emberkeep.models.profile import ModelProfile
+from emberkeep.models.profile import ModelProfile, profile_of
 from emberkeep.types import Json
 
 __all__ = ["app", "pull_reporter"]

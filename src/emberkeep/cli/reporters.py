@@ -11,7 +11,7 @@ from emberkeep.cli.common import console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from emberkeep.models.reporting import Reporter
+    from emberkeep.models.reporter import Reporter
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from emberkeep.library.verify_report import CANDIDATES, VerifyReport
 from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, Verified
 
 if TYPE_CHECKING:
-    from emberkeep.models.reporting import Reporter
+    from emberkeep.models.reporter import Reporter
     from emberkeep.tools.toolbox import ToolBox
 
 
@@ -283,7 +283,7 @@ def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
     """
     from emberkeep.models.library import ModelLibrary
     from emberkeep.models.pull import pull
-    from emberkeep.models.reporting import Silent
+    from emberkeep.models.reporter import Silent
     from emberkeep.runtime import may_do_without_local, needs_local
 
     if not needs_local(config):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.files import private_folder, replace_file
-from emberkeep.models.folder import SHAPING, folder_files
 from emberkeep.models.parts import part_files
+from emberkeep.models.profile import SHAPING, folder_files
 
 BLOCK = 4 << 20
 
@@ -55,7 +55,7 @@ def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) 
     Blocks and raises as `weights_digest`, and as `part_files`.
     """
     files = folder_files(path, SHAPING) if path.is_dir() else part_files(path)
-    told = told_of_all(files, progress or _tell_nobody)
+    told = split_progress(files, progress or _ignore_progress)
     digests = [weights_digest(file, cache_dir, tell) for file, tell in zip(files, told, strict=True)]
     if path.is_dir():
         return folder_digest({file.name: digest for file, digest in zip(files, digests, strict=True)})
@@ -70,17 +70,17 @@ def parts_digest(digests: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(["split GGUF", *lines]).encode()).hexdigest()
 
 
-def told_of_all(files: Sequence[Path], progress: Progress) -> list[Progress]:
+def split_progress(files: Sequence[Path], progress: Progress) -> list[Progress]:
     """For each of the files what tells `progress` how much of all of them is done when it is told of that one."""
     sizes = [_version(file).size for file in files]
-    return [_told(progress, sum(sizes[:before]), sum(sizes)) for before in range(len(files))]
+    return [_shift_progress(progress, sum(sizes[:before]), sum(sizes)) for before in range(len(files))]
 
 
-def _told(progress: Progress, before: int, total: int) -> Progress:
+def _shift_progress(progress: Progress, before: int, total: int) -> Progress:
     return lambda done, _: progress(before + done, total)
 
 
-def _tell_nobody(_done: int, _total: int) -> None:
+def _ignore_progress(_done: int, _total: int) -> None:
     pass
 
 

@@ -23,8 +23,8 @@ from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models.digest import remember
-from emberkeep.models.folder import is_model_folder
 from emberkeep.models.parts import MAX_PARTS, PartName, model_in, numbered, part_files, part_name
+from emberkeep.models.profile import is_model_folder
 
 RECORD = "model.json"
 FOLDER = "model"
@@ -276,7 +276,7 @@ def is_repo(text: str) -> bool:
 
 
 def id_from(file_name: str) -> str:
-    """The id of a file that nobody gives one: its name, without a part's number, as far as an id allows it."""
+    """The id of a file that has none: its name, without a part's number, as far as an id allows it."""
     stem = re.sub(r"[^a-z0-9._-]+", "-", file_name.lower().removesuffix(".gguf")).strip(".-_")[:128]
     return _PART_NUMBERS.sub("", stem).strip(".-_") or "model"
 

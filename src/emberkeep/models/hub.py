@@ -12,10 +12,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from emberkeep.errors import DownloadFailed, ModelError
-from emberkeep.models.folder import BESIDE_WEIGHTS, CONFIG, WEIGHTS
 from emberkeep.models.parts import is_model_name, numbered, part_name, some, whole_name
-from emberkeep.models.sources import Fetched
-from emberkeep.models.spec import HubFile, HubQuantisation, HubRepo
+from emberkeep.models.profile import BESIDE_WEIGHTS, CONFIG, WEIGHTS
+from emberkeep.models.spec import Fetched, HubFile, HubQuantisation, HubRepo
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
@@ -32,8 +31,8 @@ def fetch_hub(source: HubFile | HubQuantisation, folder: Path) -> list[Fetched]:
     """
     if isinstance(source, HubFile) and part_name(source.file) is None:
         return [_fetch_file(source, folder)]
-    with _explained(source):
-        seen = _seen(source)
+    with _explain_errors(source):
+        seen = _model_info(source)
         files, promised = _fetch_files(source, seen, _parts(source, _names(seen)), folder)
     return [(file, promised.get(name)) for name, file in files.items()]
 
@@ -43,9 +42,9 @@ def fetch_hub_repo(source: HubRepo, folder: Path) -> tuple[list[Path], Mapping[s
 
     Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
     """
-    with _explained(source):
-        seen = _seen(source)
-        files, promised = _fetch_files(source, seen, _wanted(source, _names(seen)), folder)
+    with _explain_errors(source):
+        seen = _model_info(source)
+        files, promised = _fetch_files(source, seen, _repo_files(source, _names(seen)), folder)
     return list(files.values()), promised
 
 
@@ -53,7 +52,7 @@ def _fetch_file(source: HubFile, folder: Path) -> Fetched:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     endpoint = os.environ.get("HF_ENDPOINT")
-    with _explained(source):
+    with _explain_errors(source):
         url = hf_hub_url(source.repo, source.file, revision=source.revision, endpoint=endpoint)
         seen = get_hf_file_metadata(url, endpoint=endpoint)
         path = hf_hub_download(
@@ -66,7 +65,7 @@ def _fetch_file(source: HubFile, folder: Path) -> Fetched:
     return Path(path), seen.etag if re.fullmatch("[0-9a-f]{64}", seen.etag or "") else None
 
 
-def _seen(source: HubSource) -> ModelInfo:
+def _model_info(source: HubSource) -> ModelInfo:
     from huggingface_hub import HfApi
 
     api = HfApi(os.environ.get("HF_ENDPOINT"))
@@ -126,7 +125,7 @@ def _only_model(source: HubQuantisation, names: Sequence[str]) -> str:
     raise ModelError(f"There is no {source.quantisation} in hf:{source.repo}, which {there}: choose another.")
 
 
-def _wanted(source: HubRepo, names: Sequence[str]) -> list[str]:
+def _repo_files(source: HubRepo, names: Sequence[str]) -> list[str]:
     """What is needed to run the model. Some repositories hold the same weights twice, under other names."""
     weights = [name for name in names if fnmatchcase(name, WEIGHTS) and "/" not in name]
     weights = [name for name in weights if name.startswith("model")] or weights
@@ -140,7 +139,7 @@ def _wanted(source: HubRepo, names: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _explained(source: HubSource) -> Iterator[None]:
+def _explain_errors(source: HubSource) -> Iterator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled
 
     try:

@@ -17,7 +17,7 @@ import httpx
 from emberkeep.errors import DownloadFailed
 from emberkeep.files import private_folder, replace_file
 from emberkeep.models.parts import numbered
-from emberkeep.models.reporting import Reporter
+from emberkeep.models.reporter import Reporter
 from emberkeep.models.spec import UrlFile
 
 ATTEMPTS = 5
