@@ -10,8 +10,8 @@ import pytest
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, experts
-from emberkeep.engine.llamacpp.experts import ExpertCounter
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, expert_counter
+from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
 from emberkeep.types import LayerExperts
@@ -162,7 +162,7 @@ def test_what_goes_wrong_while_counting_does_not_touch_the_answer(monkeypatch, t
     def fail(tensor):
         raise MemoryError
 
-    monkeypatch.setattr(experts, "_read", fail)
+    monkeypatch.setattr(expert_counter, "_read", fail)
     assert np.array_equal(evaluate(tracked, 0, 100), expected)
     assert tracked.experts.stats().layers == ()
     assert "not counted" in caplog.text

@@ -9,15 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from emberkeep.engine.hf.pool import BLOCK, BlockPool, Copy, KvMemory, LayerShape, StreamShape, Table
+from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, Copy, KvMemory, LayerShape, StreamShape
 
 pytestmark = pytest.mark.slow
 
 BLOCKS = 9
 
 
-def filled(pool: BlockPool, length: int) -> Table:
-    table = Table()
+def filled(pool: BlockPool, length: int) -> BlockTable:
+    table = BlockTable()
     assert pool.grow(table, length) == []
     return table
 
@@ -36,22 +36,22 @@ class Sharing(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(BLOCKS * BLOCK)
         self.memory = small_memory(self.pool)
-        self.expected: dict[int, tuple[Table, list[int]]] = {}
+        self.expected: dict[int, tuple[BlockTable, list[int]]] = {}
         self.written = 0
 
-    def remember(self, table: Table, content: list[int]) -> Table:
+    def remember(self, table: BlockTable, content: list[int]) -> BlockTable:
         self.expected[id(table)] = table, content
         return table
 
-    def content(self, table: Table) -> list[int]:
+    def content(self, table: BlockTable) -> list[int]:
         return self.expected[id(table)][1]
 
     @rule(target=tables)
-    def begin(self) -> Table:
-        return self.remember(Table(), [])
+    def begin(self) -> BlockTable:
+        return self.remember(BlockTable(), [])
 
     @rule(table=tables, count=st.integers(1, 80))
-    def write(self, table: Table, count: int) -> None:
+    def write(self, table: BlockTable, count: int) -> None:
         before, needed = (list(table.blocks), table.length), self.pool.needed(table, table.length + count)
         free = self.pool.free
         copies = self.pool.grow(table, table.length + count)
@@ -65,7 +65,7 @@ class Sharing(RuleBasedStateMachine):
         self.written += count
 
     @rule(table=tables, start=st.integers(0, 200), count=st.integers(1, 80))
-    def rewrite(self, table: Table, start: int, count: int) -> None:
+    def rewrite(self, table: BlockTable, start: int, count: int) -> None:
         """What follows `start` gives way to something else, as in a splice."""
         start = min(start, table.length)
         before, free = (list(table.blocks), table.length), self.pool.free
@@ -79,23 +79,23 @@ class Sharing(RuleBasedStateMachine):
         self.written += count
 
     @rule(target=tables, source=tables, end=st.integers(0, 200))
-    def share(self, source: Table, end: int) -> Table:
+    def share(self, source: BlockTable, end: int) -> BlockTable:
         end, free = min(end, source.length), self.pool.free
         shared = self.pool.share(source, end)
         assert self.pool.free == free
         return self.remember(shared, self.content(source)[:end])
 
     @rule(table=tables, length=st.integers(0, 200))
-    def trim(self, table: Table, length: int) -> None:
+    def trim(self, table: BlockTable, length: int) -> None:
         self.pool.trim(table, length)
         del self.content(table)[length:]
 
     @rule(table=consumes(tables))
-    def end(self, table: Table) -> None:
+    def end(self, table: BlockTable) -> None:
         self.pool.trim(table, 0)
         del self.expected[id(table)]
 
-    def put(self, table: Table, start: int, values: range) -> None:
+    def put(self, table: BlockTable, start: int, values: range) -> None:
         if values:
             cells = torch.from_numpy(table.cells(start, start + len(values)))
             self.memory.keys[0][cells] = torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)

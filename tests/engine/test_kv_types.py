@@ -10,7 +10,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
-from emberkeep.engine.llamacpp.api import TYPES
+from emberkeep.engine.llamacpp.c_api import TYPES
 from emberkeep.engine.llamacpp.reposition import dequantize
 from emberkeep.errors import EngineError
 from helpers import tiny_gguf

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp import api, shared_library, trial
+from emberkeep.engine.llamacpp import c_api, shared_library, trial
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, llama, used
 from emberkeep.engine.llamacpp.trial import write_specimen
 from emberkeep.errors import EngineError, ModelBroken
@@ -62,9 +62,9 @@ def test_a_library_for_another_cpu_ends_a_child_and_is_one_sentence(trapping, tm
 @needs_maps
 def test_the_next_one_is_used_where_the_first_traps(trapping, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trial, "candidates", lambda choice: [trapping, used()])
-    assert trial.choose("auto", tmp_path) == used()
+    assert trial.choose_library("auto", tmp_path) == used()
     assert "SIGILL" in caplog.text
-    assert "SIGILL" in str(trial.failing("auto", tmp_path)[0])
+    assert "SIGILL" in str(trial.find_failures("auto", tmp_path)[0])
 
 
 @needs_maps
@@ -135,7 +135,7 @@ def test_what_may_pass_is_not_blamed_on_the_library(code, monkeypatch, tmp_path)
     ends_like(monkeypatch, code)
     monkeypatch.setattr(trial, "candidates", lambda choice: [used(), used()])
     with pytest.raises(EngineError, match=r"could not be tried .*: try again"):
-        trial.choose("auto", tmp_path)
+        trial.choose_library("auto", tmp_path)
 
 
 def test_nothing_is_imported_from_the_folder_it_was_started_in(tmp_path, monkeypatch):
@@ -169,19 +169,19 @@ def test_the_fingerprint_is_of_the_files_that_are_open(monkeypatch, tmp_path):
 def test_a_file_that_is_no_library_is_refused(tmp_path):
     (tmp_path / "libllama.so").write_text("not a library")
     with pytest.raises(EngineError, match=r"not a llama\.cpp library"):
-        api.bind(tmp_path / "libllama.so")
+        c_api.bind(tmp_path / "libllama.so")
 
 
 def test_another_release_is_refused(monkeypatch):
-    monkeypatch.setattr(api, "VERSIONS", ("9.9.",))
+    monkeypatch.setattr(c_api, "VERSIONS", ("9.9.",))
     with pytest.raises(EngineError, match=r"only releases 9\.9\.x are known"):
-        api.bind(used().path)
+        c_api.bind(used().path)
 
 
 def test_parameters_that_are_elsewhere_are_refused(monkeypatch):
-    monkeypatch.setattr(api, "_context_layout", lambda library: None)
+    monkeypatch.setattr(c_api, "_context_layout", lambda library: None)
     with pytest.raises(EngineError, match="are known here"):
-        api.bind(used().path)
+        c_api.bind(used().path)
 
 
 def test_a_path_that_is_not_there_is_told():

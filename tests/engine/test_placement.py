@@ -14,10 +14,10 @@ from emberkeep.engine.llamacpp import (
     ModelBytes,
     Placement,
     gpus,
-    planned,
-    shared_out,
+    plan_placement,
+    share_layers,
 )
-from emberkeep.engine.llamacpp.api import defaults
+from emberkeep.engine.llamacpp.c_api import defaults
 from emberkeep.engine.llamacpp.model import PlacementParams
 from emberkeep.engine.llamacpp.shared_library import llama
 
@@ -33,7 +33,7 @@ def gpu(free: float, total: float = 64, name: str = "GPU0") -> Gpu:
 def layers(
     *found: Gpu, model: ModelBytes = MODEL, split: tuple[float, ...] | None = None, cpu_moe: int = 0
 ) -> int:
-    return planned(model, found, split, cpu_moe).gpu_layers
+    return plan_placement(model, found, split, cpu_moe).gpu_layers
 
 
 def test_without_a_gpu_nothing_is_put_anywhere() -> None:
@@ -63,7 +63,7 @@ def test_experts_in_ram_make_room_for_more_layers() -> None:
 
 def test_several_gpus_share_layers_by_their_free_memory() -> None:
     both = [gpu(9, 32, "GPU0"), gpu(5, 32, "GPU1")]
-    placement = planned(MODEL, both, None, 0)
+    placement = plan_placement(MODEL, both, None, 0)
     assert placement.gpu_layers == 9
     where = placement.assigned(2)
     assert (where.count(0), where.count(1)) == (6, 3)
@@ -71,20 +71,20 @@ def test_several_gpus_share_layers_by_their_free_memory() -> None:
 
 def test_none_of_several_gpus_gets_more_than_it_holds() -> None:
     both = [gpu(9, 32, "GPU0"), gpu(5, 32, "GPU1")]
-    even = planned(MODEL, both, (1.0, 1.0), 0)
+    even = plan_placement(MODEL, both, (1.0, 1.0), 0)
     assert (even.gpu_layers, even.assigned(2).count(1)) == (7, 3)
 
 
 def test_a_gpu_without_a_share_gets_nothing() -> None:
     both = [gpu(64, name="GPU0"), gpu(64, name="GPU1")]
-    assert set(planned(MODEL, both, (1.0,), 0).assigned(2)) == {0}
-    assert set(planned(MODEL, both, (0.0, 1.0), 0).assigned(2)) == {1}
+    assert set(plan_placement(MODEL, both, (1.0,), 0).assigned(2)) == {0}
+    assert set(plan_placement(MODEL, both, (0.0, 1.0), 0).assigned(2)) == {1}
 
 
 def test_full_gpus_get_nothing_unless_told() -> None:
     full = [gpu(0.5, name="GPU0"), gpu(0.5, name="GPU1")]
     assert layers(*full) == 0
-    assert Placement(8, 9, shared_out(full, None)).assigned(2).count(1) == 4
+    assert Placement(8, 9, share_layers(full, None)).assigned(2).count(1) == 4
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gguf import GGUFWriter, TokenType
 
-from emberkeep.engine.llamacpp.api import defaults
+from emberkeep.engine.llamacpp.c_api import defaults
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 

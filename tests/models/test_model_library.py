@@ -8,10 +8,10 @@ from gguf_builders import tiny_llama
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.models import digest
 from emberkeep.models.digest import weights_digest
-from emberkeep.models.library import InstalledModel, ModelLibrary, Record, checked_id, id_from, is_model_id
+from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id, id_from, is_model_id
 from emberkeep.models.spec import parse
 
-RECORD = Record(source="here", sha256="ab" * 32, size=1, quantisation="F32", pulled_at=1_700_000_000)
+RECORD = ModelRecord(source="here", sha256="ab" * 32, size=1, quantisation="F32", pulled_at=1_700_000_000)
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def library(tmp_path: Path) -> ModelLibrary:
     return ModelLibrary(tmp_path / "data" / "models")
 
 
-def _install(library: ModelLibrary, id: str, record: Record = RECORD) -> InstalledModel:
+def _install(library: ModelLibrary, id: str, record: ModelRecord = RECORD) -> InstalledModel:
     return library.install(id, tiny_llama(library.workspace(id) / "w.gguf"), record)
 
 
@@ -37,7 +37,7 @@ def test_an_installed_model_is_listed_and_found(library: ModelLibrary) -> None:
 
 def test_installing_again_replaces_the_model(library: ModelLibrary) -> None:
     _install(library, "m")
-    newer = Record(source="there", sha256="cd" * 32, size=2, quantisation="F32", pulled_at=1_800_000_000)
+    newer = ModelRecord(source="there", sha256="cd" * 32, size=2, quantisation="F32", pulled_at=1_800_000_000)
     _install(library, "m", newer)
     assert library.get("m").record == newer
     assert len(library.list()) == 1
@@ -163,7 +163,7 @@ def test_a_hostile_name_never_becomes_a_path(library: ModelLibrary, tmp_path: Pa
 )
 def test_every_file_name_gives_a_valid_id(name: str) -> None:
     assert is_model_id(id_from(name))
-    assert checked_id(id_from(name)) == id_from(name)
+    assert check_id(id_from(name)) == id_from(name)
 
 
 def test_an_id_reads_like_its_file() -> None:

@@ -81,26 +81,26 @@ def _platform(config: Config) -> Finding:
 
 def _llama_cpp(config: Config) -> Finding:
     """Which one is used, tried out in a process of its own first; others that do not run here are told too."""
-    from emberkeep.engine.llamacpp import choose, failing, is_installed, system_info, version
+    from emberkeep.engine.llamacpp import choose_library, find_failures, is_installed, system_info, version
 
     if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
         return Finding(Level.WARN, "llama.cpp is not here yet: `emberkeep serve` fetches it.")
     try:
-        library = choose(config.llama_library)
+        library = choose_library(config.llama_library)
         text = f"{version()} ({library}): {' '.join(system_info().split())}"
     except EngineError as error:
         return Finding(Level.FAIL, str(error))
-    broken = failing(config.llama_library)
+    broken = find_failures(config.llama_library)
     return Finding(Level.WARN, f"{text}; {broken[0]}") if broken else Finding(Level.OK, text)
 
 
 def _gpu(config: Config) -> Finding:
-    from emberkeep.engine.llamacpp import choose, gpus, is_installed
+    from emberkeep.engine.llamacpp import choose_library, gpus, is_installed
 
     if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
         return Finding(Level.OK, "not known before llama.cpp is here")
     try:
-        choose(config.llama_library)
+        choose_library(config.llama_library)
     except EngineError:
         return Finding(Level.OK, "not known while llama.cpp cannot be used")
     found = [f"{gpu.name} ({gpu.description}), {readable_size(gpu.free)} free" for gpu in gpus()]

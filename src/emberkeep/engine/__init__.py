@@ -1,1 +1,1 @@
-"""Step engines: llama.cpp, and a deterministic fake that runs most tests."""
+"""Step engines: llama.cpp, Hugging Face models, and a deterministic fake that runs most tests."""

@@ -60,7 +60,7 @@ class Capabilities:
     """Of one snapshot, at most; 0 without."""
     layers: int = 1
     can_blend: bool = False
-    """State can be moved to other places (`blend`)."""
+    """State can be repositioned (`blend`)."""
     packs: frozenset[int] = frozenset({16})
     """Bits in which ranges can be exported; any of them can be imported."""
     wide_rows: int | None = None
@@ -216,7 +216,7 @@ class Engine(Protocol):
         """
 
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
-        """Extend a sequence by `rows`, with the state of `pieces` moved to their places.
+        """Extend a sequence by `rows`, with the state of `pieces` repositioned.
 
         Tokens outside of all pieces are evaluated. Of the tokens inside, the share `ratio` whose state differs
         most after the first layers is evaluated too; with 0 none is. Pieces lie within `rows`, in order, and do
@@ -234,10 +234,10 @@ class Engine(Protocol):
         """Forget positions from `start` on. With snapshots, only 0 and the sequence's end are possible."""
 
     def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
-        """Put `insert` (one token or more), evaluated, in the place of positions [start, end), and move what
-        follows to behind it: what follows still knows what was cut, so the result is approximate.
+        """Put `insert` (one token or more), evaluated, in place of positions [start, end), and reposition what
+        follows to behind it: that still knows what was taken out, so the result is approximate.
 
-        When it returns, every key has been rotated to its new place, and an export holds it so; other sequences
+        When it returns, every key has been rotated to its new position, and an export holds it so; other sequences
         that share state with this one keep theirs as it was. Blocks for one step. NO_ROOM: nothing has changed.
         Raises EngineError, with the sequence unchanged, unless the engine can (`can_shift`).
         """
@@ -247,7 +247,7 @@ class Engine(Protocol):
         """None where nothing is known."""
 
     def peak_bytes(self) -> int | None:
-        """The most memory used since this was last asked, as `Footprint` counts it; None where nobody knows."""
+        """The most memory used since this was last asked, as `Footprint` counts it; None where it is not known."""
 
     @property
     def attention(self) -> Attention | None:

@@ -288,7 +288,7 @@ class FakeEngine:
         return Blended(Outcome.DONE, sum(piece.end - piece.start for piece in pieces) - len(kept), evaluated)
 
     def _values(self, piece: Piece) -> list[int]:
-        """What goes to a piece's place. Raises EngineError."""
+        """What goes to a piece's positions. Raises EngineError."""
         table = self._table(piece.payload, piece.payload_start)
         begin = piece.source - piece.payload_start
         end = begin + piece.end - piece.start
@@ -322,7 +322,7 @@ class FakeEngine:
         if self.on_evaluate:
             self.on_evaluate([Rows(sequence, start, insert, want_logits=False)])
         before = state.cells
-        # A cell has one place: what moves is no longer shared.
+        # A cell has one position: what moves is no longer shared.
         state.cells, moved = before[:start], [_Cell(cell.value) for cell in before[end:]]
         if self._lacks_room(len(insert) + len(moved)):
             state.cells = before

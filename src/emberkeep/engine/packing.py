@@ -144,7 +144,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PackedArrays:
     """The arrays of one group: views into a payload."""
 
     low: Floats
@@ -187,9 +187,9 @@ class Form:
     def end(self) -> int:
         return self._arrays()[1]
 
-    def sections(self, payload: Bytes) -> list[Section]:
+    def sections(self, payload: Bytes) -> list[PackedArrays]:
         arrays = [np.ndarray(shape, dtype, payload, offset) for shape, dtype, offset in self._arrays()[0]]
-        return [Section(*arrays[i : i + 3]) for i in range(0, len(arrays), 3)]
+        return [PackedArrays(*arrays[i : i + 3]) for i in range(0, len(arrays), 3)]
 
     def _arrays(self) -> tuple[list[tuple[tuple[int, ...], str, int]], int]:
         """Shape, type and offset of every array, and where the last one ends."""
@@ -219,12 +219,12 @@ def is_wide(least: float, greatest: float) -> bool:
     return peak > _NARROW_LIMIT
 
 
-def _encode(group: Group, least: Floats, greatest: Floats, bits: int, section: Section) -> None:
+def _encode(group: Group, least: Floats, greatest: Floats, bits: int, section: PackedArrays) -> None:
     levels = np.float32(2**bits - 1)
-    section.low[:] = _rounded_down(least, section.low.dtype)
+    section.low[:] = _round_down(least, section.low.dtype)
     low = section.low.astype(np.float32)
     step = np.maximum(greatest / levels - low / levels, np.float32(_LEAST_STEP))
-    section.step[:] = -_rounded_down(-step, section.step.dtype)
+    section.step[:] = -_round_down(-step, section.step.dtype)
     scaled = group.spread(group.rows.astype(np.float32))
     scaled -= group.over(low)
     scaled *= group.over(1 / section.step.astype(np.float32))
@@ -237,7 +237,7 @@ def _encode(group: Group, least: Floats, greatest: Floats, bits: int, section: S
         section.codes[:] = codes[..., :half] | codes[..., half:] << np.uint8(4)
 
 
-def _decode(group: Group, bits: int, section: Section) -> None:
+def _decode(group: Group, bits: int, section: PackedArrays) -> None:
     """Into the rows of `group`."""
     codes = section.codes
     if bits == 4:
@@ -249,7 +249,7 @@ def _decode(group: Group, bits: int, section: Section) -> None:
         group.rows[:] = rows.reshape(group.rows.shape)
 
 
-def _rounded_down(values: Floats, dtype: np.dtype[np.floating]) -> Floats:
+def _round_down(values: Floats, dtype: np.dtype[np.floating]) -> Floats:
     """In `dtype`, of which two neighbours are no more than 2**-10 of themselves (or 2**-24) apart."""
     nearest = values.astype(dtype).astype(np.float32)
     below = nearest - np.abs(nearest) * np.float32(2**-10) - np.float32(2**-24)

@@ -47,7 +47,7 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ModelRecord:
     """What the library knows about a model beyond its file."""
 
     source: str
@@ -63,7 +63,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel(ModelFile):
-    record: Record
+    record: ModelRecord
 
 
 class ModelLibrary:
@@ -128,14 +128,14 @@ class ModelLibrary:
         """Delete a model, also a damaged one. Raises ModelNotFound."""
         self._discard(self._folder(self._known(id)))
 
-    def install(self, id: str, weights: Path, record: Record) -> InstalledModel:
+    def install(self, id: str, weights: Path, record: ModelRecord) -> InstalledModel:
         """Move `weights` in as model `id`, in place of any with that id.
 
         They are a file, the first of several parts or a folder, in a `workspace`.
         """
         staged = weights.parent / "ready"
         shutil.rmtree(staged, ignore_errors=True)
-        names = _names_of(checked_id(id), weights)
+        names = _names_of(check_id(id), weights)
         for file in weights.iterdir() if weights.is_dir() else names:
             _make_private(file)
         private_folder(staged)
@@ -175,7 +175,7 @@ class ModelLibrary:
 
     def _read(self, id: str) -> InstalledModel | None:
         try:
-            record = Record(**json.loads((self._folder(id) / RECORD).read_bytes()))
+            record = ModelRecord(**json.loads((self._folder(id) / RECORD).read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
         path = self._weights(id)
@@ -214,7 +214,7 @@ class ModelLibrary:
 
     def _folder(self, id: str) -> Path:
         """The only place where an id becomes a path."""
-        return self._root / checked_id(id)
+        return self._root / check_id(id)
 
 
 def weights_at(path: Path) -> Path | None:
@@ -261,7 +261,7 @@ def is_model_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None and (part is None or part.count == 1)
 
 
-def checked_id(text: str) -> str:
+def check_id(text: str) -> str:
     """`text`, which can be a model's id. Raises ModelError when it cannot."""
     if is_model_id(text):
         return text

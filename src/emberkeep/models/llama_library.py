@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from emberkeep.engine.llamacpp import choose
+from emberkeep.engine.llamacpp import choose_library
 from emberkeep.engine.llamacpp.shared_library import AUTO, READY_MADE, is_installed, prebuilt
 from emberkeep.errors import DownloadFailed, EngineError
 from emberkeep.files import private_folder
@@ -50,7 +50,7 @@ def ensure_llama_library(choice: str = AUTO, reporter: Reporter | None = None) -
 def usable_library(choice: str = AUTO) -> Path:
     """The library that `choice` stands for, which is fetched if need be and was tried. Raises EngineError."""
     ensure_llama_library(choice)
-    return choose(choice).path
+    return choose_library(choice).path
 
 
 def fetch_npm(package: str, version: str, integrity: str, inside: str, target: Path) -> None:

@@ -22,7 +22,7 @@ from emberkeep.files import private_folder, sync
 from emberkeep.models.digest import Progress, folder_digest, parts_digest, remember, sha256_of, split_progress
 from emberkeep.models.gguf import read_header
 from emberkeep.models.hub import fetch_hub, fetch_hub_repo
-from emberkeep.models.library import InstalledModel, ModelLibrary, Record, checked_id
+from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id
 from emberkeep.models.llama_library import usable_library
 from emberkeep.models.parts import PartName, part_files
 from emberkeep.models.profile import BESIDE_WEIGHTS, SHAPING, WEIGHTS, folder_files, profile_of
@@ -66,7 +66,7 @@ def pull(
     is here already is not fetched again. Blocks. Raises ModelError; then nothing was installed.
     """
     id, source = parse(spec)
-    id = checked_id(name or id)
+    id = check_id(name or id)
     reporter = reporter or Silent()
     if isinstance(source, FolderSource):
         return _pull_folder(id, source, library, reporter)
@@ -177,7 +177,7 @@ class _Pull:
         for file in files:
             sync(file)
         digests = (None if optimized_from else self._digests) or self._read(files)
-        record = Record(
+        record = ModelRecord(
             source=self._source.label,
             sha256=parts_digest(digests),
             size=sum(file.stat().st_size for file in files),
@@ -261,7 +261,7 @@ def _install_folder(
     id: str, folder: Path, source: FolderSource, digests: Mapping[str, str], library: ModelLibrary
 ) -> InstalledModel:
     shaping = {file.name: digests[file.name] for file in folder_files(folder, SHAPING)}
-    record = Record(
+    record = ModelRecord(
         source=source.label,
         sha256=folder_digest(shaping),
         size=sum(file.stat().st_size for file in folder.iterdir()),

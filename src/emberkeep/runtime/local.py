@@ -181,9 +181,9 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
-    from emberkeep.engine.llamacpp import Adapter, LlamaSettings, choose, prove_model
+    from emberkeep.engine.llamacpp import Adapter, LlamaSettings, choose_library, prove_model
 
-    choose(config.llama_library)
+    choose_library(config.llama_library)
     _check_kv_bits(config)
     header = read_header(model.path)
     shape = profile(header)

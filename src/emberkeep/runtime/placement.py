@@ -49,7 +49,7 @@ def place(
 
     `headers`: of the model and its adapters; `kv_bytes`: of a token in all layers. Raises EngineError.
     """
-    from emberkeep.engine.llamacpp import ON_CPU, Placement, gpus, shared_out
+    from emberkeep.engine.llamacpp import ON_CPU, Placement, gpus, share_layers
 
     found = gpus()
     _check(config, shape, found)
@@ -59,7 +59,7 @@ def place(
         placement, settings = _fitting(config, headers, shape, settings, kv_bytes, found)
         why = "as many as fit: gpu_layers says another number"
     else:
-        shares = shared_out(found, config.tensor_split)
+        shares = share_layers(found, config.tensor_split)
         placement, why = Placement(shape.layers, config.gpu_layers, shares, config.cpu_moe), "as asked"
     names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
     log.info("%d of %d layers are on %s, %s", placement.count, shape.layers + 1, names, why)
@@ -75,12 +75,12 @@ def _fitting(
     found: Sequence[Gpu],
 ) -> tuple[Placement, LlamaSettings]:
     """Rather all layers and fewer cells than the other way round, as long as one context has room."""
-    from emberkeep.engine.llamacpp import planned
+    from emberkeep.engine.llamacpp import plan_placement
 
     for contexts in range(settings.cells // settings.context, 0, -1):
         smaller = replace(settings, cells=contexts * settings.context)
         size = model_bytes(headers, shape, smaller, kv_bytes)
-        placement = planned(size, found, config.tensor_split, config.cpu_moe)
+        placement = plan_placement(size, found, config.tensor_split, config.cpu_moe)
         if placement.gpu_layers > shape.layers:
             break
     return placement, smaller if placement.gpu_layers else settings

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.engine import HfEngine, open_engine
-    from emberkeep.engine.hf.loading import HfModel, HfSettings, HfSource, load_model
+    from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
     from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 __all__ = ["HfEngine", "HfModel", "HfSettings", "HfSource", "HfWholeEngine", "load_model", "open_engine"]
 
 _HOMES = {
     "HfEngine": "engine",
-    "HfModel": "loading",
-    "HfSettings": "loading",
-    "HfSource": "loading",
+    "HfModel": "model_loader",
+    "HfSettings": "model_loader",
+    "HfSource": "model_loader",
     "HfWholeEngine": "whole_engine",
-    "load_model": "loading",
+    "load_model": "model_loader",
     "open_engine": "engine",
 }
 

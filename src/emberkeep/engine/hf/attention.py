@@ -30,7 +30,7 @@ _running = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AttentionOptions:
     """What a layer asks of its attention."""
 
     scale: float
@@ -41,7 +41,7 @@ class Options:
     """Per head, a score that takes part in the softmax and belongs to no token."""
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], width: int) -> Options:
+    def read(cls, given: Mapping[str, Any], width: int) -> AttentionOptions:
         """From what transformers hands to attention by name, for heads of `width`.
 
         Raises EngineError for a tensor that is not known here: it may change what is computed.
@@ -63,7 +63,7 @@ class Options:
 
 
 @contextmanager
-def running(step: Any) -> Iterator[None]:
+def use_step(step: Any) -> Iterator[None]:
     """`step.attend` computes the attention of models that run on this thread."""
     _running.step = step
     try:
@@ -81,7 +81,7 @@ def attend(
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Of `[1, heads, tokens, width]` queries, as `[1, tokens, heads, width]`. Raises EngineError."""
-    options = Options.read({"attention_mask": attention_mask, **given}, query.shape[-1])
+    options = AttentionOptions.read({"attention_mask": attention_mask, **given}, query.shape[-1])
     step = _running.step
     step.write(step.layer, key, value)
     return step.attend(query, key, value, options)[None], None
@@ -90,14 +90,14 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
-def attend_pool(step: Step, tier: AttentionTier, query: torch.Tensor, options: Options) -> torch.Tensor:
+def attend_pool(step: Step, tier: AttentionTier, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """`[tokens, heads, width]` of every row of the step, span by span."""
     parts = [_attend_span(step, span, tier, query[:, :, span.begin : span.end], options) for span in step.spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_span(
-    step: Step, span: Span, tier: AttentionTier, query: torch.Tensor, options: Options
+    step: Step, span: Span, tier: AttentionTier, query: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     first = options.first_seen(span.start)
     keys, values = step.read(span, first)
@@ -120,7 +120,12 @@ def visible(span: Span, first: int, window: int | None, device: torch.device) ->
 
 
 def attend_flash(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span, first: int, options: Options
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    span: Span,
+    first: int,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """By torch's own kernels: flash attention where the device has it."""
     count = span.end - span.begin
@@ -150,7 +155,7 @@ def attend_plain(
     keys: torch.Tensor,
     values: torch.Tensor,
     seen: torch.Tensor | None,
-    options: Options,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """By two matrix products and a softmax in float32: any device, and everything a layer may ask for."""
     heads, count = query.shape[1], query.shape[2]
@@ -199,6 +204,6 @@ class PoolStep(Step):
     tier: AttentionTier = AttentionTier.PLAIN
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Options
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         return attend_pool(self, self.tier, query, options)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.engine.hf.attention import NAME
 from emberkeep.engine.hf.device import choose_device, synchronize
-from emberkeep.engine.hf.loading import HfModel, HfSource, load_model
+from emberkeep.engine.hf.model_loader import HfModel, HfSource, load_model
 from emberkeep.engine.hf.vocab import HfVocab
 
 Tokens = npt.NDArray[np.int32]

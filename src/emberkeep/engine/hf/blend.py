@@ -66,7 +66,7 @@ def _distance(stored: torch.Tensor, fresh: torch.Tensor, cells: torch.Tensor) ->
 
 
 @contextmanager
-def narrowing(network: Network, step: BlendStep, count: int) -> Iterator[None]:
+def narrow_layers(network: Network, step: BlendStep, count: int) -> Iterator[None]:
     """Let the layers after the first ones see only the rows that `step` chooses; `count` rows came in."""
     hooks = [
         layer.register_forward_pre_hook(_Narrow(step, count, is_first=index == 0), with_kwargs=True)
@@ -119,5 +119,5 @@ def evaluate_deviating(
     (span,) = step.spans
     positions = torch.arange(span.start, span.start + len(tokens), device=tokens.device)
     wanted = torch.tensor([step.kept - 1] if wants_logits else [], dtype=torch.long, device=tokens.device)
-    with narrowing(network, step, len(tokens)):
+    with narrow_layers(network, step, len(tokens)):
         return network.run(step, tokens, positions, wanted)

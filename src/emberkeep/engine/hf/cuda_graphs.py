@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from emberkeep.engine.hf.attention import Options
+from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.kernels import PagedKv, decode_attention, store_rows
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, KvMemory
@@ -62,7 +62,7 @@ class DecodeBatch:
         store_rows(keys[0], values[0], self.cells, self._memory.keys[layer], self._memory.values[layer])
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Options
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         paged = PagedKv(self._memory.keys[self.layer], self._memory.values[self.layer], self.tables, self.lengths)
         return decode_attention(query[0].transpose(0, 1), paged, options)

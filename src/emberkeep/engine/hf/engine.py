@@ -29,9 +29,9 @@ from emberkeep.engine.hf.attention import PoolStep, Tiers
 from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
-from emberkeep.engine.hf.loading import HfModel, HfSettings
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.network import Network, learn
-from emberkeep.engine.hf.pool import BLOCK, BlockPool, KvMemory, Table
+from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.rope import learn_rotations
 from emberkeep.engine.hf.step import DecodeRow, Span
 from emberkeep.engine.hf.transfer import Transfer
@@ -73,7 +73,7 @@ class HfEngine:
         self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
         self._transfer = Transfer(self._memory)
         self._graphs: DecodeGraphs | None = None
-        self._tables: defaultdict[int, Table] = defaultdict(Table)
+        self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
         self._host_logits = HostLogits(self._network.device, settings.sequences, model.vocab.size)
         self._logits_of: dict[int, Logits] = {}
         self.capabilities = Capabilities(
@@ -124,13 +124,13 @@ class HfEngine:
     def _can_replay(self, rows: Rows) -> bool:
         return self._graphs is not None and self.attention.tier is AttentionTier.OWN and len(rows.tokens) == 1
 
-    def _replay(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[Table]) -> None:
+    def _replay(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
         """One token each, by what was recorded."""
         assert self._graphs is not None
         rows = [DecodeRow(int(r.tokens[0]), r.start, t) for r, t in zip(batch, tables, strict=True)]
         self._take_logits(self._graphs.run(rows), indices)
 
-    def _run(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[Table]) -> None:
+    def _run(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
         ends = np.cumsum([len(rows.tokens) for rows in batch]).tolist()
         begins = [0, *ends[:-1]]
         spans = [
@@ -219,7 +219,9 @@ class HfEngine:
         # A copy: the payload is read-only, and turning writes.
         return self._rotate([part[:, begin : begin + count].clone() for part in rows], piece.start - piece.source)
 
-    def _evaluate_blended(self, rows: Rows, table: Table, known: npt.NDArray[np.bool_], ratio: float) -> Blended:
+    def _evaluate_blended(
+        self, rows: Rows, table: BlockTable, known: npt.NDArray[np.bool_], ratio: float
+    ) -> Blended:
         count, fresh = len(known), np.flatnonzero(~known)
         repaired = math.ceil(ratio * (count - len(fresh)))
         kept = len(fresh) + repaired
@@ -274,18 +276,18 @@ class HfEngine:
             raise
         return Outcome.DONE
 
-    def _followers(self, table: Table, start: int, *, by: int) -> list[torch.Tensor]:
+    def _followers(self, table: BlockTable, start: int, *, by: int) -> list[torch.Tensor]:
         """Copies of the rows from `start` on, as they would be so many positions further on; none at the end."""
         return self._rotate(self._transfer.read(table, start, table.length), by) if start < table.length else []
 
-    def _insert(self, rows: Rows, table: Table) -> None:
+    def _insert(self, rows: Rows, table: BlockTable) -> None:
         """Evaluate `rows` as if they were the last of the table, which has room for them."""
         self._logits_of = {}
         step = self.capabilities.batch
         for begin in range(0, len(rows.tokens), step):
             tokens = rows.tokens[begin : begin + step]
             part = Rows(rows.sequence, rows.start + begin, tokens, want_logits=False)
-            self._run([0], [part], [Table(table.blocks, part.start + len(tokens))])
+            self._run([0], [part], [BlockTable(table.blocks, part.start + len(tokens))])
 
     def _rotate(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
         """Rows as they would be so many positions further on. Changes `rows`."""
@@ -318,7 +320,7 @@ class HfEngine:
         self._network = None  # type: ignore[assignment]
 
     @contextmanager
-    def _grow(self, tables: Sequence[Table], ends: Sequence[int]) -> Iterator[bool]:
+    def _grow(self, tables: Sequence[BlockTable], ends: Sequence[int]) -> Iterator[bool]:
         """Room in every table up to its end, or in none; taken back if what follows fails."""
         lengths = [table.length for table in tables]
         needed = sum(self._pool.needed(table, end) for table, end in zip(tables, ends, strict=True))

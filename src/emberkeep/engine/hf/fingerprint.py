@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from emberkeep.config import cpu_facts
-from emberkeep.engine.hf.loading import HfModel
+from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.types import Json
 
 _VERSION = 1

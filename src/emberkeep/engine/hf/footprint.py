@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from emberkeep.engine.base import Footprint, Outcome, Rows
-from emberkeep.engine.hf.loading import HfModel
+from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
 
 _RESERVE = 1 << 30

@@ -26,7 +26,7 @@ _NOTHING = np.zeros(1, np.uint8)
 
 
 @contextmanager
-def quick_reading(rest: Sequence[Path] = ()) -> Iterator[None]:
+def read_quickly(rest: Sequence[Path] = ()) -> Iterator[None]:
     """Until it ends, transformers loads GGUF files quickly and without a bar on stderr. One thread at a time.
 
     `rest`: the other parts of a split model, of which transformers reads the first and knows nothing.

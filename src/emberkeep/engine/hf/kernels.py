@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from emberkeep.engine.hf.attention import Options
+from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.pool import BLOCK
 
 _PROGRAMS = 264
@@ -201,7 +201,7 @@ class PagedKv:
     """How many tokens each sequence has, the new one included."""
 
 
-def decode_attention(query: torch.Tensor, paged: PagedKv, options: Options) -> torch.Tensor:
+def decode_attention(query: torch.Tensor, paged: PagedKv, options: AttentionOptions) -> torch.Tensor:
     """Of `[rows, heads, width]` queries, one per sequence."""
     keys, values, tables, sinks = paged.keys, paged.values, paged.tables, options.sinks
     rows, query_heads, width = query.shape

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from emberkeep.engine.hf.attention import NAME, Options, attend_plain, running
+from emberkeep.engine.hf.attention import NAME, AttentionOptions, attend_plain, use_step
 from emberkeep.engine.hf.pool import LayerShape, StreamShape
 from emberkeep.engine.hf.step import StepCache
 from emberkeep.errors import EngineError
@@ -39,7 +39,7 @@ class Network:
     def run(self, step: Any, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Logits of the rows `wanted`, in the model's dtype. `step` takes keys and values, and attends."""
         picked = {"logits_to_keep": wanted} if self._picks_logits else {}
-        with running(step):
+        with use_step(step):
             output = self.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
@@ -83,7 +83,7 @@ class LearningStep:
         self.keys[layer] = keys[0].transpose(0, 1)
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Options
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         self.windows[self.layer] = options.window
         count = query.shape[2]

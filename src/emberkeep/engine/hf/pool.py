@@ -36,7 +36,7 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Table:
+class BlockTable:
     """The blocks of one sequence, of which the first `length` cells are in use."""
 
     blocks: list[int] = field(default_factory=list)
@@ -87,12 +87,12 @@ class BlockPool:
         """Blocks that sequences use, counted once for each: what they would take without sharing."""
         return sum(self._users[1:])
 
-    def needed(self, table: Table, end: int) -> int:
+    def needed(self, table: BlockTable, end: int) -> int:
         """Blocks that `grow` would take."""
         more = max(-(-end // BLOCK) - len(table.blocks), 0)
         return more + self._writes_into_shared(table, end)
 
-    def grow(self, table: Table, end: int) -> list[Copy] | None:
+    def grow(self, table: BlockTable, end: int) -> list[Copy] | None:
         """Make room for [table.length, end) that is the table's own; None, and nothing changed, without room."""
         if self.needed(table, end) > self.free:
             return None
@@ -110,23 +110,23 @@ class BlockPool:
         table.length = end
         return copies
 
-    def regrow(self, table: Table, start: int, end: int) -> list[Copy] | None:
+    def regrow(self, table: BlockTable, start: int, end: int) -> list[Copy] | None:
         """Trim the table to `start`, and grow it to `end`; None, and nothing changed, without room."""
         kept = -(-start // BLOCK)
         freed = sum(self._users[block] == 1 for block in table.blocks[kept:])
-        if self.needed(Table(table.blocks[:kept], start), end) > self.free + freed:
+        if self.needed(BlockTable(table.blocks[:kept], start), end) > self.free + freed:
             return None
         self.trim(table, start)
         return self.grow(table, end)
 
-    def share(self, source: Table, end: int) -> Table:
+    def share(self, source: BlockTable, end: int) -> BlockTable:
         """A new table that begins with the first `end` cells of `source`. Nothing is copied."""
         blocks = source.blocks[: -(-end // BLOCK)]
         for block in blocks:
             self._users[block] += 1
-        return Table(blocks, end)
+        return BlockTable(blocks, end)
 
-    def trim(self, table: Table, length: int) -> None:
+    def trim(self, table: BlockTable, length: int) -> None:
         """Give back what is beyond `length` cells."""
         keep = -(-length // BLOCK)
         for block in table.blocks[keep:]:
@@ -146,7 +146,7 @@ class BlockPool:
             "copied_blocks": self.copied,
         }
 
-    def _writes_into_shared(self, table: Table, end: int) -> bool:
+    def _writes_into_shared(self, table: BlockTable, end: int) -> bool:
         is_partial = table.length % BLOCK != 0 and end > table.length
         return is_partial and self._users[table.blocks[-1]] > 1
 

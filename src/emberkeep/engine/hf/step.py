@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from emberkeep.engine.hf.pool import KvMemory, Table
+from emberkeep.engine.hf.pool import BlockTable, KvMemory
 from emberkeep.errors import EngineError
 
 
@@ -26,7 +26,7 @@ class Span:
 
     begin: int
     end: int
-    table: Table
+    table: BlockTable
     start: int
     """The first token's position."""
     positions: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class DecodeRow:
 
     token: int
     position: int
-    table: Table
+    table: BlockTable
 
 
 @dataclass(slots=True)

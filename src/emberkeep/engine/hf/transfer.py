@@ -25,8 +25,8 @@ import torch
 
 from emberkeep.config import total_ram
 from emberkeep.engine.base import Payload
-from emberkeep.engine.hf.pool import KvMemory, StreamGroup, Table
-from emberkeep.engine.packing import BITS, Form, Section, Streams, is_packed, is_wide
+from emberkeep.engine.hf.pool import BlockTable, KvMemory, StreamGroup
+from emberkeep.engine.packing import BITS, Form, PackedArrays, Streams, is_packed, is_wide
 from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
@@ -58,14 +58,14 @@ class Transfer:
     def packs(self) -> frozenset[int]:
         return frozenset({16, *self._packing.bits})
 
-    def export(self, table: Table, borders: Sequence[int], bits: int) -> list[Payload]:
+    def export(self, table: BlockTable, borders: Sequence[int], bits: int) -> list[Payload]:
         """The ranges between `borders`. Blocks until their bytes are there."""
         payloads = [self._export(table, start, end, bits) for start, end in pairwise(borders)]
         if self._is_cuda:
             torch.cuda.current_stream(self._memory.device).synchronize()
         return payloads
 
-    def _export(self, table: Table, start: int, end: int, bits: int) -> Payload:
+    def _export(self, table: BlockTable, start: int, end: int, bits: int) -> Payload:
         rows = self._memory.read(self._locate(table, start, end))
         if bits != 16:
             return self._packing.pack(rows, start, bits)
@@ -104,15 +104,15 @@ class Transfer:
         """Everything that was on its way is there."""
         self._in_flight.clear()
 
-    def read(self, table: Table, start: int, end: int) -> list[torch.Tensor]:
+    def read(self, table: BlockTable, start: int, end: int) -> list[torch.Tensor]:
         """Copies of the rows of [start, end)."""
         return [part.clone() for part in self._memory.read(self._locate(table, start, end))]
 
-    def write(self, table: Table, start: int, end: int, rows: Sequence[torch.Tensor]) -> None:
+    def write(self, table: BlockTable, start: int, end: int, rows: Sequence[torch.Tensor]) -> None:
         """Put rows of [start, end) where the table has room for them."""
         self._memory.write(self._locate(table, start, end), rows)
 
-    def _locate(self, table: Table, start: int, end: int) -> slice | torch.Tensor:
+    def _locate(self, table: BlockTable, start: int, end: int) -> slice | torch.Tensor:
         begin = table.run(start, end)
         if begin is not None:
             return slice(begin, begin + end - start)
@@ -231,12 +231,12 @@ def _encode(
     greatest: torch.Tensor,
     streams: Streams,
     bits: int,
-    section: Section,
+    section: PackedArrays,
 ) -> None:
     dtype = torch.float32 if section.low.dtype == np.float32 else torch.float16
     levels = 2**bits - 1
-    low = _rounded_down(least, dtype)
-    step = -_rounded_down(-(greatest / levels - low.float() / levels).clamp_min(_LEAST_STEP), dtype)
+    low = _round_down(least, dtype)
+    step = -_round_down(-(greatest / levels - low.float() / levels).clamp_min(_LEAST_STEP), dtype)
     scaled = (_spread(rows, streams) - _over(low.float(), streams)) * _over(1 / step.float(), streams)
     codes = (scaled + 0.5).to(torch.uint8).view(rows.shape)
     if bits == 4:
@@ -246,7 +246,7 @@ def _encode(
         target[:] = given.cpu().numpy()
 
 
-def _decode(section: Section, streams: Streams, bits: int, memory: KvMemory) -> torch.Tensor:
+def _decode(section: PackedArrays, streams: Streams, bits: int, memory: KvMemory) -> torch.Tensor:
     low, step, codes = (
         torch.from_numpy(np.array(array)).to(memory.device) for array in (section.low, section.step, section.codes)
     )
@@ -257,7 +257,7 @@ def _decode(section: Section, streams: Streams, bits: int, memory: KvMemory) -> 
     return rows.reshape(codes.shape).to(memory.dtype)
 
 
-def _rounded_down(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _round_down(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `engine.packing`."""
     nearest = values.to(dtype).float()
     below = nearest - nearest.abs() * 2**-10 - 2**-24

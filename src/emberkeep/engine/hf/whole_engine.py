@@ -30,7 +30,7 @@ import torch
 from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import peak_bytes
-from emberkeep.engine.hf.loading import HfModel, HfSettings
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.transfer import as_tensor
 from emberkeep.errors import EngineError
 from emberkeep.types import Json

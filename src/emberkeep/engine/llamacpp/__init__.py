@@ -11,11 +11,11 @@ from emberkeep.engine.llamacpp.model import (
     ModelBytes,
     Placement,
     gpus,
-    planned,
-    shared_out,
+    plan_placement,
+    share_layers,
 )
 from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
-from emberkeep.engine.llamacpp.trial import choose, failing, prove_model
+from emberkeep.engine.llamacpp.trial import choose_library, find_failures, prove_model
 
 __all__ = [
     "ON_CPU",
@@ -27,14 +27,14 @@ __all__ = [
     "LlamaSettings",
     "ModelBytes",
     "Placement",
-    "choose",
-    "failing",
+    "choose_library",
+    "find_failures",
     "gpus",
     "is_installed",
     "one_core_each",
-    "planned",
+    "plan_placement",
     "prove_model",
-    "shared_out",
+    "share_layers",
     "system_info",
     "version",
 ]

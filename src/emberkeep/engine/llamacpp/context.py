@@ -23,7 +23,7 @@ from typing import Any
 
 from emberkeep.config import total_ram
 from emberkeep.engine.base import Footprint
-from emberkeep.engine.llamacpp.api import FLASH_ATTENTION_ON, TYPES, Handle, ThreadPoolParams, defaults
+from emberkeep.engine.llamacpp.c_api import FLASH_ATTENTION_ON, TYPES, Handle, ThreadPoolParams, defaults
 from emberkeep.engine.llamacpp.kv_state import (
     EMPTY,
     HEAD_BYTES,

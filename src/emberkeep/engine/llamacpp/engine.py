@@ -25,7 +25,7 @@ from emberkeep.engine.base import (
     Rows,
     check_splice,
 )
-from emberkeep.engine.llamacpp.api import Handle
+from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.context import (
     PROBE,
     Exports,
@@ -38,7 +38,7 @@ from emberkeep.engine.llamacpp.context import (
     open_context,
     windows_suffice,
 )
-from emberkeep.engine.llamacpp.experts import ExpertCounter
+from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
 from emberkeep.engine.llamacpp.kv_packing import pack_range, packs, unpack_range
 from emberkeep.engine.llamacpp.kv_state import (
     PARTIAL,

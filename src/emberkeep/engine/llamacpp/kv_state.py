@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import KvUnit, Payload, Rows
-from emberkeep.engine.llamacpp.api import Batch, Handle
+from emberkeep.engine.llamacpp.c_api import Batch, Handle
 from emberkeep.engine.llamacpp.shared_library import llama, take_errors
 from emberkeep.errors import EngineError
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep.config import resident_ram
-from emberkeep.engine.llamacpp.api import BufferOverride, DeviceProps, Handle, defaults
+from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, defaults
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
@@ -220,10 +220,12 @@ def _gpu(device: Handle, props: DeviceProps) -> Gpu:
     return Gpu(device, name, description, props.memory_free, props.memory_total)
 
 
-def planned(model: ModelBytes, found: Sequence[Gpu], split: Sequence[float] | None, cpu_moe: int) -> Placement:
+def plan_placement(
+    model: ModelBytes, found: Sequence[Gpu], split: Sequence[float] | None, cpu_moe: int
+) -> Placement:
     """As many layers as fit into the free memory of the GPUs. Pure."""
     free = [_usable(gpu) for gpu in found]
-    shares = shared_out(found, split)
+    shares = share_layers(found, split)
     for gpu_layers in range(len(model.layers) + 1 if any(free) else 0, 0, -1):
         placement = Placement(len(model.layers), gpu_layers, shares, cpu_moe)
         if _fits(model, placement, free):
@@ -231,7 +233,7 @@ def planned(model: ModelBytes, found: Sequence[Gpu], split: Sequence[float] | No
     return Placement(len(model.layers), 0, shares, cpu_moe)
 
 
-def shared_out(found: Sequence[Gpu], split: Sequence[float] | None) -> tuple[float, ...]:
+def share_layers(found: Sequence[Gpu], split: Sequence[float] | None) -> tuple[float, ...]:
     """The share of each GPU, as it was asked for or by free memory; nothing where one has all. Pure."""
     if len(found) < 2:
         return ()

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from emberkeep.engine.llamacpp.api import defaults
+from emberkeep.engine.llamacpp.c_api import defaults
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_errors
 from emberkeep.errors import EngineError
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import KvUnit, Rows
-from emberkeep.engine.llamacpp.api import TYPES, Handle
+from emberkeep.engine.llamacpp.c_api import TYPES, Handle
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context
 from emberkeep.engine.llamacpp.kv_state import BatchBuffer, Bytes, Layout, read_state
 from emberkeep.engine.llamacpp.model import LlamaModel

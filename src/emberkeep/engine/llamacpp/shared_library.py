@@ -22,7 +22,7 @@ from typing import Any
 
 import platformdirs
 
-from emberkeep.engine.llamacpp import api
+from emberkeep.engine.llamacpp import c_api
 from emberkeep.errors import EngineError
 
 log = logging.getLogger("emberkeep.llamacpp")
@@ -101,7 +101,7 @@ def used() -> LibraryFile:
 @functools.cache
 def llama() -> Any:
     """The C functions. Raises EngineError."""
-    return api.bind(used().path)
+    return c_api.bind(used().path)
 
 
 def files(library: LibraryFile) -> list[Path]:
@@ -159,7 +159,7 @@ _BUFFER = re.compile(r"buffer size =\s*([\d.]+) MiB")
 _buffers: list[float] = []
 
 
-@api.LogCallback  # type: ignore[untyped-decorator]
+@c_api.LogCallback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     line = text.decode("utf-8", "replace").rstrip()
     if level == 4 and line:

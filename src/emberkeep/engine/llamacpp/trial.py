@@ -61,7 +61,7 @@ class _DoesNotRun(EngineError):
     """A library that this CPU cannot run."""
 
 
-def choose(choice: str, verdicts: Path | None = None) -> LibraryFile:
+def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
     """Let this process run on the first library of `choice` that works here, and say which.
 
     Each is tried once per version and kind of CPU, in a child process: blocks for a second then. The folder
@@ -80,8 +80,8 @@ def choose(choice: str, verdicts: Path | None = None) -> LibraryFile:
     raise failures[0]
 
 
-def failing(choice: str, verdicts: Path | None = None) -> list[EngineError]:
-    """What is wrong with those libraries of `choice` that do not run here. Blocks as `choose`."""
+def find_failures(choice: str, verdicts: Path | None = None) -> list[EngineError]:
+    """What is wrong with those libraries of `choice` that do not run here. Blocks as `choose_library`."""
     failures: list[EngineError] = []
     for library in candidates(choice):
         try:

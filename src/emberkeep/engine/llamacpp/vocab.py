@@ -15,15 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TypeVar
 
-from emberkeep.engine.llamacpp import api
-from emberkeep.engine.llamacpp.api import Handle
+from emberkeep.engine.llamacpp import c_api
+from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.text_splitter import MAX_MATCH, RUNS, Run, TextSplitter
 from emberkeep.errors import EngineError, ModelBroken
 
-_STRIPS = api.TOKEN_LSTRIP | api.TOKEN_RSTRIP
-_UNSEEN = api.TOKEN_CONTROL | api.TOKEN_UNKNOWN
-_WHOLE = _UNSEEN | api.TOKEN_USER_DEFINED
+_STRIPS = c_api.TOKEN_LSTRIP | c_api.TOKEN_RSTRIP
+_UNSEEN = c_api.TOKEN_CONTROL | c_api.TOKEN_UNKNOWN
+_WHOLE = _UNSEEN | c_api.TOKEN_USER_DEFINED
 
 _MAX_CHARS = 1 << 28
 """The library counts bytes, up to four for a character, and tokens in 32 bits."""
@@ -81,10 +81,10 @@ class LlamaVocab:
 
     def _spells_bytes(self) -> bool:
         """Whether what has no token can be spelled: llama.cpp survives no byte that has none either."""
-        if self._kind == api.VOCAB_SPM:
+        if self._kind == c_api.VOCAB_SPM:
             texts = set(self._texts())
             return all(b"<0x%02X>" % byte in texts or bytes([byte]) in texts for byte in range(256))
-        return self._kind != api.VOCAB_RWKV or {bytes([byte]) for byte in range(256)} <= set(self.pieces)
+        return self._kind != c_api.VOCAB_RWKV or {bytes([byte]) for byte in range(256)} <= set(self.pieces)
 
     def _texts(self) -> Iterator[bytes]:
         """The tokens as the vocabulary has them, which is what llama.cpp looks up."""
@@ -122,7 +122,7 @@ class LlamaVocab:
 
     def _splitter_for(self, specials: Collection[str]) -> TextSplitter:
         # The other kinds have no pre-tokenizer, and some put a blank before whatever is cut off.
-        is_bpe = self._kind == api.VOCAB_BPE
+        is_bpe = self._kind == c_api.VOCAB_BPE
         runs = RUNS if is_bpe and self._pre in SLOW_WITH_RUNS else ()
         return TextSplitter(specials, strips=not self.splits_at_specials, runs=runs, limits_matches=is_bpe)
 
@@ -143,7 +143,7 @@ class LlamaVocab:
     @cached_property
     def _unknown_splitter(self) -> TextSplitter:
         """Cuts runs of characters that have no token: at each of them llama.cpp copies all ids it has so far."""
-        if self._kind != api.VOCAB_SPM:
+        if self._kind != c_api.VOCAB_SPM:
             return TextSplitter()
         words = ((text, text.decode("utf-8", "ignore")) for text in self._texts())
         known = {word for text, word in words if len(word) == 1 and word.encode() == text} - {" "}
@@ -170,14 +170,14 @@ class LlamaVocab:
 
 
 def _check_kind(kind: int, pre: str) -> None:
-    if kind == api.VOCAB_NONE:
+    if kind == c_api.VOCAB_NONE:
         raise ModelBroken("The model file has no vocabulary: choose one that was made with its tokenizer.")
     # It may bring a table of its own for rewriting texts, and llama.cpp ends the process where that is wrong.
-    if kind == api.VOCAB_UGM:
+    if kind == c_api.VOCAB_UGM:
         raise ModelBroken(
             "The model's vocabulary is a unigram one, as T5 has it: choose a model that continues texts."
         )
-    if kind == api.VOCAB_BPE and pre in FOR_EMBEDDINGS:
+    if kind == c_api.VOCAB_BPE and pre in FOR_EMBEDDINGS:
         raise ModelBroken(
             f"The model's vocabulary has the pre-tokenizer {pre!r}, which is for embeddings: choose a model that "
             "continues texts."

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.engine.llamacpp.api import NodeCallback, Tensor
+from emberkeep.engine.llamacpp.c_api import NodeCallback, Tensor
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.types import ExpertStats, LayerExperts

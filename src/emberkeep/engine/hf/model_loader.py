@@ -219,9 +219,9 @@ def _read_quickly(source: HfSource) -> AbstractContextManager[None]:
     if source.gguf is None:
         return nullcontext()
     # Imported here because it needs a package that only GGUF files need.
-    from emberkeep.engine.hf.gguf_reader import quick_reading
+    from emberkeep.engine.hf.gguf_reader import read_quickly
 
-    return quick_reading(source.rest)
+    return read_quickly(source.rest)
 
 
 @contextmanager
