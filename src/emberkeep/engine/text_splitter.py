@@ -1,6 +1,6 @@
-"""Where a text is cut before a tokenizer sees it, so that none costs more than its length is worth.
+"""Where a text is split before a tokenizer sees it, so that none costs more than its length is worth.
 
-An ordinary text is never cut, so its ids are what the tokenizer says about it in one call. Where one is cut, the
+An ordinary text is never split, so its ids are what the tokenizer says about it in one call. Where one is split, the
 places depend only on what stands before them, so that a text that grows keeps the ids of its beginning.
 """
 
@@ -23,7 +23,7 @@ MAX_SPECIALS = 256
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Characters of one kind in a row, which are cut after every `limit` of them.
+    """Characters of one kind in a row, which are split after every `limit` of them.
 
     `pattern` matches all of them where there are two or more: one that asks for `limit` is tried again at every
     character of a run that is too short, and holds the interpreter's lock meanwhile.
@@ -32,7 +32,7 @@ class Run:
     pattern: re.Pattern[str]
     limit: int
 
-    def cuts(self, text: str) -> Iterator[int]:
+    def splits(self, text: str) -> Iterator[int]:
         for match in self.pattern.finditer(text):
             yield from range(match.start() + self.limit, match.end(), self.limit)
 
@@ -51,7 +51,7 @@ _LOOK_BACK = 1024
 
 
 class TextSplitter:
-    """Cuts the texts for one vocabulary. May be used from any thread.
+    """Splits the texts for one vocabulary. May be used from any thread.
 
     A piece ends after `MAX_SPECIALS` of `specials`, the texts of the special tokens that will be looked for in it
     (`strips`: some of them take the blanks around them away), inside of long `runs`, and, with
@@ -74,18 +74,18 @@ class TextSplitter:
 
     def pieces(self, text: str) -> list[str]:
         """Together they are `text`."""
-        cuts = [cut for start, end in self._parts(text) for cut in (*self._inside(text, start, end), end)]
-        return [text[start:end] for start, end in pairwise([0, *cuts])]
+        splits = [split for start, end in self._parts(text) for split in (*self._inside(text, start, end), end)]
+        return [text[start:end] for start, end in pairwise([0, *splits])]
 
     def _parts(self, text: str) -> Iterator[tuple[int, int]]:
         """What lies between the places that do not depend on the length of a match."""
-        cuts = {*self._after_runs(text), *(self._after_specials(text) if len(text) > MAX_MATCH else ())}
-        return pairwise(sorted({0, *cuts, len(text)}))
+        splits = {*self._after_runs(text), *(self._after_specials(text) if len(text) > MAX_MATCH else ())}
+        return pairwise(sorted({0, *splits, len(text)}))
 
     def _after_runs(self, text: str) -> Iterator[int]:
         for run in self._runs:
-            for cut in run.cuts(text):
-                yield self._outside_special(text, cut, cut - run.limit)
+            for split in run.splits(text):
+                yield self._outside_special(text, split, split - run.limit)
 
     def _after_specials(self, text: str) -> Iterator[int]:
         """Nothing changes there: what stands between two special tokens is tokenized on its own anyway."""
@@ -97,7 +97,7 @@ class TextSplitter:
                 count = 0
 
     def _inside(self, text: str, start: int, end: int) -> Iterator[int]:
-        """Cuts between `start` and `end` where a match could be too long."""
+        """Splits between `start` and `end` where a match could be too long."""
         while self._limits_matches and end - start > MAX_MATCH:
             at = _last(_BREAK, text, start, start + MAX_MATCH)
             if at is None:
@@ -105,15 +105,15 @@ class TextSplitter:
                 yield at
             start = at
 
-    def _outside_special(self, text: str, cut: int, start: int) -> int:
-        """`cut`, or where the special token begins that it would divide, if that is after `start`."""
-        nearby = max(start + 1, cut - self._longest_special + 1)
+    def _outside_special(self, text: str, split: int, start: int) -> int:
+        """`split`, or where the special token begins that it would divide, if that is after `start`."""
+        nearby = max(start + 1, split - self._longest_special + 1)
         for match in (
-            self._special.finditer(text, nearby, cut + self._longest_special - 1) if self._special else ()
+            self._special.finditer(text, nearby, split + self._longest_special - 1) if self._special else ()
         ):
-            if match.start() < cut < match.end():
+            if match.start() < split < match.end():
                 return match.start()
-        return cut
+        return split
 
 
 def _near(text: str, end: int) -> int:
