@@ -47,7 +47,7 @@ _ALIGN = 16
 _WIDTH = 64
 _NARROW_LIMIT = 2.0**15
 _LIMIT = 2.0**127
-_LEAST_STEP = 2.0**-24
+LEAST_STEP = 2.0**-24
 
 Floats = npt.NDArray[np.floating]
 Bytes = npt.NDArray[np.uint8]
@@ -223,7 +223,7 @@ def _encode(group: Group, least: Floats, greatest: Floats, bits: int, section: P
     levels = np.float32(2**bits - 1)
     section.low[:] = _round_down(least, section.low.dtype)
     low = section.low.astype(np.float32)
-    step = np.maximum(greatest / levels - low / levels, np.float32(_LEAST_STEP))
+    step = np.maximum(greatest / levels - low / levels, np.float32(LEAST_STEP))
     section.step[:] = -_round_down(-step, section.step.dtype)
     scaled = group.spread(group.rows.astype(np.float32))
     scaled -= group.over(low)

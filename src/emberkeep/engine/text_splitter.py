@@ -1,7 +1,7 @@
 """Where a text is split before a tokenizer sees it, so that none costs more than its length is worth.
 
-An ordinary text is never split, so its ids are what the tokenizer says about it in one call. Where one is split, the
-places depend only on what stands before them, so that a text that grows keeps the ids of its beginning.
+An ordinary text is never split, so its ids are what the tokenizer says about it in one call. Where a text is split
+depends only on what stands before, so that a text that grows keeps the ids of its beginning.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TextSplitter:
         return [text[start:end] for start, end in pairwise([0, *splits])]
 
     def _parts(self, text: str) -> Iterator[tuple[int, int]]:
-        """What lies between the places that do not depend on the length of a match."""
+        """What lies between the splits that do not depend on the length of a match."""
         splits = {*self._after_runs(text), *(self._after_specials(text) if len(text) > MAX_MATCH else ())}
         return pairwise(sorted({0, *splits, len(text)}))
 

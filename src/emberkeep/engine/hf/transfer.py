@@ -26,14 +26,13 @@ import torch
 from emberkeep.config import total_ram
 from emberkeep.engine.base import Payload
 from emberkeep.engine.hf.pool import BlockTable, KvMemory, StreamGroup
-from emberkeep.engine.packing import BITS, Form, PackedArrays, Streams, is_packed, is_wide
+from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
 from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
 
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
-_LEAST_STEP = 2.0**-24
 
 _SLAB = 256 << 20
 _PINNED = 4 << 30
@@ -236,7 +235,7 @@ def _encode(
     dtype = torch.float32 if section.low.dtype == np.float32 else torch.float16
     levels = 2**bits - 1
     low = _round_down(least, dtype)
-    step = -_round_down(-(greatest / levels - low.float() / levels).clamp_min(_LEAST_STEP), dtype)
+    step = -_round_down(-(greatest / levels - low.float() / levels).clamp_min(LEAST_STEP), dtype)
     scaled = (_spread(rows, streams) - _over(low.float(), streams)) * _over(1 / step.float(), streams)
     codes = (scaled + 0.5).to(torch.uint8).view(rows.shape)
     if bits == 4:
