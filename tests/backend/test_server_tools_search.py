@@ -266,7 +266,7 @@ def test_a_client_that_leaves_stops_the_round_at_once(harbour, engine):
 # ── with any model ──
 
 
-BILL = Completed(Usage(10, 5, 3, 1), Timings(predicted_n=5, ttft_ms=7.0), LookupRecord(), Fit(evictions=()))
+COMPLETED = Completed(Usage(10, 5, 3, 1), Timings(predicted_n=5, ttft_ms=7.0), LookupRecord(), Fit(evictions=()))
 DONE = Finished(0, FinishReason.STOP)
 CALLED = Finished(0, FinishReason.TOOL_CALLS)
 
@@ -316,7 +316,7 @@ def test_a_search_beside_other_calls_is_left_out_and_the_others_are_counted_with
         *call(1, "search_memory", '{"query": "x"}'),
         *call(2, "go", "{}"),
         CALLED,
-        BILL,
+        COMPLETED,
     ]
     model = Model(both)
     events = run(server_tools, model, tools=(Tool("look"), Tool("go")))
@@ -324,38 +324,40 @@ def test_a_search_beside_other_calls_is_left_out_and_the_others_are_counted_with
         *call(0, "look", "{", "}"),
         *[replace(e, call_index=1) for e in call(2, "go", "{}")],
         CALLED,
-        BILL,
+        COMPLETED,
     ]
     assert len(model.asked) == 1
 
 
 def test_what_all_rounds_cost_is_told_together(server_tools):
-    bills = [replace(BILL, fit=Fit(evictions=(Eviction(1, n, n),)), timings=Timings(ttft_ms=n)) for n in (2, 3)]
-    model = Model([*SEARCHING, CALLED, bills[0]], [TextDelta(0, "Hi"), DONE, bills[1]])
-    *events, bill = run(server_tools, model)
+    completed = [
+        replace(COMPLETED, fit=Fit(evictions=(Eviction(1, n, n),)), timings=Timings(ttft_ms=n)) for n in (2, 3)
+    ]
+    model = Model([*SEARCHING, CALLED, completed[0]], [TextDelta(0, "Hi"), DONE, completed[1]])
+    *events, last = run(server_tools, model)
     assert events == [TextDelta(0, "Hi"), DONE]
-    assert isinstance(bill, Completed)
-    assert (bill.usage.prompt_tokens, bill.usage.completion_tokens, bill.usage.reasoning_tokens) == (10, 10, 2)
-    assert bill.timings.ttft_ms == 2
-    assert [eviction.tokens for eviction in bill.fit.evictions] == [2, 3]
+    assert isinstance(last, Completed)
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.reasoning_tokens) == (10, 10, 2)
+    assert last.timings.ttft_ms == 2
+    assert [eviction.tokens for eviction in last.fit.evictions] == [2, 3]
 
 
 def test_tokens_that_are_spent_are_spent(server_tools):
-    model = Model([*SEARCHING, CALLED, BILL], [*SEARCHING, CALLED, BILL])
+    model = Model([*SEARCHING, CALLED, COMPLETED], [*SEARCHING, CALLED, COMPLETED])
     *events, _ = run(server_tools, model, max_tokens=10)
     assert [request.max_tokens for request in model.asked] == [10, 5]
     assert events == [Finished(0, FinishReason.LENGTH)]
 
 
 def test_a_client_that_insists_on_a_call_gets_one_after_the_search(server_tools):
-    model = Model([*SEARCHING, CALLED, BILL], [*call(0, "go", "{}"), CALLED, BILL])
+    model = Model([*SEARCHING, CALLED, COMPLETED], [*call(0, "go", "{}"), CALLED, COMPLETED])
     *events, _ = run(server_tools, model, tools=(Tool("go"),), tool_choice=ToolChoice("required"))
     assert [request.tool_choice.mode for request in model.asked] == ["required", "required"]
     assert events == [*call(0, "go", "{}"), CALLED]
 
 
 def test_the_last_round_may_not_search(server_tools):
-    model = Model(*[[*SEARCHING, CALLED, BILL]] * 3, [TextDelta(0, "Well."), DONE, BILL])
+    model = Model(*[[*SEARCHING, CALLED, COMPLETED]] * 3, [TextDelta(0, "Well."), DONE, COMPLETED])
     *events, _ = run(server_tools, model)
     assert [request.tool_choice.mode for request in model.asked] == ["auto", "auto", "auto", "none"]
     assert events == [TextDelta(0, "Well."), DONE]
@@ -370,13 +372,13 @@ def test_an_error_in_a_later_round_is_an_error(server_tools):
                 yield event
 
     with pytest.raises(ContextExceeded):
-        run(server_tools, Failing([*SEARCHING, CALLED, BILL]))
+        run(server_tools, Failing([*SEARCHING, CALLED, COMPLETED]))
 
 
 def test_what_the_model_asked_is_written_down_as_it_was_asked(server_tools):
     model = Model(
-        [TextDelta(0, "Let me "), TextDelta(0, "see."), *SEARCHING, CALLED, BILL],
-        [TextDelta(0, "Ah."), DONE, BILL],
+        [TextDelta(0, "Let me "), TextDelta(0, "see."), *SEARCHING, CALLED, COMPLETED],
+        [TextDelta(0, "Ah."), DONE, COMPLETED],
     )
     run(server_tools, model)
     view = server_tools._sessions.view(

@@ -50,8 +50,8 @@ def calling(*calls: tuple[str, dict[str, object]], text: str = "") -> list[Step]
             ToolCallDelta(0, place, f"c{place}", name, written[:3]),
             ToolCallDelta(0, place, None, None, written[3:]),
         ]
-    bill = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())
-    return [*deltas, Finished(0, FinishReason.TOOL_CALLS), bill]
+    done = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())
+    return [*deltas, Finished(0, FinishReason.TOOL_CALLS), done]
 
 
 class Model:
@@ -138,9 +138,9 @@ def test_the_end_comes_once_and_the_bill_is_of_all_rounds() -> None:
     model = Model(calling(("depth", {"pier": 1})), answer("Five metres."))
     events = act(model, box(depth))
     assert [event for event in events if isinstance(event, Finished)] == [Finished(0, FinishReason.STOP)]
-    bill = events[-1]
-    assert isinstance(bill, Completed)
-    assert bill.usage.completion_tokens == 5 + 2
+    done = events[-1]
+    assert isinstance(done, Completed)
+    assert done.usage.completion_tokens == 5 + 2
 
 
 def test_the_model_is_told_of_our_tools_and_of_the_clients() -> None:

@@ -273,7 +273,7 @@ def test_leaving_while_a_permission_is_pending_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("at", [CallStarted, PermissionAsked, TextDelta])
-def test_whoever_stops_reading_has_stopped_everything(at: type[Event]) -> None:
+def test_a_client_that_stops_reading_has_stopped_everything(at: type[Event]) -> None:
     stopped: list[str] = []
 
     @tool(dangerous=True)

@@ -299,7 +299,7 @@ class _Worker:
         self._process.kill()
         self._process.wait()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """To the process that this one was forked from."""
         self._channel.close()
         self._process.returncode = 0  # not ours to wait for
@@ -426,7 +426,7 @@ class _Pool:
     def after_fork(self) -> None:
         """Two processes with one worker would read each other's prompts."""
         for worker in self._workers:
-            worker.leave()
+            worker.abandon()
         self._reset()
 
     def _take(self) -> _Worker | None:

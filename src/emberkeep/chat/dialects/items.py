@@ -15,7 +15,7 @@ _AROUND = re.compile(r"[\s,;\[\]})]*")
 _STARTS = ("{", *ELEMENTS, *STEPS)
 
 
-def marked(tape: Tape, calls: Calls, end: str) -> Reading[None]:
+def read_calls(tape: Tape, calls: Calls, end: str) -> Reading[None]:
     """Any calls up to `end`, or up to the end of the answer. Raises NoCall where the first is none."""
     while True:
         yield from tape.skip(_AROUND)
@@ -32,7 +32,7 @@ def marked(tape: Tape, calls: Calls, end: str) -> Reading[None]:
         raise NoCall
 
 
-def listed(tape: Tape, calls: Calls, end: str) -> Reading[None]:
+def read_list(tape: Tape, calls: Calls, end: str) -> Reading[None]:
     """A list of calls, or one: there is no end marker."""
     yield from tape.skip()
     is_list = yield from tape.takes("[")
@@ -46,24 +46,24 @@ def listed(tape: Tape, calls: Calls, end: str) -> Reading[None]:
             return
 
 
-def in_json(tape: Tape, calls: Calls, end: str) -> Reading[None]:
+def read_object(tape: Tape, calls: Calls, end: str) -> Reading[None]:
     """One object, whose brace was the marker."""
     yield from call_object(tape, calls, end, is_open=True)
 
 
-def after_tool_calls(tape: Tape, calls: Calls, end: str) -> Reading[None]:
+def read_mistral(tape: Tape, calls: Calls, end: str) -> Reading[None]:
     """Mistral's two ways."""
     yield from tape.skip()
     is_json = (yield from tape.char()) in ("[", "{")
-    yield from (listed if is_json else mistral_call)(tape, calls, end)
+    yield from (read_list if is_json else mistral_call)(tape, calls, end)
 
 
-def read_element(element: Element) -> Read:
+def element_reader(element: Element) -> Read:
     """One call as this element, its start having been read."""
     return lambda tape, calls, end: element_call(tape, calls, element)
 
 
-def read_steps(steps: Steps) -> Read:
+def steps_reader(steps: Steps) -> Read:
     """One call in these steps, the first having been read."""
     return lambda tape, calls, end: stepped_call(tape, calls, steps)
 
@@ -112,7 +112,7 @@ _PYTHON_FENCES = frozenset({"tool_call", "tool_calls", "tool_code"})
 _TAGS = ("<tool_call>", "<function_calls>", "<tools>")
 
 
-def fenced(tape: Tape, calls: Calls, end: str) -> Reading[None]:
+def read_fence(tape: Tape, calls: Calls, end: str) -> Reading[None]:
     """The language, then calls and nothing else. Any other fence is quoted: markers mean nothing in it."""
     language = yield from _word(tape)
     yield from tape.skip()
@@ -120,7 +120,7 @@ def fenced(tape: Tape, calls: Calls, end: str) -> Reading[None]:
         # Behind other text, tags in a fence are an example of how calls are written.
         tag = (yield from tape.takes(*_TAGS)) if calls.is_first else ""
         if tag:
-            yield from marked(tape, calls, tag.replace("<", "</"))
+            yield from read_calls(tape, calls, tag.replace("<", "</"))
             yield from tape.until(end)
         else:
             yield from _in_fence(tape, calls, end, is_python=language in _PYTHON_FENCES)
@@ -132,4 +132,4 @@ def _in_fence(tape: Tape, calls: Calls, end: str, *, is_python: bool) -> Reading
     yield from tape.skip(_LIST)
     if not is_python and not (yield from tape.sees("{")):
         raise NoCall
-    yield from marked(tape, calls, end)
+    yield from read_calls(tape, calls, end)

@@ -79,10 +79,10 @@ def _member(tape: Tape, calls: Calls, key: str, arguments: Arguments, end: str) 
     if key in _ARGUMENTS and not arguments.is_given:
         yield from arguments.read_any(tape, end)
     elif key in _NAMES and char == '"' and calls.name is None:
-        calls.named((yield from json_value(tape)))
+        calls.set_name((yield from json_value(tape)))
         arguments.release()
     elif char == "{" and calls.any_name and calls.knows(key):
-        calls.named(key)
+        calls.set_name(key)
         yield from arguments.read(tape, end)
     else:
         yield from json_value(tape)

@@ -17,7 +17,7 @@ _COUNTED = re.compile(r"^functions\.|:\d+$")
 
 def arguments_of(tape: Tape, calls: Calls, name: str, end: str) -> Reading[None]:
     """The object that comes next, of a call of this name. Raises NoCall where there is none."""
-    calls.named(name)
+    calls.set_name(name)
     yield from tape.skip()
     yield from Arguments(calls).read(tape, end)
     if not calls.is_open:
@@ -95,9 +95,9 @@ def gemma_call(tape: Tape, calls: Calls, end: str) -> Reading[None]:
     name, stop = yield from tape.until("{", end)
     if stop != "{":
         raise NoCall
-    calls.named(name.strip())
+    calls.set_name(name.strip())
     body = yield from _gemma_body(tape, end)
-    calls.whole(calls.tool.name, body)
+    calls.add_call(calls.tool.name, body)
 
 
 def _gemma_body(tape: Tape, end: str) -> Reading[str]:
@@ -138,13 +138,13 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 def python_call(tape: Tape, calls: Calls, name: str) -> Reading[None]:
     """What stands in the parentheses that come next. Raises NoCall."""
-    calls.named(name)
+    calls.set_name(name)
     text = yield from _in_parentheses(tape)
     try:
         written = as_json(_arguments(calls.tool, text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NoCall from None
-    calls.whole(name, written)
+    calls.add_call(name, written)
 
 
 def _arguments(tool: Tool, text: str) -> dict[str, Json]:

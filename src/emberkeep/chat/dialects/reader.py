@@ -222,7 +222,7 @@ class Calls:
     def knows(self, name: str) -> bool:
         return name in self._tools
 
-    def named(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         """Raises NoCall where there is no such tool and there has to be one, or where it is no name at all."""
         if not name.isprintable() or not name or (name not in self._tools and not self.any_name):
             raise NoCall
@@ -242,8 +242,8 @@ class Calls:
         self._pieces.append(CallPiece(is_end=True))
         self.is_open, self.name = False, None
 
-    def whole(self, name: str, arguments: str) -> None:
-        self.named(name)
+    def add_call(self, name: str, arguments: str) -> None:
+        self.set_name(name)
         self.open()
         self.add(arguments)
         self.end()

@@ -7,57 +7,57 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from emberkeep.chat.dialects.items import (
-    after_tool_calls,
-    fenced,
-    in_json,
-    listed,
-    marked,
-    read_element,
-    read_steps,
+    element_reader,
+    read_calls,
+    read_fence,
+    read_list,
+    read_mistral,
+    read_object,
+    steps_reader,
 )
 from emberkeep.chat.dialects.named import STEPS, gemma_call, harmony_call
 from emberkeep.chat.dialects.reader import Dialect
 from emberkeep.chat.dialects.xml import ELEMENTS
 
-TAGGED = Dialect("<tool_call>", "</tool_call>", marked)
-BARE = Dialect("", "", listed, any_name=False)
+TAGGED = Dialect("<tool_call>", "</tool_call>", read_calls)
+BARE = Dialect("", "", read_list, any_name=False)
 """Where the answer begins with a bracket: JSON, or a list of Python calls."""
 
 MARKED_DIALECTS = (
     TAGGED,
-    Dialect("<tool_calls>", "</tool_calls>", marked),  # Jamba, Hunyuan, MiniMax M1, Apriel
-    Dialect("<function_calls>", "</function_calls>", marked),  # Olmo 3, and models that know Claude
-    Dialect("<minimax:tool_call>", "</minimax:tool_call>", marked),
-    Dialect("<seed:tool_call>", "</seed:tool_call>", marked),
-    Dialect("<longcat_tool_call>", "</longcat_tool_call>", marked),
-    Dialect("<TOOLCALL>", "</TOOLCALL>", marked),  # Nemotron
-    Dialect("<|python_start|>", "<|python_end|>", marked),  # Llama 4
-    Dialect("[TOOL_REQUEST]", "[END_TOOL_REQUEST]", marked),  # models that LM Studio told how
-    Dialect("<|tool_call_start|>", "<|tool_call_end|>", marked),  # LFM2
-    Dialect("<|START_ACTION|>", "<|END_ACTION|>", marked),  # Command R7B
-    Dialect("<|tools_prefix|>", "<|tools_suffix|>", marked),  # Apertus
-    Dialect("<|action_start|><|plugin|>", "<|action_end|>", marked),  # InternLM 2
-    Dialect("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", marked),  # DeepSeek R1, V3
-    Dialect("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", marked),  # DeepSeek V3.2
-    Dialect("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", marked),  # DeepSeek V4
-    Dialect("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", marked),  # Kimi K2
-    Dialect("<|tool_calls|>", "<|calls|>", marked),  # Solar Open
-    Dialect("<atem:function_calls>", "</atem:function_calls>", marked),  # Muse
-    Dialect("[TOOL_CALLS]", "", after_tool_calls),  # Mistral
-    Dialect("<|tool_call|>", "", listed),  # Granite 3, Phi-4 mini
-    Dialect("<function_call>", "", listed),  # Granite 20B
-    Dialect("<|function_call|>", "", listed),  # GigaChat 3.1
-    Dialect("function call<|role_sep|>", "", listed),  # GigaChat 3
-    Dialect("<|python_tag|>", "", listed),  # Llama 3
+    Dialect("<tool_calls>", "</tool_calls>", read_calls),  # Jamba, Hunyuan, MiniMax M1, Apriel
+    Dialect("<function_calls>", "</function_calls>", read_calls),  # Olmo 3, and models that know Claude
+    Dialect("<minimax:tool_call>", "</minimax:tool_call>", read_calls),
+    Dialect("<seed:tool_call>", "</seed:tool_call>", read_calls),
+    Dialect("<longcat_tool_call>", "</longcat_tool_call>", read_calls),
+    Dialect("<TOOLCALL>", "</TOOLCALL>", read_calls),  # Nemotron
+    Dialect("<|python_start|>", "<|python_end|>", read_calls),  # Llama 4
+    Dialect("[TOOL_REQUEST]", "[END_TOOL_REQUEST]", read_calls),  # models that LM Studio told how
+    Dialect("<|tool_call_start|>", "<|tool_call_end|>", read_calls),  # LFM2
+    Dialect("<|START_ACTION|>", "<|END_ACTION|>", read_calls),  # Command R7B
+    Dialect("<|tools_prefix|>", "<|tools_suffix|>", read_calls),  # Apertus
+    Dialect("<|action_start|><|plugin|>", "<|action_end|>", read_calls),  # InternLM 2
+    Dialect("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", read_calls),  # DeepSeek R1, V3
+    Dialect("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", read_calls),  # DeepSeek V3.2
+    Dialect("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", read_calls),  # DeepSeek V4
+    Dialect("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", read_calls),  # Kimi K2
+    Dialect("<|tool_calls|>", "<|calls|>", read_calls),  # Solar Open
+    Dialect("<atem:function_calls>", "</atem:function_calls>", read_calls),  # Muse
+    Dialect("[TOOL_CALLS]", "", read_mistral),  # Mistral
+    Dialect("<|tool_call|>", "", read_list),  # Granite 3, Phi-4 mini
+    Dialect("<function_call>", "", read_list),  # Granite 20B
+    Dialect("<|function_call|>", "", read_list),  # GigaChat 3.1
+    Dialect("function call<|role_sep|>", "", read_list),  # GigaChat 3
+    Dialect("<|python_tag|>", "", read_list),  # Llama 3
     Dialect("<|tool_call>", "<tool_call|>", gemma_call),  # Gemma 4
     Dialect(" to=functions.", "<|call|>", harmony_call),  # gpt-oss
-    Dialect("functools", "", listed, any_name=False),  # Phi-4 mini, FireFunction
-    Dialect("<tools>", "</tools>", marked, any_name=False),  # Qwen 2.5 Coder, now and then
-    *(Dialect(xml.start, xml.end, read_element(xml), any_name=False) for xml in ELEMENTS.values()),
-    *(Dialect(steps.begin, steps.end, read_steps(steps)) for steps in STEPS.values()),
-    Dialect("```", "```", fenced, any_name=False),
-    Dialect("\n{", "", in_json, any_name=False),  # Llama 3 and Qwen 2.5, after some words
-    Dialect(" {", "", in_json, any_name=False),
+    Dialect("functools", "", read_list, any_name=False),  # Phi-4 mini, FireFunction
+    Dialect("<tools>", "</tools>", read_calls, any_name=False),  # Qwen 2.5 Coder, now and then
+    *(Dialect(xml.start, xml.end, element_reader(xml), any_name=False) for xml in ELEMENTS.values()),
+    *(Dialect(steps.begin, steps.end, steps_reader(steps)) for steps in STEPS.values()),
+    Dialect("```", "```", read_fence, any_name=False),
+    Dialect("\n{", "", read_object, any_name=False),  # Llama 3 and Qwen 2.5, after some words
+    Dialect(" {", "", read_object, any_name=False),
 )
 
 STRAY_ENDS = ("</tool_call>", "</function_call>", "<|/tool_call|>")

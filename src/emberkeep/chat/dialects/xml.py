@@ -70,7 +70,7 @@ def element_call(tape: Tape, calls: Calls, element: Element) -> Reading[None]:
     name, stop = yield from tape.until(element.name_end, "\n")
     if stop != element.name_end:
         raise NoCall
-    calls.named(name.strip().strip("\"'"))
+    calls.set_name(name.strip().strip("\"'"))
     if element.name_end != ">":
         yield from tape.until(">")
     yield from tape.skip()
@@ -116,7 +116,7 @@ def _without_margin(value: str) -> str:
 
 def key_value_call(tape: Tape, calls: Calls, name: str) -> Reading[None]:
     """GLM: a name, then `<arg_key>k</arg_key><arg_value>v</arg_value>` for every argument."""
-    calls.named(name)
+    calls.set_name(name)
     arguments = _Object(calls)
     while (yield from tape.takes("<arg_key>")):
         key, _ = yield from tape.until("</arg_key>")
