@@ -141,24 +141,24 @@ class TextStream:
             return [self._text_delta(text, self._passed)]
         return self._events(self._sections.feed(text))
 
-    def _events(self, sections: list[Section]) -> list[Event]:
+    def _events(self, sections: list[AnswerSection]) -> list[Event]:
         events: list[Event] = []
         for section in sections:
             if self._has_its_call:
                 break
             match section.kind:
-                case Kind.TEXT:
+                case SectionKind.TEXT:
                     events.append(self._text_delta(section.text, section.end))
-                case Kind.REASONING | Kind.AROUND_REASONING:
+                case SectionKind.REASONING | SectionKind.AROUND_REASONING:
                     events += self._reasoning_events(section)
-                case Kind.CALLS | Kind.CUT_CALL:
+                case SectionKind.CALLS | SectionKind.CUT_CALL:
                     events += self._call_events(section)
-                case Kind.HIDDEN:
+                case SectionKind.HIDDEN:
                     self._drop_inside(section.end)
         return events
 
-    def _reasoning_events(self, section: Section) -> list[Event]:
-        is_thought = section.kind is Kind.REASONING
+    def _reasoning_events(self, section: AnswerSection) -> list[Event]:
+        is_thought = section.kind is SectionKind.REASONING
         if self._reasoning_format is ReasoningFormat.INLINE:
             delta = self._text_delta(section.text, section.end)
             self.reasoning_tokens += is_thought * len(delta.tokens)
@@ -167,9 +167,9 @@ class TextStream:
         is_shown = is_thought and self._reasoning_format is ReasoningFormat.SEPARATE
         return [ReasoningDelta(self._index, section.text)] if is_shown else []
 
-    def _call_events(self, section: Section) -> list[Event]:
+    def _call_events(self, section: AnswerSection) -> list[Event]:
         self._drop_inside(section.end)
-        self._call_was_cut |= section.kind is Kind.CUT_CALL
+        self._call_was_cut |= section.kind is SectionKind.CUT_CALL
         events: list[Event] = []
         for pieces in _by_call(section.pieces):
             is_new = pieces[0].name is not None
@@ -315,7 +315,7 @@ def _fallbacks(word: str) -> list[int]:
 # ── reasoning, calls and text ──
 
 
-class Kind(Enum):
+class SectionKind(Enum):
     TEXT = auto()
     REASONING = auto()
     AROUND_REASONING = auto()  # its markers, and the blanks beside them
@@ -325,8 +325,8 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    kind: Kind
+class AnswerSection:
+    kind: SectionKind
     text: str
     end: int
     """Where it ends, in characters from the beginning of the stream."""
@@ -396,7 +396,7 @@ class Sections:
         self._block = opened
         self._buffer = ""
         self._taken = 0
-        self._out: list[Section] = []
+        self._out: list[AnswerSection] = []
         self._called = False
         self._has_said = False
         self._thought: list[str] = []
@@ -408,12 +408,12 @@ class Sections:
         self._is_cut = False
         self._state: Callable[[], bool] = self._reasoning_start if opened else self._opening
 
-    def feed(self, text: str) -> list[Section]:
+    def feed(self, text: str) -> list[AnswerSection]:
         """Sections that are certain now."""
         self._buffer += text
         return self._advance()
 
-    def finish(self, *, cut: bool = False) -> list[Section]:
+    def finish(self, *, cut: bool = False) -> list[AnswerSection]:
         """The rest: nothing more will be written. `cut`: although more was to come."""
         self._is_over, self._is_cut = True, cut
         out = self._advance()
@@ -426,36 +426,36 @@ class Sections:
             self._take_last_thought()
         return out + self._take_out()
 
-    def _advance(self) -> list[Section]:
+    def _advance(self) -> list[AnswerSection]:
         while (self._buffer or self._attempt) and self._state():
             pass
         return self._take_out()
 
-    def _take_out(self) -> list[Section]:
+    def _take_out(self) -> list[AnswerSection]:
         out, self._out = self._out, []
         return out
 
-    def _take(self, length: int, kind: Kind) -> None:
+    def _take(self, length: int, kind: SectionKind) -> None:
         if length:
             self._out.append(self._cut_off(length, kind))
-            self._has_said |= kind is Kind.TEXT
-            if kind is Kind.REASONING:
+            self._has_said |= kind is SectionKind.TEXT
+            if kind is SectionKind.REASONING:
                 self._thought.append(self._out[-1].text)
 
     def _cut_off(
-        self, length: int, kind: Kind, pieces: tuple[CallPiece, ...] = (), is_end: bool = False
-    ) -> Section:
+        self, length: int, kind: SectionKind, pieces: tuple[CallPiece, ...] = (), is_end: bool = False
+    ) -> AnswerSection:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         self._taken += length
-        return Section(kind, text, self._taken, pieces, is_end)
+        return AnswerSection(kind, text, self._taken, pieces, is_end)
 
-    def _kind_of_rest(self) -> Kind:
+    def _kind_of_rest(self) -> SectionKind:
         is_blank = not self._buffer.strip()
         if self._state in (self._reasoning_start, self._reasoning):
-            return Kind.AROUND_REASONING if is_blank else Kind.REASONING
+            return SectionKind.AROUND_REASONING if is_blank else SectionKind.REASONING
         if is_blank and self._called:
-            return Kind.HIDDEN
-        return Kind.AROUND_REASONING if is_blank and self._block else Kind.TEXT
+            return SectionKind.HIDDEN
+        return SectionKind.AROUND_REASONING if is_blank and self._block else SectionKind.TEXT
 
     # ── the states ──
 
@@ -463,11 +463,11 @@ class Sections:
         text = self._buffer.lstrip()
         self._block = next((block for block in REASONING if text.startswith(block.start)), None)
         if self._block:
-            self._take(len(self._buffer) - len(text) + len(self._block.start), Kind.AROUND_REASONING)
+            self._take(len(self._buffer) - len(text) + len(self._block.start), SectionKind.AROUND_REASONING)
             return self._go(self._reasoning_start)
         if not text and not self._tools:
             # The first token counts: blanks before a reasoning block are rare, and harmless as text.
-            self._take(len(self._buffer), Kind.TEXT)
+            self._take(len(self._buffer), SectionKind.TEXT)
         if not self._is_over and _OPENINGS.held(text) == len(text):
             return False
         return self._go(self._beginning)
@@ -480,10 +480,10 @@ class Sections:
         assert self._block
         before, end, _ = self._buffer.partition(self._block.end)
         if end:
-            self._take(len(before.rstrip()), Kind.REASONING)
-            self._take(self._buffer.index(end) + len(end), Kind.AROUND_REASONING)
+            self._take(len(before.rstrip()), SectionKind.REASONING)
+            self._take(self._buffer.index(end) + len(end), SectionKind.AROUND_REASONING)
             return self._go(self._after_reasoning)
-        self._take_settled(_ENDS[self._block], Kind.REASONING)
+        self._take_settled(_ENDS[self._block], SectionKind.REASONING)
         return False
 
     def _after_reasoning(self) -> bool:
@@ -502,19 +502,19 @@ class Sections:
 
     def _answer(self) -> bool:
         if not self._markers:
-            self._take(len(self._buffer), Kind.TEXT)
+            self._take(len(self._buffer), SectionKind.TEXT)
             return False
         marker = self._markers.search(self._buffer)
         if marker is None:
-            self._take_settled(self._markers, Kind.TEXT)
+            self._take_settled(self._markers, SectionKind.TEXT)
             return False
         before = len(self._buffer[: marker.start()].rstrip())
-        self._take(before, Kind.TEXT)
+        self._take(before, SectionKind.TEXT)
         if marker[0] in self._framing:
-            self._take(marker.end() - before, Kind.HIDDEN)
+            self._take(marker.end() - before, SectionKind.HIDDEN)
             return self._go(self._opening if marker[0] == self._framing[0] else self._answer)
         if marker[0] in STRAY_ENDS:
-            self._take(marker.end() - before, Kind.HIDDEN if self._called else Kind.TEXT)
+            self._take(marker.end() - before, SectionKind.HIDDEN if self._called else SectionKind.TEXT)
             return True
         return self._try(_BY_START[marker[0]], marker.end() - before)
 
@@ -526,11 +526,11 @@ class Sections:
             return self._not_a_call(attempt)
         if state is AttemptState.CUT:
             self._attempt = None
-            self._out.append(self._cut_off(len(self._buffer), Kind.CUT_CALL, attempt.pieces()))
+            self._out.append(self._cut_off(len(self._buffer), SectionKind.CUT_CALL, attempt.pieces()))
             return self._go(self._answer)
         is_end = state is AttemptState.ENDED
         if attempt.has_begun:
-            self._out.append(self._cut_off(attempt.drop_read(), Kind.CALLS, attempt.pieces(), is_end))
+            self._out.append(self._cut_off(attempt.drop_read(), SectionKind.CALLS, attempt.pieces(), is_end))
         if not is_end:
             return False
         self._attempt, self._called = None, True
@@ -550,9 +550,9 @@ class Sections:
         assert self._quote_end
         end = self._quote_end.search(self._buffer)
         if end is None:
-            self._take_settled(self._quote_end, Kind.TEXT)
+            self._take_settled(self._quote_end, SectionKind.TEXT)
             return False
-        self._take(end.end(), Kind.TEXT)
+        self._take(end.end(), SectionKind.TEXT)
         return self._go(self._answer)
 
     # ── what they share ──
@@ -572,14 +572,14 @@ class Sections:
         self._at_end += self._is_over
         if self._in_vain > _MAX_IN_VAIN or self._at_end > _MAX_AT_END:
             self._markers = None
-        self._take(attempt.start, Kind.TEXT)
+        self._take(attempt.start, SectionKind.TEXT)
         self._quote_end = Markers([attempt.quoted_until]) if attempt.quoted_until else None
         return self._go(self._quoted if self._quote_end else self._answer)
 
     def _take_blanks(self) -> None:
-        self._take(len(self._buffer) - len(self._buffer.lstrip()), Kind.AROUND_REASONING)
+        self._take(len(self._buffer) - len(self._buffer.lstrip()), SectionKind.AROUND_REASONING)
 
-    def _take_settled(self, markers: Markers, kind: Kind) -> None:
+    def _take_settled(self, markers: Markers, kind: SectionKind) -> None:
         """All but what may turn out to be a marker, or blanks before one."""
         settled = self._buffer[: len(self._buffer) - markers.held(self._buffer)]
         self._take(len(settled.rstrip()), kind)
@@ -591,16 +591,16 @@ class Sections:
             sections = Sections(self._tools, None)
             found = sections.feed(thought[marker.start() :]) + sections.finish()
             self._in_vain += sections._in_vain
-            if all(section.kind in (Kind.CALLS, Kind.HIDDEN) for section in found):
+            if all(section.kind in (SectionKind.CALLS, SectionKind.HIDDEN) for section in found):
                 pieces = tuple(piece for section in found for piece in section.pieces)
-                self._out.append(self._cut_off(0, Kind.CALLS, pieces, is_end=True))
+                self._out.append(self._cut_off(0, SectionKind.CALLS, pieces, is_end=True))
             if self._out or self._in_vain > _MAX_IN_VAIN:
                 return
 
     def _take_cut_marker(self) -> None:
         if marker := _CUT_START.held(self._buffer):
-            self._take(len(self._buffer[:-marker].rstrip()), Kind.TEXT)
-            self._take(len(self._buffer), Kind.CUT_CALL)
+            self._take(len(self._buffer[:-marker].rstrip()), SectionKind.TEXT)
+            self._take(len(self._buffer), SectionKind.CUT_CALL)
 
 
 def _markers(with_tools: bool, framing: tuple[str, ...]) -> Markers | None:

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 
 from emberkeep.chat.dialects.table import HARMONY, TAGGED
 from emberkeep.chat.messages import CALL_FORMS, CallForm, common_prefix, values_for
-from emberkeep.chat.output import Kind, Sections
+from emberkeep.chat.output import SectionKind, Sections
 from emberkeep.errors import TemplateFailed
 from emberkeep.types import Json, Message, Tool, ToolCall
 
@@ -192,6 +192,6 @@ def _is_read(writing: CallWriting, name: str, arguments: str) -> bool:
     sections = Sections({name: Tool(name)}, None, HARMONY)
     found = sections.feed(writing.call(name, arguments)) + sections.finish()
     pieces = [piece for section in found for piece in section.pieces]
-    texts = [section.text.strip() for section in found if section.kind is Kind.TEXT]
+    texts = [section.text.strip() for section in found if section.kind is SectionKind.TEXT]
     is_same = "".join(piece.arguments for piece in pieces) == arguments
     return is_same and [piece.name for piece in pieces if piece.name] == [name] and not any(texts)
