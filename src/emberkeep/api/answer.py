@@ -135,7 +135,7 @@ class Answer:
             }
             for index, choice in enumerate(self._choices)
         ]
-        return self._wrapped(envelope, "chat.completion", choices)
+        return self._wrap(envelope, "chat.completion", choices)
 
     def text_json(self, envelope: Envelope) -> dict[str, Json]:
         choices = [
@@ -147,9 +147,9 @@ class Answer:
             }
             for index, choice in enumerate(self._choices)
         ]
-        return self._wrapped(envelope, "text_completion", choices)
+        return self._wrap(envelope, "text_completion", choices)
 
-    def _wrapped(self, envelope: Envelope, kind: str, choices: list[dict[str, Json]]) -> dict[str, Json]:
+    def _wrap(self, envelope: Envelope, kind: str, choices: list[dict[str, Json]]) -> dict[str, Json]:
         completed = merge_usage(self._completed)
         return envelope.head(kind) | {
             "choices": choices,
@@ -199,7 +199,7 @@ class _Chunks:
         spent = {"total": event.total, "cache": event.cached, "processed": event.processed}
         return self.chunk([choice], prompt_progress=spent | {"time_ms": event.elapsed_ms})
 
-    def told(self, choice: Json, detail: Json) -> bytes:
+    def aside(self, choice: Json, detail: Json) -> bytes:
         """What happens here beside the answer."""
         return b"event: emberkeep\n" + self.chunk([choice], emberkeep=detail)
 
@@ -246,7 +246,7 @@ class ChatFrames:
             case Completed():
                 return self._chunks.keep(event)
             case CallStarted() | CallEnded():
-                return self._chunks.told(_chat_choice(0, {}), tool_json(event))
+                return self._chunks.aside(_chat_choice(0, {}), tool_json(event))
         return b""
 
     def end(self) -> bytes:

@@ -60,7 +60,7 @@ class Content:
     images: tuple[Image, ...] = ()
 
 
-def _joined(content: Json) -> Content | None:
+def _join_parts(content: Json) -> Content | None:
     """A string, null or a list of parts: texts, one per line, and images."""
     if content is None:
         return None
@@ -108,7 +108,7 @@ class ToolCallBody(Body):
 class MessageBody(Body):
     role: Role
     content: Annotated[
-        Content | None, PlainValidator(_joined, json_schema_input_type=str | list[TextPart | ImagePart] | None)
+        Content | None, PlainValidator(_join_parts, json_schema_input_type=str | list[TextPart | ImagePart] | None)
     ] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=256)] | None = None

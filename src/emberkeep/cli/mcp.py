@@ -155,7 +155,7 @@ def _serve(config: Config, owner: str, *, http: bool) -> None:
     try:
         host = McpHost(open_toolbox(config, memory=memory, asks=False), memory, owner)
         if http:
-            from emberkeep.server.mcp_http import serve_mcp
+            from emberkeep.server.lifecycle import serve_mcp
 
             serve_mcp(host, config)
         else:

@@ -134,17 +134,17 @@ def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: O
     options = {**options, "max_tokens": 0}
     if isinstance(prompt_or_messages, str):
         return replace(prompt_request(prompt_or_messages, options), is_prefix=True)
-    given = {**_settled(options), "messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
+    given = {**_settle(options), "messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
     call = validate(_PrefixCall, given)
     return prefix_of_chats(call.to_base(), call.messages, call.tools or [])
 
 
 def declared_prefixes(config: Config) -> list[Request]:
     """Those that the operator declares, as requests whose state every user may reuse. Raises ConfigError."""
-    return [_declared(number, prefix) for number, prefix in enumerate(config.warm, 1)]
+    return [_declared_prefix(number, prefix) for number, prefix in enumerate(config.warm, 1)]
 
 
-def _declared(number: int, prefix: WarmPrefix) -> Request:
+def _declared_prefix(number: int, prefix: WarmPrefix) -> Request:
     try:
         request = _prompt_or_chat(prefix)
     except RequestError as error:
@@ -161,7 +161,7 @@ def _prompt_or_chat(prefix: WarmPrefix) -> Request:
 
 def prompt_request(prompt: str, options: Options) -> Request:
     """Raises RequestError, or InvalidField with the argument's name."""
-    call = validate(_PromptCall, {**_settled(options), "prompt": _plain(prompt)})
+    call = validate(_PromptCall, {**_settle(options), "prompt": _plain(prompt)})
     return replace(call.to_base(), prompt=call.prompt)
 
 
@@ -170,7 +170,7 @@ def chat_request(
 ) -> Request:
     """`functions`: names of those that run here. Raises RequestError, or InvalidField with the argument's name."""
     listed = [Message("user", messages)] if isinstance(messages, str) else messages
-    given = {**_settled(options), "messages": _plain(listed), "tools": _plain(tools)}
+    given = {**_settle(options), "messages": _plain(listed), "tools": _plain(tools)}
     call = validate(_ChatCall, given)
     listed_tools = tuple(tool.to_tool() for tool in call.tools or ())
     check_choice(call.tool_choice, (*listed_tools, *map(Tool, functions)))
@@ -182,7 +182,7 @@ def chat_request(
     )
 
 
-def _settled(options: Options) -> dict[str, Json]:
+def _settle(options: Options) -> dict[str, Json]:
     for name in options:
         if name not in Options.__annotations__:
             raise InvalidField(name, f"is not an argument here: {_what_is(name)}")
@@ -199,7 +199,7 @@ def _plain(value: object) -> Json:
     """As it would have come over HTTP."""
     match value:
         case str():
-            return _whole(value)
+            return _check_characters(value)
         case Message():
             return _plain(message_json(value))
         case ToolCall():
@@ -215,7 +215,7 @@ def _plain(value: object) -> Json:
     return value
 
 
-def _whole(text: str) -> str:
+def _check_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:

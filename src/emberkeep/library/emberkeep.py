@@ -98,13 +98,13 @@ class Emberkeep:
         was said in between is in the result's `messages`; calls of definitions in OpenAI's shape are in its
         `tool_calls`. Raises RequestError, EngineError, and ConfigError for a function that is no tool.
         """
-        request, toolbox = _asked(messages, tools, options)
+        request, toolbox = _request_and_toolbox(messages, tools, options)
         whole = replace(request, in_pieces=False)
         return _read(self._start(whole) if toolbox is None else self._act(whole, toolbox))
 
     def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Stream:
         """Answer a conversation piece by piece. `tools`: as in `chat`."""
-        request, toolbox = _asked(messages, tools, options)
+        request, toolbox = _request_and_toolbox(messages, tools, options)
         return self._start(request) if toolbox is None else self._act(request, toolbox)
 
     def acting(self, config: Config, *, asks: bool) -> ToolSession:
@@ -182,9 +182,9 @@ class Emberkeep:
             self._finish(replace(asked, max_tokens=0))
         greedy = replace(asked, top_logprobs=CANDIDATES, from_store=True, is_kept=False)
         fresh = self._finish(replace(greedy, approximate=False, use_cache=False))
-        return VerifyReport(self._finish(greedy), fresh, self._followed(greedy, fresh), tuple(answers))
+        return VerifyReport(self._finish(greedy), fresh, self._follow(greedy, fresh), tuple(answers))
 
-    def _followed(self, request: Request, fresh: Result) -> Result | None:
+    def _follow(self, request: Request, fresh: Result) -> Result | None:
         """`request`, made to give the fresh answer; None where its tokens are not all known."""
         if not fresh.tokens or len(fresh.tokens) != fresh.usage.completion_tokens:
             return None
@@ -257,7 +257,9 @@ def _read(stream: Stream) -> Result:
         return stream.result
 
 
-def _asked(messages: Messages, tools: Tools | None, options: Options) -> tuple[Request, ToolBox | None]:
+def _request_and_toolbox(
+    messages: Messages, tools: Tools | None, options: Options
+) -> tuple[Request, ToolBox | None]:
     """With a toolbox where there are functions to run."""
     listed: list[Any] = list(tools or ())
     toolbox = own_toolbox([one for one in listed if is_runnable(one)])

@@ -44,7 +44,7 @@ def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[Stor
                 raise ValueError("it names another store")
             found.append(StoreFolder(path, str(meta["model"]), meta["fingerprint"]))
         except (OSError, LookupError, TypeError, ValueError) as error:
-            on_broken(_left_out(path, error))
+            on_broken(_why_left_out(path, error))
     return found
 
 
@@ -111,6 +111,6 @@ def _has_chunks(path: Path) -> bool:
     return any(path.glob("chunks/*/*.kv"))
 
 
-def _left_out(path: Path, error: Exception) -> str:
+def _why_left_out(path: Path, error: Exception) -> str:
     reason = "its index does not say what it holds" if isinstance(error, LookupError) else error
     return f"{path} is left out ({reason}): serving its model once repairs it, and deleting it is safe."

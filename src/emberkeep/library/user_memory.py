@@ -251,14 +251,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Json]]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
-                yield _parsed(text, f"Line {number} of {path}")
+                yield _parse_line(text, f"Line {number} of {path}")
     except UnicodeDecodeError as error:
         raise EmberkeepError(f"{path} is not valid UTF-8: give a file that was exported.") from error
     except OSError as error:
         raise EmberkeepError(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
-def _parsed(text: str, where: str) -> dict[str, Json]:
+def _parse_line(text: str, where: str) -> dict[str, Json]:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,7 @@
-"""`emberkeep serve`: take the port, open the model, answer until told to stop, then drain and close."""
+"""`emberkeep serve`: take the port, open the model, answer until told to stop, then drain and close.
+
+`emberkeep mcp serve` over HTTP stands behind the same checks.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import uvicorn
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import keep_warm
@@ -19,9 +25,14 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.library.arguments import declared_prefixes
 from emberkeep.runtime import open_backend
 from emberkeep.server.app import create_app
-from emberkeep.server.http_server import Server
+from emberkeep.server.http_server import Connections, Server, uvicorn_config
+from emberkeep.server.limits import Limits, affordable
+from emberkeep.server.middleware import BodyBounds, Drain, SecurityMiddleware
 from emberkeep.server.presence import announce, reachable_url
 from emberkeep.signals import ending_signals
+
+if TYPE_CHECKING:
+    from emberkeep.mcp.server import McpHost
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +63,22 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
             print(banner(config, backend, listener), file=sys.stderr, flush=True)
 
         run_until_stopped(Server(create_app(backend, config), config, on_ready=on_ready), backend, listener)
+
+
+def serve_mcp(host: McpHost, config: Config) -> None:
+    """MCP over HTTP. Blocks until SIGINT, SIGTERM or SIGHUP. Raises EmberkeepError when it cannot start."""
+    from emberkeep.mcp.server import HTTP_PATH  # with the SDK, which `serve` does without
+
+    check_exposure(config)
+    limits = Limits(connections=affordable(config.connections))
+    app = SecurityMiddleware(BodyBounds(host.http_app(), Drain(), limits), config)
+    with bind(config.host, config.port) as listener:
+        url = reachable_url(config.host, listener.getsockname()[1])
+        server = uvicorn.Server(uvicorn_config(app, config, Connections(limits), lifespan="on"))
+        for number in ending_signals():
+            signal.signal(number, server.handle_exit)
+        print(f"MCP is ready at {url}{HTTP_PATH}\n  stop   Ctrl-C", file=sys.stderr, flush=True)
+        server.run(sockets=[listener])
 
 
 def banner(config: Config, backend: Backend, listener: socket.socket) -> str:

@@ -167,8 +167,8 @@ def _add_whole_memory(router: APIRouter, backend: Backend, side: SideWork) -> No
     async def export(whose: Whose) -> Response:
         rows = require_memory(backend.memory).export(whose.to_namespace())
         # The status goes out with the first lines: what is wrong from the beginning still gets its own.
-        first = await side.run(_lines, rows)
-        return StreamingResponse(_from(first, rows), media_type="application/x-ndjson")
+        first = await side.run(_next_lines, rows)
+        return StreamingResponse(_export_from(first, rows), media_type="application/x-ndjson")
 
     @router.delete("/v1/memory")
     async def forget(whose: Whose, conversation_id: Name | None = None) -> Response:
@@ -206,7 +206,7 @@ def _named_owner(whose: UserFields) -> str:
     return whose.to_namespace()
 
 
-def _lines(rows: Iterator[Mapping[str, Json]]) -> bytes:
+def _next_lines(rows: Iterator[Mapping[str, Json]]) -> bytes:
     """The next few, empty at the end."""
     lines, size = [], 0
     for row in islice(rows, _ROWS):
@@ -217,12 +217,12 @@ def _lines(rows: Iterator[Mapping[str, Json]]) -> bytes:
     return b"".join(lines)
 
 
-async def _from(lines: bytes, rows: Iterator[Mapping[str, Json]]) -> AsyncIterator[bytes]:
+async def _export_from(lines: bytes, rows: Iterator[Mapping[str, Json]]) -> AsyncIterator[bytes]:
     """An error after the first lines is the last line."""
     try:
         while lines:
             yield lines
-            lines = await asyncio.to_thread(_lines, rows)
+            lines = await asyncio.to_thread(_next_lines, rows)
     except EmberkeepError as error:
         yield line(failure_of(error).json()).encode()
 

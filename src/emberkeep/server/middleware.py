@@ -212,7 +212,7 @@ class SecurityMiddleware:
         headers = Headers(scope=scope)
         try:
             self._check_host(headers, scope)
-            origin = self._checked_origin(headers)
+            origin = self._check_origin(headers)
         except Refused as refused:
             await failure_response(refused.failure)(scope, receive, send)
             return
@@ -235,7 +235,7 @@ class SecurityMiddleware:
                 "This Host is not served: use the server's own address, or add the name to allowed_hosts."
             )
 
-    def _checked_origin(self, headers: Headers) -> str | None:
+    def _check_origin(self, headers: Headers) -> str | None:
         """The origin if it is another one that may read answers; None if there is nothing to tell it."""
         origins = headers.getlist("origin")
         if not origins:
