@@ -53,10 +53,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_the_first_one_answers_and_the_others_are_not_even_opened() -> None:
     first, second = Far("first"), Far("second")
     chain = FallbackBackend([first.link(), second.link()])
-    *events, bill = read(chain, HELLO)
+    *events, completed = read(chain, HELLO)
     assert text(events) == "first says hello."
-    assert isinstance(bill, Completed)
-    assert bill.answered_by == "first"
+    assert isinstance(completed, Completed)
+    assert completed.answered_by == "first"
     assert second.opened == 0
     assert chain.health()["chain"] == [
         {"name": "first", "state": "ready"},
@@ -84,10 +84,10 @@ def test_one_that_fails_is_stood_in_for_and_left_alone_for_a_while(
     first, second = Far("first"), Far("second")
     chain = FallbackBackend([first.link(), second.link()])
     first.error = error
-    *events, bill = read(chain, HELLO)
+    *events, completed = read(chain, HELLO)
     assert text(events) == "second says hello."
-    assert isinstance(bill, Completed)
-    assert bill.answered_by == "second"
+    assert isinstance(completed, Completed)
+    assert completed.answered_by == "second"
     assert chain.health()["backend"] == "far"
     read(chain, HELLO)
     assert len(first.provider.asked) == 1
@@ -97,7 +97,7 @@ def test_one_that_fails_is_stood_in_for_and_left_alone_for_a_while(
     assert chain.health()["chain"][0] == {"name": "first", "state": "ready"}
 
 
-def test_all_that_rest_are_asked_again_before_nobody_answers(clock: Callable[[float], None]) -> None:
+def test_all_that_failed_lately_are_asked_again_before_none_answers(clock: Callable[[float], None]) -> None:
     first, second = Far("first"), Far("second")
     chain = FallbackBackend([first.link(), second.link()])
     first.error = second.error = RemoteDown("Gone.")
@@ -124,14 +124,14 @@ def test_an_answer_that_has_begun_is_not_begun_by_another() -> None:
     assert second.opened == 0
 
 
-def test_an_answer_that_nobody_has_seen_yet_is_given_by_another() -> None:
+def test_an_answer_that_no_client_has_seen_yet_is_given_by_another() -> None:
     first, second = Far("first"), Far("second")
     first.provider = ScriptedProvider(lambda request: [TextDelta(0, "Hel"), RemoteDown("Gone.")])
     chain = FallbackBackend([first.link(), second.link()])
-    *events, bill = read(chain, replace(HELLO, in_pieces=False))
+    *events, completed = read(chain, replace(HELLO, in_pieces=False))
     assert text(events) == "second says hello."
-    assert isinstance(bill, Completed)
-    assert bill.answered_by == "second"
+    assert isinstance(completed, Completed)
+    assert completed.answered_by == "second"
 
 
 def test_clients_may_ask_for_any_of_them_by_name() -> None:

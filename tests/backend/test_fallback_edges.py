@@ -106,7 +106,7 @@ def test_several_that_need_it_at_once_open_it_once() -> None:
     assert len(second.opened) == 1
 
 
-def test_whoever_leaves_while_one_opens_does_not_make_it_open_twice() -> None:
+def test_a_client_that_leaves_while_one_opens_does_not_make_it_open_twice() -> None:
     first, second, chain = pair()
     first.fails = RemoteDown("Gone.")
 
@@ -180,7 +180,7 @@ def test_one_that_is_asked_again_and_is_still_down_does_not_count_as_the_one_tha
     assert chain.health()["chain"][0]["state"] == "failed"
 
 
-def test_one_that_rests_is_asked_before_nobody_answers(clock: Callable[[float], None]) -> None:
+def test_one_that_failed_lately_is_asked_before_none_answers(clock: Callable[[float], None]) -> None:
     first, second, chain = pair()
     first.fails = RemoteDown("Gone.")
     asyncio.run(read(chain))

@@ -40,8 +40,8 @@ def tokens_of(messages: Sequence[Message]) -> int:
 
 
 def said(text: str, prompt_tokens: int = 10, cached_tokens: int = 0) -> list[Step]:
-    bill = Completed(Usage(prompt_tokens, 3, cached_tokens), Timings(), LookupRecord())
-    return [TextDelta(0, text), Finished(0, FinishReason.STOP), bill]
+    completed = Completed(Usage(prompt_tokens, 3, cached_tokens), Timings(), LookupRecord())
+    return [TextDelta(0, text), Finished(0, FinishReason.STOP), completed]
 
 
 @dataclass

@@ -174,7 +174,7 @@ def test_thinking_is_reasoning_and_goes_back_signed_with_its_call() -> None:
     ]
 
 
-def test_thinking_that_nobody_here_has_signed_is_left_out() -> None:
+def test_thinking_that_was_not_signed_here_is_left_out() -> None:
     called = replace(CALLED, reasoning="Where?")
     content = sent(replace(HELLO, messages=(*HELLO.messages, called, ANSWERED)))["messages"][1]["content"]
     assert [block["type"] for block in content] == ["tool_use"]
@@ -353,7 +353,7 @@ def test_a_request_is_sent_once_whatever_happens() -> None:
     assert len(server.asked) == 1
 
 
-def test_nobody_there_is_down() -> None:
+def test_a_service_that_is_not_there_is_down() -> None:
     async def run() -> None:
         async with AnthropicServer() as server:
             url = server.url

@@ -157,13 +157,13 @@ def depth(pier: int) -> str:
 
 
 def test_text_and_what_it_cost(vendor: Vendor) -> None:
-    *events, bill = with_server(
+    *events, completed = with_server(
         vendor.serve(vendor.said("Seven metres.")), lambda url: events_of(vendor.backend(url))
     )
     assert text(events) == "Seven metres."
-    assert isinstance(bill, Completed)
-    assert bill.usage.prompt_tokens and bill.usage.completion_tokens
-    assert bill.answered_by == vendor.kind
+    assert isinstance(completed, Completed)
+    assert completed.usage.prompt_tokens and completed.usage.completion_tokens
+    assert completed.answered_by == vendor.kind
 
 
 def test_tools_run_here_and_the_result_goes_back(vendor: Vendor) -> None:
@@ -225,8 +225,8 @@ def test_one_that_is_down_is_stood_in_for(vendor: Vendor) -> None:
         events = await events_of(chain)
         return events, chain.health()
 
-    (*events, bill), health = with_server(stand_in.serve(stand_in.said("I do.")), ask)
+    (*events, completed), health = with_server(stand_in.serve(stand_in.said("I do.")), ask)
     assert text(events) == "I do."
-    assert bill.answered_by == "second"
+    assert completed.answered_by == "second"
     assert health["chain"][0]["state"] == "failed"
     assert "cannot be reached" in health["chain"][0]["error"]

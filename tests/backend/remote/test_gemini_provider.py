@@ -289,7 +289,7 @@ def test_a_request_is_sent_once_whatever_happens() -> None:
     assert len(server.asked) == 1
 
 
-def test_nobody_there_is_down() -> None:
+def test_a_service_that_is_not_there_is_down() -> None:
     async def run() -> None:
         async with GeminiServer() as server:
             url = server.url

@@ -174,7 +174,7 @@ def test_images_follow_the_text_whatever_their_address() -> None:
     assert [part.image_url.image_url for part in content[1:]] == [image.url for image in images]
 
 
-def test_only_what_somebody_chose_is_sent() -> None:
+def test_only_what_the_user_chose_is_sent() -> None:
     plain = sent(HELLO)
     fields = {descriptor.name for descriptor, _ in plain.ListFields()}
     assert fields == {"messages", "model", "max_tokens"} and plain.max_tokens == 64

@@ -178,7 +178,7 @@ def test_images_go_out_as_bytes_and_addresses_are_refused() -> None:
         ask(looking("data:image/png;base64,AAAAA"))
 
 
-def test_options_are_those_that_somebody_chose() -> None:
+def test_options_are_those_that_the_user_chose() -> None:
     assert "options" not in sent(HELLO)
     request = Request(
         messages=HELLO.messages,
@@ -256,7 +256,7 @@ def test_without_a_name_the_first_model_is_asked_for() -> None:
 
 
 def test_a_key_is_sent_only_where_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OLLAMA_API_KEY", "of-somebody")
+    monkeypatch.setenv("OLLAMA_API_KEY", "of-another")
 
     async def use(provider: OllamaProvider, server: OllamaServer) -> str | None:
         with suppress(RemoteRefused):

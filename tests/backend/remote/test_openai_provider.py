@@ -235,7 +235,7 @@ def test_images_follow_the_text_whatever_their_address() -> None:
     ]
 
 
-def test_only_what_somebody_chose_is_sent() -> None:
+def test_only_what_the_user_chose_is_sent() -> None:
     assert sent(HELLO) == {
         "model": "gpt-6",
         "messages": [{"role": "user", "content": "Hello?"}],
@@ -295,15 +295,15 @@ def test_the_depth_travels_to_other_servers_and_not_to_openai() -> None:
 
 
 def test_without_a_key_none_is_sent_whatever_the_environment_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-somebody")
-    monkeypatch.setenv("OPENAI_ADMIN_KEY", "sk-of-somebody")
-    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-somebody")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another")
+    monkeypatch.setenv("OPENAI_ADMIN_KEY", "sk-of-another")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-another")
 
     async def use(provider: OpenAIProvider, server: OpenAIServer) -> str:
         await events_of(provider, HELLO)
         return str(server.asked[-1].headers)
 
-    assert "of-somebody" not in with_provider(use, key=None, server_key=None)
+    assert "of-another" not in with_provider(use, key=None, server_key=None)
 
 
 FAILURES = [

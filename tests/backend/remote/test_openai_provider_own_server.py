@@ -82,11 +82,11 @@ def test_what_was_asked_arrives_as_it_was_asked(server: Running) -> None:
 
     ask(server, request)
 
-    heard = server.backend.last
-    assert heard.messages == request.messages
-    assert heard.tools == request.tools and heard.parallel_tool_calls is False
-    assert heard.sampling == request.sampling
-    assert (heard.max_tokens, heard.stop, heard.user) == (9, ("END",), "ann")
+    asked = server.backend.last
+    assert asked.messages == request.messages
+    assert asked.tools == request.tools and asked.parallel_tool_calls is False
+    assert asked.sampling == request.sampling
+    assert (asked.max_tokens, asked.stop, asked.user) == (9, ("END",), "ann")
 
 
 def test_calls_and_thoughts_arrive_in_pieces(server: Running) -> None:

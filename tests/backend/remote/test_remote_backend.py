@@ -1,4 +1,4 @@
-"""Over somebody else's model: conversations, memory, tools, patience."""
+"""Over a model that runs elsewhere: conversations, memory, tools, retries."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def failing(*errors: Exception) -> ScriptedProvider:
 
 def test_events_pass_and_the_bill_says_who_and_how_long() -> None:
     provider = ScriptedProvider(lambda request: said("Hello to you.", 12, 5))
-    *events, bill = read(remote(provider), HELLO)
+    *events, completed = read(remote(provider), HELLO)
     assert text(events) == "Hello to you."
-    assert isinstance(bill, Completed)
-    assert bill.usage == Usage(12, 3, 5)
-    assert bill.answered_by == "far"
-    assert bill.lookup.reason is MissReason.REMOTE
-    assert (bill.timings.cache_n, bill.timings.prompt_n, bill.timings.predicted_n) == (5, 7, 3)
+    assert isinstance(completed, Completed)
+    assert completed.usage == Usage(12, 3, 5)
+    assert completed.answered_by == "far"
+    assert completed.lookup.reason is MissReason.REMOTE
+    assert (completed.timings.cache_n, completed.timings.prompt_n, completed.timings.predicted_n) == (5, 7, 3)
 
 
 def test_a_service_that_is_down_for_a_moment_is_asked_again() -> None:
@@ -184,10 +184,10 @@ class Talk:
 
     def say(self, words: str) -> Completed:
         self.messages.append(Message("user", words))
-        *_, bill = read(self.backend, Request(messages=tuple(self.messages)))
+        *_, completed = read(self.backend, Request(messages=tuple(self.messages)))
         self.messages.append(Message("assistant", "Noted."))
-        assert isinstance(bill, Completed)
-        return bill
+        assert isinstance(completed, Completed)
+        return completed
 
 
 def note(i: int) -> str:
@@ -244,8 +244,8 @@ def test_what_left_comes_back_where_it_is_asked_for(tmp_path: Path) -> None:
     talk.say("My boat is called Zephyr and has a red keel.")
     for i in range(40):
         talk.say(note(i))
-    bill = talk.say("What is my boat called, the one with the red keel?")
-    assert bill.fit.recalled
+    completed = talk.say("What is my boat called, the one with the red keel?")
+    assert completed.fit.recalled
     assert "Zephyr" in talk.provider.asked[-1].messages[-1].content
 
 
@@ -253,8 +253,8 @@ def test_what_left_comes_back_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def calling(name: str, arguments: str) -> list[Step]:
-    bill = Completed(Usage(10, 5), Timings(), LookupRecord())
-    return [ToolCallDelta(0, 0, "c1", name, arguments), Finished(0, FinishReason.TOOL_CALLS), bill]
+    completed = Completed(Usage(10, 5), Timings(), LookupRecord())
+    return [ToolCallDelta(0, 0, "c1", name, arguments), Finished(0, FinishReason.TOOL_CALLS), completed]
 
 
 def depth(pier: int) -> str:

@@ -1,4 +1,4 @@
-"""Over somebody else's model: tools in several rounds, time, what is billed, other scripts, no memory."""
+"""Over a model that runs elsewhere: tools in several rounds, time, usage, other scripts, no memory."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ HELLO = Request(messages=(Message("user", "Hello"),))
 
 
 def calling(name: str, arguments: str = "{}", id: str = "c1") -> list[Step]:
-    bill = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())
-    return [ToolCallDelta(0, 0, id, name, arguments), Finished(0, FinishReason.TOOL_CALLS), bill]
+    completed = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())
+    return [ToolCallDelta(0, 0, id, name, arguments), Finished(0, FinishReason.TOOL_CALLS), completed]
 
 
 def rounds(*scripts: Iterable[Step]) -> ScriptedProvider:
@@ -48,13 +48,13 @@ def rounds(*scripts: Iterable[Step]) -> ScriptedProvider:
 
 
 def honest(*scripts: list[Step]) -> ScriptedProvider:
-    """Bills what it was sent."""
+    """Counts what it was sent."""
     left = iter(scripts)
 
     def script(request: Request) -> list[Step]:
-        *events, bill = next(left)
-        assert isinstance(bill, Completed)
-        return [*events, replace(bill, usage=Usage(tokens_of(request.messages), 5))]
+        *events, completed = next(left)
+        assert isinstance(completed, Completed)
+        return [*events, replace(completed, usage=Usage(tokens_of(request.messages), 5))]
 
     return ScriptedProvider(script)
 
@@ -110,7 +110,7 @@ def test_who_may_only_search_is_told_so(tmp_path: Path) -> None:
     assert outcomes(events) == ["There is no tool 'sail': use search_memory, or answer."]
 
 
-def test_a_client_with_tools_gets_calls_that_nobody_knows(tmp_path: Path) -> None:
+def test_a_client_with_tools_gets_calls_of_unknown_tools(tmp_path: Path) -> None:
     backend = remote(rounds(calling("sail")), tmp_path, recall=Recall.TOOL)
     events = read(backend, replace(HELLO, tools=(Tool("ferry"),)))
     assert [event.name for event in events if isinstance(event, ToolCallDelta)] == ["sail"]
@@ -226,12 +226,12 @@ def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.Mo
     assert len(provider.asked) == 1
 
 
-# ── bills ──
+# ── usage ──
 
 
 def test_the_bill_of_several_choices_has_the_tokens_of_all() -> None:
-    bill = Completed(Usage(10, 7, 4, 2), Timings(), LookupRecord())
-    provider = ScriptedProvider(lambda request: [Finished(0, FinishReason.STOP), bill])
+    completed = Completed(Usage(10, 7, 4, 2), Timings(), LookupRecord())
+    provider = ScriptedProvider(lambda request: [Finished(0, FinishReason.STOP), completed])
     *_, last = read(remote(provider), replace(HELLO, n=3))
     assert isinstance(last, Completed)
     assert last.usage == Usage(10, 21, 4, 6)
@@ -268,13 +268,13 @@ def test_a_conversation_in_chinese_fits_from_the_first_answer_on(tmp_path: Path,
 
     history = [message for i in range(60) for message in (chinese(i), Message("assistant", "好的。"))]
     backend = remote(ScriptedProvider(script), tmp_path, context=1000)
-    *_, bill = read(backend, Request(messages=(*history, chinese(60))))
-    assert isinstance(bill, Completed)
-    assert bill.fit.evictions
+    *_, completed = read(backend, Request(messages=(*history, chinese(60))))
+    assert isinstance(completed, Completed)
+    assert completed.fit.evictions
     assert too_long == []
 
 
-def test_where_nobody_knows_chinese_has_more_tokens_than_english() -> None:
+def test_without_a_count_chinese_has_more_tokens_than_english() -> None:
     assert about_tokens("船" * 30) == 30
     assert about_tokens("ship" * 30) == 40
 

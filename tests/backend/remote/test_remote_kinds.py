@@ -134,7 +134,7 @@ def test_a_backend_of_ones_own_that_cannot_be_opened_is_explained(backend: str) 
 
 
 @pytest.mark.usefixtures("own_backends")
-def test_nobody_can_take_the_place_of_a_known_kind() -> None:
+def test_no_package_can_take_the_place_of_a_known_kind() -> None:
     assert kind_names().count("openai") == 1
     with pytest.raises(RemoteRefused):
         open_provider(remote("openai"), {})

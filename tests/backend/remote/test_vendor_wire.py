@@ -26,15 +26,15 @@ def test_pieces_of_two_calls_in_any_order_come_together_again(
 ) -> None:
     left = {0: list(first), 1: list(second)}
     calls = CallPieces()
-    heard = [*calls.piece(0, "c0", "a", ""), *calls.piece(1, "c1", "b", "")]
+    pieces = [*calls.piece(0, "c0", "a", ""), *calls.piece(1, "c1", "b", "")]
 
     while any(left.values()):
         key = data.draw(st.sampled_from([key for key, pieces in left.items() if pieces]))
-        heard += calls.piece(key, None, None, left[key].pop(0))
+        pieces += calls.piece(key, None, None, left[key].pop(0))
 
-    said = ["".join(one.arguments for one in heard if one.call_index == index) for index in (0, 1)]
+    said = ["".join(one.arguments for one in pieces if one.call_index == index) for index in (0, 1)]
     assert said == ["".join(first), "".join(second)]
-    assert [one.id for one in heard if one.id] == calls.ids == ["c0", "c1"]
+    assert [one.id for one in pieces if one.id] == calls.ids == ["c0", "c1"]
 
 
 def test_only_the_latest_are_kept() -> None:

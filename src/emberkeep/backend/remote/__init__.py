@@ -1,1 +1,1 @@
-"""Models that somebody else serves."""
+"""Models that run elsewhere."""
