@@ -23,7 +23,7 @@ from emberkeep.models.spec import DEFAULT_SOURCE
 from emberkeep.models.wheel import fetch_wheel
 from emberkeep.signals import ending_signals, with_default_signals
 from emberkeep.tools.command_tool import CommandTool
-from support.server_process import ServerProcess
+from helpers.server_process import ServerProcess
 
 SWITCHED_OFF = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 BLOCKED = (signal.SIGTERM, signal.SIGUSR2)
@@ -168,7 +168,7 @@ def test_a_hangup_ends_us_unless_it_was_switched_off(nohup: None) -> None:
     assert ending_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-SERVER = Path(__file__).parent / "faults" / "serve_fake.py"
+SERVER = Path(__file__).parent / "helpers" / "serve_fake.py"
 
 
 @pytest.mark.slow

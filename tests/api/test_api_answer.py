@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emberkeep.api.answer import ChatFrames, Envelope, TextFrames
 from emberkeep.types import Event, ReasoningDelta, TextDelta
-from helpers.scripted_server import BILL
+from helpers.scripted_server import COMPLETED
 
 ENVELOPE = Envelope("id", 5, 'mo"del', "fp", None)
 TEXT = st.text(min_size=1)
@@ -47,6 +47,6 @@ def test_a_text_chunk_holds_the_text(text: str, index: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatFrames, TextFrames])
-@pytest.mark.parametrize("event", [TextDelta(0, ""), BILL])
+@pytest.mark.parametrize("event", [TextDelta(0, ""), COMPLETED])
 def test_nothing_is_sent_for_what_has_nothing_to_show(kind: type[ChatFrames | TextFrames], event: Event) -> None:
     assert kind(ENVELOPE, include_usage=True).frame(event) == b""

@@ -18,8 +18,8 @@ from emberkeep.backend.capabilities import (
 from emberkeep.backend.remote.backend import RemoteBackend
 from emberkeep.errors import NoSuchEntry, RequestError
 from emberkeep.types import Message, Removed, Request
-from support.remote_model import ScriptedProvider, remote
-from support.scripted_backend import ScriptedBackend
+from helpers.remote_model import ScriptedProvider, remote
+from helpers.scripted_backend import ScriptedBackend
 
 PREFIX = Request(messages=(Message("system", "You are brief."),))
 

@@ -12,7 +12,7 @@ from emberkeep.backend import fallback
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import EmberkeepError, EngineError, ModelNotFound, RemoteDown, RequestError
 from emberkeep.types import Completed, Message, Request, TextDelta
-from support.remote_model import ScriptedProvider, Step, read, remote, said, text
+from helpers.remote_model import ScriptedProvider, Step, read, remote, said, text
 
 HELLO = Request(messages=(Message("user", "Hello"),))
 

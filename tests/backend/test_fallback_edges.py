@@ -13,7 +13,7 @@ from emberkeep.backend import fallback
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import ConfigError, ContextExceeded, EmberkeepError, EngineError, RemoteDown, RequestError
 from emberkeep.types import Completed, Event, Message, Request, TextDelta
-from support.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer
 
 HELLO = Request(messages=(Message("user", "Hello"),))
 PATIENCE_S = 20.0

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from emberkeep.cli.api import QUESTION, app
 from emberkeep.errors import ConfigError, EmberkeepError, RemoteDown, RemoteRefused
-from support.vendors.anthropic_server import KEY, MODELS, AnthropicServer, failed, said
+from helpers.vendors.anthropic_server import KEY, MODELS, AnthropicServer, failed, said
 
 CLAUDE = ("add", "claude", "anthropic", "--model", MODELS[0])
 

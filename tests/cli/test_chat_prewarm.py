@@ -10,7 +10,7 @@ from emberkeep.cli.chat import chat
 from emberkeep.errors import RequestError
 from emberkeep.library import Emberkeep
 from emberkeep.types import Message, Request
-from support.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer
 
 
 class Terminal(io.StringIO):

@@ -24,7 +24,7 @@ from emberkeep.library.user_memory import UserMemory, open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Message, SavedConversation, ToolCall
 from helpers.kept_chats import open_keeper
-from support.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from emberkeep.cli.saved import Journal
 from emberkeep.errors import ContextExceeded
 from emberkeep.library import Emberkeep
 from emberkeep.types import Completed, Eviction, FinishReason, Fit, Message, ReasoningDelta, Request, TextDelta
-from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
+from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 
 class Bench:

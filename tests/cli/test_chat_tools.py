@@ -45,7 +45,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Usage,
 )
-from support.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer
 
 PROMPTS = '''
 from mcp.server.mcpserver import MCPServer

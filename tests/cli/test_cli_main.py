@@ -16,7 +16,7 @@ from emberkeep.cli.main import app, main
 from emberkeep.config import Config, default_of, help_for, type_of
 from emberkeep.errors import ModelNotFound
 from emberkeep.library import Emberkeep
-from support.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer
 
 pytestmark = pytest.mark.slow
 

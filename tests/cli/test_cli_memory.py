@@ -24,7 +24,7 @@ from emberkeep.library import Emberkeep
 from emberkeep.library.user_memory import open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Json, Message, ToolUse, Turn, private_namespace
-from support.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer
 
 DAY_S = 86_400.0
 BOAT = ("What did we call the boat?", "The boat is called Marigold.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving import serve, system, user
 
 from emberkeep.types import Json
 from helpers import tiny_gguf
-from support.server_process import Reply, ServerProcess
+from helpers.serve_command import serve, system, user
+from helpers.server_process import Reply, ServerProcess
 
 pytestmark = pytest.mark.slow
 

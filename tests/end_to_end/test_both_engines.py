@@ -15,7 +15,6 @@ from typing import Any
 
 import openai
 import pytest
-from serving import assistant, serve, system, user
 
 from emberkeep.bench.client import is_settled
 from emberkeep.config import Config
@@ -33,7 +32,8 @@ from emberkeep.types import (
     private_namespace,
 )
 from helpers import tiny_gguf
-from support.server_process import ServerProcess
+from helpers.serve_command import assistant, serve, system, user
+from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import serve, system, user
 
 from emberkeep.types import Json
+from helpers.serve_command import serve, system, user
 
 pytestmark = pytest.mark.slow
 

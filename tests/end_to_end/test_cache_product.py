@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import RULES, serve, system, user
 
 from emberkeep.types import Json
-from support.server_process import Reply, ServerProcess
+from helpers.serve_command import RULES, serve, system, user
+from helpers.server_process import Reply, ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import RULES, assistant, serve, system, user
 
 from emberkeep.types import Json
-from support.server_process import ServerProcess
+from helpers.serve_command import RULES, assistant, serve, system, user
+from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from serving import assistant, serve, system, user
 
 from emberkeep.types import Json
-from support.server_process import ServerProcess
+from helpers.serve_command import assistant, serve, system, user
+from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 

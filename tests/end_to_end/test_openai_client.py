@@ -10,9 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from serving import serve, user
 
-from support.server_process import ServerProcess
+from helpers.serve_command import serve, user
+from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import assistant, serve, system, user
 
 from emberkeep.types import Json
 from helpers import tiny_gguf
-from support.server_process import Reply, ServerProcess
+from helpers.serve_command import assistant, serve, system, user
+from helpers.server_process import Reply, ServerProcess
 
 pytestmark = pytest.mark.slow
 

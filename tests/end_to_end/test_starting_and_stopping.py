@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import serve, user
 
 from emberkeep.types import Json
+from helpers.serve_command import serve, user
+from helpers.server_process import ServerProcess
 from helpers.tiny_gguf import ENDINGS, dense
-from support.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,11 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from serving import RULES, assistant, serve, system, user
 
 from emberkeep.server.lifecycle import bind
 from emberkeep.types import Json
-from support.server_process import ServerProcess
+from helpers.serve_command import RULES, assistant, serve, system, user
+from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 

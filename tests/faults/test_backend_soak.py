@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from growth import descriptors, sizes_below, threads
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
@@ -15,6 +14,7 @@ from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.kv.entries import Ghosts
 from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Message, Request, Sampling, private_namespace
+from helpers.growth import descriptors, sizes_below, threads
 
 USERS = int(os.environ.get("EMBERKEEP_TEST_REQUESTS", "160"))
 REMEMBERED = USERS // 8

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stored_chats import ask, cold, is_all_reused, start
+
+from helpers.stored_chats import ask, cold, is_all_reused, start
 
 USERS = [f"user-{i}" for i in range(6)]
 

@@ -14,7 +14,7 @@ from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
-from support.server_process import ServerProcess
+from helpers.server_process import ServerProcess
 
 _SERVER = Path(__file__).with_name("serve_dying.py")
 _SHORT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

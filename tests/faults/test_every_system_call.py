@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from canaries import TOKENS, Canary, found_in
 from faulty_disk import FaultyDisk
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.types import Lineage
+from helpers.canaries import TOKENS, Canary, found_in
 from helpers.kv_building import check_books, chunk_files, load, new_store
 
 EVERY = os.environ.get("EMBERKEEP_TEST_EVERY_CALL", "") == "1"

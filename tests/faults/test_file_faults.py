@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stored_chats import ask, cold, files_of, is_all_reused, start, store_folder
 
 from emberkeep.kv.store import CHUNK_TOKENS
+from helpers.stored_chats import ask, cold, files_of, is_all_reused, start, store_folder
 
 Fault = Callable[[list[Path]], object]
 """Does something to the third file of a conversation."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canaries import TOKENS, Canary, found_in
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv import chunkfile
 from emberkeep.kv.store import KvStore
 from emberkeep.types import Lineage
+from helpers.canaries import TOKENS, Canary, found_in
 from helpers.kv_building import chunk_files, chunks_of, load, new_store, reopened
 
 HISTORIES = int(os.environ.get("EMBERKEEP_TEST_HISTORIES", "12"))

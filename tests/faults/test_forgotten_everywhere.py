@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_reference import said, spellings
-from stored_chats import files_of, start
 
 from emberkeep.types import Json
-from support.server_process import ServerProcess
+from helpers.fake_reference import said, spellings
+from helpers.server_process import ServerProcess
+from helpers.stored_chats import files_of, start
 
 CANARY = "xqcanari"
 USER = f"{CANARY}-ann"

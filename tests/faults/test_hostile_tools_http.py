@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep.errors import ToolFailed
 from emberkeep.tools.http_tools import HttpTools, Resolve
-from support.loopback import Loopback, answer, redirect
+from helpers.raw_web_server import Loopback, answer, redirect
 
 pytestmark = pytest.mark.slow
 

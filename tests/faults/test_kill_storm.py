@@ -9,9 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_reference import said
-from stored_chats import cold, start
-from storm import Client, Tally, ask
+
+from helpers.fake_reference import said
+from helpers.stored_chats import cold, start
+from helpers.storm import Client, Tally, ask
 
 KILLS = int(os.environ.get("EMBERKEEP_TEST_KILLS", "10"))
 CLIENTS = 4

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from stored_chats import ask, cold, is_all_reused, start
-from storm import Client, Tally
 
-from support.server_process import ServerProcess
+from helpers.server_process import ServerProcess
+from helpers.stored_chats import ask, cold, is_all_reused, start
+from helpers.storm import Client, Tally
 
 
 @pytest.mark.slow

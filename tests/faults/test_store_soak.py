@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from growth import descriptors, sizes_below, threads
 
 from emberkeep.kv import index
 from emberkeep.kv.entries import Ghosts, Label
 from emberkeep.kv.store import KvStore
 from emberkeep.types import EXACT, EntryKind, Lineage, private_namespace
+from helpers.growth import descriptors, sizes_below, threads
 from helpers.kv_building import PIECES, check_books, new_store
 
 pytestmark = pytest.mark.slow

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 WAIT_S = 10.0
 HANG = "wait until released or closed"
 
-BILL = Completed(
+COMPLETED = Completed(
     Usage(prompt_tokens=12, completion_tokens=3, cached_tokens=8, reasoning_tokens=1),
     Timings(cache_n=8, prompt_n=4, prompt_ms=20.0, predicted_n=3, predicted_ms=30.0, ttft_ms=21.0, queue_ms=1.0),
     LookupRecord(
@@ -49,7 +49,7 @@ Step = Event | Exception | str
 
 
 def says(*texts: str, reason: FinishReason = FinishReason.STOP) -> list[Step]:
-    return [*(TextDelta(0, text) for text in texts), Finished(0, reason), BILL]
+    return [*(TextDelta(0, text) for text in texts), Finished(0, reason), COMPLETED]
 
 
 class ScriptedBackend:

@@ -28,7 +28,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Ttl,
 )
-from support.scripted_backend import FOREVER, ScriptedBackend, Step, answer
+from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 
 def keeper(*steps: Step) -> tuple[Emberkeep, ScriptedBackend]:
@@ -405,7 +405,7 @@ def test_emberkeep_has_no_other_names() -> None:
 def test_a_program_may_end_in_the_middle_of_a_stream() -> None:
     program = (
         "from emberkeep.library import Emberkeep; from emberkeep.types import TextDelta;"
-        "from support.scripted_backend import FOREVER, ScriptedBackend;"
+        "from helpers.scripted_backend import FOREVER, ScriptedBackend;"
         "llm = Emberkeep(ScriptedBackend(lambda request: [TextDelta(0, 'first'), FOREVER]));"
         "stream = iter(llm.stream('hi')); print(next(stream))"
     )

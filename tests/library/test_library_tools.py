@@ -21,7 +21,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Usage,
 )
-from support.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer
 
 FERRY = {"type": "function", "function": {"name": "ferry", "parameters": {"type": "object"}}}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from emberkeep.library import Emberkeep
 from emberkeep.types import Completed, Eviction, Fit
-from support.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer
 
 
 def test_a_result_tells_what_left_the_context_and_what_came_back() -> None:

@@ -15,7 +15,7 @@ from emberkeep.library import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory, write_lines
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Recall, ToolUse, Turn, private_namespace
-from support.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer
 
 KEY = "sk-proj-Abcd1234Efgh5678Ijkl9012Mnop3456Qrst7890Uvwx"
 HOSTILE = ['["ann", ""]', "ann\x00", "ann' OR 1=1 --", "../ann", "*", "ANN", "änn", " ann", "%", "_"]

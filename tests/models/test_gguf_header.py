@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFReader, GGUFWriter
-from gguf_builders import LAYERS, VOCAB, tiny_llama, write_mutated
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models import gguf
 from emberkeep.models.gguf import SkippedArray, read_header
+from helpers.gguf_builders import LAYERS, VOCAB, tiny_llama, write_mutated
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gguf_builders import tiny_llama
 
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.models import digest
 from emberkeep.models.digest import weights_digest
 from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id, id_from, is_model_id
 from emberkeep.models.spec import parse
+from helpers.gguf_builders import tiny_llama
 
 RECORD = ModelRecord(source="here", sha256="ab" * 32, size=1, quantisation="F32", pulled_at=1_700_000_000)
 

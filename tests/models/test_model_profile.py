@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
-from gguf_builders import (
+
+from emberkeep.errors import ModelBroken
+from emberkeep.models.gguf import read_header
+from emberkeep.models.profile import ModelKind, ModelProfile, profile
+from helpers.gguf_builders import (
     HEADS,
     KV_BYTES_PER_TOKEN,
     KV_HEADS,
@@ -18,10 +22,6 @@ from gguf_builders import (
     tiny_model,
     write_mutated,
 )
-
-from emberkeep.errors import ModelBroken
-from emberkeep.models.gguf import read_header
-from emberkeep.models.profile import ModelKind, ModelProfile, profile
 
 BASE = {
     "block_count": 4,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from gguf_builders import KV_BYTES_PER_TOKEN, tiny_llama
 from typer.testing import CliRunner
 
 from emberkeep.cli.models import app
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.library import ModelLibrary
+from helpers.gguf_builders import KV_BYTES_PER_TOKEN, tiny_llama
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gguf_builders import tiny_llama
-from model_file_server import ServedFile, serving
 
 from emberkeep.errors import DownloadFailed, ModelBroken
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
+from helpers.gguf_builders import tiny_llama
+from helpers.model_file_server import ServedFile, serving
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from gguf_builders import PARTS, split_llama, tiny_llama
-from model_file_server import ServedFile, serving_folder
 from typer.testing import CliRunner
 
 from emberkeep.cli.models import app
@@ -25,7 +23,9 @@ from emberkeep.models.profile import profile_of
 from emberkeep.models.pull import pull
 from emberkeep.models.reporter import Silent
 from emberkeep.models.spec import HubFile, HubQuantisation, LocalFile, UrlFile, parse
+from helpers.gguf_builders import PARTS, split_llama, tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo
+from helpers.model_file_server import ServedFile, serving_folder
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from gguf_builders import tiny_llama
 
 from emberkeep.config import readable_size
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError
@@ -18,6 +17,7 @@ from emberkeep.models.profile import profile
 from emberkeep.models.pull import pull, workspace
 from emberkeep.models.reporter import Silent
 from emberkeep.models.spec import LocalFile
+from helpers.gguf_builders import tiny_llama
 
 pytestmark = pytest.mark.slow
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gguf_builders import tiny_llama
-from model_file_server import ServedFile, serving
 
 from emberkeep.errors import DownloadFailed, ModelBroken
 from emberkeep.models import url
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.pull import pull
+from helpers.gguf_builders import tiny_llama
+from helpers.model_file_server import ServedFile, serving
 
 pytestmark = pytest.mark.slow
 

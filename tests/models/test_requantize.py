@@ -3,13 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gguf_builders import tiny_llama
 
 from emberkeep.engine.llamacpp.quantize import requantize
 from emberkeep.errors import EngineError
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile
 from emberkeep.models.pull import requantize_apart
+from helpers.gguf_builders import tiny_llama
 
 
 def test_weights_change_their_format_and_keep_their_shapes(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from gguf_builders import PARTS, split_llama, tiny_llama
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models import digest, gguf, parts
@@ -21,6 +20,7 @@ from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelLibrary, id_at
 from emberkeep.models.parts import MAX_PARTS, PartName, part_files, part_name
 from emberkeep.models.profile import profile_of
+from helpers.gguf_builders import PARTS, split_llama, tiny_llama
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from emberkeep.types import (
     private_namespace,
 )
 from helpers.cache_server import served
-from helpers.scripted_server import BILL, Running, ScriptedBackend, running
+from helpers.scripted_server import COMPLETED, Running, ScriptedBackend, running
 
 KEY = "sk-proj-Abcd1234Efgh5678Ijkl9012Mnop3456Qrst7890Uvwx"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -444,7 +444,7 @@ def test_an_answer_tells_what_left_and_what_came_back(
 ) -> None:
     left = (Eviction(4, 300, 10, plan_ms=0.5, archive_ms=1.5, engine_ms=40.0), Eviction(2, 90, 12, False, "Full."))
     end = Finished(0, FinishReason.STOP)
-    backend.reset(end, replace(BILL, fit=Fit(evictions=left, recalled=2)))
+    backend.reset(end, replace(COMPLETED, fit=Fit(evictions=left, recalled=2)))
     detail = _detail(http, stream)
     assert detail["recalled"] == 2
     first = {"messages": 4, "tokens": 300, "out": 10, "archived": True, "error": ""}

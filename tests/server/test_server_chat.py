@@ -34,7 +34,7 @@ from emberkeep.types import (
     ToolCallDelta,
     ToolChoice,
 )
-from helpers.scripted_server import BILL, ScriptedBackend, says
+from helpers.scripted_server import COMPLETED, ScriptedBackend, says
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {
@@ -46,7 +46,7 @@ CALLS = [
     ToolCallDelta(0, 0, None, None, ' "Oslo"}'),
     ToolCallDelta(0, 1, "call_2", "weather", "{}"),
     Finished(0, FinishReason.TOOL_CALLS),
-    BILL,
+    COMPLETED,
 ]
 
 
@@ -114,8 +114,8 @@ def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, h
 
 @pytest.mark.parametrize(("where", "told"), [("message 2 (user)", "message 2 (user)"), ("", None)])
 def test_a_divergence_is_told(backend: ScriptedBackend, http: httpx.Client, where: str, told: str | None) -> None:
-    lookup = replace(BILL.lookup, divergence=Divergence(7, "stored", "asked", where))
-    backend.reset(Finished(0, FinishReason.STOP), replace(BILL, lookup=lookup))
+    lookup = replace(COMPLETED.lookup, divergence=Divergence(7, "stored", "asked", where))
+    backend.reset(Finished(0, FinishReason.STOP), replace(COMPLETED, lookup=lookup))
     divergence = ask(http).json()["emberkeep"]["divergence"]
     assert divergence == {"token_index": 7, "stored_text": "stored", "prompt_text": "asked", "where": told}
 
@@ -178,7 +178,7 @@ def test_several_choices_keep_their_own_text(backend: ScriptedBackend, client: o
         TextDelta(1, "B"),
         Finished(1, FinishReason.LENGTH),
         Finished(0, FinishReason.STOP),
-        BILL,
+        COMPLETED,
     )
     answer = client.chat.completions.create(model="default", messages=HELLO, n=2)
     assert [choice.message.content for choice in answer.choices] == ["a", "bB"]
@@ -194,7 +194,7 @@ def test_several_choices_keep_their_own_text(backend: ScriptedBackend, client: o
 
 
 def test_nothing_to_say_is_still_a_message(backend: ScriptedBackend, client: openai.OpenAI) -> None:
-    backend.reset(Finished(0, FinishReason.LENGTH), BILL)
+    backend.reset(Finished(0, FinishReason.LENGTH), COMPLETED)
     answer = client.chat.completions.create(model="default", messages=HELLO, max_tokens=0)
     assert answer.choices[0].message.content == ""
     assert backend.last.max_tokens == 0
@@ -276,7 +276,7 @@ def test_response_formats_reach_the_backend(backend: ScriptedBackend, client: op
 def test_logprobs(backend: ScriptedBackend, client: openai.OpenAI) -> None:
     other = TokenLogprob(6, b"\xff", float("-inf"))
     token = TokenLogprob(5, "é".encode(), -0.25, top=(other,))
-    backend.reset(TextDelta(0, "é", logprobs=(token,)), Finished(0, FinishReason.STOP), BILL)
+    backend.reset(TextDelta(0, "é", logprobs=(token,)), Finished(0, FinishReason.STOP), COMPLETED)
     answer = client.chat.completions.create(model="default", messages=HELLO, logprobs=True, top_logprobs=1)
     assert backend.last.top_logprobs == 1
     logprobs = answer.choices[0].logprobs

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.errors import ContextExceeded
 from emberkeep.types import Finished, FinishReason, TextDelta, TokenLogprob
-from helpers.scripted_server import BILL, ScriptedBackend, says
+from helpers.scripted_server import COMPLETED, ScriptedBackend, says
 
 
 def test_a_completion_has_openais_shape(backend: ScriptedBackend, client: openai.OpenAI) -> None:
@@ -48,11 +48,13 @@ def test_every_form_of_prompt(
 
 
 def test_choices_of_several_prompts_are_numbered_through(backend: ScriptedBackend, client: openai.OpenAI) -> None:
-    backend.reset(TextDelta(0, "x"), TextDelta(1, "y"), *(Finished(i, FinishReason.STOP) for i in (0, 1)), BILL)
+    backend.reset(
+        TextDelta(0, "x"), TextDelta(1, "y"), *(Finished(i, FinishReason.STOP) for i in (0, 1)), COMPLETED
+    )
     answer = client.completions.create(model="default", prompt=["a", "b"], n=2)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "x"), (1, "y"), (2, "x"), (3, "y")]
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == 2 * BILL.usage.prompt_tokens
+    assert answer.usage.prompt_tokens == 2 * COMPLETED.usage.prompt_tokens
     texts = ["", "", "", ""]
     for chunk in client.completions.create(model="default", prompt=["a", "b"], n=2, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -116,5 +118,5 @@ def test_a_bad_value_is_refused_by_name(
 
 
 def test_best_of_equal_to_n_is_fine(backend: ScriptedBackend, http: httpx.Client) -> None:
-    backend.reset(Finished(0, FinishReason.STOP), Finished(1, FinishReason.STOP), BILL)
+    backend.reset(Finished(0, FinishReason.STOP), Finished(1, FinishReason.STOP), COMPLETED)
     assert http.post("/v1/completions", json={"prompt": "a", "n": 2, "best_of": 2}).status_code == 200

@@ -23,7 +23,7 @@ from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES, LEFT_OUT
 from emberkeep.server.middleware import AccessLog
 from emberkeep.types import Finished, FinishReason, Json, MissReason, Request, TextDelta
-from helpers.scripted_server import BILL, HANG, WAIT_S, ScriptedBackend, Step, running
+from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, Step, running
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +84,8 @@ def test_an_answer_is_counted_with_its_bill(stream: bool) -> None:
     site.ask(stream=stream)
     samples = site.scrape()
     assert outcomes(samples) == {"finished": 1}
-    assert samples["emberkeep_time_to_first_token_seconds_sum"] == BILL.timings.ttft_ms / 1e3
-    assert samples["emberkeep_request_queue_time_seconds_sum"] == BILL.timings.queue_ms / 1e3
+    assert samples["emberkeep_time_to_first_token_seconds_sum"] == COMPLETED.timings.ttft_ms / 1e3
+    assert samples["emberkeep_request_queue_time_seconds_sum"] == COMPLETED.timings.queue_ms / 1e3
     assert samples["emberkeep_time_per_output_token_seconds_sum"] == pytest.approx(0.01)
     assert samples["emberkeep_e2e_request_latency_seconds_count"] == 1
 
@@ -102,7 +102,7 @@ def test_why_no_more_was_reused_is_counted() -> None:
     site = Site()
     site.ask()
     assert not any(value for name, value in site.scrape().items() if "cache_misses_total" in name)
-    missed = replace(BILL, lookup=replace(BILL.lookup, reason=MissReason.DIVERGED))
+    missed = replace(COMPLETED, lookup=replace(COMPLETED.lookup, reason=MissReason.DIVERGED))
     site.backend.reset(Finished(0, FinishReason.STOP), missed)
     site.ask()
     assert site.scrape()['emberkeep_prefix_cache_misses_total{reason="diverged"}'] == 1

@@ -38,8 +38,8 @@ from emberkeep.types import (
     Usage,
 )
 from helpers.conversing import Harbour, ScriptedEngine
-from helpers.scripted_server import BILL, HANG, WAIT_S, Running, ScriptedBackend, running, says
-from support.remote_model import ScriptedProvider, remote, said
+from helpers.remote_model import ScriptedProvider, remote, said
+from helpers.scripted_server import COMPLETED, HANG, WAIT_S, Running, ScriptedBackend, running, says
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ TURN = [
     FAILED,
     TextDelta(0, " At noon."),
     Finished(0, FinishReason.STOP),
-    BILL,
+    COMPLETED,
 ]
 WRITTEN_CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "log.txt"}}\n</tool_call>'
 READ_FILE = {"type": "function", "function": {"name": "read_file", "parameters": {"type": "object"}}}

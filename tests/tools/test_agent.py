@@ -37,7 +37,7 @@ from emberkeep.types import (
     Usage,
     private_namespace,
 )
-from support.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer
 
 ASK = (Message("user", "How deep is the harbour?"),)
 

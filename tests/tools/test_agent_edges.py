@@ -35,7 +35,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Usage,
 )
-from support.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer
 
 ASK = Request(messages=(Message("user", "How deep is the harbour?"),))
 

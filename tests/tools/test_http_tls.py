@@ -14,7 +14,7 @@ import pytest
 from emberkeep.errors import ToolFailed
 from emberkeep.tools import http_tools
 from emberkeep.tools.http_tools import HttpTools
-from support.loopback import Loopback, answer
+from helpers.raw_web_server import Loopback, answer
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 

@@ -11,7 +11,7 @@ import pytest
 from emberkeep.errors import ToolFailed
 from emberkeep.tools.function import tools_of
 from emberkeep.tools.http_tools import HttpTools
-from support.loopback import Loopback, answer, redirect
+from helpers.raw_web_server import Loopback, answer, redirect
 
 
 def asked(server: Loopback, ask: Callable[[HttpTools], Awaitable[Any]]) -> Any:

@@ -43,7 +43,7 @@ from emberkeep.types import (
     Ttl,
     Usage,
 )
-from support.vendors.anthropic_server import (
+from helpers.vendors.anthropic_server import (
     KEY,
     MODELS,
     AnthropicServer,
@@ -58,7 +58,7 @@ from support.vendors.anthropic_server import (
     thinking_block,
     tool_block,
 )
-from support.vendors.loopback import Reply, Stream
+from helpers.vendors.loopback import Reply, Stream
 
 pytestmark = pytest.mark.slow
 

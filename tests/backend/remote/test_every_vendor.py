@@ -24,13 +24,13 @@ from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.tools.function import as_tool
 from emberkeep.tools.toolbox import Choice, ToolBox
 from emberkeep.types import CallEnded, Completed, Event, Message, RemoteModel, Request, TextDelta
-from support.vendors import anthropic_server as anthropic
-from support.vendors import gemini_server as gemini
-from support.vendors import grok_server as grok
-from support.vendors import ollama_server as ollama
-from support.vendors import openai_server as openai
-from support.vendors.loopback import Stream
-from support.vendors.trtllm_server import TrtllmServer
+from helpers.vendors import anthropic_server as anthropic
+from helpers.vendors import gemini_server as gemini
+from helpers.vendors import grok_server as grok
+from helpers.vendors import ollama_server as ollama
+from helpers.vendors import openai_server as openai
+from helpers.vendors.loopback import Stream
+from helpers.vendors.trtllm_server import TrtllmServer
 
 pytestmark = pytest.mark.slow
 

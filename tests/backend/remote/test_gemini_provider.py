@@ -43,8 +43,8 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from support.vendors.gemini_server import KEY, MODEL, GeminiServer, blocked, camel, chunk, failed, last, said
-from support.vendors.loopback import Reply, Stream
+from helpers.vendors.gemini_server import KEY, MODEL, GeminiServer, blocked, camel, chunk, failed, last, said
+from helpers.vendors.loopback import Reply, Stream
 
 pytestmark = pytest.mark.slow
 

@@ -39,8 +39,8 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from support.vendors.driving import drive, end_of, events_of, leave_early
-from support.vendors.grok_server import HANG, KEY, MODEL, GrokServer, Step, call, chunk, ended, failed
+from helpers.vendors.driving import drive, end_of, events_of, leave_early
+from helpers.vendors.grok_server import HANG, KEY, MODEL, GrokServer, Step, call, chunk, ended, failed
 
 HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}})

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from emberkeep.backend.remote.kv_evictions import TurnTracker, _places_in
 from emberkeep.backend.remote.trtllm import TrtllmProvider
 from emberkeep.types import Message, RemoteModel, Request, Tool, Usage
-from support.remote_model import remote
-from support.vendors.driving import drive
-from support.vendors.trtllm_server import (
+from helpers.remote_model import remote
+from helpers.vendors.driving import drive
+from helpers.vendors.trtllm_server import (
     ANSWER,
     SYSTEM,
     USER,

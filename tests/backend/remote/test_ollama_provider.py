@@ -31,9 +31,9 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from support.vendors.driving import drive, end_of, events_of, leave_early
-from support.vendors.loopback import Reply, Stream
-from support.vendors.ollama_server import MODEL, OllamaServer, answer, failed, line, part
+from helpers.vendors.driving import drive, end_of, events_of, leave_early
+from helpers.vendors.loopback import Reply, Stream
+from helpers.vendors.ollama_server import MODEL, OllamaServer, answer, failed, line, part
 
 HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}, "required": ["place"]})

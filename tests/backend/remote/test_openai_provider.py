@@ -28,9 +28,9 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from support.vendors.driving import drive, end_of, events_of, leave_early, text_of
-from support.vendors.loopback import Reply, Stream
-from support.vendors.openai_server import (
+from helpers.vendors.driving import drive, end_of, events_of, leave_early, text_of
+from helpers.vendors.loopback import Reply, Stream
+from helpers.vendors.openai_server import (
     DONE,
     KEY,
     OpenAIServer,

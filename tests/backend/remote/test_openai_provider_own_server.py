@@ -26,8 +26,8 @@ from emberkeep.types import (
     ToolCall,
     ToolCallDelta,
 )
-from helpers.scripted_server import BILL, HANG, Running, ScriptedBackend, running, says
-from support.vendors.driving import end_of, events_of, text_of
+from helpers.scripted_server import COMPLETED, HANG, Running, ScriptedBackend, running, says
+from helpers.vendors.driving import end_of, events_of, text_of
 
 HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"type": "object", "properties": {"place": {"type": "string"}}})
@@ -60,7 +60,7 @@ def test_text_and_its_bill_arrive(server: Running) -> None:
     events = ask(server, HELLO)
 
     assert text_of(events) == "Good day"
-    assert end_of(events)[1].usage == BILL.usage
+    assert end_of(events)[1].usage == COMPLETED.usage
 
 
 def test_what_was_asked_arrives_as_it_was_asked(server: Running) -> None:
@@ -95,7 +95,7 @@ def test_calls_and_thoughts_arrive_in_pieces(server: Running) -> None:
         ToolCallDelta(0, 0, "c1", "weather", ""),
         ToolCallDelta(0, 0, None, None, '{"place": "Lyon"}'),
     ]
-    server.backend.reset(*pieces, Finished(0, FinishReason.TOOL_CALLS), BILL)
+    server.backend.reset(*pieces, Finished(0, FinishReason.TOOL_CALLS), COMPLETED)
 
     events = ask(server, Request(messages=HELLO.messages, tools=(WEATHER,)))
 

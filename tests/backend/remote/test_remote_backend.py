@@ -37,7 +37,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Usage,
 )
-from support.remote_model import ScriptedProvider, Step, read, remote, said, text, tokens_of
+from helpers.remote_model import ScriptedProvider, Step, read, remote, said, text, tokens_of
 
 HELLO = Request(messages=(Message("user", "Hello"),))
 

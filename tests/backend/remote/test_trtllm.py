@@ -13,10 +13,10 @@ from emberkeep.backend.remote.base import RemoteAbout
 from emberkeep.backend.remote.trtllm import TrtllmProvider, open_trtllm
 from emberkeep.errors import RemoteDown
 from emberkeep.types import Message, RemoteModel, ToolCall
-from support.vendors.driving import drive, events_of, text_of
-from support.vendors.loopback import Reply, Stream
-from support.vendors.openai_server import answer, call, failed
-from support.vendors.trtllm_server import Told, TrtllmServer, conversation, removed, stored, used
+from helpers.vendors.driving import drive, events_of, text_of
+from helpers.vendors.loopback import Reply, Stream
+from helpers.vendors.openai_server import answer, call, failed
+from helpers.vendors.trtllm_server import Told, TrtllmServer, conversation, removed, stored, used
 
 
 def with_provider(

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from support.vendors.loopback import Asked, LoopbackServer, Reply, Stream
+from helpers.vendors.loopback import Asked, LoopbackServer, Reply, Stream
 
 KEY = "AIzaCanary7f3a9c"
 MODEL = "gemini-3.8-flash"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from support.vendors.loopback import Asked, LoopbackServer, Reply, Stream
+from helpers.vendors.loopback import Asked, LoopbackServer, Reply, Stream
 
 MODEL = "qwen3:latest"
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
-from fake_reference import Ids, Said, greedy, said, spellings, text_of
 
-from support.server_process import ServerProcess
+from helpers.fake_reference import Ids, Said, greedy, said, spellings, text_of
+from helpers.server_process import ServerProcess
 
 BIAS = {ord(letter): 4.0 for letter in "thean s."}
 """Letters that the tokenizer would join: answers are often not spelled the way it would spell them."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fake_reference import greedy, said, spellings, text_of
-
 from emberkeep.kv import chunkfile
 from emberkeep.types import Json
-from support.server_process import Reply, ServerProcess
+from helpers.fake_reference import greedy, said, spellings, text_of
+from helpers.server_process import Reply, ServerProcess
 
 _SERVER = Path(__file__).with_name("serve_fake.py")
 _MAX_TOKENS = 8

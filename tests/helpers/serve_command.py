@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from emberkeep.types import Json
-from support.server_process import ServerProcess
+from helpers.server_process import ServerProcess
 
 RULES = "You are the careful secretary of a small harbour. " + " ".join(
     f"Rule {i}: ships of type {i} wait at pier {i * 7 % 13} and pay {i * 3 + 2} coins." for i in range(1, 25)

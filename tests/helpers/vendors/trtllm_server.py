@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from emberkeep.types import Message, Request
-from support.vendors.loopback import Asked, Reply, Stream
-from support.vendors.openai_server import OpenAIServer, said
+from helpers.vendors.loopback import Asked, Reply, Stream
+from helpers.vendors.openai_server import OpenAIServer, said
 
 BLOCK = 32
 
