@@ -52,7 +52,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(table=tables, count=st.integers(1, 80))
     def write(self, table: BlockTable, count: int) -> None:
-        before, needed = (list(table.blocks), table.length), self.pool.needed(table, table.length + count)
+        before, needed = (list(table.blocks), table.length), self.pool.count_needed(table, table.length + count)
         free = self.pool.free
         copies = self.pool.grow(table, table.length + count)
         assert (copies is None) == (needed > free)

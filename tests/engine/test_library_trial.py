@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.engine.llamacpp import c_api, shared_library, trial
-from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, llama, used
+from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, library_in_use, llama
 from emberkeep.engine.llamacpp.trial import write_specimen
 from emberkeep.errors import EngineError, ModelBroken
 
@@ -41,7 +41,7 @@ def file_offset(path: Path, function: str) -> int:
 @pytest.fixture(scope="session")
 def trapping(tmp_path_factory) -> LibraryFile:
     """This machine's llama.cpp, as if it had been compiled for a CPU with more instructions."""
-    here = used()
+    here = library_in_use()
     folder = tmp_path_factory.mktemp("other-cpu") / "lib"
     shutil.copytree(here.path.parent, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     copy = (folder / here.path.name).resolve()
@@ -61,8 +61,8 @@ def test_a_library_for_another_cpu_ends_a_child_and_is_one_sentence(trapping, tm
 
 @needs_maps
 def test_the_next_one_is_used_where_the_first_traps(trapping, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(trial, "candidates", lambda choice: [trapping, used()])
-    assert trial.choose_library("auto", tmp_path) == used()
+    monkeypatch.setattr(trial, "candidates", lambda choice: [trapping, library_in_use()])
+    assert trial.choose_library("auto", tmp_path) == library_in_use()
     assert "SIGILL" in caplog.text
     assert "SIGILL" in str(trial.find_failures("auto", tmp_path)[0])
 
@@ -99,22 +99,22 @@ def test_what_works_is_tried_once_per_library_and_cpu(tmp_path, monkeypatch):
     tries = []
     monkeypatch.setattr(trial, "_try", lambda *tried: tries.append(tried))
     for _ in range(3):
-        trial.prove(used(), tmp_path)
+        trial.prove(library_in_use(), tmp_path)
     assert len(tries) == 1
     monkeypatch.setattr(trial, "cpu_facts", lambda **_: ("another one",))
-    trial.prove(used(), tmp_path)
+    trial.prove(library_in_use(), tmp_path)
     monkeypatch.setattr(trial, "digest", lambda library: "another one")
-    trial.prove(used(), tmp_path)
+    trial.prove(library_in_use(), tmp_path)
     assert len(tries) == 3
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(tmp_path):
     (tmp_path / "file").write_text("")
-    trial.prove(used(), tmp_path / "file" / "trials")
+    trial.prove(library_in_use(), tmp_path / "file" / "trials")
 
 
 def test_the_trial_of_a_good_library_passes():
-    assert trial._try(60, used().path) is None
+    assert trial._try(60, library_in_use().path) is None
 
 
 def ends_like(monkeypatch, code: str) -> None:
@@ -125,7 +125,7 @@ def ends_like(monkeypatch, code: str) -> None:
 def test_a_child_that_ends_itself_blames_the_library(ending, monkeypatch, tmp_path):
     ends_like(monkeypatch, f"import os; os.kill(os.getpid(), {int(ending)})")
     with pytest.raises(EngineError, match=f"does not run on this CPU, it was ended by {ending.name}"):
-        trial.prove(used(), tmp_path)
+        trial.prove(library_in_use(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_child_that_ends_itself_blames_the_library(ending, monkeypatch, tmp_pa
 )
 def test_what_may_pass_is_not_blamed_on_the_library(code, monkeypatch, tmp_path):
     ends_like(monkeypatch, code)
-    monkeypatch.setattr(trial, "candidates", lambda choice: [used(), used()])
+    monkeypatch.setattr(trial, "candidates", lambda choice: [library_in_use(), library_in_use()])
     with pytest.raises(EngineError, match=r"could not be tried .*: try again"):
         trial.choose_library("auto", tmp_path)
 
@@ -141,7 +141,7 @@ def test_what_may_pass_is_not_blamed_on_the_library(code, monkeypatch, tmp_path)
 def test_nothing_is_imported_from_the_folder_it_was_started_in(tmp_path, monkeypatch):
     (tmp_path / "numpy.py").write_text("raise SystemExit('foreign code ran')")
     monkeypatch.chdir(tmp_path)
-    assert trial._try(60, used().path) is None
+    assert trial._try(60, library_in_use().path) is None
 
 
 def test_a_model_that_ends_the_process_is_a_sentence(tmp_path):
@@ -175,13 +175,13 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
 def test_another_release_is_refused(monkeypatch):
     monkeypatch.setattr(c_api, "VERSIONS", ("9.9.",))
     with pytest.raises(EngineError, match=r"only releases 9\.9\.x are known"):
-        c_api.bind(used().path)
+        c_api.bind(library_in_use().path)
 
 
 def test_parameters_that_are_elsewhere_are_refused(monkeypatch):
     monkeypatch.setattr(c_api, "_context_layout", lambda library: None)
     with pytest.raises(EngineError, match="are known here"):
-        c_api.bind(used().path)
+        c_api.bind(library_in_use().path)
 
 
 def test_a_path_that_is_not_there_is_told():
@@ -190,15 +190,15 @@ def test_a_path_that_is_not_there_is_told():
 
 
 def test_what_is_not_installed_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(shared_library, "_installed", lambda: iter(()))
+    monkeypatch.setattr(shared_library, "_find_installed", lambda: iter(()))
     with pytest.raises(EngineError, match=r"emberkeep\[native\]"):
         candidates("native")
 
 
 def test_a_process_runs_on_one_library(tmp_path):
-    used()
+    library_in_use()
     with pytest.raises(EngineError, match="start another"):
-        shared_library.use(LibraryFile("named", tmp_path / "other.so"))
+        shared_library.use_library(LibraryFile("named", tmp_path / "other.so"))
 
 
 def test_a_specimen_is_the_same_every_time(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from emberkeep.engine.base import Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, context
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS
-from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, used
+from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, library_in_use
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, path_to
 from helpers.engines import KINDS, RANGE_KINDS, TOKENS, exported
 from helpers.scheduling import Rig, text
@@ -71,15 +71,15 @@ def test_a_changed_file_beside_the_library_is_another_library(tmp_path: Path) ->
     """Most of what computes is in ggml's files, which are loaded with it."""
     folder = tmp_path / "lib"
     folder.mkdir()
-    for path in files(used()):
+    for path in files(library_in_use()):
         (folder / path.name).symlink_to(path)
-    same = LibraryFile("named", folder / used().path.resolve().name)
-    assert digest(same) == digest(used())
+    same = LibraryFile("named", folder / library_in_use().path.resolve().name)
+    assert digest(same) == digest(library_in_use())
     kernels = next(path for path in folder.iterdir() if "ggml" in path.name)
     changed = kernels.read_bytes() + b"\0"
     kernels.unlink()
     kernels.write_bytes(changed)
-    assert digest(dataclasses.replace(same, kind="changed")) != digest(used())
+    assert digest(dataclasses.replace(same, kind="changed")) != digest(library_in_use())
 
 
 # ── the shape of a step ──

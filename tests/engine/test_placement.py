@@ -65,26 +65,26 @@ def test_several_gpus_share_layers_by_their_free_memory() -> None:
     both = [gpu(9, 32, "GPU0"), gpu(5, 32, "GPU1")]
     placement = plan_placement(MODEL, both, None, 0)
     assert placement.gpu_layers == 9
-    where = placement.assigned(2)
+    where = placement.assign(2)
     assert (where.count(0), where.count(1)) == (6, 3)
 
 
 def test_none_of_several_gpus_gets_more_than_it_holds() -> None:
     both = [gpu(9, 32, "GPU0"), gpu(5, 32, "GPU1")]
     even = plan_placement(MODEL, both, (1.0, 1.0), 0)
-    assert (even.gpu_layers, even.assigned(2).count(1)) == (7, 3)
+    assert (even.gpu_layers, even.assign(2).count(1)) == (7, 3)
 
 
 def test_a_gpu_without_a_share_gets_nothing() -> None:
     both = [gpu(64, name="GPU0"), gpu(64, name="GPU1")]
-    assert set(plan_placement(MODEL, both, (1.0,), 0).assigned(2)) == {0}
-    assert set(plan_placement(MODEL, both, (0.0, 1.0), 0).assigned(2)) == {1}
+    assert set(plan_placement(MODEL, both, (1.0,), 0).assign(2)) == {0}
+    assert set(plan_placement(MODEL, both, (0.0, 1.0), 0).assign(2)) == {1}
 
 
 def test_full_gpus_get_nothing_unless_told() -> None:
     full = [gpu(0.5, name="GPU0"), gpu(0.5, name="GPU1")]
     assert layers(*full) == 0
-    assert Placement(8, 9, share_layers(full, None)).assigned(2).count(1) == 4
+    assert Placement(8, 9, share_layers(full, None)).assign(2).count(1) == 4
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_full_gpus_get_nothing_unless_told() -> None:
     ],
 )
 def test_layers_are_shared_out_as_llama_cpp_does(split: tuple[float, ...], expected: list[int]) -> None:
-    assert Placement(8, 9, split).assigned(len(split)) == expected
+    assert Placement(8, 9, split).assign(len(split)) == expected
 
 
 def test_the_last_layers_and_the_output_are_those_on_a_gpu() -> None:
-    assert Placement(4, 2).assigned(1) == [None, None, None, 0, 0]
-    assert Placement(4, 100).assigned(1) == [0] * 5
-    assert Placement(4, 100).assigned(0) == [None] * 5
+    assert Placement(4, 2).assign(1) == [None, None, None, 0, 0]
+    assert Placement(4, 100).assign(1) == [0] * 5
+    assert Placement(4, 100).assign(0) == [None] * 5
 
 
 def test_only_layers_on_a_gpu_leave_their_experts_behind() -> None:

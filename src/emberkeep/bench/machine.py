@@ -13,7 +13,7 @@ from emberkeep import __version__
 from emberkeep.bench.disk import folder_bytes
 from emberkeep.config import total_ram
 from emberkeep.engine.llamacpp import system_info, version
-from emberkeep.engine.llamacpp.shared_library import used
+from emberkeep.engine.llamacpp.shared_library import library_in_use
 from emberkeep.models.parts import part_files
 from emberkeep.types import Json
 
@@ -33,7 +33,7 @@ def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
             "ram_bytes": total_ram(),
             "filesystem": _filesystem(folder),
             "load_average": list(os.getloadavg()),
-            "llama.cpp": f"{version()} ({used().kind}): {' '.join(system_info().split())}",
+            "llama.cpp": f"{version()} ({library_in_use().kind}): {' '.join(system_info().split())}",
         },
         "versions": {
             "python": platform.python_version(),

@@ -72,7 +72,7 @@ class Streams:
     def packs(self, bits: int) -> bool:
         return bits in BITS and self.channels * bits % 8 == 0
 
-    def shared(self, tokens: int) -> tuple[int, ...]:
+    def shared_shape(self, tokens: int) -> tuple[int, ...]:
         """The shape of `low` and `step`."""
         return (self.count, self.channels) if self.is_key else (self.count, tokens, self.channels // self.width)
 
@@ -195,7 +195,7 @@ class Form:
         """Shape, type and offset of every array, and where the last one ends."""
         arrays, offset = [], self.head_bytes
         for streams, wide in self.groups:
-            shared, dtype = streams.shared(self.tokens), "<f4" if wide else "<f2"
+            shared, dtype = streams.shared_shape(self.tokens), "<f4" if wide else "<f2"
             codes = (streams.count, self.tokens, streams.channels * self.bits // 8)
             for shape, kind in ((shared, dtype), (shared, dtype), (codes, "u1")):
                 arrays.append((shape, kind, offset))

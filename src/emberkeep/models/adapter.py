@@ -68,11 +68,11 @@ def _check_tensors(name: str, header: GgufHeader, model: Mapping[str, TensorInfo
 
 def _fits(weights: TensorInfo, first: TensorInfo, second: TensorInfo) -> bool:
     """Whether `second` x `first` has the shape of `weights`, for each of its experts."""
-    shape, a, b = (_padded(tensor.shape) for tensor in (weights, first, second))
+    shape, a, b = (_pad(tensor.shape) for tensor in (weights, first, second))
     # Embeddings are looked up by row: there `first` stands the other way round.
     inner, outer = (a[0], (b[1], a[1])) if weights.name == _EMBEDDINGS else (a[1], (a[0], b[1]))
     return outer == shape[:2] and inner == b[0] > 0 and a[2:] == b[2:] == shape[2:]
 
 
-def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _pad(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape, *[1] * (4 - len(shape)))

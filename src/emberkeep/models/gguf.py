@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from emberkeep.errors import ModelBroken, ModelNotFound
-from emberkeep.models.parts import numbered, part_files
+from emberkeep.models.parts import name_parts, part_files
 
 MAX_HEADER = 64 << 20
 MAX_METADATA = 1 << 16
@@ -125,11 +125,11 @@ def _require_part(header: GgufHeader, name: str, number: int, count: int) -> Non
         return
     if count == 1:
         raise ModelBroken(
-            f"{name} is {numbered([header.part], header.parts)} of a split model, which are found by their names: "
-            f"name them NAME-00001-of-{header.parts:05}.gguf and so on."
+            f"{name} is {name_parts([header.part], header.parts)} of a split model, which are found by their "
+            f"names: name them NAME-00001-of-{header.parts:05}.gguf and so on."
         )
     raise ModelBroken(
-        f"{name} says inside that it is {numbered([header.part], header.parts)}: "
+        f"{name} says inside that it is {name_parts([header.part], header.parts)}: "
         "its name is wrong or it belongs to another model; pull the model again."
     )
 

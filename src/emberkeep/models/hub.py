@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from emberkeep.errors import DownloadFailed, ModelError
-from emberkeep.models.parts import is_model_name, numbered, part_name, some, whole_name
+from emberkeep.models.parts import is_model_name, name_parts, part_name, some, whole_name
 from emberkeep.models.profile import BESIDE_WEIGHTS, CONFIG, WEIGHTS
 from emberkeep.models.spec import Fetched, HubFile, HubQuantisation, HubRepo
 
@@ -103,7 +103,7 @@ def _parts(source: HubFile | HubQuantisation, names: Sequence[str]) -> list[str]
     missing = [number for number, file in enumerate(files, 1) if file not in names]
     if missing:
         raise DownloadFailed(
-            f"hf:{source.repo} lacks {numbered(missing, len(files))} of {whole_name(first)}: "
+            f"hf:{source.repo} lacks {name_parts(missing, len(files))} of {whole_name(first)}: "
             "check the name and the revision, or choose another quantisation."
         )
     return files

@@ -23,7 +23,7 @@ from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models.digest import remember
-from emberkeep.models.parts import MAX_PARTS, PartName, model_in, numbered, part_files, part_name
+from emberkeep.models.parts import MAX_PARTS, PartName, model_in, name_parts, part_files, part_name
 from emberkeep.models.profile import is_model_folder
 
 RECORD = "model.json"
@@ -199,7 +199,7 @@ class ModelLibrary:
     def _broken(self, id: str) -> ModelBroken:
         damage, parts = "is damaged", self._parts(id)
         if missing := [part.number for part in parts[0].all() if part not in parts] if parts else []:
-            damage = f"lacks {numbered(missing, parts[0].count)}"
+            damage = f"lacks {name_parts(missing, parts[0].count)}"
         return ModelBroken(f"The folder of {id} {damage}; `emberkeep models remove {id}` and pull it again.")
 
     def _ids(self) -> Sequence[str]:

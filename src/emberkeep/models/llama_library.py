@@ -114,7 +114,7 @@ def _check(archive: Path, integrity: str, wanted: str) -> None:
     with archive.open("rb") as file:
         digest = hashlib.file_digest(file, "sha512").digest()
     if f"sha512-{base64.b64encode(digest).decode()}" != integrity:
-        raise DownloadFailed(f"{wanted} is not the archive that was expected: somebody changed it on its way.")
+        raise DownloadFailed(f"{wanted} is not the archive that was expected: it was changed on its way.")
 
 
 def _unpack(archive: Path, inside: str, target: Path) -> None:

@@ -65,7 +65,7 @@ def part_files(path: Path) -> tuple[Path, ...]:
     missing = [number for number, file in enumerate(files, 1) if not file.is_file()]
     if missing and len(missing) < len(files):
         raise ModelBroken(
-            f"{part.stem} in {named.parent.absolute()} lacks {numbered(missing, part.count)}: "
+            f"{part.stem} in {named.parent.absolute()} lacks {name_parts(missing, part.count)}: "
             "put all parts into one folder, under the names that they were published with."
         )
     return files
@@ -90,7 +90,7 @@ def is_model_name(name: str) -> bool:
     return name.endswith(".gguf") and _NO_MODELS.match(name.rpartition("/")[2]) is None
 
 
-def numbered(numbers: Sequence[int], count: int) -> str:
+def name_parts(numbers: Sequence[int], count: int) -> str:
     """`part 2 of 3`, `parts 2, 3 of 5`."""
     return f"{'part' if len(numbers) == 1 else 'parts'} {some(map(str, numbers))} of {count}"
 

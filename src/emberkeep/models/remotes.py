@@ -26,7 +26,7 @@ class Remotes:
     def list(self) -> tuple[RemoteModel, ...]:
         """All of them, by name. Raises ConfigError for a file that cannot be read, and for a name that is used
         twice."""
-        added = self._added()
+        added = self._read_added()
         for name in sorted({remote.name for remote in self._configured} & set(added)):
             raise ConfigError(
                 f"{name} is in the configuration and was added too: `emberkeep api remove {name}` "
@@ -46,8 +46,8 @@ class Remotes:
     def add(self, remote: RemoteModel) -> None:
         """Raises ConfigError, without repeating what may be a key, for what is no good or there already."""
         parse_remotes({remote.name: _row(remote)})
-        with self._locked():
-            added = self._added()
+        with self._lock():
+            added = self._read_added()
             if remote.name in added or any(one.name == remote.name for one in self._configured):
                 raise ConfigError(
                     f"There is a model {remote.name} already: take another name, "
@@ -57,8 +57,8 @@ class Remotes:
 
     def remove(self, name: str) -> None:
         """Raises ConfigError for one that was not added."""
-        with self._locked():
-            added = self._added()
+        with self._lock():
+            added = self._read_added()
             if name in added:
                 self._write({other: remote for other, remote in added.items() if other != name})
                 return
@@ -66,7 +66,7 @@ class Remotes:
             raise ConfigError(f"{name} is in the configuration: remove [backends.{name}] there.")
         self.get(name)
 
-    def _added(self) -> dict[str, RemoteModel]:
+    def _read_added(self) -> dict[str, RemoteModel]:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             return {remote.name: remote for remote in parse_remotes(content)}
@@ -77,7 +77,7 @@ class Remotes:
                 f"{self._path} cannot be read ({error}): repair it, or remove it and add its models again."
             ) from error
 
-    def _locked(self) -> AbstractContextManager[None]:
+    def _lock(self) -> AbstractContextManager[None]:
         """Others may be adding at the same time: none of them may get lost."""
         private_folder(self._path.parent)
         return locked(self._path.with_suffix(".lock"))

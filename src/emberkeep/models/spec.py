@@ -132,7 +132,7 @@ def parse(spec: str) -> tuple[str, Source]:
     if spec.startswith(("http://", "https://")):
         return _parse_url(spec)
     if (weights := weights_at(Path(spec))) is not None:
-        return id_from(weights.name), LocalFile(_resolved(weights))
+        return id_from(weights.name), LocalFile(_resolve(weights))
     if is_model_folder(path := Path(spec)):
         return id_from(path.resolve().name), LocalFolder(path.resolve())
     is_path = not spec.startswith("hf:") and (path.suffix == ".gguf" or path.name != spec)
@@ -158,7 +158,7 @@ def _parse_url(spec: str) -> tuple[str, Source]:
     return id_from(unquote(url.path).rpartition("/")[2]), UrlFile(first)
 
 
-def _resolved(weights: Path) -> Path:
+def _resolve(weights: Path) -> Path:
     """Without links, except those that a part of a split model is itself: what they lead to has other names."""
     files = part_files(weights)
     return files[0].parent.resolve() / files[0].name if len(files) > 1 else weights.resolve()

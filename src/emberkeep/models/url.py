@@ -16,7 +16,7 @@ import httpx
 
 from emberkeep.errors import DownloadFailed
 from emberkeep.files import private_folder, replace_file
-from emberkeep.models.parts import numbered
+from emberkeep.models.parts import name_parts
 from emberkeep.models.reporter import Reporter
 from emberkeep.models.spec import UrlFile
 
@@ -79,7 +79,7 @@ def _total(source: UrlFile, client: httpx.Client) -> int | None:
     missing = [number for number, answer in enumerate(answers, 1) if answer.status_code in gone]
     if missing:
         raise DownloadFailed(
-            f"{numbered(missing, len(answers)).capitalize()} of {source.label} cannot be found on the server: "
+            f"{name_parts(missing, len(answers)).capitalize()} of {source.label} cannot be found on the server: "
             "check the address; all parts must lie beside each other."
         )
     sizes = [_content_length(answer) for answer in answers if answer.is_success]

@@ -124,10 +124,10 @@ def fuse_kernels(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = []
     try:
         for part in parts:
-            _replace(replaced, part, "forward", _compiled(part.forward))
+            _replace(replaced, part, "forward", _compile(part.forward))
         for home in homes:
             if hasattr(home, _ROTATE):
-                _replace(replaced, home, _ROTATE, _compiled(getattr(home, _ROTATE)))
+                _replace(replaced, home, _ROTATE, _compile(getattr(home, _ROTATE)))
         yield
     finally:
         for owner, name, before in reversed(replaced):
@@ -142,6 +142,6 @@ def _replace(replaced: list[tuple[Any, str, Any]], owner: Any, name: str, by: An
     setattr(owner, name, by)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled

@@ -149,7 +149,7 @@ class HfEngine:
     def _take_logits(self, logits: torch.Tensor, indices: Sequence[int]) -> None:
         """Blocks until everything before it is done."""
         rows = self._host_logits.take(logits, already=len(self._logits_of))
-        self._transfer.arrived()
+        self._transfer.finish_loads()
         self._logits_of |= {index: rows[row] for row, index in enumerate(indices)}
 
     def logits(self, index: int) -> Logits:
@@ -323,7 +323,7 @@ class HfEngine:
     def _grow(self, tables: Sequence[BlockTable], ends: Sequence[int]) -> Iterator[bool]:
         """Room in every table up to its end, or in none; taken back if what follows fails."""
         lengths = [table.length for table in tables]
-        needed = sum(self._pool.needed(table, end) for table, end in zip(tables, ends, strict=True))
+        needed = sum(self._pool.count_needed(table, end) for table, end in zip(tables, ends, strict=True))
         has_room = needed <= self._pool.free
         if has_room:
             for table, end in zip(tables, ends, strict=True):

@@ -47,7 +47,7 @@ def footprint(
     """`engine` is idle; on CUDA it evaluates a few prompts."""
     row = max(layer.keys.channels + layer.values.channels for layer in layers) * memory.dtype.itemsize
     if memory.device.type == "cuda":
-        return _measured(model, memory, row, engine, batch)
+        return _measure(model, memory, row, engine, batch)
     from emberkeep.config import resident_ram, total_ram
 
     return Footprint(
@@ -71,7 +71,7 @@ def peak_bytes(device: torch.device) -> int | None:
     return resident_ram()
 
 
-def _measured(model: HfModel, memory: KvMemory, row: int, engine: _Steps, batch: int) -> Footprint:
+def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, batch: int) -> Footprint:
     device = memory.device
     small, large = (min(tokens, batch) for tokens in _PROBES)
     _peak_of(engine, device, small, 0)  # libraries allocate their workspaces once

@@ -87,14 +87,14 @@ class BlockPool:
         """Blocks that sequences use, counted once for each: what they would take without sharing."""
         return sum(self._users[1:])
 
-    def needed(self, table: BlockTable, end: int) -> int:
+    def count_needed(self, table: BlockTable, end: int) -> int:
         """Blocks that `grow` would take."""
         more = max(-(-end // BLOCK) - len(table.blocks), 0)
         return more + self._writes_into_shared(table, end)
 
     def grow(self, table: BlockTable, end: int) -> list[Copy] | None:
         """Make room for [table.length, end) that is the table's own; None, and nothing changed, without room."""
-        if self.needed(table, end) > self.free:
+        if self.count_needed(table, end) > self.free:
             return None
         copies = []
         if self._writes_into_shared(table, end):
@@ -114,7 +114,7 @@ class BlockPool:
         """Trim the table to `start`, and grow it to `end`; None, and nothing changed, without room."""
         kept = -(-start // BLOCK)
         freed = sum(self._users[block] == 1 for block in table.blocks[kept:])
-        if self.needed(BlockTable(table.blocks[:kept], start), end) > self.free + freed:
+        if self.count_needed(BlockTable(table.blocks[:kept], start), end) > self.free + freed:
             return None
         self.trim(table, start)
         return self.grow(table, end)

@@ -99,7 +99,7 @@ class Transfer:
         there.copy_(data, non_blocking=True)
         return there
 
-    def arrived(self) -> None:
+    def finish_loads(self) -> None:
         """Everything that was on its way is there."""
         self._in_flight.clear()
 
@@ -189,7 +189,7 @@ class Packing:
             _decode(section, streams, form.bits, self._memory)
             for section, streams in zip(sections, self._streams, strict=True)
         ]
-        return self._joined(parts)
+        return self._join(parts)
 
     def _split(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
         """Keys and values of every group apart, as `[count, tokens, channels]`."""
@@ -199,7 +199,7 @@ class Packing:
             parts += (half.flatten(2) for half in (part[:keys], part[keys:]) if len(half))
         return parts
 
-    def _joined(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _join(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """The inverse of `_split`."""
         rows, left = [], list(parts)
         for g in self._memory.groups:

@@ -177,14 +177,14 @@ def _types(component: Any) -> Iterator[str]:
 def _parts(component: Any) -> Iterator[dict[str, Json]]:
     """A component of a tokenizer, as JSON, and everything that it consists of."""
     if component is not None:
-        yield from _unfolded(json.loads(component.__getstate__()))
+        yield from _unfold(json.loads(component.__getstate__()))
 
 
-def _unfolded(part: dict[str, Json]) -> Iterator[dict[str, Json]]:
+def _unfold(part: dict[str, Json]) -> Iterator[dict[str, Json]]:
     yield part
     for name in ("normalizers", "pretokenizers", "decoders"):
         for inner in part.get(name, ()):
-            yield from _unfolded(inner)
+            yield from _unfold(inner)
 
 
 def _byte_letters() -> dict[str, int]:

@@ -246,9 +246,9 @@ def write_cache(cache: Any, position: int) -> Payload:
             raise EngineError(f"This model's state holds {tensor.dtype}, which cannot be stored.")
         entries.append([leaf.path, str(tensor.dtype), list(tensor.shape), offset])
         tensors.append((tensor, offset))
-        offset += _padded(tensor.numel() * tensor.element_size())
+        offset += _pad(tensor.numel() * tensor.element_size())
     description = json.dumps(entries).encode()
-    begin = _padded(_HEAD.size + len(description))
+    begin = _pad(_HEAD.size + len(description))
     payload = np.zeros(begin + offset, np.uint8)
     payload[: _HEAD.size] = np.frombuffer(_HEAD.pack(_MAGIC, position, len(description), 0), np.uint8)
     payload[_HEAD.size : _HEAD.size + len(description)] = np.frombuffer(description, np.uint8)
@@ -298,7 +298,7 @@ def _describe(payload: Payload, position: int) -> tuple[dict[str, list[Any]], in
         raise EngineError("A stored snapshot was taken at another position than its place.")
     try:
         entries = json.loads(bytes(payload[_HEAD.size : _HEAD.size + length]))
-        return {str(path): about for path, *about in entries}, _padded(_HEAD.size + length)
+        return {str(path): about for path, *about in entries}, _pad(_HEAD.size + length)
     except (ValueError, TypeError, RecursionError):
         raise EngineError(_BROKEN) from None
 
@@ -324,5 +324,5 @@ def _inside(holder: Any, path: str) -> Iterator[_Leaf]:
             yield from _inside(value, inner)
 
 
-def _padded(size: int) -> int:
+def _pad(size: int) -> int:
     return size + -size % _ALIGN

@@ -282,10 +282,10 @@ def one_core_each() -> Iterator[None]:
         (_TASKS / str(own) / "comm").write_text(name)
     yield
     with suppress(OSError):
-        _bind([own, *(task for task in _called(name) if task != own)])
+        _bind([own, *(task for task in _threads_named(name) if task != own)])
 
 
-def _called(name: str) -> list[int]:
+def _threads_named(name: str) -> list[int]:
     return sorted(int(task.name) for task in _TASKS.iterdir() if _name_of(task) == name)
 
 

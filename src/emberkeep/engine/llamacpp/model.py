@@ -74,7 +74,7 @@ class Placement:
         """Of the layers that are on GPUs, with the output."""
         return min(self.gpu_layers, self.layers + 1)
 
-    def assigned(self, count: int) -> list[int | None]:
+    def assign(self, count: int) -> list[int | None]:
         """Which of `count` GPUs computes each layer, and the output at last; None: the CPU does.
 
         llama.cpp's own arithmetic, in its precision.
@@ -96,7 +96,7 @@ class Placement:
         if not found or not self.gpu_layers:
             return "CPU"
         devices = [(gpu.name, gpu.description) for gpu in found]
-        return devices, self.assigned(len(found)), self.experts_in_ram()
+        return devices, self.assign(len(found)), self.experts_in_ram()
 
 
 ON_CPU = Placement()
@@ -253,7 +253,7 @@ def _fits(model: ModelBytes, placement: Placement, free: Sequence[int]) -> bool:
         for number, layer in enumerate(model.layers)
     ]
     taken = [0] * len(free)
-    for size, gpu in zip([*sizes, model.output], placement.assigned(len(free)), strict=True):
+    for size, gpu in zip([*sizes, model.output], placement.assign(len(free)), strict=True):
         if gpu is not None:
             taken[gpu] = (taken[gpu] or model.buffers) + size
     return all(used <= room for used, room in zip(taken, free, strict=True))

@@ -35,7 +35,7 @@ def can_reposition(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bo
 
     Moved, its keys must be those that the model computes at the new position, and no other sequence's may change.
     """
-    if layout.unit is not KvUnit.RANGE or not _may_be_tried(model, live.kv_type):
+    if layout.unit is not KvUnit.RANGE or not _survives_trial(model, live.kv_type):
         return False
     settings = LlamaSettings(_CELLS, _CELLS, sequences=2, batch=8, threads=live.threads, kv_type=live.kv_type)
     context = open_context(model, settings, None)
@@ -56,7 +56,7 @@ def can_reposition(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bo
     )
 
 
-def _may_be_tried(model: LlamaModel, kv_type: str) -> bool:
+def _survives_trial(model: LlamaModel, kv_type: str) -> bool:
     """Whether llama.cpp survives it.
 
     Its graph for quantised keys is right only where whole heads are rotated and where it has mixed the numbers

@@ -55,7 +55,7 @@ def candidates(choice: str = AUTO) -> list[LibraryFile]:
         if not path.is_file():
             raise EngineError(f"There is no library at {path}: set llama_library to a file, or to auto.")
         return [LibraryFile("named", path.resolve())]
-    found = [each for each in _installed() if choice in (AUTO, each.kind)]
+    found = [each for each in _find_installed() if choice in (AUTO, each.kind)]
     if not found:
         ways = [way for kind, way in _INSTALL.items() if choice in (AUTO, kind)]
         raise EngineError(f"llama.cpp ({choice}) is not installed: {'; '.join(reversed(ways))}.")
@@ -63,10 +63,10 @@ def candidates(choice: str = AUTO) -> list[LibraryFile]:
 
 
 def is_installed(choice: str = AUTO) -> bool:
-    return any(choice in (AUTO, each.kind) for each in _installed())
+    return any(choice in (AUTO, each.kind) for each in _find_installed())
 
 
-def _installed() -> Iterator[LibraryFile]:
+def _find_installed() -> Iterator[LibraryFile]:
     if native := _package_file("llama_cpp", f"lib/libllama{_SUFFIX}"):
         yield LibraryFile(NATIVE, native)
     if (fetched := prebuilt()) and fetched.library:
@@ -84,24 +84,24 @@ def _package_file(package: str, pattern: str) -> Path | None:
 _used: list[LibraryFile] = []
 
 
-def use(library: LibraryFile) -> None:
+def use_library(library: LibraryFile) -> None:
     """Let everything in this process run on `library`. Raises EngineError when another one is in use already."""
     if _used and _used[0] != library:
         raise EngineError(f"This process runs on {_used[0]} already: start another one for {library}.")
     _used[:] = [library]
 
 
-def used() -> LibraryFile:
-    """The one that was chosen with `use`, else the first that the environment allows. Raises EngineError."""
+def library_in_use() -> LibraryFile:
+    """What `use_library` was told, else the first that the environment allows. Raises EngineError."""
     if not _used:
-        use(candidates(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", AUTO))[0])
+        use_library(candidates(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", AUTO))[0])
     return _used[0]
 
 
 @functools.cache
 def llama() -> Any:
     """The C functions. Raises EngineError."""
-    return c_api.bind(used().path)
+    return c_api.bind(library_in_use().path)
 
 
 def files(library: LibraryFile) -> list[Path]:
@@ -130,7 +130,7 @@ def loaded_digest() -> str:
             if "/" in line
         }
     except OSError:
-        return digest(used())
+        return digest(library_in_use())
     return _digest_of(sorted(path for path in mapped if _COMPUTING.search(path.name)))
 
 
@@ -178,7 +178,7 @@ def start_backend() -> None:
     llama().llama_log_set(_on_log, ctypes.c_void_p(0))
     if not llama().ggml_backend_dev_count():
         # Its backends are in files of their own, of which it chooses those that fit this CPU best.
-        llama().ggml_backend_load_all_from_path(str(used().path.parent).encode())
+        llama().ggml_backend_load_all_from_path(str(library_in_use().path.parent).encode())
     llama().llama_backend_init()
 
 

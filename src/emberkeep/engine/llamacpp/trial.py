@@ -32,9 +32,9 @@ from emberkeep.engine.llamacpp.shared_library import (
     cache_folder,
     candidates,
     digest,
+    library_in_use,
     loader_variables,
-    use,
-    used,
+    use_library,
 )
 from emberkeep.errors import EngineError, ModelBroken, ModelError
 from emberkeep.files import private_folder, replace_file
@@ -75,7 +75,7 @@ def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
             log.warning("%s", failure)
             failures.append(failure)
         else:
-            use(library)
+            use_library(library)
             return library
     raise failures[0]
 
@@ -108,9 +108,9 @@ def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -
     Tried once per library and weights: blocks for as long as loading them takes. Raises EngineError where no child
     could be had.
     """
-    verdict = _verdict(verdicts, used(), weights_digest)
+    verdict = _verdict(verdicts, library_in_use(), weights_digest)
     if not verdict.exists():
-        reason = _try(_MODEL_S, used().path, path)
+        reason = _try(_MODEL_S, library_in_use().path, path)
         if reason is not None:
             raise ModelBroken(
                 f"{path.name} cannot be loaded, a process that tried {reason}: "
@@ -161,7 +161,7 @@ def main() -> None:
     """The child's: its arguments are the path of a library, and that of a model if one is to be tried."""
     library, *models = map(Path, sys.argv[1:])
     try:
-        use(candidates(str(library))[0])
+        use_library(candidates(str(library))[0])
         if models:
             _run_model(models[0])
         else:
@@ -299,11 +299,11 @@ def _file(metadata: list[bytes], tensors: list[tuple[str, tuple[int, ...], _Form
     for name, shape, format, data in tensors:
         dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
         head += [_string(name), dimensions, struct.pack("<IQ", format.number, offset)]
-        offset += len(_padded(data))
-    return _padded(b"".join(head)) + b"".join(_padded(data) for *_, data in tensors)
+        offset += len(_pad(data))
+    return _pad(b"".join(head)) + b"".join(_pad(data) for *_, data in tensors)
 
 
-def _padded(data: bytes) -> bytes:
+def _pad(data: bytes) -> bytes:
     return data + bytes(-len(data) % _ALIGNMENT)
 
 

@@ -68,9 +68,9 @@ class LlamaVocab:
         self.size: int = llama().llama_vocab_n_tokens(handle)
         self._attrs = [int(llama().llama_vocab_get_attr(handle, i)) for i in range(self.size)]
         self.pieces: Sequence[bytes] = _read_pieces(handle, self.size)
-        if not self._spells_bytes():
+        if not self._has_byte_tokens():
             raise ModelBroken(
-                "The model's vocabulary has no tokens for single bytes, so it cannot spell every text: choose "
+                "The model's vocabulary has no tokens for single bytes, so it cannot tokenize every text: choose "
                 "another file of this model, or another model."
             )
         self.eog = frozenset(i for i in range(self.size) if llama().llama_vocab_is_eog(handle, i))
@@ -79,8 +79,8 @@ class LlamaVocab:
         self.eos = _token_or_none(llama().llama_vocab_eos(handle))
         self.adds_bos = bool(llama().llama_vocab_get_add_bos(handle))
 
-    def _spells_bytes(self) -> bool:
-        """Whether what has no token can be spelled: llama.cpp survives no byte that has none either."""
+    def _has_byte_tokens(self) -> bool:
+        """Whether what has no token can be tokenized by bytes: llama.cpp survives no byte that has none either."""
         if self._kind == c_api.VOCAB_SPM:
             texts = set(self._texts())
             return all(b"<0x%02X>" % byte in texts or bytes([byte]) in texts for byte in range(256))
