@@ -10,7 +10,7 @@ from typer import BadParameter, Option
 
 from emberkeep.cli.bench import BENCHMARKS as USERS
 from emberkeep.cli.bench import Benchmark, Flags, Needs, make_app
-from emberkeep.cli.common import DeviceFlag
+from emberkeep.cli.flags import setting
 from emberkeep.cli.main import run
 from emberkeep.engine.extras import require_hf
 
@@ -30,7 +30,7 @@ class PartsFlags(Flags):
     turns: Annotated[int | None, Option("--turns", min=100, help="Archived turns.")] = None
     searches: Annotated[int | None, Option("--searches", min=4, help="Searches that are timed.")] = None
     writes: Annotated[int | None, Option("--writes", min=1, help="Archived turns that are timed.")] = None
-    device: DeviceFlag = None
+    device: Annotated[str | None, setting("device")] = None
     layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
     hidden: Annotated[int | None, Option("--hidden", min=8, help="Width of its layers.")] = None
     ctx: Annotated[int | None, Option("--ctx", min=128, help="Tokens of the context.")] = None

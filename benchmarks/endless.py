@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """That nobody can guess, with the question that asks for it."""
+    """One that cannot be guessed, with the question that asks for it."""
 
     sentence: str
     question: str
@@ -145,7 +145,7 @@ async def _talk(stage: Stage, plan: Plan) -> Talk:
     facts, talk = made_up_facts(plan.facts), Talk()
     total, told = plan.times * plan.ctx, 0
     async with WAYS[plan.through](stage, plan.ctx) as talker:
-        for number, text in enumerate(_told(facts, stage.words, plan)):
+        for number, text in enumerate(_tell(facts, stage.words, plan)):
             if told >= total:
                 break
             if number % 20 == 0:
@@ -157,7 +157,7 @@ async def _talk(stage: Stage, plan: Plan) -> Talk:
     return talk
 
 
-def _told(facts: Sequence[Fact], words: Words, plan: Plan) -> Iterator[str]:
+def _tell(facts: Sequence[Fact], words: Words, plan: Plan) -> Iterator[str]:
     """Facts, with a little else after every second message, and then anything, without end."""
     numbers = count()
     for begin in range(0, len(facts), _FACTS_PER_MESSAGE):

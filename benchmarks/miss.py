@@ -68,7 +68,7 @@ class _Round:
     durable: _Cost
     """Until everything was on disk as well."""
     unhurried: _Cost
-    """The bare engine with the largest slices: nobody else could have got a word in."""
+    """The bare engine with the largest slices: no other request could have got a step in between."""
 
 
 class _Recorder(LlamaEngine):

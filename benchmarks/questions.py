@@ -29,7 +29,7 @@ class Question:
     def holds_answer(self, passage: str) -> bool:
         return any(answer.lower() in passage.lower() for answer in self.answers)
 
-    def shortened(self, passage: str, tokens: int, tokenize: Callable[[str], Sequence[int]]) -> str:
+    def shorten(self, passage: str, tokens: int, tokenize: Callable[[str], Sequence[int]]) -> str:
         """At most so many tokens of a passage: those around the answer where it has one, else the first."""
         words, cut = passage.split(), passage
         count, at = len(words), self._place_of_answer(passage)
@@ -44,7 +44,7 @@ class Question:
         places = (passage.lower().find(answer.lower()) for answer in self.answers)
         return min((len(passage[:place].split()) for place in places if place >= 0), default=0)
 
-    def shuffled(self, seed: int) -> Question:
+    def shuffle(self, seed: int) -> Question:
         """With another passage first, if there is one: what comes first has not moved."""
         passages, random = list(self.passages), Random(seed)
         while len(set(passages)) > 1 and passages[0] == self.passages[0]:

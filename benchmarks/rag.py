@@ -83,7 +83,7 @@ async def _table(place: ModelPlace, plan: Plan, model: HfModelUnderTest, size: i
     asked = []
     for number, question in enumerate(questions):
         place.say(f"question {number + 1} of {len(questions)}")
-        asked.append(await _ask_in_every_way(plan, model, _cut(model, question, plan, size), number))
+        asked.append(await _ask_in_every_way(plan, model, _shorten(model, question, plan, size), number))
     rows = tuple(_row(way, asked) for way in _WAYS)
     return Table(f"{len(asked)} questions of about {size:,} tokens, {plan.passages} shuffled passages each", rows)
 
@@ -97,13 +97,13 @@ def _questions(plan: Plan, model: HfModelUnderTest, size: int) -> list[Question]
 # ── prompts ──
 
 
-def _cut(model: HfModelUnderTest, question: Question, plan: Plan, size: int) -> Question:
+def _shorten(model: HfModelUnderTest, question: Question, plan: Plan, size: int) -> Question:
     """As many passages as wanted, those with an answer first, so short that the prompt has at most `size`."""
     chosen = sorted(question.passages, key=question.holds_answer, reverse=True)[: plan.passages]
     bare = (replace(question, text=text, passages=()) for text in (question.text, _BEFORE))
     frame = max(len(model.prompt_ids(_messages(one))) for one in bare)
     room = (size - frame) // len(chosen) - _BETWEEN
-    return replace(question, passages=tuple(question.shortened(p, room, model.tokenize) for p in chosen))
+    return replace(question, passages=tuple(question.shorten(p, room, model.tokenize) for p in chosen))
 
 
 def _messages(question: Question) -> tuple[Message, ...]:
@@ -116,9 +116,9 @@ def _messages(question: Question) -> tuple[Message, ...]:
 
 async def _ask_in_every_way(plan: Plan, model: HfModelUnderTest, question: Question, number: int) -> _Asked:
     await model.ask(Request(messages=_messages(replace(question, text=_BEFORE)), max_tokens=0))
-    shuffled = question.shuffled(number)
+    shuffled = question.shuffle(number)
     ways = list(_WAYS)
-    turn = number % len(ways)  # nobody is always the first
+    turn = number % len(ways)  # no way is always the first
     answers = {way: await _ask(plan, model, shuffled, _WAYS[way]) for way in ways[turn:] + ways[:turn]}
     return {way: answers[way] for way in ways}
 
@@ -163,10 +163,10 @@ def _row(way: str, asked: list[_Asked]) -> Row:
         "token-layers": series((100 * answer.token_layers for answer in answers), "%"),
         "F1": f"{mean(answer.score for answer in answers):.3f}",
     }
-    return Row(way, values if way == _FULL else values | _compared(answers, full))
+    return Row(way, values if way == _FULL else values | _compare(answers, full))
 
 
-def _compared(answers: list[_Answer], full: list[_Answer]) -> dict[str, Value]:
+def _compare(answers: list[_Answer], full: list[_Answer]) -> dict[str, Value]:
     pairs = list(zip(answers, full, strict=True))
     firsts = [(a.reply.first, b.reply.first) for a, b in pairs]
     both = [(ours, exact) for ours, exact in firsts if ours is not None and exact is not None]

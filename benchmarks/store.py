@@ -61,14 +61,14 @@ async def run(folder: Folder, plan: Plan) -> Result:
 
 def _lookups(store: KvStore, prompts: list[TokenArray], plan: Plan) -> Iterator[Row]:
     random = np.random.default_rng(1)
-    edited = [_edited(prompt, random) for prompt in prompts]
+    edited = [_edit(prompt, random) for prompt in prompts]
     unknown = [random.integers(0, _VOCABULARY, plan.tokens, dtype=np.int32) for _ in prompts]
     for label, asked in (("all of it stored", prompts), ("edited in the middle", edited), ("unknown", unknown)):
         found = [_match(store, prompt) for prompt in asked]
         times = series([seconds * 1e3 for seconds, _ in found], "ms")
         tokens = sum(count for _, count in found) // len(found)
         yield Row(f"look up {plan.tokens:,} tokens, {label}", {"time": times, "tokens found": tokens})
-    yield Row("list everything", {"time": _timed(lambda: store.catalogue.entries(), plan.repeat)})
+    yield Row("list everything", {"time": _time(lambda: store.catalogue.entries(), plan.repeat)})
 
 
 def _match(store: KvStore, prompt: TokenArray) -> tuple[float, int]:
@@ -79,7 +79,7 @@ def _match(store: KvStore, prompt: TokenArray) -> tuple[float, int]:
     return seconds, match.tokens
 
 
-def _timed(action: Callable[[], object], repeat: int) -> Series:
+def _time(action: Callable[[], object], repeat: int) -> Series:
     samples = []
     for _ in range(repeat):
         begin = perf_counter()
@@ -111,7 +111,7 @@ def _fill(root: Path, plan: Plan) -> list[TokenArray]:
     for start in range(0, plan.chunks, plan.per_conversation):
         count = min(plan.per_conversation, plan.chunks - start)
         tokens = random.integers(0, _VOCABULARY, count * CHUNK_TOKENS, dtype=np.int32)
-        batch += ((description, _PAYLOAD) for description in _described(tokens))
+        batch += ((description, _PAYLOAD) for description in _describe(tokens))
         if len(tokens) >= plan.tokens:
             prompts.append(tokens[: plan.tokens])
         if len(batch) >= _BATCH:
@@ -122,7 +122,7 @@ def _fill(root: Path, plan: Plan) -> list[TokenArray]:
     return prompts
 
 
-def _described(tokens: TokenArray) -> Iterator[Description]:
+def _describe(tokens: TokenArray) -> Iterator[Description]:
     """The chunks of one conversation."""
     parent, take = ROOT, 0
     for start in range(0, len(tokens), CHUNK_TOKENS):
@@ -132,7 +132,7 @@ def _described(tokens: TokenArray) -> Iterator[Description]:
         parent, take = key, CHUNK_TOKENS
 
 
-def _edited(prompt: TokenArray, random: np.random.Generator) -> TokenArray:
+def _edit(prompt: TokenArray, random: np.random.Generator) -> TokenArray:
     copy = prompt.copy()
     copy[len(copy) // 2 :] = random.integers(0, _VOCABULARY, len(copy) - len(copy) // 2, dtype=np.int32)
     return copy

@@ -81,7 +81,7 @@ class OverHttp:
         )
 
     async def left(self) -> Left:
-        await self._client.settled()
+        await self._client.wait_until_settled()
         latest = (await self._client.get("/v1/cache?kind=conversation&limit=1"))["data"][0]
         shown = await self._client.get(f"/v1/cache/{latest['id']}?chars={_EVERYTHING}")
         return Left(shown["text"], shown["tokens"])
@@ -92,12 +92,12 @@ class OverHttp:
 
 
 class ThroughLibrary:
-    def __init__(self, keeper: Emberkeep) -> None:
-        self._keeper = keeper
+    def __init__(self, llm: Emberkeep) -> None:
+        self._llm = llm
 
     async def ask(self, messages: Messages, max_tokens: int, *, exact: bool) -> Said:
         approximate = False if exact else None
-        with self._keeper.stream(
+        with self._llm.stream(
             [dict(message) for message in messages],
             temperature=0,
             max_tokens=max_tokens,
@@ -118,15 +118,15 @@ class ThroughLibrary:
         )
 
     async def left(self) -> Left:
-        while not is_settled(self._keeper.stats()):
+        while not is_settled(self._llm.stats()):
             await asyncio.sleep(_POLL_S)
-        cache = self._keeper.cache
+        cache = self._llm.cache
         latest = next(entry for entry in cache.entries() if entry.kind is EntryKind.CONVERSATION)
         shown = cache.show(latest.id)
         return Left(shown.text, shown.entry.tokens)
 
     async def search(self, query: str, most: int) -> list[str]:
-        return [found.user_text for found in self._keeper.memory.search(query, max_results=most)]
+        return [found.user_text for found in self._llm.memory.search(query, max_results=most)]
 
 
 @asynccontextmanager
@@ -139,8 +139,8 @@ async def _over_http(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
 async def _through_library(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
     """As `emberkeep chat` does it."""
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1, ctx=ctx)
-    with Emberkeep.open(config) as keeper:
-        yield ThroughLibrary(keeper)
+    with Emberkeep.open(config) as llm:
+        yield ThroughLibrary(llm)
 
 
 WAYS = {"http": _over_http, "library": _through_library}

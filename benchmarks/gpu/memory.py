@@ -37,7 +37,7 @@ def measure(rig: Rig, plan: Plan) -> Iterator[Table]:
         yield Table("memory of requests", (Row("not predicted or not counted on this device", {}),))
         return
     ran = [_run(rig, plan, admission, tokens) for tokens in _lengths(plan)]
-    yield Table(f"memory of {len(ran)} requests", (_figures(ran), _refused(rig, plan, admission)))
+    yield Table(f"memory of {len(ran)} requests", (_figures(ran), _refusal(rig, plan, admission)))
 
 
 def _lengths(plan: Plan) -> list[int]:
@@ -90,7 +90,7 @@ def _figures(ran: list[_Ran]) -> Row:
     )
 
 
-def _refused(rig: Rig, plan: Plan, admission: Admission) -> Row:
+def _refusal(rig: Rig, plan: Plan, admission: Admission) -> Row:
     """The first prompt, of lengths that double, that is refused; and what was allocated to find that out."""
     tokens = plan.longest
     rig.alone(lambda _: _peak(rig))

@@ -19,7 +19,7 @@ _CHARSET = re.compile(
 )
 
 # Control characters drive terminals; invisible ones and tags hide instructions from the person who approves.
-_HIDDEN = re.compile(
+HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u180b-\u180f\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"
     "\ufe00-\ufe0e\ufeff\U000e0000-\U000e01ef]"
 )
@@ -39,7 +39,7 @@ def decode_text(data: bytes, charset: str | None = None) -> str | None:
 
 def strip_hidden(text: str) -> str:
     """Without characters that a reader does not see. Lines and tabs stay."""
-    return _HIDDEN.sub("", text.replace("\r\n", "\n"))
+    return HIDDEN.sub("", text.replace("\r\n", "\n"))
 
 
 def strip_hidden_json(value: Any) -> Any:

@@ -53,7 +53,7 @@ def test_made_up_questions_are_the_same_every_time_and_differ_from_each_other() 
 
 def test_passages_are_shuffled_so_that_another_one_comes_first() -> None:
     for seed in range(20):
-        shuffled = QUESTION.shuffled(seed)
+        shuffled = QUESTION.shuffle(seed)
         assert shuffled.passages[0] != QUESTION.passages[0]
         assert sorted(shuffled.passages) == sorted(QUESTION.passages)
 
@@ -61,19 +61,19 @@ def test_passages_are_shuffled_so_that_another_one_comes_first() -> None:
 @pytest.mark.parametrize("passages", [(), ("Rome",), ("Rome", "Rome")])
 def test_passages_of_which_none_is_another_stay_as_they_are(passages: tuple[str, ...]) -> None:
     question = Question("Where?", ("Rome",), passages)
-    assert question.shuffled(3) == question
+    assert question.shuffle(3) == question
 
 
 def test_a_short_passage_stays_whole() -> None:
-    assert QUESTION.shortened("to Rome\nit goes", 4, str.split) == "to Rome\nit goes"
+    assert QUESTION.shorten("to Rome\nit goes", 4, str.split) == "to Rome\nit goes"
 
 
 def test_a_passage_is_cut_around_the_answer() -> None:
     passage = " ".join([*(f"w{i}" for i in range(50)), "rome", *(f"w{i}" for i in range(50, 100))])
-    cut = QUESTION.shortened(passage, 11, str.split).split()
+    cut = QUESTION.shorten(passage, 11, str.split).split()
     assert len(cut) == 11
     assert cut.index("rome") == 5
 
 
 def test_a_passage_without_the_answer_keeps_its_beginning() -> None:
-    assert QUESTION.shortened("a b c d e f", 3, str.split) == "a b c"
+    assert QUESTION.shorten("a b c d e f", 3, str.split) == "a b c"

@@ -9,7 +9,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from emberkeep.cli.lines import plain_lines, terminal_lines
+from emberkeep.cli.chat import plain_lines, terminal_lines
 
 
 @pytest.fixture

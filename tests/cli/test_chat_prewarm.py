@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.cli.chat import chat
+from emberkeep.cli.main import app
 from emberkeep.errors import RequestError
 from emberkeep.library import Emberkeep
 from emberkeep.types import Message, Request
@@ -16,6 +16,10 @@ from helpers.scripted_backend import ScriptedBackend, answer
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def chat(*arguments: str) -> None:
+    app(["chat", *arguments], standalone_mode=False)
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
 
 
 def test_the_system_message_is_made_ready_while_its_author_types(backend: ScriptedBackend) -> None:
-    chat(system="Be kind.")
+    chat("--system", "Be kind.")
     (prefix,) = backend.kept_warm
     assert prefix.messages == (Message("system", "Be kind."),)
     assert (prefix.is_prefix, prefix.max_tokens, prefix.namespace) == (True, 0, "")
@@ -40,12 +44,12 @@ def test_the_system_message_is_made_ready_while_its_author_types(backend: Script
 
 
 def test_there_is_nothing_to_make_ready_without_one_and_without_tools(backend: ScriptedBackend) -> None:
-    chat(tools="off")
+    chat("--tools", "off")
     assert backend.kept_warm == []
 
 
 def test_tools_are_made_ready_too(backend: ScriptedBackend) -> None:
-    chat(enable_tools=["read_file"])
+    chat("--enable-tools", "read_file")
     (prefix,) = backend.kept_warm
     assert [tool.name for tool in prefix.tools] == ["read_file", "more_output"]
 
@@ -54,7 +58,7 @@ def test_nothing_is_made_ready_for_a_pipe_whose_first_line_is_here(
     backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-    chat(system="Be kind.")
+    chat("--system", "Be kind.")
     assert backend.kept_warm == []
     assert len(backend.requests) == 1
 
@@ -66,6 +70,6 @@ def test_what_cannot_be_made_ready_does_not_keep_anybody_from_chatting(
         raise RequestError("no")
 
     monkeypatch.setattr(backend, "keep_warm", refused)
-    chat(system="Be kind.")
+    chat("--system", "Be kind.")
     assert "no\n" not in capsys.readouterr().err
     assert backend.closed

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from emberkeep.cli.conversation import Conversation
+from emberkeep.cli.conversation import Conversation, Journal
 from emberkeep.cli.main import app
-from emberkeep.cli.saved import Journal
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryFailed, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.library import Emberkeep
@@ -53,7 +52,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, gone: set[str]) -> list[Config]:
         if config.model in gone:
             raise ModelNotFound(f"There is no {config.model}.")
 
-    for place in ("chat", "saved"):
+    for place in ("chat", "conversation"):
         monkeypatch.setattr(f"emberkeep.cli.{place}.install_model", install)
     return []
 

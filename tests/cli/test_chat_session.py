@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.cli.chat_session import ChatSession, printable
-from emberkeep.cli.conversation import Conversation
-from emberkeep.cli.remarks import stats_line
-from emberkeep.cli.saved import Journal
+from emberkeep.cli.chat_session import ChatSession, Terminal, stats_line
+from emberkeep.cli.conversation import Conversation, Journal
+from emberkeep.cli.output import printable
 from emberkeep.errors import ContextExceeded
 from emberkeep.library import Emberkeep
+from emberkeep.library.arguments import Options
 from emberkeep.types import Completed, Eviction, FinishReason, Fit, Message, ReasoningDelta, Request, TextDelta
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
@@ -38,15 +38,13 @@ class Bench:
         self.evicts = evicts
 
     def say(self, *lines: str) -> None:
-        options = {"temperature": 0.0, "max_tokens": 9}
+        options: Options = {"temperature": 0.0, "max_tokens": 9, "evict": self.evicts}
         ChatSession(
             self.keeper,
             self.conversation,
             options,
-            self.out,
-            interactive=self.interactive,
-            journal=Journal(None),
-            evicts=self.evicts,
+            Terminal(self.out, self.interactive),
+            Journal(None),
         ).run(lines)
 
     @property
@@ -299,4 +297,4 @@ def test_save_refuses_formats_that_it_cannot_write(
 
 
 def test_a_model_cannot_drive_the_terminal() -> None:
-    assert printable("a\033[2Jb\x07\x9b1m\tc\n👩‍💻") == "a[2Jb1m\tc\n👩‍💻"
+    assert printable("a\033[2Jb\x07\x9b1m\tc\n👩‍💻", "") == "a[2Jb1m\tc\n👩‍💻"

@@ -19,10 +19,8 @@ from emberkeep.api.messages import MessageBody, to_messages
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.cli import chat
-from emberkeep.cli.calls import call_line
-from emberkeep.cli.chat_session import ChatSession
-from emberkeep.cli.conversation import Conversation, write_messages
-from emberkeep.cli.saved import Journal, recap, with_its_model
+from emberkeep.cli.chat_session import ChatSession, Terminal, call_line
+from emberkeep.cli.conversation import Conversation, Journal, recap, with_its_model, write_messages
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import RemoteDown
 from emberkeep.library import Emberkeep
@@ -134,11 +132,9 @@ class Bench:
             self.keeper,
             self.conversation,
             {"max_tokens": 90},
-            self.out,
-            interactive=True,
-            journal=self.journal,
-            acting=self.acting,
-            ask=self._ask,
+            Terminal(self.out, interactive=True, ask=self._ask),
+            self.journal,
+            self.acting,
         ).run(lines)
 
     @property
@@ -194,7 +190,7 @@ def test_a_conversation_with_calls_can_be_saved_continued_and_taken_along(tmp_pa
         saved = UserMemory(memory).conversation(bench.conversation.id)
     memory.close()
     assert saved is not None
-    continued = Conversation.continued(saved)
+    continued = Conversation.resume(saved)
     assert continued.messages == bench.conversation.messages
     assert recap(continued.turns) == "> How deep?\nLet me see.\nSeven metres."
     write_messages(continued.messages, tmp_path / f"again{suffix}")
@@ -341,7 +337,7 @@ def test_behind_a_chat_no_tools_run_for_a_server(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(chat, "install_model", lambda config: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     config = Config(data_dir=tmp_path, tools="off", server_tools=True, enable_tools=("command",))
-    chat.talk(config, None, "", {}, is_saving=False)
+    chat.talk(config, None, chat.AnswerFlags(), is_saving=False)
     assert [one.server_tools for one in opened] == [False]
 
 
@@ -356,7 +352,7 @@ def test_a_stand_in_is_told_once_and_so_is_the_first_when_it_is_back(
     second = ScriptedBackend(lambda request: answer("Second."))
     links = [Link("first", lambda: first), Link("second", lambda: second)]  # type: ignore[arg-type, return-value]
     with Emberkeep(FallbackBackend(links)) as keeper:
-        session = ChatSession(keeper, Conversation(), {}, io.StringIO(), interactive=True, journal=Journal(None))
+        session = ChatSession(keeper, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(None))
         session.run(["one", "two"])
         told = capsys.readouterr().err
         assert told.count("second has answered instead of first (It is down.)") == 1
@@ -389,9 +385,7 @@ def test_prompts_of_a_server_are_commands_and_one_that_is_down_is_told(
     backend = ScriptedBackend(lambda request: answer("Good morning."))
     with Emberkeep(backend) as keeper, chat.tools_of(keeper, config) as acting:
         out = io.StringIO()
-        session = ChatSession(
-            keeper, Conversation(), {}, out, interactive=True, journal=Journal(None), acting=acting
-        )
+        session = ChatSession(keeper, Conversation(), {}, Terminal(out, interactive=True), Journal(None), acting)
         session.run(["/help", "/harbour__greet Ada Lovelace", "/harbour__greet name='Grace'", "/tools"])
         session.run(["/harbour__greet", "/harbour__greet name=Ada rank=captain", "/tools harbour"])
     said = capsys.readouterr().err

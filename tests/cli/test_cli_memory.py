@@ -14,10 +14,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from emberkeep.cli.chat_session import ChatSession
-from emberkeep.cli.conversation import Conversation
+from emberkeep.cli.chat_session import ChatSession, Terminal
+from emberkeep.cli.conversation import Conversation, Journal
 from emberkeep.cli.memory import app
-from emberkeep.cli.saved import Journal
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
 from emberkeep.library import Emberkeep
@@ -135,7 +134,7 @@ def test_matched_words_are_marked_on_a_terminal_only(data_dir: Path, monkeypatch
     archive(data_dir, ("What of the boat? [red]", "The boat \x1b[2Jis in the boathouse."))
     assert "\x1b" not in ok("search", "boat")
     terminal = Console(width=80, force_terminal=True, color_system="standard")
-    monkeypatch.setattr("emberkeep.cli.tables.console", lambda: terminal)
+    monkeypatch.setattr("emberkeep.cli.output.console", lambda: terminal)
     with terminal.capture() as captured:
         ok("search", "boat")
     assert captured.get().count("\x1b[1;33mboat\x1b[0m") == 2
@@ -159,7 +158,9 @@ def test_chat_searches_too(data_dir: Path, capsys: pytest.CaptureFixture[str]) -
     archive(data_dir, BOAT, TREE, age_s=3 * DAY_S)
     backend = ScriptedBackend(lambda request: answer("never asked"))
     with Emberkeep(backend) as keeper, open_memory(Config(data_dir=data_dir)) as memory:
-        session = ChatSession(keeper, Conversation(), {}, io.StringIO(), interactive=True, journal=Journal(memory))
+        session = ChatSession(
+            keeper, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(memory)
+        )
         session.run(["/memory boat", "/memory zebra"])
     when, asked, answered, nothing = capsys.readouterr().err.splitlines()
     assert when.startswith("3 days ago, score ")
@@ -264,7 +265,7 @@ def test_nothing_is_forgotten_where_nobody_can_be_asked(data_dir: Path) -> None:
 @pytest.mark.parametrize(("reply", "left"), [("n\n", 1), ("y\n", 0)])
 def test_at_a_terminal_it_is_asked(data_dir: Path, monkeypatch: pytest.MonkeyPatch, reply: str, left: int) -> None:
     archive(data_dir, BOAT, user="alice")
-    monkeypatch.setattr("emberkeep.cli.common._is_terminal", lambda: True)
+    monkeypatch.setattr("emberkeep.cli.output._is_terminal", lambda: True)
     result = run("forget", "--user", "alice", input=reply)
     assert "Forget everything of the user alice (1 thing)?" in result.stderr
     assert len(found("boat", "--user", "alice")) == left

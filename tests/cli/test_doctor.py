@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from emberkeep.cli.doctor import CHECKS, Finding, Level, examine
 from emberkeep.cli.main import app
-from emberkeep.config import Config, McpServer, total_ram
-from emberkeep.config.lora import LoraFile
+from emberkeep.config import Config, LoraFile, McpServer, total_ram
 from emberkeep.engine import llamacpp
 from emberkeep.types import RemoteModel
 from helpers import tiny_gguf

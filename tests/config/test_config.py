@@ -13,7 +13,7 @@ from emberkeep.config import (
     load_config,
     parse_size,
     public_values,
-    shown,
+    show_value,
     total_ram,
 )
 from emberkeep.errors import ConfigError
@@ -216,7 +216,7 @@ def test_the_api_key_is_never_shown(tmp_path: Path) -> None:
     loaded = load_config({"api_key": "canary-1"}, env={}, cwd=tmp_path)
     assert loaded.config.api_key == "canary-1"
     assert "canary-1" not in repr(loaded) + str(loaded.config) + json.dumps(public_values(loaded.config))
-    assert shown(loaded.config, "api_key") == "***"
+    assert show_value(loaded.config, "api_key") == "***"
     (tmp_path / "emberkeep.json").write_text('{"api_key": ["canary-2"]}')
     assert "canary-2" not in refusal(tmp_path)
 
@@ -235,7 +235,7 @@ def test_other_machines_need_a_key(tmp_path: Path, host: str) -> None:
 
 def test_values_are_shown_as_they_are_written(tmp_path: Path) -> None:
     config = load(tmp_path, {"disk_budget": "1.5GiB", "allowed_hosts": ["a", "b"], "drain_s": 2.5, "ctx": 512})
-    shows = {key: shown(config, key) for key in ("disk_budget", "allowed_hosts", "drain_s", "ctx", "threads")}
+    shows = {key: show_value(config, key) for key in ("disk_budget", "allowed_hosts", "drain_s", "ctx", "threads")}
     assert shows == {
         "disk_budget": "1.5 GiB",
         "allowed_hosts": "a, b",
@@ -293,7 +293,7 @@ def test_layers_are_a_number_or_all_or_left_to_the_machine(tmp_path: Path) -> No
     assert load(tmp_path).gpu_layers is None
     assert [load(tmp_path, {"gpu_layers": given}).gpu_layers for given in ("0", "12", "auto")] == [0, 12, None]
     everything = load(tmp_path, {"gpu_layers": "all", "cpu_moe": "all"})
-    assert (shown(everything, "gpu_layers"), shown(everything, "cpu_moe")) == ("all", "all")
+    assert (show_value(everything, "gpu_layers"), show_value(everything, "cpu_moe")) == ("all", "all")
     assert everything.gpu_layers == everything.cpu_moe > 10_000
     assert "or all, or auto" in refusal(tmp_path, {"gpu_layers": "most"})
 
@@ -301,6 +301,6 @@ def test_layers_are_a_number_or_all_or_left_to_the_machine(tmp_path: Path) -> No
 def test_shares_of_gpus_are_numbers_that_add_up_to_something(tmp_path: Path) -> None:
     assert load(tmp_path, {"tensor_split": "3,1"}).tensor_split == (3.0, 1.0)
     assert load(tmp_path, {"tensor_split": "auto"}).tensor_split is None
-    assert shown(load(tmp_path, {"tensor_split": "3,0.5"}), "tensor_split") == "3,0.5"
+    assert show_value(load(tmp_path, {"tensor_split": "3,0.5"}), "tensor_split") == "3,0.5"
     for wrong in ("0,0", "-1,2", "a,b", "", "inf,1", "nan"):
         assert "shares such as 3,1" in refusal(tmp_path, {"tensor_split": wrong})

@@ -87,7 +87,7 @@ class Client:
     async def tokenize(self, text: str) -> list[int]:
         return list(json.loads((await self.post("/tokenize", {"content": text})).body())["tokens"])
 
-    async def settled(self) -> dict[str, Json]:
+    async def wait_until_settled(self) -> dict[str, Json]:
         """Wait until nothing runs and everything computed is on disk; the stats at that moment."""
         while not is_settled(stats := await self.stats()):
             await asyncio.sleep(_POLL_S)

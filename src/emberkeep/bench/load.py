@@ -70,8 +70,8 @@ async def _throughput_rows(stage: Stage, plan: Plan, server: ServerProcess, clie
             await _burst(replace(plan, answer_tokens=0), client, prompts, stream=False)
             burst = await _burst(plan, client, prompts, stream=name == "streaming")
             rates[name].append(burst.tokens_per_s)
-            await client.settled()
-            with server.paused():
+            await client.wait_until_settled()
+            with server.pause():
                 seconds = decode_seconds_elsewhere(stage.model, prompts, burst.lengths)
             bare[name].append(sum(burst.lengths) / seconds)
     return tuple(_throughput_row(name, rates[name], bare[name]) for name in rates)
@@ -83,7 +83,7 @@ def _throughput_row(name: str, served: Sequence[float], bare: Sequence[float]) -
 
 
 async def _prompts(stage: Stage, plan: Plan, client: Client, seed: object) -> list[list[int]]:
-    """Token ids that nobody asked for before: reuse would be measured otherwise."""
+    """Token ids that no request had before: reuse would be measured otherwise."""
     texts = (stage.words.text(plan.prompt_tokens, (seed, number)) for number in range(plan.clients))
     return [await client.tokenize(text) for text in texts]
 

@@ -122,7 +122,7 @@ async def _cold(case: _Case, data_dir: Path) -> Reply:
     with case.server(data_dir) as server:
         client = Client(server.port)
         reply = await client.chat(case.main, _ANSWER)
-        await client.settled()
+        await client.wait_until_settled()
         return reply
 
 
@@ -133,10 +133,10 @@ async def _warm(case: _Case, data_dir: Path, cold: Reply) -> _Warm:
         kernel_before = server.bytes_from_disk()
         disk = await client.chat(case.main, _ANSWER)
         kernel_after = server.bytes_from_disk()
-        stats = await client.settled()
+        stats = await client.wait_until_settled()
         hot = await client.chat(case.main, _ANSWER)
         await client.chat(case.other, _ANSWER)
-        await client.settled()
+        await client.wait_until_settled()
         ram = await client.chat(case.main, _ANSWER)
     return _Warm(
         cold=cold,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from emberkeep.config.loading import ENV_PREFIX
+from emberkeep.config.sources import ENV_PREFIX
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import with_default_signals
 
@@ -56,7 +56,7 @@ class ServerProcess:
         self._process.wait()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """The process stands still, so that it takes nothing from what is measured meanwhile."""
         self._process.send_signal(signal.SIGSTOP)
         try:

@@ -63,14 +63,14 @@ async def _measure(stage: Stage, plan: Plan, count: int) -> Row:
     data_dir = stage.new_data_dir()
     with ServerProcess(stage.model, data_dir, parallel=_AT_A_TIME) as server:
         client = Client(server.port)
-        sessions = [_Session(_opening(stage, plan, number)) for number in range(count)]
+        sessions = [_Session(_first_messages(stage, plan, number)) for number in range(count)]
         first = [await client.prompt_tokens(session.messages) for session in sessions]
         probe = await client.prompt_tokens(_PROBE)
         closing = await _closing_tokens(client)
-        before = (await client.settled())["scheduler"]["evaluated_tokens"]
+        before = (await client.wait_until_settled())["scheduler"]["evaluated_tokens"]
         bytes_before = folder_bytes(data_dir / "kv")
         await _visit_all(stage, plan, client, sessions)
-        evaluated = (await client.settled())["scheduler"]["evaluated_tokens"] - before
+        evaluated = (await client.wait_until_settled())["scheduler"]["evaluated_tokens"] - before
         stored = folder_bytes(data_dir / "kv") - bytes_before
     unique = distinct_prefixes([probe, *first]) - len(probe)
     unique += sum(grown_tokens(session.replies, closing) for session in sessions)
@@ -88,7 +88,7 @@ async def _measure(stage: Stage, plan: Plan, count: int) -> Row:
     )
 
 
-def _opening(stage: Stage, plan: Plan, number: int) -> list[dict[str, str]]:
+def _first_messages(stage: Stage, plan: Plan, number: int) -> list[dict[str, str]]:
     return [
         {"role": "system", "content": stage.words.text(plan.prefix_tokens, "prefix")},
         {"role": "user", "content": stage.words.text(plan.user_tokens, (number, 0))},
@@ -97,9 +97,9 @@ def _opening(stage: Stage, plan: Plan, number: int) -> list[dict[str, str]]:
 
 async def _closing_tokens(client: Client) -> int:
     """How many tokens the chat template writes after an answer: they are part of the state, too."""
-    before = (await client.settled())["scheduler"]["evaluated_tokens"]
+    before = (await client.wait_until_settled())["scheduler"]["evaluated_tokens"]
     reply = await client.chat(_PROBE, 4)
-    after = (await client.settled())["scheduler"]["evaluated_tokens"]
+    after = (await client.wait_until_settled())["scheduler"]["evaluated_tokens"]
     return int(after - before - reply.prompt_tokens - reply.completion_tokens)
 
 

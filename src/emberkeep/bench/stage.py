@@ -21,7 +21,7 @@ class Folder:
 
     folder: Path
     say: Callable[[str], None]
-    """Tells whoever waits what is being done now."""
+    """Tells the user who waits what is being done now."""
 
     def new_data_dir(self) -> Path:
         """An empty store's home."""

@@ -66,7 +66,7 @@ async def _talk(stage: Stage, plan: Plan, client: Client, number: int) -> list[T
         messages.append({"role": "user", "content": question})
         known = (await client.stats())["scheduler"]["evaluated_tokens"]
         reply = await client.chat(messages, plan.answer_tokens)
-        stats = await client.settled()
+        stats = await client.wait_until_settled()
         turns.append(Turn(reply, state))
         # What was reused plus what was evaluated since is what the engine holds now.
         state = reply.cached_tokens + stats["scheduler"]["evaluated_tokens"] - known

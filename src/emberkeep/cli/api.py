@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli.api_table import print_remotes, print_tested
-from emberkeep.cli.common import ConfigFlag, DataDirFlag, JsonFlag, console, load_config
+from emberkeep.cli.flags import JsonFlag, with_settings
+from emberkeep.cli.output import console, plural, show, show_facts, texts
+from emberkeep.config import Config
+from emberkeep.config.kinds import public_url
 from emberkeep.config.tables import public_remotes
+from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.types import Message, RemoteModel, Request
 
@@ -30,6 +34,7 @@ Examples:
 QUESTION = "Say hello in one short sentence."
 
 _TEST_TOKENS = 256
+_MOST_MODELS = 8
 
 app = typer.Typer(
     help="Register models that run somewhere else.",
@@ -41,9 +46,11 @@ app = typer.Typer(
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What it is called here.")]
 
 
-@app.command("add", epilog="Example: emberkeep api add gpt openai --model gpt-6-sol")
-def add_model(
-    name: Name,
+@dataclass(frozen=True, slots=True)
+class RemoteFlags:
+    """As `RemoteModel` has them."""
+
+    name: Name
     backend: Annotated[
         str,
         typer.Argument(
@@ -51,31 +58,34 @@ def add_model(
             help="openai, anthropic, gemini, grok, ollama, trtllm, compatible (whatever speaks OpenAI's API), "
             "or that of an installed package.",
         ),
-    ],
-    model: Annotated[str, typer.Option(help="What the service calls it.")] = "",
+    ]
+    model: Annotated[str, typer.Option(help="What the service calls it.")] = ""
     api_key_env: Annotated[
         str | None, typer.Option(help="The variable that holds the key, not the key itself.")
-    ] = None,
-    base_url: Annotated[str | None, typer.Option(help="Where the service is.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
-    ctx: Annotated[int | None, typer.Option(min=1, help="Longest conversation in tokens.")] = None,
-    description: Annotated[str, typer.Option(help="What it is good at, for the models that may ask it.")] = "",
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
-) -> None:
+    ] = None
+    base_url: Annotated[str | None, typer.Option(help="Where the service is.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None
+    ctx: Annotated[int | None, typer.Option(min=1, help="Longest conversation in tokens.")] = None
+    description: Annotated[str, typer.Option(help="What it is good at, for the models that may ask it.")] = ""
+
+
+@app.command("add", epilog="Example: emberkeep api add gpt openai --model gpt-6-sol")
+@with_settings("data_dir", "config")
+def add_model(config: Config, flags: RemoteFlags) -> None:
     """Register a model. Its key stays where it is: only the name of its variable is kept."""
     from emberkeep.backend.remote.kinds import check_address
 
-    remote = RemoteModel(name, backend, model, base_url, api_key_env, max_tokens, ctx, description)
+    remote = RemoteModel(**asdict(flags))
     check_address(remote)
-    _remotes(data_dir, config).add(remote)
-    print(f"{name} is added: `emberkeep api test {name}` asks it something.")
+    Remotes(config).add(remote)
+    print(f"{remote.name} is added: `emberkeep api test {remote.name}` asks it something.")
 
 
 @app.command("list", epilog="Example: emberkeep api list --json")
-def list_models(as_json: JsonFlag = False, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def list_models(config: Config, as_json: JsonFlag = False) -> None:
     """Every registered model, and whether its key is set. Keys are never shown."""
-    remotes = _remotes(data_dir, config).list()
+    remotes = Remotes(config).list()
     if as_json:
         print(json.dumps(public_remotes(remotes), indent=2, ensure_ascii=False))
     elif remotes:
@@ -85,26 +95,24 @@ def list_models(as_json: JsonFlag = False, data_dir: DataDirFlag = None, config:
 
 
 @app.command("remove", epilog="Example: emberkeep api remove gpt")
-def remove_model(name: Name, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def remove_model(config: Config, name: Name) -> None:
     """Forget a model that was added."""
-    _remotes(data_dir, config).remove(name)
+    Remotes(config).remove(name)
     print(f"{name} is removed.")
 
 
 @app.command("test", epilog="Example: emberkeep api test gpt")
-def test_model(name: Name, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def test_model(config: Config, name: Name) -> None:
     """Ask a model something small, and show what came back and how long it took."""
-    remote = _remotes(data_dir, config).get(name)
+    remote = Remotes(config).get(name)
     with console(stderr=True).status(f"Asking {name} ..."):
-        about, answer = asyncio.run(_tested(remote))
-    print_tested(remote, about, answer)
+        about, answer = asyncio.run(_ask(remote))
+    print_answer(remote, about, answer)
 
 
-def _remotes(data_dir: Path | None, config: Path | None) -> Remotes:
-    return Remotes(load_config(data_dir=data_dir, config=config))
-
-
-async def _tested(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
+async def _ask(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
     from emberkeep.backend.remote.base import read_answer
     from emberkeep.backend.remote.kinds import open_provider
 
@@ -114,3 +122,56 @@ async def _tested(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
         return await provider.about(), await read_answer(provider, request)
     finally:
         await provider.close()
+
+
+# ── as a person reads about them ──
+
+
+def print_remotes(remotes: Sequence[RemoteModel], env: Mapping[str, str]) -> None:
+    from rich.table import Table
+
+    table = Table("name", "backend", "model", "where", "key", "good at", box=None, pad_edge=False)
+    for remote in remotes:
+        table.add_row(*texts(remote.name, *_cells(remote, env), remote.description))
+    show(table)
+
+
+def print_answer(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> None:
+    show_facts(_figures(remote, about, answer))
+
+
+def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, str]:
+    from emberkeep.backend.remote.kinds import has_key, with_defaults
+
+    try:
+        usual = with_defaults(remote)
+    except ConfigError:
+        return f"{remote.backend} (not installed)", remote.model, public_url(remote.base_url or ""), ""
+    variable = usual.api_key_env
+    key = f"{variable} is {'set' if has_key(remote, env) else 'not set'}" if variable else "none needed"
+    return remote.backend, usual.model or "(the first there)", _address(usual), key
+
+
+def _address(remote: RemoteModel) -> str:
+    return public_url(remote.base_url) if remote.base_url else "the vendor's own"
+
+
+def _figures(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> Iterator[tuple[str, str]]:
+    from emberkeep.backend.remote.kinds import with_defaults
+
+    usage = answer.usage
+    yield "model", f"{with_defaults(remote).model or '(the first there)'} ({remote.backend})"
+    yield "there", _some_names(about.models)
+    if about.context is not None:
+        yield "context", f"{about.context:,} tokens"
+    yield "answer", answer.text or "(nothing)"
+    yield "tokens", f"{usage.prompt_tokens:,} asked, {usage.completion_tokens:,} answered"
+    yield "time", f"{answer.first_ms:.0f} ms to the first word, {answer.ms:.0f} ms in all"
+
+
+def _some_names(models: Sequence[str]) -> str:
+    if not models:
+        return "it does not say"
+    more = len(models) - _MOST_MODELS
+    shown = ", ".join(models[:_MOST_MODELS])
+    return f"{shown} and {plural(more, 'other', 'others')}" if more > 0 else shown

@@ -6,17 +6,18 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from importlib import import_module
-from inspect import Parameter, Signature
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option, Typer
 
-from emberkeep.cli.common import ConfigFlag, ModelFlag, console, install_model, load_config
-from emberkeep.cli.tables import show
+from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, with_flags
+from emberkeep.cli.loader import install_model
+from emberkeep.cli.output import console, show
 
 if TYPE_CHECKING:
     from emberkeep.bench.stage import Folder
@@ -111,9 +112,9 @@ BENCHMARKS = (
 
 
 def make_app(
-    sentence: str, benchmarks: Iterable[Benchmark], together: Iterable[str], flags: type[Flags] = Flags
+    sentence: str, benchmarks: Iterable[Benchmark], in_all: Iterable[str], flags: type[Flags] = Flags
 ) -> Typer:
-    """A command for each benchmark, and `all` for those that can run `together`."""
+    """A command for each benchmark, and `all` for those with these names."""
     app = Typer(
         help=sentence,
         no_args_is_help=True,
@@ -127,17 +128,13 @@ def make_app(
         common = COMMON if benchmark.needs is Needs.FOLDER else WITH_MODEL
         chosen = _parameters(flags, common + benchmark.flags)
         app.command(benchmark.name, help=benchmark.sentence)(_command([benchmark], flags, chosen))
-    everything = _command([by_name[name] for name in together], flags, _parameters(flags, WITH_MODEL + OF_ALL))
+    everything = _command([by_name[name] for name in in_all], flags, _parameters(flags, WITH_MODEL + OF_ALL))
     app.command("all", help="All of them, one after the other.")(everything)
     return app
 
 
 def _parameters(flags: type[Flags], names: tuple[str, ...]) -> list[Parameter]:
-    hints = get_type_hints(flags, include_extras=True)
-    known = {
-        flag.name: Parameter(flag.name, Parameter.KEYWORD_ONLY, default=flag.default, annotation=hints[flag.name])
-        for flag in fields(flags)
-    }
+    known = {flag.name: flag for flag in flags_of(flags)}
     assert known.keys() >= set(names)
     return sorted((known[name] for name in known if name in names), key=lambda flag: flag.name in LAST)
 
@@ -148,9 +145,7 @@ def _command(
     def command(**given: Any) -> None:
         _run(benchmarks, flags(**given))
 
-    # Typer finds out about options from a function's signature.
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return command
+    return with_flags(command, parameters)
 
 
 app = make_app(

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli.cache_checks import EMPTY, SomeIds, explain, verify
-from emberkeep.cli.cache_table import print_entries, print_entry, removed_line, what
-from emberkeep.cli.common import (
-    ConfigFlag,
-    DataDirFlag,
-    JsonFlag,
-    YesFlag,
-    ask_first,
-    complain,
-    load_config,
-    whose,
+from emberkeep.cli.cache_table import (
+    agreement,
+    print_entries,
+    print_entry,
+    print_explanation,
+    print_verified,
+    removed_line,
+    what,
 )
-from emberkeep.cli.tables import counted, printable
+from emberkeep.cli.flags import JsonFlag, ModelFlag, YesFlag, with_settings
+from emberkeep.cli.loader import pull_reporter
+from emberkeep.cli.output import ask_first, complain, console, plural, printable, whose
 from emberkeep.config import Config, readable_size
-from emberkeep.errors import EmberkeepError, ModelNotFound
-from emberkeep.types import CacheEntry, Removed
+from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
+from emberkeep.types import EXACT_BITS, CacheEntry, Json, Removed, Verified
 
 if TYPE_CHECKING:
-    from emberkeep.cli.cache_access import Listed, Store
+    from emberkeep.cli.cache_stores import Listed, StateReader, Store
+    from emberkeep.library.stores import Checked
 
 ROWS = 30
+EMPTY = "Nothing is stored here yet: `emberkeep chat` and `emberkeep serve` keep what they evaluate."
 NO_SUCH = "Nothing is stored for that: without --user and --model the rest is listed."
 
 EXAMPLES = """\b
@@ -71,26 +75,29 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="An id from `emberkeep cac
 Ids = Annotated[
     list[str], typer.Argument(metavar="ID", help="Ids from `emberkeep cache ls`, or their beginnings.")
 ]
+SomeIds = Annotated[
+    list[str] | None, typer.Argument(metavar="ID", help="Ids from `emberkeep cache ls`, or their beginnings.")
+]
 OfModel = Annotated[str | None, typer.Option("--model", "-m", help="Only what is stored for this model.")]
 OfUser = Annotated[str | None, typer.Option("--user", help='Only what is theirs; "" for those without a name.')]
 SortFlag = Annotated[Order, typer.Option("--sort", help="What comes first: the latest used, or the most.")]
 
 
 @app.command("ls", epilog="Example: emberkeep cache ls --user alice --sort size")
+@with_settings("data_dir", "config")
 def list_entries(
+    config: Config,
     user: OfUser = None,
     model: OfModel = None,
     sort: SortFlag = Order.USED,
     all_rows: Annotated[bool, typer.Option("--all", help=f"More than the first {ROWS}.")] = False,
     as_json: JsonFlag = False,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
 ) -> None:
     """Conversations and prefixes whose state is kept: how much, where, for how long."""
-    from emberkeep.cli.cache_access import listing, open_stores
+    from emberkeep.cli.cache_stores import all_entries, open_stores
 
-    with open_stores(load_config(data_dir=data_dir, config=config), model) as stores:
-        listed = [item for item in listing(stores) if _is_theirs(item.entry, user)]
+    with open_stores(config, model) as stores:
+        listed = [item for item in all_entries(stores) if _is_theirs(item.entry, user)]
         listed.sort(key=lambda item: _KEYS[sort](item.entry))
         if as_json:
             _print_json(listed)
@@ -103,25 +110,24 @@ def list_entries(
 
 
 @app.command("show", epilog="Example: emberkeep cache show 3f2a --chars 10000")
+@with_settings("model", "data_dir", "config")
 def show_entry(
+    config: Config,
     entry_id: Id,
     chars: Annotated[int, typer.Option("--chars", min=0, help="How much of its text to print.")] = 2000,
     model: OfModel = None,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
 ) -> None:
     """One entry and its text.
 
     Without a running server its model is loaded to read the text.
     """
-    from emberkeep.cli.cache_access import chosen, listing, open_stores, text_of
+    from emberkeep.cli.cache_stores import all_entries, choose, open_stores, text_of
 
-    settled = load_config(model=model, data_dir=data_dir, config=config)
-    with open_stores(settled, model) as stores:
-        latest = chosen(listing(stores), [entry_id])[0]
+    with open_stores(config, model) as stores:
+        latest = choose(all_entries(stores), [entry_id])[0]
         print_entry(latest.store.model, latest.entry)
         try:
-            text, length = text_of(settled, latest, chars)
+            text, length = text_of(config, latest, chars)
         except ModelNotFound:
             complain(f"Its text needs the model {latest.store.model}: name its file with --model.")
         except EmberkeepError as error:
@@ -132,57 +138,163 @@ def show_entry(
 
 
 @app.command(epilog="Example: emberkeep cache pin 3f2a 91c0")
-def pin(ids: Ids, model: OfModel = None, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def pin(config: Config, ids: Ids, model: OfModel = None) -> None:
     """Keep entries until they are unpinned: they are not evicted and do not expire."""
-    _set_pins(load_config(data_dir=data_dir, config=config), model, ids, True)
+    _set_pins(config, model, ids, True)
 
 
 @app.command(epilog="Example: emberkeep cache unpin 3f2a")
-def unpin(ids: Ids, model: OfModel = None, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def unpin(config: Config, ids: Ids, model: OfModel = None) -> None:
     """Let pinned entries go when their time has come."""
-    _set_pins(load_config(data_dir=data_dir, config=config), model, ids, False)
+    _set_pins(config, model, ids, False)
 
 
 @app.command("rm", epilog="Examples: emberkeep cache rm 3f2a, emberkeep cache rm --user alice --yes")
+@with_settings("data_dir", "config")
 def remove(
+    config: Config,
     ids: SomeIds = None,
     user: Annotated[str | None, typer.Option("--user", help="Everything of this user.")] = None,
     yes: YesFlag = False,
     model: OfModel = None,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
 ) -> None:
     """Remove entries, pinned or not; what others share with them stays."""
-    from emberkeep.cli.cache_access import chosen, listing, open_stores
+    from emberkeep.cli.cache_stores import all_entries, choose, open_stores
 
     if (user is None) == (not ids):
         raise typer.BadParameter("say what to remove: ids from `emberkeep cache ls`, or --user NAME.")
-    with open_stores(load_config(data_dir=data_dir, config=config), model) as stores:
-        listed = listing(stores)
+    with open_stores(config, model) as stores:
+        listed = all_entries(stores)
         if user is None:
-            removed = [item.store.remove(item.entry.id) for item in chosen(listed, ids or ())]
+            removed = [item.store.remove(item.entry.id) for item in choose(listed, ids or ())]
         else:
             if not yes:
-                entries = counted(sum(_is_theirs(item.entry, user) for item in listed))
+                entries = plural(sum(_is_theirs(item.entry, user) for item in listed))
                 ask_first(f"Remove everything of {whose(user)} ({entries})?")
             removed = [store.remove_user(user) for store in stores]
     print(removed_line(_sum(removed)))
 
 
 @app.command(epilog="Example: emberkeep cache gc")
-def gc(model: OfModel = None, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def gc(config: Config, model: OfModel = None) -> None:
     """Remove everything that has outlived its time and is not pinned."""
-    from emberkeep.cli.cache_access import open_stores
+    from emberkeep.cli.cache_stores import open_stores
 
-    with open_stores(load_config(data_dir=data_dir, config=config), model) as stores:
+    with open_stores(config, model) as stores:
         removed = _sum(store.gc() for store in stores)
     print(removed_line(removed) if removed.tokens else "Nothing has outlived its time.")
 
 
-app.command(
+@app.command(
     epilog='Examples: emberkeep cache explain request.json, emberkeep cache explain --prompt "Once upon a time"'
-)(explain)
-app.command(epilog="Example: emberkeep cache verify --sample 10 --tokens 32")(verify)
+)
+@with_settings("model", "data_dir", "config")
+def explain(
+    config: Config,
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE|-", help="The JSON body of a chat or completion; - reads a pipe."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="A raw prompt instead.")] = None,
+    user: Annotated[str | None, typer.Option("--user", help="Who would ask.")] = None,
+    model: ModelFlag = None,
+) -> None:
+    """What a request would reuse if it came now, and why not more.
+
+    Without a running server the model is loaded.
+    """
+    from emberkeep.cli.cache_stores import open_state_reader
+
+    if (file is None) == (prompt is None):
+        raise typer.BadParameter("give a file with a request, - to read it from a pipe, or --prompt TEXT.")
+    body = {"prompt": prompt} if file is None else _read_body(file)
+    # The request may have been written for another server, which has another name for the model.
+    body.pop("model", None)
+    if user is not None:
+        body["user_id"] = user
+    with open_state_reader(config, model) as reader:
+        print_explanation(reader.explain(body))
+
+
+@app.command(epilog="Example: emberkeep cache verify --sample 10 --tokens 32")
+@with_settings("model", "data_dir", "config")
+def verify(
+    config: Config,
+    ids: SomeIds = None,
+    sample: Annotated[
+        int, typer.Option("--sample", min=1, help="How many entries, the latest used, where no ids are given.")
+    ] = 4,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, max=256, help="How far to continue each.")] = 16,
+    model: ModelFlag = None,
+) -> None:
+    """Continue stored state and a fresh evaluation of the same tokens, and compare. Status 1 if they differ.
+
+    Without a running server every file is first compared with its checksum, and the model is loaded. A real model
+    may differ in a rare token, because what was computed in narrow steps (answers, short turns) rounds differently
+    from a whole prompt: the table tells how much of each there is. State in fewer
+    than 16 bits or with moved parts is not exact, and may differ in more.
+    """
+    from emberkeep.cli.cache_stores import open_state_reader
+
+    checked: list[Checked] = []
+    with open_state_reader(config, model, lambda: checked.extend(_check_files(config, model))) as reader:
+        results = _replay(reader, ids, sample, tokens)
+    if results:
+        print_verified(results)
+    print(f"{plural(len(results))} replayed, {agreement(results)}.")
+    if any(part.damaged for part in checked) or not all(_is_as_promised(result) for result in results):
+        raise typer.Exit(1)
+
+
+def _is_as_promised(result: Verified) -> bool:
+    return result.is_equal or result.entry.kv_bits != EXACT_BITS or result.entry.repair is not None
+
+
+def _read_body(file: str) -> dict[str, Json]:
+    """Raises RequestError, OSError."""
+    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{file} is not JSON ({error}): give the body of a request.") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"{file} is not the body of a request: that is a JSON object.")
+    return body
+
+
+def _check_files(config: Config, model: str | None) -> list[Checked]:
+    """For when no server runs: it checks by itself what it reads. Ends the command where nothing is stored."""
+    from emberkeep.cli.cache_stores import closed_folders
+    from emberkeep.library.stores import check_files
+
+    folders = closed_folders(config, model)
+    if not folders:
+        print(EMPTY)
+        raise typer.Exit
+    with pull_reporter() as reporter:
+        report = functools.partial(reporter.progress, "Checking the files")
+        checked = [check_files(folder, report) for folder in folders]
+    damaged = sum(part.damaged for part in checked)
+    quarantine = " and put into quarantine" if damaged else ""
+    files = plural(sum(part.files for part in checked), "file", "files")
+    print(f"{files} checked, {damaged:,} damaged{quarantine}.")
+    return checked
+
+
+def _replay(reader: StateReader, ids: Sequence[str] | None, sample: int, tokens: int) -> list[Verified]:
+    from rich.progress import track
+
+    from emberkeep.cli.cache_stores import full_ids
+
+    stored = reader.entries()
+    wanted = full_ids(stored, ids or ())
+    entries = [entry for entry in stored if entry.id in wanted] if ids else stored[:sample]
+    output = console(stderr=True)
+    bar = track(entries, "Replaying", console=output, transient=True, disable=not output.is_terminal)
+    return [reader.verify(entry, tokens) for entry in bar]
 
 
 def _is_theirs(entry: CacheEntry, user: str | None) -> bool:
@@ -201,14 +313,14 @@ def _totals(entries: int, shown: int, stores: Sequence[Store]) -> str:
     stats = [store.stats() for store in stores]
     disk, ram = (readable_size(sum(part[tier]["bytes"] for part in stats)) for tier in ("cold", "warm"))
     more = f"; --all lists the other {entries - shown:,}" if shown < entries else ""
-    return f"{counted(entries)}{more}; {disk} on disk and {ram} in RAM altogether"
+    return f"{plural(entries)}{more}; {disk} on disk and {ram} in RAM altogether"
 
 
 def _set_pins(config: Config, model: str | None, ids: Sequence[str], pinned: bool) -> None:
-    from emberkeep.cli.cache_access import chosen, listing, open_stores
+    from emberkeep.cli.cache_stores import all_entries, choose, open_stores
 
     with open_stores(config, model) as stores:
-        for item in chosen(listing(stores), ids):
+        for item in choose(all_entries(stores), ids):
             item.store.pin(item.entry.id, pinned)
             state = "pinned" if pinned else "not pinned any more"
             print(f"{item.entry.id} is {state}: {printable(what(item.entry))}")

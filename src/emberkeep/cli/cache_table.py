@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from emberkeep.cli.tables import ago, counted, printable, show, show_facts, span, texts, width
+from emberkeep.cli.output import ago, plural, printable, show, show_facts, span, texts, width
 from emberkeep.config import readable_size
 from emberkeep.types import (
     EXACT_BITS,
@@ -21,12 +21,12 @@ from emberkeep.types import (
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from emberkeep.cli.cache_access import Listed
+    from emberkeep.cli.cache_stores import Listed
 
 ROOMY = 110
 """Columns of a terminal that has room for a table of entries."""
 LONGEST_USER = 24
-NOBODY = "-"
+NO_USER = "-"
 
 
 def print_entries(listed: Sequence[Listed]) -> None:
@@ -49,7 +49,7 @@ def print_explanation(explanation: Explanation) -> None:
 
 
 def print_verified(results: Sequence[Verified]) -> None:
-    rows = [[what(r.entry), _reused(r), _steps(r), agreement([r]), r.entry.id] for r in results]
+    rows = [[what(r.entry), _reuse_cell(r), _steps(r), agreement([r]), r.entry.id] for r in results]
     _print_table(["what", "reused", "in steps", "agreement", "id"], rows)
     figures = ((r.reused_tokens, r.wide_tokens, r.reproducible_tokens) for r in results)
     print(expectation(*(sum(column) for column in zip(*figures, strict=True))))
@@ -69,7 +69,7 @@ def what(entry: CacheEntry) -> str:
 
 
 def removed_line(removed: Removed) -> str:
-    return f"Removed {counted(removed.entries)}, {removed.tokens:,} tokens, {readable_size(removed.bytes)}."
+    return f"Removed {plural(removed.entries)}, {removed.tokens:,} tokens, {readable_size(removed.bytes)}."
 
 
 def _cells(entry: CacheEntry) -> list[str]:
@@ -82,7 +82,7 @@ def _cells(entry: CacheEntry) -> list[str]:
         _where(entry),
         ago(entry.idle_s),
         f"{entry.hits:,}",
-        _kept(entry),
+        _lifetime(entry),
         entry.id,
     ]
 
@@ -99,9 +99,9 @@ def _facts(model: str, entry: CacheEntry) -> Iterator[tuple[str, str]]:
     yield "size", f"{_size(entry)}, with what it shares with others"
     yield "where", _where(entry)
     yield "last use", ago(entry.idle_s)
-    yield "used", f"{counted(entry.turns, 'turn', 'turns')}, {counted(entry.hits, 'hit', 'hits')}"
+    yield "used", f"{plural(entry.turns, 'turn', 'turns')}, {plural(entry.hits, 'hit', 'hits')}"
     yield "branches", str(entry.branches)
-    yield "kept", _kept(entry)
+    yield "kept", _lifetime(entry)
 
 
 def _reuse(lookup: LookupRecord) -> Iterator[tuple[str, str]]:
@@ -120,7 +120,7 @@ def _in(where: str) -> str:
     return f", {where}" if where else ""
 
 
-def _reused(result: Verified) -> str:
+def _reuse_cell(result: Verified) -> str:
     return f"{result.reused_tokens:,} of {result.entry.tokens:,} tokens"
 
 
@@ -131,7 +131,7 @@ def _steps(result: Verified) -> str:
 
 
 def _user(entry: CacheEntry) -> str:
-    return "everybody" if entry.is_shared else entry.user or NOBODY
+    return "everybody" if entry.is_shared else entry.user or NO_USER
 
 
 def _size(entry: CacheEntry) -> str:
@@ -150,7 +150,7 @@ def _share(place: str, tokens: int, of: int) -> str:
     return place if tokens >= of else f"{place} {tokens / of:.0%}"
 
 
-def _kept(entry: CacheEntry) -> str:
+def _lifetime(entry: CacheEntry) -> str:
     if entry.is_pinned:
         return "pinned"
     return f"{entry.ttl}, {span(entry.expires_in_s)} left" if entry.expires_in_s > 0 else "expired"
@@ -164,7 +164,7 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for number, head in enumerate(heads):
         table.add_column(head.lstrip(">"), justify="right" if head.startswith(">") else "left", no_wrap=number > 0)
     for first, *rest in rows:
-        table.add_row(_cut(first), *texts(*rest))
+        table.add_row(_one_line(first), *texts(*rest))
     show(table)
 
 
@@ -175,12 +175,12 @@ def _print_cards(rows: Sequence[Sequence[str]]) -> None:
     grid = Table.grid(padding=(0, 2))
     for first, user, tokens, size, where, used, hits, kept, entry_id, *model in rows:
         details = [f"{tokens} tokens", size, where, used, f"hits: {hits}", kept, *model]
-        grid.add_row(entry_id, _cut(first))
-        grid.add_row("", *texts(" · ".join(details if user == NOBODY else [user, *details])))
+        grid.add_row(entry_id, _one_line(first))
+        grid.add_row("", *texts(" · ".join(details if user == NO_USER else [user, *details])))
     show(grid)
 
 
-def _cut(cell: str) -> Text:
+def _one_line(cell: str) -> Text:
     """A cell of one line, whatever room there is."""
     (text,) = texts(cell)
     text.no_wrap, text.overflow = True, "ellipsis"

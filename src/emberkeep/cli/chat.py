@@ -5,53 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand
 
-from emberkeep.cli.chat_session import ChatSession, printable
-from emberkeep.cli.common import (
-    ApproximateFlag,
-    AttentionFlag,
-    BackendFlag,
-    BaseUrlFlag,
-    ConfigFlag,
-    CpuMoeFlag,
-    CtxFlag,
-    DataDirFlag,
-    DeviceFlag,
-    DisableToolsFlag,
-    DtypeFlag,
-    EnableToolsFlag,
-    EngineFlag,
-    EvictFlag,
-    ExactFlag,
-    GpuLayersFlag,
-    KvBitsFlag,
-    KvTypeFlag,
-    LoraFlag,
-    RecallFlag,
-    TensorSplitFlag,
-    ToolsFlag,
-    ToolsFromFlag,
-    ToolsRootFlag,
-    complain,
-    install_model,
-    load_config,
-    open_model,
-    setting_help,
-    settings_among,
-)
-from emberkeep.cli.conversation import Conversation
-from emberkeep.cli.lines import plain_lines, terminal_lines
-from emberkeep.cli.saved import (
+from emberkeep.cli.chat_session import ChatSession, Terminal
+from emberkeep.cli.conversation import (
     LATEST,
+    Conversation,
     export_saved,
     find_saved,
     is_same_model,
@@ -60,33 +27,22 @@ from emberkeep.cli.saved import (
     recap,
     with_its_model,
 )
+from emberkeep.cli.flags import setting_help, with_settings
+from emberkeep.cli.loader import install_model, open_model
+from emberkeep.cli.output import complain
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
+from emberkeep.files import private_folder
 from emberkeep.types import Message, Sampling, SavedConversation
 
 if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
     from emberkeep.library import Emberkeep
     from emberkeep.library.arguments import Options
     from emberkeep.library.tool_session import ToolSession
-
-_DEFAULTS = Sampling()
-
-ModelArgument = Annotated[str | None, typer.Argument(help=setting_help("model"), show_default=False)]
-SystemFlag = Annotated[str, typer.Option("--system", "-s", help="System message to begin with.")]
-TemperatureFlag = Annotated[
-    float, typer.Option("--temperature", "-t", min=0, help="0 always takes the likeliest token.")
-]
-MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")]
-ContinueFlag = Annotated[
-    str | None,
-    typer.Option("--continue", "-c", metavar="[ID]", help="Go on with the latest conversation, or with this one."),
-]
-ListFlag = Annotated[bool, typer.Option("--list", help="List the saved conversations, and no more.")]
-ExportFlag = Annotated[
-    tuple[str, Path] | None,
-    typer.Option("--export", metavar="ID FILE", help="Write a saved one to a new .md or .json file, and no more."),
-]
-SaveFlag = Annotated[bool, typer.Option("--save/--no-save", help="Save this conversation for --continue.")]
 
 EXAMPLES = """\b
 Examples:
@@ -102,91 +58,89 @@ Examples:
 """
 
 
+ModelArgument = Annotated[str | None, typer.Argument(help=setting_help("model"), show_default=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFlags:
+    system: Annotated[str, typer.Option("--system", "-s", help="System message to begin with.")] = ""
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", min=0, help="0 always takes the likeliest token.")
+    ] = Sampling().temperature
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")] = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFlags:
+    continued: Annotated[
+        str | None,
+        typer.Option(
+            "--continue", "-c", metavar="[ID]", help="Go on with the latest conversation, or with this one."
+        ),
+    ] = None
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Save this conversation for --continue.")] = True
+    list_all: Annotated[bool, typer.Option("--list", help="List the saved conversations, and no more.")] = False
+    export: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--export", metavar="ID FILE", help="Write a saved one to a new .md or .json file, and no more."
+        ),
+    ] = None
+
+
 class ChatCommand(TyperCommand):
     """Lets `--continue` stand without an id."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        spelled = [
+        completed = [
             f"--continue={LATEST}" if arg in ("--continue", "-c") and following.startswith("-") else arg
             for arg, following in pairwise([*args, "-"])
         ]
-        return super().parse_args(ctx, spelled)
+        return super().parse_args(ctx, completed)
 
 
-def chat(
-    model: ModelArgument = None,
-    system: SystemFlag = "",
-    temperature: TemperatureFlag = _DEFAULTS.temperature,
-    max_tokens: MaxTokensFlag = 1024,
-    ctx: CtxFlag = None,
-    lora: LoraFlag = None,
-    kv_type: KvTypeFlag = None,
-    gpu_layers: GpuLayersFlag = None,
-    cpu_moe: CpuMoeFlag = None,
-    tensor_split: TensorSplitFlag = None,
-    engine: EngineFlag = None,
-    device: DeviceFlag = None,
-    dtype: DtypeFlag = None,
-    attention: AttentionFlag = None,
-    kv_bits: KvBitsFlag = None,
-    approximate: ApproximateFlag = None,
-    exact: ExactFlag = None,
-    evict: EvictFlag = None,
-    recall: RecallFlag = None,
-    tools: ToolsFlag = None,
-    enable_tools: EnableToolsFlag = None,
-    disable_tools: DisableToolsFlag = None,
-    tools_from: ToolsFromFlag = None,
-    tools_root: ToolsRootFlag = None,
-    backend: BackendFlag = None,
-    base_url: BaseUrlFlag = None,
-    continued: ContinueFlag = None,
-    save: SaveFlag = True,
-    list_all: ListFlag = False,
-    export: ExportFlag = None,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
-) -> None:
+@with_settings(
+    *("model", "ctx", "lora", "kv_type", "gpu_layers", "cpu_moe", "tensor_split"),
+    *("engine", "device", "dtype", "attention", "kv_bits", "approximate", "exact", "evict", "recall"),
+    *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
+    *("continued", "save", "list_all", "export", "data_dir", "config"),
+)
+def chat(*, config: Config, model: ModelArgument = None, answers: AnswerFlags, saved: SavedFlags) -> None:
     """Talk to a model in this terminal; /help lists what can be done there.
 
     Lines from a pipe work too. When the context is full the oldest messages leave it, and are archived:
     `emberkeep memory search` finds them, and so does the model.
     """
-    settled = load_config(**settings_among(locals()), parallel=1)
-    if list_all:
-        list_saved(settled)
-    elif export is not None:
-        export_saved(settled, *export)
+    config = replace(config, parallel=1)
+    if saved.list_all:
+        list_saved(config)
+    elif saved.export is not None:
+        export_saved(config, *saved.export)
     else:
-        saved = find_saved(settled, continued) if continued else None
-        if saved is not None and model is None:
-            settled = with_its_model(settled, saved)
-        talk(settled, saved, system, {"temperature": temperature, "max_tokens": max_tokens}, is_saving=save)
+        found = find_saved(config, saved.continued) if saved.continued else None
+        if found is not None and model is None:
+            config = with_its_model(config, found)
+        talk(config, found, answers, is_saving=saved.save)
 
 
-def talk(
-    config: Config, saved: SavedConversation | None, system: str, options: Options, *, is_saving: bool
-) -> None:
+def talk(config: Config, saved: SavedConversation | None, flags: AnswerFlags, *, is_saving: bool) -> None:
     """Until the user leaves. Raises EmberkeepError."""
     install_model(config)
-    conversation = Conversation.continued(saved, system) if saved else Conversation(system)
+    conversation = Conversation.resume(saved, flags.system) if saved else Conversation(flags.system)
+    options: Options = {
+        "temperature": flags.temperature,
+        "max_tokens": flags.max_tokens,
+        "evict": config.evict,
+    }
     # What could not be archived is said below the answer, and once.
     logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
-    # In a chat somebody is asked before a tool does harm: none runs behind it.
-    with open_model(replace(config, server_tools=False)) as keeper, tools_of(keeper, config) as acting:
-        journal = open_journal(keeper, config, is_saving=is_saving)
-        session = ChatSession(
-            keeper,
-            conversation,
-            options,
-            sys.stdout,
-            interactive=sys.stdin.isatty(),
-            journal=journal,
-            evicts=config.evict,
-            acting=acting,
-        )
+    # In a chat a person is asked before a tool does harm: none runs behind it.
+    with open_model(replace(config, server_tools=False)) as llm, tools_of(llm, config) as acting:
+        journal = open_journal(llm, config, is_saving=is_saving)
+        terminal = Terminal(sys.stdout, interactive=sys.stdin.isatty())
+        session = ChatSession(llm, conversation, options, terminal, journal, acting)
         if session.interactive and (conversation.system or acting):
-            _prewarm(keeper, conversation.system, acting)
+            _prewarm(llm, conversation.system, acting)
         if saved is not None:
             journal.knows(saved)
             _remind(session, config, saved)
@@ -197,22 +151,22 @@ def _remind(session: ChatSession, config: Config, saved: SavedConversation) -> N
     if not is_same_model(config, saved):
         session.aside(f"This conversation was with {Path(saved.model).name}; it goes on with another model.")
     if session.interactive:
-        session.aside(printable(recap(session.conversation.turns)))
+        session.aside(recap(session.conversation.turns))
 
 
 @contextmanager
-def tools_of(keeper: Emberkeep, config: Config) -> Generator[ToolSession | None, None, None]:
+def tools_of(llm: Emberkeep, config: Config) -> Generator[ToolSession | None, None, None]:
     """Those of a chat with this model, which is asked only if it knows what tools are. Raises ConfigError."""
-    if config.tools == "off" or (config.tools == "auto" and not keeper.card.calls_tools):
+    if config.tools == "off" or (config.tools == "auto" and not llm.card.calls_tools):
         if (config.enable_tools or config.tools_from or config.mcp) and config.tools == "auto":
             complain(
                 "This model's chat template knows no tools, so it gets none: --tools on gives them all the same."
             )
         yield None
         return
-    acting = keeper.acting(config, asks=sys.stdin.isatty())
+    acting = llm.acting(config, asks=sys.stdin.isatty())
     try:
-        tokens, context = _tokens_of(acting), keeper.card.context
+        tokens, context = _tokens_of(acting), llm.card.context
         if config.tools == "auto" and tokens > context // 2:
             complain(
                 f"The tools would take about {tokens} of the {context} tokens of context, so there are none: "
@@ -230,12 +184,22 @@ def _tokens_of(acting: ToolSession) -> int:
     return sum(len(json.dumps(asdict(tool))) for tool in acting.definitions()) // 4
 
 
-def _prewarm(keeper: Emberkeep, system: str, acting: ToolSession | None) -> None:
+def _prewarm(llm: Emberkeep, system: str, acting: ToolSession | None) -> None:
     """Evaluate the system message and the tools while the user types. The first answer tells what goes wrong."""
     logging.getLogger("emberkeep.backend").setLevel(logging.ERROR)
     with suppress(EmberkeepError):
         tools = acting.definitions() if acting else ()
-        keeper.keep_warm([Message("system", system)] if system else [], tools=tools or None)
+        llm.keep_warm([Message("system", system)] if system else [], tools=tools or None)
+
+
+def _greeting(session: ChatSession) -> str:
+    card, health = session.llm.card, session.llm.health()
+    who = card.id if health["backend"] == "local" else f"{card.id} ({health['backend']})"
+    tools = f" · {len(session.acting.functions())} tools" if session.acting else ""
+    return f"{who} · {card.context} tokens of context{tools} · /help"
+
+
+# ── where the user's messages come from: a terminal with editing and history, or any stream of lines ──
 
 
 def _lines(config: Config, session: ChatSession) -> Iterable[str]:
@@ -245,8 +209,56 @@ def _lines(config: Config, session: ChatSession) -> Iterable[str]:
     return terminal_lines(config.data_dir / "chat-history")
 
 
-def _greeting(session: ChatSession) -> str:
-    card, health = session.keeper.card, session.keeper.health()
-    who = card.id if health["backend"] == "local" else f"{card.id} ({health['backend']})"
-    tools = f" · {len(session.acting.functions())} tools" if session.acting else ""
-    return f"{who} · {card.context} tokens of context{tools} · /help"
+def plain_lines(source: TextIO) -> Iterator[str]:
+    """One message per line."""
+    return (line.rstrip("\n") for line in source)
+
+
+def terminal_lines(history: Path) -> Iterator[str]:
+    """Messages typed at a prompt until Ctrl-D, or Ctrl-C twice. A pasted text is one message."""
+    session = _session(history)
+    interrupted = False
+    while True:
+        try:
+            line = session.prompt("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            print("Ctrl-C again or Ctrl-D quits.")
+            continue
+        interrupted = False
+        yield line
+
+
+def _session(history: Path) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+
+    return PromptSession(history=_history(history), key_bindings=_keys())
+
+
+def _history(path: Path) -> History:
+    """For this session only where the file cannot be written: a chat goes on without it."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    try:
+        private_folder(path.parent)
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)
+
+
+def _keys() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from emberkeep.cli.calls import CallView, ask_aloud
-from emberkeep.cli.common import complain, console
-from emberkeep.cli.conversation import Conversation
-from emberkeep.cli.remarks import advice, archive_warning, stats_line
-from emberkeep.cli.saved import Journal
+from emberkeep.cli.conversation import Conversation, Journal
+from emberkeep.cli.output import complain, console, plural, printable
 from emberkeep.cli.slash import Quit, run_command
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import ContextExceeded, EmberkeepError
 from emberkeep.types import (
     CallEnded,
     CallStarted,
+    Decision,
     Event,
+    FinishReason,
     Json,
     Message,
+    Outcome,
     PermissionAsked,
     ReasoningDelta,
     Recollection,
     TextDelta,
+    ToolCall,
 )
 
 if TYPE_CHECKING:
@@ -30,41 +33,62 @@ if TYPE_CHECKING:
     from emberkeep.library.arguments import Options
     from emberkeep.library.tool_session import ToolSession
 
-
 _SILENCE = "…"
 """In place of an answer that did not come after the calls before it."""
+_FULL = 0.9
+_ARGUMENT_CHARS = 60
+_CALL_CHARS = 160
+_RESULT_CHARS = 100
+_WHOLE = 10**6
+_QUESTION = "Allow? [y]es, [n]o, [a]lways or ne[v]er in this session: "
+_ANSWERS = {
+    **dict.fromkeys(("y", "yes", "o", "once"), Decision.ONCE),
+    **dict.fromkeys(("n", "no"), Decision.NO),
+    **dict.fromkeys(("a", "always"), Decision.ALWAYS),
+    **dict.fromkeys(("v", "never"), Decision.NEVER),
+}
+
+
+def ask_aloud(question: str) -> str:
+    """On stderr: the output may be a pipe. Raises EOFError."""
+    print(question, end="", file=sys.stderr, flush=True)
+    return input()
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """Where answers go, whether a person is there (`interactive`), and how that person is asked."""
+
+    out: TextIO
+    interactive: bool
+    ask: Callable[[str], str] = ask_aloud
 
 
 class ChatSession:
-    """Turns of one conversation. Answers go to `out`, remarks to stderr, so that a pipe gets answers only."""
+    """Turns of one conversation. Answers go to `out`, remarks to stderr: a pipe gets answers only."""
 
     def __init__(
         self,
-        keeper: Emberkeep,
+        llm: Emberkeep,
         conversation: Conversation,
         options: Options,
-        out: TextIO,
-        *,
-        interactive: bool,
+        terminal: Terminal,
         journal: Journal,
-        evicts: bool = True,
         acting: ToolSession | None = None,
-        ask: Callable[[str], str] = ask_aloud,
     ) -> None:
-        """`acting`: with tools; `ask`: a person, who is there where `interactive`."""
-        self.keeper = keeper
+        """`acting`: with tools."""
+        self.llm = llm
         self.conversation = conversation
-        self.interactive = interactive
+        self.interactive = terminal.interactive
         self._options = options
-        self._out = out
+        self._out = terminal.out
         self._journal = journal
-        self._evicts = evicts
         self.acting = acting
-        self._calls = CallView(acting, self.aside, ask)
+        self._calls = CallView(acting, self.aside, terminal.ask)
         self._answered_by = ""
 
     def run(self, lines: Iterable[str]) -> None:
-        """Until the lines end or the user quits. An error ends the session only when nobody is watching."""
+        """Until the lines end or the user quits. An error ends the session only where no person is watching."""
         for line in lines:
             try:
                 self._handle(line)
@@ -73,17 +97,17 @@ class ChatSession:
             except EmberkeepError as error:
                 if not self.interactive:
                     raise
-                complain(advice(error, evicts=self._evicts))
+                complain(advice(error, evicts=self._options.get("evict") is not False))
 
     def stats(self) -> Mapping[str, Json]:
-        return self.keeper.stats()
+        return self.llm.stats()
 
     def search(self, query: str) -> list[Recollection]:
         return self._journal.search(query)
 
     def aside(self, text: str) -> None:
         self._out.flush()
-        console(stderr=True).print(printable(text), style="dim", markup=False, soft_wrap=True)
+        console(stderr=True).print(printable(text, ""), style="dim", markup=False, soft_wrap=True)
 
     def say(self, *messages: Message) -> None:
         """As the user, who may have said more than one thing: get an answer. Raises EmberkeepError."""
@@ -104,7 +128,7 @@ class ChatSession:
     def _stream(self, messages: list[Message]) -> Stream:
         options: Options = {**self._options, "conversation_id": self.conversation.id}
         if self.acting is None:
-            return self.keeper.stream(messages, **options)
+            return self.llm.stream(messages, **options)
         from emberkeep.library.arguments import chat_request
 
         return self.acting.stream(chat_request(messages, None, options))
@@ -112,7 +136,7 @@ class ChatSession:
     def _say_who(self, result: Result) -> None:
         """Where another backend has stood in, and when the first one is back."""
         before, self._answered_by = self._answered_by, result.answered_by or self._answered_by
-        chain = self.keeper.health().get("chain", [])
+        chain = self.llm.health().get("chain", [])
         first = chain[0] if chain else {}
         usual = before or first.get("name", "")
         if usual and result.answered_by not in ("", usual):
@@ -128,7 +152,7 @@ class ChatSession:
             self.say(Message("user", line.strip()))
 
     def _stats_line(self, result: Result) -> str:
-        return stats_line(result, self._options.get("max_tokens"), self.keeper.card.context)
+        return stats_line(result, self._options.get("max_tokens"), self.llm.card.context)
 
     def _show(self, stream: Stream) -> bool:
         """Whether the answer came to its end; Ctrl-C at a terminal stops it, and only it."""
@@ -162,18 +186,117 @@ class ChatSession:
                 self._calls.show(event)
 
     def _write(self, text: str) -> None:
-        self._out.write(printable(text) if self._out.isatty() else text)
+        self._out.write(printable(text, "") if self._out.isatty() else text)
         self._out.flush()
 
     def _write_dim(self, text: str) -> None:
         if self._out.isatty():
-            self._out.write(f"\033[2m{printable(text)}\033[0m")
+            self._out.write(f"\033[2m{printable(text, '')}\033[0m")
             self._out.flush()
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# ── tool calls: shown as they happen, and asked about where they can do harm ──
 
 
-def printable(text: str) -> str:
-    """Without control characters: what a model writes must not be able to drive the terminal."""
-    return _CONTROL.sub("", text)
+class CallView:
+    """`tell`: a remark to the person; `ask`: a question, answered with a line."""
+
+    def __init__(self, acting: ToolSession | None, tell: Callable[[str], None], ask: Callable[[str], str]) -> None:
+        self._acting = acting
+        self._tell = tell
+        self._ask = ask
+
+    def show(self, event: CallStarted | CallEnded | PermissionAsked) -> None:
+        """Blocks while the user decides."""
+        if isinstance(event, CallStarted):
+            self._tell(f"→ {call_line(event.call)}")
+        elif isinstance(event, CallEnded):
+            self._tell(f"  {_outcome_line(event.outcome)}")
+        else:
+            self._decide(event.call)
+
+    def _decide(self, call: ToolCall) -> None:
+        """Where the question is interrupted nothing is decided: that ends the answer, and so the call."""
+        self._tell(f"? {call_line(call, whole=True)}")
+        decision = self._read_decision()
+        if self._acting is not None:
+            self._acting.decide(call, decision)
+
+    def _read_decision(self) -> Decision:
+        while True:
+            try:
+                answer = self._ask(_QUESTION).strip().lower()
+            except EOFError:
+                return Decision.NO
+            if answer in _ANSWERS:
+                return _ANSWERS[answer]
+
+
+def call_line(call: ToolCall, *, whole: bool = False) -> str:
+    """`read_file(path="notes.txt")`. `whole`: nothing is left out, for a user who has to decide."""
+    try:
+        given = json.loads(call.arguments or "{}", strict=False)
+    except (ValueError, RecursionError):
+        given = None
+    of_an_argument, of_all = (_WHOLE, _WHOLE) if whole else (_ARGUMENT_CHARS, _CALL_CHARS)
+    if not isinstance(given, dict):
+        return _short(f"{call.name}({call.arguments})", of_all)
+    told = (
+        f"{key}={_short(json.dumps(value, ensure_ascii=False), of_an_argument)}" for key, value in given.items()
+    )
+    return _short(f"{call.name}({', '.join(told)})", of_all)
+
+
+def _outcome_line(outcome: Outcome) -> str:
+    took = f"{outcome.ms:.0f} ms" if outcome.ms < 1000 else f"{outcome.ms / 1e3:.1f} s"
+    if outcome.failed:
+        return f"✗ {_short(outcome.text, _RESULT_CHARS)} · {took}"
+    said = _short(outcome.remark or outcome.text, _RESULT_CHARS) or "nothing"
+    return f"✓ {said} · {took}"
+
+
+def _short(text: str, chars: int) -> str:
+    line = " ".join(printable(text).split())
+    return line if len(line) <= chars else f"{line[: chars - 2]} …"
+
+
+# ── what is said about an answer, beside it ──
+
+
+def stats_line(result: Result, max_tokens: int | None, context: int) -> str:
+    return " · ".join(_parts(result, max_tokens, context))
+
+
+def _parts(result: Result, max_tokens: int | None, context: int) -> Iterator[str]:
+    usage = result.usage
+    yield f"reused {usage.cached_tokens}/{usage.prompt_tokens} tokens"
+    yield f"first token {result.ttft_ms:.0f} ms"
+    yield f"{usage.completion_tokens} tokens at {result.timings.predicted_per_second:.0f}/s"
+    if left := sum(eviction.messages for eviction in result.evictions):
+        archived = " (archived)" if all(eviction.archived for eviction in result.evictions) else ""
+        yield f"{plural(left, 'message', 'messages')} left the context{archived}"
+    if result.recalled:
+        yield f"recalled {result.recalled}"
+    if result.finish_reason is FinishReason.LENGTH:
+        if usage.completion_tokens == max_tokens:
+            yield "cut at --max-tokens"
+        elif result.exchanges and usage.total_tokens < _FULL * context:
+            yield "cut after as many rounds of tools as tool_turns allows"
+        else:
+            yield f"the context of {context} tokens is full, /clear begins anew"
+
+
+def archive_warning(result: Result) -> str | None:
+    """Where something left the context that should have been archived and was not."""
+    error = next((eviction.error for eviction in result.evictions if eviction.error), None)
+    return f"What left the context was not archived: {error}" if error else None
+
+
+def advice(error: EmberkeepError, *, evicts: bool) -> str:
+    """What is wrong, and what can be done about it in a chat."""
+    if not isinstance(error, ContextExceeded):
+        return str(error)
+    too_much = f"The context holds {error.context} tokens and this would make it {error.prompt_tokens}: "
+    if evicts:
+        return f"{too_much}say it in fewer words, a larger --ctx holds more."
+    return f"{too_much}/clear begins anew, a larger --ctx holds more, --evict lets old messages leave."

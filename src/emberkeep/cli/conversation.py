@@ -1,15 +1,33 @@
-"""A conversation in the terminal: its messages, and how they are written to a file."""
+"""A conversation in the terminal: its messages, written to a file, saved turn by turn, and found again."""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from emberkeep.errors import EmberkeepError
-from emberkeep.types import Message, SavedConversation
+from emberkeep.cli.loader import install_model
+from emberkeep.cli.output import ago, complain, plural, show, texts
+from emberkeep.config import Config
+from emberkeep.errors import EmberkeepError, MemoryOff, ModelNotFound, NoSuchEntry
+from emberkeep.types import Message, Recollection, SavedConversation
+
+if TYPE_CHECKING:
+    from emberkeep.library import Emberkeep
+    from emberkeep.library.user_memory import UserMemory
+
+LATEST = "latest"
+LISTED = 50
+ABBREVIATED = 1000
+"""So many of the latest conversations are found by the beginning of their id."""
+
+_RECAPPED = 4
+_LONGEST = 600
 
 
 class Conversation:
@@ -19,7 +37,7 @@ class Conversation:
         self._turns = list(turns)
 
     @classmethod
-    def continued(cls, saved: SavedConversation, system: str = "") -> Conversation:
+    def resume(cls, saved: SavedConversation, system: str = "") -> Conversation:
         """With the system message that it had, unless another one is given."""
         first = saved.messages[0] if saved.messages else None
         if first is None or first.role != "system":
@@ -79,13 +97,163 @@ def _markdown(messages: Sequence[Message]) -> str:
 
 
 def _section(message: Message) -> str:
-    calls = [f"Calls `{call.name}`:\n\n{_fenced(call.arguments)}" for call in message.tool_calls]
-    content = _fenced(message.content) if message.role == "tool" else message.content
+    calls = [f"Calls `{call.name}`:\n\n{_fence(call.arguments)}" for call in message.tool_calls]
+    content = _fence(message.content) if message.role == "tool" else message.content
     head = f"## {message.role}" + (f" ({message.name})" if message.name else "")
     return "\n\n".join(part for part in (head, content, *calls) if part) + "\n"
 
 
-def _fenced(text: str) -> str:
+def _fence(text: str) -> str:
     """A block of code, whatever fences the text has."""
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
     return f"{fence}\n{text}\n{fence}"
+
+
+# ── saved, and found again ──
+
+
+class Journal:
+    """What a chat remembers. `memory` is None where nothing can be remembered."""
+
+    def __init__(self, memory: UserMemory | None, model: str = "", *, is_saving: bool = True) -> None:
+        self._memory = memory
+        self._model = model
+        self._is_saving = is_saving
+        self._saved_id = ""
+        self._saved: Sequence[Message] = ()
+        self._has_warned = False
+
+    def knows(self, saved: SavedConversation) -> None:
+        """So much of a conversation that goes on is saved already."""
+        self._saved_id, self._saved = saved.id, saved.messages
+
+    def save(self, conversation: Conversation) -> None:
+        """Blocks until it is on disk. The first failure is a warning, and later turns bring what is missing."""
+        if self._memory is None or not self._is_saving:
+            return
+        try:
+            self._save(self._memory, conversation)
+        except EmberkeepError as error:
+            if not self._has_warned:
+                complain(f"This conversation is not saved: {error}")
+            self._has_warned = True
+
+    def search(self, query: str) -> list[Recollection]:
+        """Raises MemoryFailed."""
+        if self._memory is None:
+            raise MemoryOff
+        return self._memory.search(query)
+
+    def _save(self, memory: UserMemory, conversation: Conversation) -> None:
+        messages = conversation.messages
+        known = self._saved if conversation.id == self._saved_id else ()
+        if list(messages[: len(known)]) == list(known):
+            memory.save_messages(conversation.id, messages[len(known) :], model=self._model)
+        else:  # the system message is another one
+            memory.replace_messages(conversation.id, messages, model=self._model)
+        self._saved_id, self._saved = conversation.id, messages
+
+
+def open_journal(llm: Emberkeep, config: Config, *, is_saving: bool) -> Journal:
+    """In the memory of a loaded model. Without one a chat goes on; that it could not be opened has been said."""
+    from emberkeep.runtime import needs_local
+
+    try:
+        memory = llm.memory
+    except MemoryOff:
+        memory = None
+    # What runs elsewhere is no model to load when the conversation goes on.
+    model = _loadable_name(config.model) if needs_local(config) else ""
+    return Journal(memory, model, is_saving=is_saving)
+
+
+def find_saved(config: Config, wanted: str) -> SavedConversation:
+    """The latest, or the one whose id begins so. Raises NoSuchEntry, MemoryFailed."""
+    from emberkeep.library.user_memory import open_memory
+
+    with open_memory(config) as memory:
+        saved = memory.conversation(wanted)
+        if saved is None:
+            saved = memory.conversation(_full_id(memory.conversations(limit=ABBREVIATED), wanted))
+    if saved is None:
+        raise NoSuchEntry(f"The conversation {wanted!r} has just been removed.")
+    return saved
+
+
+def list_saved(config: Config) -> None:
+    from emberkeep.library.user_memory import open_memory
+
+    with open_memory(config) as memory:
+        listed = memory.conversations(limit=LISTED + 1)
+    if not listed:
+        print("No conversation is saved here yet: `emberkeep chat` begins one.")
+        return
+    _print_table(listed[:LISTED])
+    older = f" These are the latest {LISTED}." if len(listed) > LISTED else ""
+    print(f"\n`emberkeep chat --continue ID` goes on with one; the beginning of its id is enough.{older}")
+
+
+def export_saved(config: Config, wanted: str, path: Path) -> None:
+    saved = find_saved(config, wanted)
+    write_messages(saved.messages, path)
+    print(f"Saved {plural(len(saved.messages), 'message', 'messages')} to {path}.")
+
+
+def with_its_model(config: Config, saved: SavedConversation) -> Config:
+    """With the model of a conversation, which is pulled if it can be; as it is where that model is gone, or
+    what answers runs elsewhere."""
+    from emberkeep.runtime import needs_local
+
+    if not needs_local(config):
+        return config
+    wanted = replace(config, model=saved.model or config.model)
+    try:
+        install_model(wanted)
+    except ModelNotFound:
+        return config
+    return wanted
+
+
+def is_same_model(config: Config, saved: SavedConversation) -> bool:
+    return saved.model in ("", _loadable_name(config.model))
+
+
+def recap(turns: Sequence[Message]) -> str:
+    """The end of a conversation, for a user who comes back to it."""
+    said = [message for message in turns if message.content and message.role != "tool"]
+    lines = [f"> {_shorten(m.content)}" if m.role == "user" else _shorten(m.content) for m in said[-_RECAPPED:]]
+    return "\n".join(["…", *lines] if len(said) > _RECAPPED else lines)
+
+
+def _full_id(known: Sequence[SavedConversation], wanted: str) -> str:
+    if wanted == LATEST:
+        if not known:
+            raise NoSuchEntry("No conversation is saved here yet: `emberkeep chat` begins one.")
+        return known[0].id
+    found = [saved.id for saved in known if saved.id.startswith(wanted)]
+    if not found:
+        raise NoSuchEntry(f"There is no conversation {wanted!r}: `emberkeep chat --list` lists them.")
+    if len(found) > 1:
+        raise EmberkeepError(f"{len(found)} conversations begin with {wanted!r}: give more of the id.")
+    return found[0]
+
+
+def _loadable_name(model: str) -> str:
+    """A name that means the same model in any folder."""
+    path = Path(model)
+    return str(path.absolute()) if path.exists() else model
+
+
+def _print_table(listed: Sequence[SavedConversation]) -> None:
+    from rich.table import Table
+
+    table = Table("id", "last", "messages", "title", "model", box=None, pad_edge=False)
+    now = time.time()
+    for saved in listed:
+        count = f"{saved.message_count:,}"
+        table.add_row(*texts(saved.id, ago(now - saved.updated), count, saved.title, Path(saved.model).name))
+    show(table)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

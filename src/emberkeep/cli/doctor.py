@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from emberkeep.cli.common import ConfigFlag, DataDirFlag, console, load_config
+from emberkeep.cli.flags import with_settings
+from emberkeep.cli.output import console
 from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
 from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
@@ -51,13 +52,14 @@ class Finding:
     text: str
 
 
-def doctor(data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def doctor(config: Config) -> None:
     """Check this machine and say what to do about what is missing. Exit status 1 only for a failure."""
     from rich.text import Text
 
     out = console()
     failed = False
-    for name, finding in examine(load_config(data_dir=data_dir, config=config)):
+    for name, finding in examine(config):
         failed |= finding.level is Level.FAIL
         label = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
         out.print(label, f"{name:<9} {finding.text}", soft_wrap=True, markup=False)
@@ -130,21 +132,21 @@ def _memory(config: Config) -> Finding:
 
 
 def _disk(config: Config) -> Finding:
-    free = shutil.disk_usage(_existing(config.data_dir)).free
+    free = shutil.disk_usage(_nearest_folder(config.data_dir)).free
     text = f"{readable_size(free)} free, disk_budget is {readable_size(config.disk_budget)}"
     if free < config.disk_budget:
         return Finding(Level.WARN, f"{text}: make room or lower disk_budget.")
     return Finding(Level.OK, text)
 
 
-def _existing(path: Path) -> Path:
+def _nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _speed(config: Config) -> Finding:
     from emberkeep.sched.probe import probe
 
-    machine = probe(_existing(config.data_dir))
+    machine = probe(_nearest_folder(config.data_dir))
     copies, reads = machine.copy_speed, machine.disk_speed
     said = [f"{readable_size(r.value)}/s{'' if r.measured else ' (assumed)'}" for r in (copies, reads)]
     return Finding(Level.OK, f"RAM is copied at {said[0]}, the data folder read at {said[1]}")
@@ -153,7 +155,7 @@ def _speed(config: Config) -> Finding:
 def _data_dir(config: Config) -> Finding:
     # Asking must not leave anything behind: a folder that is not there yet is not made here.
     try:
-        with tempfile.TemporaryFile(dir=_existing(config.data_dir)):
+        with tempfile.TemporaryFile(dir=_nearest_folder(config.data_dir)):
             pass
     except OSError as error:
         reason = error.strerror or error
@@ -225,8 +227,8 @@ def _packages(config: Config) -> Finding:
         return Finding(Level.FAIL, f"{error.name} is missing: `pip install {error.name}`.")
 
 
-def _answering(config: Config) -> Finding:
-    """Who answers, in which order; nobody is asked."""
+def _backends(config: Config) -> Finding:
+    """Who answers, in which order; no request is sent."""
     from emberkeep.backend.remote.kinds import has_key
     from emberkeep.models.remotes import Remotes
     from emberkeep.runtime import backend_names
@@ -265,7 +267,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "speed": _speed,
     "mlock": _mlock,
     "model": _model,
-    "answers": _answering,
+    "answers": _backends,
     "mcp": _mcp,
     "port": _port,
     "access": _exposure,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,57 +16,18 @@ from emberkeep.cli.bench import app as bench_app
 from emberkeep.cli.cache import app as cache_app
 from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
 from emberkeep.cli.chat import ChatCommand, chat
-from emberkeep.cli.common import (
-    ApiKeyFlag,
-    ApproximateFlag,
-    AttentionFlag,
-    AutoTruncateFlag,
-    BackendFlag,
-    BaseUrlFlag,
-    ConfigFlag,
-    CpuMoeFlag,
-    CtxFlag,
-    DataDirFlag,
-    DeviceFlag,
-    DisableToolsFlag,
-    DiskBudgetFlag,
-    DtypeFlag,
-    EnableToolsFlag,
-    EngineFlag,
-    EvictFlag,
-    ExactFlag,
-    GpuLayersFlag,
-    HostFlag,
-    KvBitsFlag,
-    KvTypeFlag,
-    LoraFlag,
-    MaxConcurrentPerUserFlag,
-    ModelFlag,
-    NotoolsFlag,
-    ParallelFlag,
-    PlanningFlag,
-    PortFlag,
-    RamBudgetFlag,
-    ReasoningFlag,
-    RecallFlag,
-    ServerToolsFlag,
-    TensorSplitFlag,
-    ThreadsFlag,
-    ToolsFromFlag,
-    ToolsRootFlag,
-    WarmFlag,
-    complain,
-    install_model,
-    load_config,
-)
-from emberkeep.cli.config import app as config_app
 from emberkeep.cli.doctor import doctor
+from emberkeep.cli.flags import ConfigFlag, JsonFlag, with_settings
+from emberkeep.cli.loader import install_model
 from emberkeep.cli.mcp import app as mcp_app
 from emberkeep.cli.memory import app as memory_app
 from emberkeep.cli.models import app as models_app
+from emberkeep.cli.output import complain
 from emberkeep.cli.tools import app as tools_app
+from emberkeep.config import Config, LoadedConfig, load_config, public_values, show_value
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import ending_signals
+from emberkeep.types import Json
 
 EXAMPLES = """\b
 Examples:
@@ -123,55 +85,53 @@ def emberkeep(
 
 
 @app.command(epilog=SERVE_EXAMPLES)
-def serve(
-    model: ModelFlag = None,
-    host: HostFlag = None,
-    port: PortFlag = None,
-    data_dir: DataDirFlag = None,
-    ctx: CtxFlag = None,
-    parallel: ParallelFlag = None,
-    ram_budget: RamBudgetFlag = None,
-    disk_budget: DiskBudgetFlag = None,
-    kv_bits: KvBitsFlag = None,
-    approximate: ApproximateFlag = None,
-    exact: ExactFlag = None,
-    api_key: ApiKeyFlag = None,
-    threads: ThreadsFlag = None,
-    lora: LoraFlag = None,
-    kv_type: KvTypeFlag = None,
-    gpu_layers: GpuLayersFlag = None,
-    cpu_moe: CpuMoeFlag = None,
-    tensor_split: TensorSplitFlag = None,
-    engine: EngineFlag = None,
-    device: DeviceFlag = None,
-    dtype: DtypeFlag = None,
-    attention: AttentionFlag = None,
-    warm: WarmFlag = None,
-    max_concurrent_per_user: MaxConcurrentPerUserFlag = None,
-    planning: PlanningFlag = None,
-    auto_truncate: AutoTruncateFlag = None,
-    evict: EvictFlag = None,
-    recall: RecallFlag = None,
-    server_tools: ServerToolsFlag = None,
-    enable_tools: EnableToolsFlag = None,
-    disable_tools: DisableToolsFlag = None,
-    tools_from: ToolsFromFlag = None,
-    tools_root: ToolsRootFlag = None,
-    notools: NotoolsFlag = None,
-    reasoning: ReasoningFlag = None,
-    backend: BackendFlag = None,
-    base_url: BaseUrlFlag = None,
-    config: ConfigFlag = None,
-) -> None:
+@with_settings(
+    *("model", "host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget"),
+    *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "gpu_layers", "cpu_moe"),
+    *("tensor_split", "engine", "device", "dtype", "attention", "warm", "max_concurrent_per_user"),
+    *("planning", "auto_truncate", "evict", "recall", "server_tools", "enable_tools", "disable_tools"),
+    *("tools_from", "tools_root", "notools", "reasoning", "backend", "base_url", "config"),
+)
+def serve(config: Config) -> None:
     """Answer OpenAI-compatible requests over HTTP until stopped.
 
     The default model is pulled first when it is missing.
     """
-    settled = load_config(**locals())
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
     from emberkeep.server.lifecycle import serve as serve_until_stopped
 
-    serve_until_stopped(settled, install=install_model)
+    serve_until_stopped(config, install=install_model)
+
+
+config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@config_app.callback()
+def settings() -> None:
+    # Without a callback Typer would make its only command the whole sub-app.
+    pass
+
+
+@config_app.command("show")
+def show_config(config: ConfigFlag = None, as_json: JsonFlag = False) -> None:
+    """Every setting, its value and where the value came from. Secrets are masked."""
+    loaded = load_config({"config": config})
+    if as_json:
+        print(json.dumps(_settings_json(loaded), indent=2))
+    else:
+        _print_settings(loaded)
+
+
+def _settings_json(loaded: LoadedConfig) -> dict[str, Json]:
+    values = public_values(loaded.config)
+    return {key: {"value": value, "from": loaded.origins[key]} for key, value in values.items()}
+
+
+def _print_settings(loaded: LoadedConfig) -> None:
+    table = [(key, show_value(loaded.config, key), origin) for key, origin in loaded.origins.items()]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    for key, value, origin in table:
+        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
 
 
 app.command(cls=ChatCommand, epilog=CHAT_EXAMPLES)(chat)
@@ -207,7 +167,7 @@ def run(app: typer.Typer) -> None:
         _drop_output()
         sys.exit(1)
     except OSError as error:
-        complain(_explained(error))
+        complain(_explain(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -228,7 +188,7 @@ def _leave_in_order() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
-def _explained(error: OSError) -> str:
+def _explain(error: OSError) -> str:
     what = f"Cannot use {error.filename}" if error.filename else "Reading or writing failed"
     try:
         # What a large write could not put out is lost, and flushing alone would succeed then.

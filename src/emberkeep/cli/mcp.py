@@ -6,40 +6,30 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from emberkeep.cli.common import (
-    ApiKeyFlag,
-    ConfigFlag,
-    DataDirFlag,
-    DisableToolsFlag,
-    EnableToolsFlag,
-    JsonFlag,
-    ToolsFromFlag,
-    ToolsRootFlag,
-    YesFlag,
-    ask_first,
-    complain,
-    console,
-    load_config,
-)
-from emberkeep.cli.mcp_table import print_server, print_servers, print_waiting, server_json
-from emberkeep.cli.tables import counted
+from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
+from emberkeep.cli.output import ask_first, complain, console, plural, printable, show, texts
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import private_namespace
+from emberkeep.types import Json, private_namespace
 
 if TYPE_CHECKING:
-    from emberkeep.mcp.client import McpClients
+    from rich.table import Table
+
+    from emberkeep.mcp.answers import ListedTool
+    from emberkeep.mcp.client import McpClients, ServerState
 
 T = TypeVar("T")
 
 _HTTP_PORT = "8765"
 """Not that of `emberkeep serve`, which may run beside it."""
+_APPROVED = "approved"
 
 EXAMPLES = """\b
 Examples:
@@ -67,14 +57,14 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="As its table [mcp.ser
 
 
 @app.command("list", epilog="Example: emberkeep mcp list --json")
-def list_servers(json_: JsonFlag = False, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def list_servers(config: Config, json_: JsonFlag = False) -> None:
     """Start every server of the settings, and tell what it offers or why it does not work."""
-    settled = load_config(data_dir=data_dir, config=config)
 
     async def states(clients: McpClients) -> list[dict[str, object]]:
         return [server_json(state) for state in clients.states()]
 
-    found = _with_servers(settled, states) if settled.mcp else []
+    found = _with_servers(config, states) if config.mcp else []
     if json_:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     elif found:
@@ -83,68 +73,57 @@ def list_servers(json_: JsonFlag = False, data_dir: DataDirFlag = None, config: 
         print("No MCP server is in the settings: add a table [mcp.servers.NAME] to emberkeep.toml.")
 
 
-@app.command(epilog="Example: emberkeep mcp show time")
-def show(name: Name, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@app.command("show", epilog="Example: emberkeep mcp show time")
+@with_settings("data_dir", "config")
+def show_server(config: Config, name: Name) -> None:
     """What one server offers: tools, and which of them wait for approval; prompts; resources."""
 
-    async def shown(clients: McpClients) -> None:
+    async def print_one(clients: McpClients) -> None:
         await print_server(clients, name)
 
-    _with_servers(load_config(data_dir=data_dir, config=config), shown, name)
+    _with_servers(config, print_one, name)
 
 
 @app.command(epilog="Example: emberkeep mcp approve time")
-def approve(name: Name, yes: YesFlag = False, data_dir: DataDirFlag = None, config: ConfigFlag = None) -> None:
+@with_settings("data_dir", "config")
+def approve(config: Config, name: Name, yes: YesFlag = False) -> None:
     """Show what is new or changed in a server's tools, and use it from now on."""
 
-    async def approved(clients: McpClients) -> None:
+    async def approve_tools(clients: McpClients) -> None:
         waiting = print_waiting(clients, name)
         if not waiting:
             print(f"Nothing of {name} waits for approval.")
             return
         if not yes:
-            ask_first(f"Use {counted(waiting, 'tool', 'tools')} of {name} as shown?")
+            ask_first(f"Use {plural(waiting, 'tool', 'tools')} of {name} as shown?")
         clients.approve(name)
-        print(f"Approved {counted(waiting, 'tool', 'tools')} of {name}.")
+        print(f"Approved {plural(waiting, 'tool', 'tools')} of {name}.")
 
-    _with_servers(load_config(data_dir=data_dir, config=config), approved, name)
+    _with_servers(config, approve_tools, name)
 
 
 @app.command(epilog="Examples: emberkeep mcp serve, emberkeep mcp serve --http --enable-tools files,memory")
+@with_settings(
+    *("host", "port", "api_key", "user", "with_mcp"),
+    *("enable_tools", "disable_tools", "tools_from", "tools_root", "data_dir", "config"),
+)
 def serve(
+    config: Config,
     http: Annotated[bool, typer.Option("--http", help="Listen on an address instead of stdin.")] = False,
     host: Annotated[str, typer.Option("--host", help="With --http: the address.")] = "127.0.0.1",
     port: Annotated[str, typer.Option("--port", "-p", help="With --http: the port; 0 takes any.")] = _HTTP_PORT,
-    api_key: ApiKeyFlag = None,
     user: Annotated[str, typer.Option("--user", help="Whose memory; without it, of those without a name.")] = "",
     with_mcp: Annotated[
         bool, typer.Option("--with-mcp", help="Pass on the tools of [mcp.servers.NAME] too.")
     ] = False,
-    enable_tools: EnableToolsFlag = None,
-    disable_tools: DisableToolsFlag = None,
-    tools_from: ToolsFromFlag = None,
-    tools_root: ToolsRootFlag = None,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
 ) -> None:
     """Be an MCP server: tools and memory for editors, agents and other programs. No model is loaded.
 
     Dangerous tools are left out unless they are enabled. Without --http the program that starts this talks to it
     over stdin and stdout; the log goes to stderr.
     """
-    settled = load_config(
-        host=host,
-        port=port,
-        api_key=api_key,
-        enable_tools=enable_tools,
-        disable_tools=disable_tools,
-        tools_from=tools_from or None,
-        tools_root=tools_root,
-        data_dir=data_dir,
-        config=config,
-    )
-    logging.basicConfig(level=settled.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    _serve(settled if with_mcp else replace(settled, mcp=()), private_namespace(user), http=http)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    _serve(config if with_mcp else replace(config, mcp=()), private_namespace(user), http=http)
 
 
 def _serve(config: Config, owner: str, *, http: bool) -> None:
@@ -182,10 +161,111 @@ def _with_servers(config: Config, use: Callable[[McpClients], Awaitable[T]], onl
 
     log = logging.getLogger("emberkeep.mcp")
     level = log.level
-    log.setLevel(logging.ERROR)  # why a server did not start is told by whoever shows it
+    log.setLevel(logging.ERROR)  # the command itself tells why a server did not start
     try:
         return asyncio.run(story())
     except OSError as error:
         raise EmberkeepError(f"What was approved cannot be written: {error.strerror or error}.") from error
     finally:
         log.setLevel(level)
+
+
+# ── as a person reads servers ──
+
+
+def server_json(state: ServerState) -> dict[str, Json]:
+    return {
+        "name": state.name,
+        "status": str(state.status),
+        "reason": state.reason,
+        "about": state.about,
+        "tools": {name: str(standing) for name, standing in state.tools.items()},
+        "prompts": state.prompts,
+    }
+
+
+def print_servers(servers: Sequence[dict[str, Json]]) -> None:
+    table = _table("server", "status", "tools", "prompts", "")
+    for server in servers:
+        waiting = sum(standing != _APPROVED for standing in server["tools"].values())
+        remark = f"{waiting} to approve" if waiting else server["reason"] or server["about"]
+        numbers = str(len(server["tools"])), str(server["prompts"])
+        table.add_row(*texts(server["name"], server["status"], *numbers, remark))
+    show(table)
+
+
+async def print_server(clients: McpClients, name: str) -> None:
+    """Raises NoSuchEntry, and EmberkeepError where the server does not work."""
+    _check(clients, name)
+    _print_tools(clients, name)
+    prompts = _table("prompt", "arguments", "")
+    for prompt in clients.prompts():
+        arguments = ", ".join(one.name if one.is_required else f"[{one.name}]" for one in prompt.arguments)
+        prompts.add_row(*texts(prompt.name, arguments, _line(prompt.description)))
+    resources = _table("resource", "type", "")
+    for found in await clients.resources(name):
+        about = found.get("description", found["name"])
+        resources.add_row(*texts(found["uri"], found.get("type", ""), _line(about)))
+    show(*(table for table in (prompts, resources) if table.row_count))
+
+
+def print_waiting(clients: McpClients, name: str) -> int:
+    """The tools that are new or changed, all that models are told of them; returns how many.
+
+    Raises as `print_server`.
+    """
+    _check(clients, name)
+    standings = _standings(clients, name)
+    waiting = [tool for tool in clients.tools(name) if standings[tool.name] != _APPROVED]
+    for tool in waiting:
+        told = tool.definition
+        parameters = json.dumps(told.parameters, indent=2, ensure_ascii=False)
+        remarks = [standings[tool.name], _runs(clients, name, tool), _claim(tool)]
+        print(f"{told.name} ({', '.join(filter(None, remarks))})")
+        print(printable(indent(f"{told.description}\n{parameters}", "  ")), end="\n\n")
+    return len(waiting)
+
+
+def _print_tools(clients: McpClients, name: str) -> None:
+    standings = _standings(clients, name)
+    table = _table("tool", "", "runs", "claims", "")
+    for tool in clients.tools(name):
+        about = _line(tool.definition.description)
+        cells = standings[tool.name], _runs(clients, name, tool), _claim(tool)
+        table.add_row(*texts(tool.definition.name, *cells, about))
+    if table.row_count:
+        show(table)
+
+
+def _runs(clients: McpClients, name: str, tool: ListedTool) -> str:
+    return "trusted" if clients.trusts(name, tool.name) else "asks first"
+
+
+def _claim(tool: ListedTool) -> str:
+    """What it says of itself, unchecked."""
+    return "says that it only reads" if tool.is_read_only else ""
+
+
+def _standings(clients: McpClients, name: str) -> dict[str, str]:
+    tools = next(state.tools for state in clients.states() if state.name == name)
+    return {tool: str(standing) for tool, standing in tools.items()}
+
+
+def _check(clients: McpClients, name: str) -> None:
+    clients.tools(name)
+    state = next(state for state in clients.states() if state.name == name)
+    if state.reason:
+        raise EmberkeepError(f"{name} does not work: {state.reason}.")
+
+
+def _line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        column.overflow = "fold"
+    return table

@@ -6,22 +6,19 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from emberkeep.cli.common import DataDirFlag, JsonFlag, YesFlag, complain, load_config
-from emberkeep.cli.reporters import pull_reporter
-from emberkeep.cli.tables import printable, show, show_facts, texts
-from emberkeep.config import readable_size
+from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
+from emberkeep.cli.loader import pull_reporter
+from emberkeep.cli.output import complain, printable, show, show_facts, texts
+from emberkeep.config import Config, readable_size
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile_of
 from emberkeep.types import Json
-
-__all__ = ["app", "pull_reporter"]
 
 TEMPLATE_LINES = 5
 
@@ -29,9 +26,10 @@ app = typer.Typer(help="List, pull, show and remove models.", no_args_is_help=Tr
 
 
 @app.command("list")
-def list_models(data_dir: DataDirFlag = None, as_json: JsonFlag = False) -> None:
+@with_settings("data_dir", "as_json")
+def list_models(config: Config, as_json: JsonFlag = False) -> None:
     """Every model on this machine."""
-    library = _library(data_dir)
+    library = _library(config)
     models = library.list()
     for damage in library.damages():
         complain(str(damage))
@@ -44,7 +42,9 @@ def list_models(data_dir: DataDirFlag = None, as_json: JsonFlag = False) -> None
 
 
 @app.command("pull")
+@with_settings("data_dir")
 def pull_model(
+    config: Config,
     spec: Annotated[
         str,
         typer.Argument(
@@ -61,26 +61,26 @@ def pull_model(
             help="Requantise formats that are slow on CPUs (default: only smollm2-135m).",
         ),
     ] = None,
-    data_dir: DataDirFlag = None,
 ) -> None:
     """Fetch a model; an interrupted pull goes on where it stopped."""
     # Imported here: only this command needs the HTTP client.
     from emberkeep.models.pull import pull
 
     with pull_reporter() as reporter:
-        model = pull(spec, _library(data_dir), name=name, optimize=optimize, reporter=reporter)
+        model = pull(spec, _library(config), name=name, optimize=optimize, reporter=reporter)
     print(f"{model.id}: {model.path} ({readable_size(model.record.size)})")
 
 
 @app.command("show")
+@with_settings("data_dir", "as_json")
 def show_model(
+    config: Config,
     model: Annotated[str, typer.Argument(help="A model's name, or the path of a file or folder.")],
     template: Annotated[bool, typer.Option("--template", help="Print the whole chat template only.")] = False,
-    data_dir: DataDirFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """What a model is: architecture, size, context, chat template, cost per token."""
-    library = _library(data_dir)
+    library = _library(config)
     file = library.resolve(model)
     found = profile_of(file.path)
     if template:
@@ -93,21 +93,22 @@ def show_model(
 
 
 @app.command("remove")
+@with_settings("data_dir")
 def remove_model(
+    config: Config,
     model: Annotated[str, typer.Argument(help="A model's name.")],
     yes: YesFlag = False,
-    data_dir: DataDirFlag = None,
 ) -> None:
     """Delete a model."""
-    library = _library(data_dir)
+    library = _library(config)
     if library.holds(model) and not yes:
         typer.confirm(f"Delete {model}?", abort=True, err=True)
     library.remove(model)
     print(f"{model} is removed.")
 
 
-def _library(data_dir: Path | None) -> ModelLibrary:
-    return ModelLibrary(load_config(data_dir=data_dir).data_dir / "models")
+def _library(config: Config) -> ModelLibrary:
+    return ModelLibrary(config.data_dir / "models")
 
 
 def _facts(file: ModelFile) -> dict[str, Json]:

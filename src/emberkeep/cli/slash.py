@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.cli.conversation import Conversation
-from emberkeep.cli.memory_table import NOTHING_FOUND, told
-from emberkeep.cli.tables import aligned
-from emberkeep.cli.tools_table import gist
+from emberkeep.cli.memory import NOTHING_FOUND, describe
+from emberkeep.cli.output import align
+from emberkeep.cli.tools import gist
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, Message, Recollection
 
@@ -59,8 +59,8 @@ def run_command(chat: Chat, line: str) -> str:
 
 
 def _help(chat: Chat, argument: str) -> str:
-    commands = aligned([(command.usage, command.help) for command in COMMANDS.values()])
-    prompts = aligned([(usage_of(prompt), prompt.description) for prompt in _prompts(chat)])
+    commands = align([(command.usage, command.help) for command in COMMANDS.values()])
+    prompts = align([(usage_of(prompt), prompt.description) for prompt in _prompts(chat)])
     keys = ["Alt-Enter begins a new line; Ctrl-C stops an answer; Ctrl-D quits."]
     return "\n".join(commands + prompts + keys)
 
@@ -96,7 +96,7 @@ def _memory(chat: Chat, argument: str) -> str:
     if not argument:
         return "Say what to look for: /memory the name of my boat."
     found = chat.search(argument)
-    return "\n".join(map(told, found)) or NOTHING_FOUND
+    return "\n".join(map(describe, found)) or NOTHING_FOUND
 
 
 def _tools(chat: Chat, argument: str) -> str:
@@ -116,7 +116,7 @@ def _tools(chat: Chat, argument: str) -> str:
         if argument in ("", "mcp", state.name)
     ]
     nothing = f"There is no tool, group or server {argument!r}: /tools lists them." if argument else "No tools."
-    return "\n".join(aligned(rows) + servers) or nothing
+    return "\n".join(align(rows) + servers) or nothing
 
 
 def _prompts(chat: Chat) -> Sequence[McpPrompt]:

@@ -5,33 +5,23 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import shlex
 import sys
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from emberkeep.cli.common import (
-    ConfigFlag,
-    DataDirFlag,
-    DisableToolsFlag,
-    EnableToolsFlag,
-    JsonFlag,
-    ToolsFromFlag,
-    ToolsRootFlag,
-    YesFlag,
-    ask_first,
-    complain,
-    load_config,
-)
-from emberkeep.cli.tables import printable
-from emberkeep.cli.tools_table import Row, as_json, print_tool, print_tools, read_arguments
+from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
+from emberkeep.cli.output import ask_first, complain, printable, show, texts
 from emberkeep.config import Config
-from emberkeep.errors import EmberkeepError, NoSuchEntry
-from emberkeep.types import Caller, ToolCall, private_namespace
+from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
+from emberkeep.types import Caller, Json, Tool, ToolCall, private_namespace
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from emberkeep.tools.toolbox import ToolBox
 
 T = TypeVar("T")
@@ -58,29 +48,39 @@ app = typer.Typer(
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As `emberkeep tools list` has it.")]
 _ALL_OUTPUT = 1 << 24
+_EXAMPLES: Mapping[str, Json] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    definition: Tool
+    group: str
+    is_dangerous: bool
+    in_chat: bool
+    in_server: bool
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+    @property
+    def chat(self) -> str:
+        return ("asks" if self.is_dangerous else "yes") if self.in_chat else "no"
+
+    @property
+    def server(self) -> str:
+        return "yes" if self.in_server else "no"
 
 
 @app.command("list", epilog="Examples: emberkeep tools list, emberkeep tools list --all --json")
+@with_settings("enable_tools", "disable_tools", "tools_from", "tools_root", "data_dir", "config")
 def list_tools(
+    config: Config,
     show_all: Annotated[bool, typer.Option("--all", help="Those that are switched off too.")] = False,
     json_: JsonFlag = False,
-    enable_tools: EnableToolsFlag = None,
-    disable_tools: DisableToolsFlag = None,
-    tools_from: ToolsFromFlag = None,
-    tools_root: ToolsRootFlag = None,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
 ) -> None:
     """Every tool, its group, and whether a chat and a server use it."""
-    settled = load_config(
-        enable_tools=enable_tools,
-        disable_tools=disable_tools,
-        tools_from=tools_from,
-        tools_root=tools_root,
-        data_dir=data_dir,
-        config=config,
-    )
-    rows = [row for row in _rows(settled) if show_all or row.in_chat or row.in_server]
+    rows = [row for row in _rows(config) if show_all or row.in_chat or row.in_server]
     if json_:
         print(json.dumps([as_json(row) for row in rows], indent=2, ensure_ascii=False))
     elif rows:
@@ -89,18 +89,11 @@ def list_tools(
         print("No tool is switched on: `emberkeep tools list --all` shows them.")
 
 
-@app.command(epilog="Example: emberkeep tools show read_file")
-def show(
-    name: Name,
-    json_: JsonFlag = False,
-    tools_from: ToolsFromFlag = None,
-    tools_root: ToolsRootFlag = None,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
-) -> None:
+@app.command("show", epilog="Example: emberkeep tools show read_file")
+@with_settings("tools_from", "tools_root", "data_dir", "config")
+def show_tool(config: Config, name: Name, json_: JsonFlag = False) -> None:
     """What a tool does, its parameters, and how to call it by hand."""
-    settled = load_config(tools_from=tools_from, tools_root=tools_root, data_dir=data_dir, config=config)
-    rows = {row.name: row for row in _rows(settled)}
+    rows = {row.name: row for row in _rows(config)}
     if name not in rows:
         near = difflib.get_close_matches(name, rows, n=1)
         hint = f"did you mean {near[0]}?" if near else "`emberkeep tools list --all` shows them."
@@ -115,38 +108,26 @@ def show(
 @app.command(
     epilog="Examples: emberkeep tools run file_exists path=notes.txt, emberkeep tools run get_fact name=home"
 )
+@with_settings("enable_tools", "disable_tools", "tools_from", "tools_root", "data_dir", "config")
 def run(
+    config: Config,
     name: Name,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[JSON | KEY=VALUE ...]", help="One object, or one by one.")
     ] = None,
     yes: YesFlag = False,
     user: Annotated[str, typer.Option("--user", help="For whom; memory is each user's own.")] = "",
-    enable_tools: EnableToolsFlag = None,
-    disable_tools: DisableToolsFlag = None,
-    tools_from: ToolsFromFlag = None,
-    tools_root: ToolsRootFlag = None,
-    data_dir: DataDirFlag = None,
-    config: ConfigFlag = None,
 ) -> None:
     """Call a tool as a model would, and print the whole result. A dangerous one asks first."""
-    settled = load_config(
-        enable_tools=enable_tools,
-        disable_tools=disable_tools,
-        tools_from=tools_from,
-        tools_root=tools_root,
-        data_dir=data_dir,
-        config=config,
-    )
 
-    async def called(box: ToolBox) -> str:
-        return await _called(box, name, arguments or [], user, may_run=yes)
+    async def call(box: ToolBox) -> str:
+        return await _call(box, name, arguments or [], user, may_run=yes)
 
-    text = _with_tools(replace(settled, tool_output=_ALL_OUTPUT), called)
+    text = _with_tools(replace(config, tool_output=_ALL_OUTPUT), call)
     print(printable(text) if sys.stdout.isatty() else text)
 
 
-async def _called(box: ToolBox, name: str, given: list[str], user: str, *, may_run: bool) -> str:
+async def _call(box: ToolBox, name: str, given: list[str], user: str, *, may_run: bool) -> str:
     """Raises EmberkeepError for whatever went wrong."""
     function = box.find(name)
     if function is None and any(known.name == name for known in box.known()):
@@ -167,7 +148,7 @@ async def _called(box: ToolBox, name: str, given: list[str], user: str, *, may_r
 def _rows(config: Config) -> list[Row]:
     from emberkeep.tools.toolbox import Choice
 
-    async def known(box: ToolBox) -> list[Row]:
+    async def list_known(box: ToolBox) -> list[Row]:
         chat, server = (Choice(config.enable_tools, config.disable_tools, asks) for asks in (True, False))
         return [
             Row(
@@ -180,7 +161,7 @@ def _rows(config: Config) -> list[Row]:
             for function in box.known()
         ]
 
-    return _with_tools(config, known)
+    return _with_tools(config, list_known)
 
 
 def _with_tools(config: Config, work: Callable[[ToolBox], Awaitable[T]]) -> T:
@@ -202,3 +183,87 @@ def _with_tools(config: Config, work: Callable[[ToolBox], Awaitable[T]]) -> T:
                 memory.close()
 
     return asyncio.run(done())
+
+
+# ── as a person reads tools, and writes arguments ──
+
+
+def as_json(row: Row) -> dict[str, Json]:
+    return {
+        "name": row.name,
+        "group": row.group,
+        "dangerous": row.is_dangerous,
+        "chat": row.in_chat,
+        "server": row.in_server,
+        "description": row.definition.description,
+        "parameters": row.definition.parameters,
+    }
+
+
+def print_tools(rows: Sequence[Row]) -> None:
+    from rich.table import Table
+
+    table = Table("tool", "group", "in chat", "in a server", "what it does", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*_cells(row))
+    show(table)
+
+
+def _cells(row: Row) -> list[Text]:
+    return texts(row.name, row.group, row.chat, row.server, gist(row.definition))
+
+
+def gist(tool: Tool) -> str:
+    """The first sentence of what a tool says about itself."""
+    return f"{tool.description.partition('. ')[0].rstrip('.')}."
+
+
+def print_tool(row: Row) -> None:
+    danger = ", dangerous" if row.is_dangerous else ""
+    where = f"in chat: {row.chat}, in a server: {row.server}"
+    print(f"{printable(row.name)} (group {printable(row.group)}{danger}; {where})")
+    print(f"\n{printable(row.definition.description)}\n")
+    print(printable(json.dumps(row.definition.parameters, indent=2, ensure_ascii=False)))
+    print(f"\nExample: {printable(_example(row.definition))}")
+
+
+def _example(tool: Tool) -> str:
+    properties = tool.parameters.get("properties", {})
+    given = {name: _value(properties.get(name, {})) for name in tool.parameters.get("required", ())}
+    written = [shlex.quote(json.dumps(given, ensure_ascii=False))] if given else []
+    return " ".join(["emberkeep tools run", tool.name, *written])
+
+
+def _value(schema: Mapping[str, Json]) -> Json:
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if schema.get("anyOf"):
+        return _value(schema["anyOf"][0])
+    if schema.get("type") == "integer":
+        return schema.get("minimum", 1)
+    return _EXAMPLES.get(str(schema.get("type")), "...")
+
+
+def read_arguments(given: Sequence[str], parameters: Mapping[str, Json]) -> str:
+    """An object as text. A value of `KEY=VALUE` is JSON where the tool takes no text. Raises ConfigError."""
+    if len(given) == 1 and given[0].lstrip().startswith("{"):
+        return given[0]
+    pairs: dict[str, Json] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"{one!r} is no argument: write KEY=VALUE, or all of them as one JSON object.")
+        pairs[name] = _read(value, parameters.get("properties", {}).get(name, {}))
+    return json.dumps(pairs)
+
+
+def _read(value: str, schema: Mapping[str, Json]) -> Json:
+    if schema.get("type") == "string":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

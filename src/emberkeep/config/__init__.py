@@ -1,14 +1,13 @@
-"""The settings: what there is (`settings`), what is accepted (`kinds`), where values come from (`loading`).
+"""The settings: what there is (`settings`), what each accepts (`kinds`, `tables`), and where it comes from
+(`sources`).
 
-And the machine: its CPU (`cpu`), and the RAM that some defaults are a share of (`ram`).
+And the `machine`: its CPU, and the RAM that some defaults are a share of.
 """
 
 from __future__ import annotations
 
-from emberkeep.config.cpu import cpu_facts
-from emberkeep.config.kinds import parse_size, readable_size
-from emberkeep.config.loading import LoadedConfig, load_config
-from emberkeep.config.ram import free_ram, resident_ram, total_ram
+from emberkeep.config.kinds import LoraFile, parse_size, readable_size
+from emberkeep.config.machine import cpu_facts, free_ram, resident_ram, total_ram
 from emberkeep.config.settings import (
     DEFAULT_MODEL,
     FIELDS,
@@ -18,15 +17,16 @@ from emberkeep.config.settings import (
     check_exposure,
     default_of,
     help_for,
+    is_list,
     is_loopback,
     public_values,
-    shown,
+    show_value,
     slice_tokens,
     ttls,
     type_of,
 )
-from emberkeep.config.tables import McpServer, check_name
-from emberkeep.config.warm import WarmPrefix
+from emberkeep.config.sources import LoadedConfig, load_config
+from emberkeep.config.tables import McpServer, WarmPrefix, check_name
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -34,6 +34,7 @@ __all__ = [
     "OFF",
     "Config",
     "LoadedConfig",
+    "LoraFile",
     "McpServer",
     "WarmPrefix",
     "accepts",
@@ -43,13 +44,14 @@ __all__ = [
     "default_of",
     "free_ram",
     "help_for",
+    "is_list",
     "is_loopback",
     "load_config",
     "parse_size",
     "public_values",
     "readable_size",
     "resident_ram",
-    "shown",
+    "show_value",
     "slice_tokens",
     "total_ram",
     "ttls",

@@ -16,29 +16,25 @@ from emberkeep.config.kinds import (
     NAMES,
     PATH,
     PATHS,
-    PREFIXES,
-    REMOTES,
     SECRET,
-    SERVERS,
     SHARES,
     SWITCH,
     TEXT,
     URL,
     Kind,
+    LoraFile,
     clamped_seconds,
     layers,
     one_number_of,
     one_of,
     or_word,
+    pattern,
     seconds,
     share,
-    spelled,
     whole,
 )
-from emberkeep.config.lora import LoraFile
-from emberkeep.config.ram import total_ram
-from emberkeep.config.tables import McpServer
-from emberkeep.config.warm import WarmPrefix
+from emberkeep.config.machine import total_ram
+from emberkeep.config.tables import PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
 from emberkeep.errors import ConfigError
 from emberkeep.types import AttentionTier, Json, Recall, RemoteModel, Repair, Ttl
 
@@ -57,356 +53,226 @@ def _user_data_dir() -> Path:
     return platformdirs.user_data_path("emberkeep", appauthor=False)
 
 
-def _about(kind: Kind, help: str) -> Mapping[str, object]:
-    return {"kind": kind, "help": help}
+def _setting(default: object, kind: Kind, help: str) -> Any:
+    """A field of Config. A `default` that can be called makes one when it is needed."""
+    about = {"kind": kind, "help": help}
+    if callable(default):
+        return field(default_factory=default, metadata=about)
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Config:
-    model: str = field(
-        default=DEFAULT_MODEL,
-        metadata=_about(TEXT, "Model to load: an installed name, a .gguf file, or a folder of safetensors."),
-    )
-    host: str = field(default="127.0.0.1", metadata=_about(TEXT, "Address to listen on."))
-    port: int = field(default=8080, metadata=_about(whole(0, 65535), "Port to listen on; 0 takes any free one."))
-    api_key: str | None = field(
-        default=None,
-        metadata=_about(SECRET, "Key that clients must send; required when listening beyond this machine."),
-    )
-    data_dir: Path = field(
-        default_factory=_user_data_dir,
-        metadata=_about(PATH, "Folder for models, stored state and chat history."),
-    )
-    ctx: int | None = field(
-        default=None,
-        metadata=_about(
-            or_word(whole(128, 1 << 24), "auto", lambda: None),
-            "Longest conversation in tokens; auto takes the model's own length, capped.",
-        ),
-    )
-    parallel: int = field(
-        default=4, metadata=_about(whole(1, 256), "Requests that are generated at the same time.")
-    )
-    threads: int | None = field(
-        default=None,
-        metadata=_about(or_word(whole(1, 1024), "auto", lambda: None), "CPU threads; auto takes every core."),
-    )
-    lora: tuple[LoraFile, ...] = field(
-        default=(),
-        metadata=_about(LORAS, "LoRA adapters (GGUF) to apply to a GGUF model, and how strongly; 1 unless told."),
-    )
-    kv_type: str = field(
-        default="f16",
-        metadata=_about(
-            one_of("f16", "q8_0", "q4_0"),
-            "Numbers in which a GGUF model's state is held and stored: q8_0 takes half the room, q4_0 a quarter.",
-        ),
-    )
-    gpu_layers: int | None = field(
-        default=None,
-        metadata=_about(
-            or_word(layers(), "auto", lambda: None),
-            "Layers of a GGUF model to put on GPUs that llama.cpp can use (all: every one); auto: as many as fit.",
-        ),
-    )
-    cpu_moe: int = field(
-        default=0,
-        metadata=_about(
-            layers(), "Layers, from the first on, whose experts stay in RAM when the rest of them is on a GPU."
-        ),
-    )
-    tensor_split: tuple[float, ...] | None = field(
-        default=None,
-        metadata=_about(
-            or_word(SHARES, "auto", lambda: None),
-            "How layers are shared out among several GPUs; auto: by their free memory.",
-        ),
-    )
-    llama_library: str = field(
-        default="auto",
-        metadata=_about(
-            TEXT,
-            "Which llama.cpp is used: native (compiled here), ready-made, or the path of a libllama; "
-            "auto takes the first of them that runs on this CPU.",
-        ),
-    )
-    engine: str = field(
-        default="auto",
-        metadata=_about(
-            one_of("auto", "llamacpp", "hf"),
-            "What runs the model; auto takes llamacpp for GGUF, hf for safetensors.",
-        ),
-    )
-    device: str = field(
-        default="auto",
-        metadata=_about(
-            spelled(r"auto|cpu|mps|cuda(:\d{1,3})?", "one of auto, cpu, mps, cuda, cuda:1 and so on"),
-            "Where the hf engine computes; auto takes a GPU if there is one.",
-        ),
-    )
-    dtype: str = field(
-        default="auto",
-        metadata=_about(
-            one_of("auto", "float32", "bfloat16", "float16"),
-            "Numbers the hf engine computes with; auto takes the model's own, and float32 on a CPU.",
-        ),
-    )
-    attention: str = field(
-        default="auto",
-        metadata=_about(
-            one_of("auto", *AttentionTier), "How the hf engine computes attention; auto takes the fastest."
-        ),
-    )
-    prefill_slice: int | None = field(
-        default=None,
-        metadata=_about(
-            or_word(whole(1, 1 << 16), "auto", lambda: None),
-            "Most prompt tokens evaluated in one step, so that others are not held up; auto: 512, on a GPU 4096.",
-        ),
-    )
-    ram_budget: int = field(
-        default_factory=_quarter_of_ram,
-        metadata=_about(
-            or_word(BYTES, "auto", _quarter_of_ram),
-            "RAM for stored prompt state; auto takes a quarter of the memory.",
-        ),
-    )
-    disk_budget: int = field(default=20 << 30, metadata=_about(BYTES, "Disk space for stored prompt state."))
-    kv_bits: int = field(
-        default=16,
-        metadata=_about(
-            one_number_of(16, 8, 4),
-            "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
-        ),
-    )
-    approximate: str = field(
-        default=OFF,
-        metadata=_about(
-            one_of(OFF, *Repair),
-            "How stored state that stands at another place is repaired and reused, unless a request says; "
-            "what it gives is not exact.",
-        ),
-    )
-    exact: bool = field(
-        default=False,
-        metadata=_about(
-            SWITCH, "Turn every approximation off, also where a request or another setting asks for one."
-        ),
-    )
-    planning: bool = field(
-        default=True,
-        metadata=_about(SWITCH, "Predict the memory of every request, and refuse one that cannot fit."),
-    )
-    memory_margin: float = field(
-        default=0.1,
-        metadata=_about(
-            share(0, 10), "Share of the predicted memory that is kept free besides, in case it becomes more."
-        ),
-    )
-    auto_truncate: bool = field(
-        default=False,
-        metadata=_about(
-            SWITCH, "Leave the oldest part out of a prompt that does not fit, instead of refusing it."
-        ),
-    )
-    queue: int = field(
-        default=64, metadata=_about(whole(0, 100_000), "Requests that may wait before new ones are refused.")
-    )
-    max_concurrent_per_user: int | None = field(
-        default=None,
-        metadata=_about(
-            or_word(whole(1, 100_000), "none", lambda: None),
-            "Requests that one user may have here at a time, running or waiting.",
-        ),
-    )
-    connections: int = field(
-        default=1000,
-        metadata=_about(
-            whole(1, 100_000),
-            "Connections that may be open; never more than half of the files the process may open.",
-        ),
-    )
-    evict: bool = field(
-        default=True,
-        metadata=_about(
-            SWITCH, "Let the oldest messages leave a conversation that is too long; otherwise it is an error."
-        ),
-    )
-    low_water: float = field(
-        default=0.5,
-        metadata=_about(share(0.1, 0.9), "Share of the context that is still filled after messages have left."),
-    )
-    memory: bool = field(
-        default=True, metadata=_about(SWITCH, "Archive what leaves a context, so that it can be found again.")
-    )
-    memory_budget: int = field(
-        default=10 << 30,
-        metadata=_about(BYTES, "Size of the memory on disk; beyond it the oldest archived turns go."),
-    )
-    recall: str = field(
-        default=str(Recall.AUTO),
-        metadata=_about(
-            one_of(*Recall),
-            "How archived turns come back: tool lets the model search, auto puts the best before the question.",
-        ),
-    )
-    recall_tokens: int | None = field(
-        default=None,
-        metadata=_about(
-            or_word(whole(16, 1 << 20), "auto", lambda: None),
-            "Most tokens that auto puts there; auto takes an eighth of the context, at most 512.",
-        ),
-    )
-    embeddings: bool = field(
-        default=False,
-        metadata=_about(SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."),
-    )
-    tools: str = field(
-        default="auto",
-        metadata=_about(
-            one_of("auto", "on", "off"),
-            "Whether a chat may use tools; auto: where the model's chat template knows tools.",
-        ),
-    )
-    server_tools: bool = field(
-        default=False,
-        metadata=_about(SWITCH, "Let the server run its own tools for clients that send none."),
-    )
-    enable_tools: tuple[str, ...] = field(
-        default=(),
-        metadata=_about(
-            NAMES, "Tools or groups to use (all: every one); none named: all, but in a server no dangerous ones."
-        ),
-    )
-    disable_tools: tuple[str, ...] = field(
-        default=(), metadata=_about(NAMES, "Tools or groups that are not to be used.")
-    )
-    tools_from: tuple[Path, ...] = field(
-        default=(), metadata=_about(PATHS, "Python files whose functions, marked with @tool, are tools too.")
-    )
-    tools_root: Path = field(
-        default_factory=Path.cwd,
-        metadata=_about(PATH, "Folder that file tools cannot leave, and where commands run."),
-    )
-    tool_timeout_s: float = field(
-        default=60.0, metadata=_about(seconds(0.1, 86_400), "Longest time one tool call may take.")
-    )
-    tool_output: int = field(
-        default=8000,
-        metadata=_about(whole(200, 1 << 24), "Most characters of a tool's result that the model gets at a time."),
-    )
-    tool_turns: int = field(
-        default=16, metadata=_about(whole(1, 1000), "Rounds of tool calls before a model has to answer.")
-    )
-    http_private: tuple[str, ...] = field(
-        default=(),
-        metadata=_about(
-            NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
-        ),
-    )
-    notools: bool = field(
-        default=False,
-        metadata=_about(SWITCH, "Leave what a model writes as it is: nothing is taken for a tool call."),
-    )
-    reasoning: str = field(
-        default="separate",
-        metadata=_about(
-            one_of("separate", "strip", "inline"),
-            "Where reasoning goes, unless a request says: a field of its own, nowhere, or into the text.",
-        ),
-    )
-    mcp: tuple[McpServer, ...] = field(
-        default=(), metadata=_about(SERVERS, "MCP servers whose tools, resources and prompts can be used.")
-    )
-    backend: str = field(
-        default="auto",
-        metadata=_about(
-            TEXT,
-            "Who answers: auto, local, a name from `emberkeep api list`, or a kind (openai, anthropic, gemini, "
-            "grok, ollama, trtllm); several, separated by commas, stand in for each other.",
-        ),
-    )
-    backends: tuple[RemoteModel, ...] = field(
-        default=(), metadata=_about(REMOTES, "Models that run somewhere else, as `emberkeep api add` adds them.")
-    )
-    base_url: str | None = field(
-        default=None,
-        metadata=_about(or_word(URL, "none", lambda: None), "Address of a backend that is named by its kind."),
-    )
-    consult_depth: int = field(
-        default=1,
-        metadata=_about(whole(0, 8), "How many models may ask one another in a chain; 0: none asks another."),
-    )
-    remote_retries: int = field(
-        default=2, metadata=_about(whole(0, 20), "How often a request is sent again that a remote service failed.")
-    )
-    warm: tuple[WarmPrefix, ...] = field(
-        default=(),
-        metadata=_about(
-            PREFIXES,
-            "System prompt to have ready for everybody, or a file with one (.json: messages and tools).",
-        ),
-    )
-    ttl_short_s: float = field(
-        default=300.0,
-        metadata=_about(clamped_seconds(2, _YEAR_S), "Seconds after its last use that a prefix is kept ready."),
-    )
-    ttl_long_s: float = field(
-        default=3600.0,
-        metadata=_about(
-            clamped_seconds(2, _YEAR_S), "The same for conversations, and for what asks for the class long."
-        ),
-    )
-    ttl_extended_s: float = field(
-        default=86_400.0, metadata=_about(clamped_seconds(2, _YEAR_S), "The same for the class extended.")
-    )
-    sweep_s: float = field(
-        default=30.0,
-        metadata=_about(
-            clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
-        ),
-    )
-    turns_to_warm: int = field(
-        default=2,
-        metadata=_about(
-            whole(1, 1000), "Turns of its conversation after which an unused branch leaves the engine for RAM."
-        ),
-    )
-    turns_to_cold: int = field(
-        default=4, metadata=_about(whole(1, 1000), "Turns after which it leaves RAM for the disk.")
-    )
-    tracked_conversations: int = field(
-        default=16,
-        metadata=_about(whole(1, 10_000), "Conversations whose slot and prefix are looked after at a time."),
-    )
-    disk_writes_per_day: int | None = field(
-        default=200 << 30,
-        metadata=_about(
-            or_word(BYTES, "none", lambda: None),
-            "Bytes a day written to disk; beyond them only what has been reused is.",
-        ),
-    )
-    deadline_s: float | None = field(
-        default=None,
-        metadata=_about(
-            or_word(seconds(0.001, 86_400), "none", lambda: None), "Longest time one request may take."
-        ),
-    )
-    drain_s: float = field(
-        default=20.0,
-        metadata=_about(seconds(0, 86_400), "Time that running requests get to finish when the server stops."),
-    )
-    allowed_hosts: tuple[str, ...] = field(
-        default=(),
-        metadata=_about(NAMES, "Names, besides this machine's own, that clients may call the server by."),
-    )
-    allowed_origins: tuple[str, ...] = field(
-        default=(),
-        metadata=_about(NAMES, "Origins of web pages, such as http://localhost:3000, that may call the server."),
-    )
-    log_level: str = field(
-        default="info", metadata=_about(one_of("debug", "info", "warning", "error"), "How much is logged.")
+    model: str = _setting(
+        DEFAULT_MODEL, TEXT, "Model to load: an installed name, a .gguf file, or a folder of safetensors."
+    )
+    host: str = _setting("127.0.0.1", TEXT, "Address to listen on.")
+    port: int = _setting(8080, whole(0, 65535), "Port to listen on; 0 takes any free one.")
+    api_key: str | None = _setting(
+        None, SECRET, "Key that clients must send; required when listening beyond this machine."
+    )
+    data_dir: Path = _setting(_user_data_dir, PATH, "Folder for models, stored state and chat history.")
+    ctx: int | None = _setting(
+        None,
+        or_word(whole(128, 1 << 24), "auto"),
+        "Longest conversation in tokens; auto takes the model's own length, capped.",
+    )
+    parallel: int = _setting(4, whole(1, 256), "Requests that are generated at the same time.")
+    threads: int | None = _setting(None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.")
+    lora: tuple[LoraFile, ...] = _setting(
+        (), LORAS, "LoRA adapters (GGUF) to apply to a GGUF model, and how strongly; 1 unless told."
+    )
+    kv_type: str = _setting(
+        "f16",
+        one_of("f16", "q8_0", "q4_0"),
+        "Numbers in which a GGUF model's state is held and stored: q8_0 takes half the room, q4_0 a quarter.",
+    )
+    gpu_layers: int | None = _setting(
+        None,
+        or_word(layers(), "auto"),
+        "Layers of a GGUF model to put on GPUs that llama.cpp can use (all: every one); auto: as many as fit.",
+    )
+    cpu_moe: int = _setting(
+        0, layers(), "Layers, from the first on, whose experts stay in RAM when the rest of them is on a GPU."
+    )
+    tensor_split: tuple[float, ...] | None = _setting(
+        None, or_word(SHARES, "auto"), "How layers are shared out among several GPUs; auto: by their free memory."
+    )
+    llama_library: str = _setting(
+        "auto",
+        TEXT,
+        "Which llama.cpp is used: native (compiled here), ready-made, or the path of a libllama; "
+        "auto takes the first of them that runs on this CPU.",
+    )
+    engine: str = _setting(
+        "auto",
+        one_of("auto", "llamacpp", "hf"),
+        "What runs the model; auto takes llamacpp for GGUF, hf for safetensors.",
+    )
+    device: str = _setting(
+        "auto",
+        pattern(r"auto|cpu|mps|cuda(:\d{1,3})?", "one of auto, cpu, mps, cuda, cuda:1 and so on"),
+        "Where the hf engine computes; auto takes a GPU if there is one.",
+    )
+    dtype: str = _setting(
+        "auto",
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "Numbers the hf engine computes with; auto takes the model's own, and float32 on a CPU.",
+    )
+    attention: str = _setting(
+        "auto", one_of("auto", *AttentionTier), "How the hf engine computes attention; auto takes the fastest."
+    )
+    prefill_slice: int | None = _setting(
+        None,
+        or_word(whole(1, 1 << 16), "auto"),
+        "Most prompt tokens evaluated in one step, so that others are not held up; auto: 512, on a GPU 4096.",
+    )
+    ram_budget: int = _setting(
+        _quarter_of_ram,
+        or_word(BYTES, "auto", _quarter_of_ram),
+        "RAM for stored prompt state; auto takes a quarter of the memory.",
+    )
+    disk_budget: int = _setting(20 << 30, BYTES, "Disk space for stored prompt state.")
+    kv_bits: int = _setting(
+        16,
+        one_number_of(16, 8, 4),
+        "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
+    )
+    approximate: str = _setting(
+        OFF,
+        one_of(OFF, *Repair),
+        "How stored state that stands at another place is repaired and reused, unless a request says; "
+        "what it gives is not exact.",
+    )
+    exact: bool = _setting(
+        False, SWITCH, "Turn every approximation off, also where a request or another setting asks for one."
+    )
+    planning: bool = _setting(True, SWITCH, "Predict the memory of every request, and refuse one that cannot fit.")
+    memory_margin: float = _setting(
+        0.1, share(0, 10), "Share of the predicted memory that is kept free besides, in case it becomes more."
+    )
+    auto_truncate: bool = _setting(
+        False, SWITCH, "Leave the oldest part out of a prompt that does not fit, instead of refusing it."
+    )
+    queue: int = _setting(64, whole(0, 100_000), "Requests that may wait before new ones are refused.")
+    max_concurrent_per_user: int | None = _setting(
+        None,
+        or_word(whole(1, 100_000), "none"),
+        "Requests that one user may have here at a time, running or waiting.",
+    )
+    connections: int = _setting(
+        1000,
+        whole(1, 100_000),
+        "Connections that may be open; never more than half of the files the process may open.",
     )
+    evict: bool = _setting(
+        True, SWITCH, "Let the oldest messages leave a conversation that is too long; otherwise it is an error."
+    )
+    low_water: float = _setting(
+        0.5, share(0.1, 0.9), "Share of the context that is still filled after messages have left."
+    )
+    memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
+    memory_budget: int = _setting(
+        10 << 30, BYTES, "Size of the memory on disk; beyond it the oldest archived turns go."
+    )
+    recall: str = _setting(
+        str(Recall.AUTO),
+        one_of(*Recall),
+        "How archived turns come back: tool lets the model search, auto puts the best before the question.",
+    )
+    recall_tokens: int | None = _setting(
+        None,
+        or_word(whole(16, 1 << 20), "auto"),
+        "Most tokens that auto puts there; auto takes an eighth of the context, at most 512.",
+    )
+    embeddings: bool = _setting(
+        False, SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."
+    )
+    tools: str = _setting(
+        "auto",
+        one_of("auto", "on", "off"),
+        "Whether a chat may use tools; auto: where the model's chat template knows tools.",
+    )
+    server_tools: bool = _setting(False, SWITCH, "Let the server run its own tools for clients that send none.")
+    enable_tools: tuple[str, ...] = _setting(
+        (), NAMES, "Tools or groups to use (all: every one); none named: all, but in a server no dangerous ones."
+    )
+    disable_tools: tuple[str, ...] = _setting((), NAMES, "Tools or groups that are not to be used.")
+    tools_from: tuple[Path, ...] = _setting(
+        (), PATHS, "Python files whose functions, marked with @tool, are tools too."
+    )
+    tools_root: Path = _setting(Path.cwd, PATH, "Folder that file tools cannot leave, and where commands run.")
+    tool_timeout_s: float = _setting(60.0, seconds(0.1, 86_400), "Longest time one tool call may take.")
+    tool_output: int = _setting(
+        8000, whole(200, 1 << 24), "Most characters of a tool's result that the model gets at a time."
+    )
+    tool_turns: int = _setting(16, whole(1, 1000), "Rounds of tool calls before a model has to answer.")
+    http_private: tuple[str, ...] = _setting(
+        (), NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
+    )
+    notools: bool = _setting(
+        False, SWITCH, "Leave what a model writes as it is: nothing is taken for a tool call."
+    )
+    reasoning: str = _setting(
+        "separate",
+        one_of("separate", "strip", "inline"),
+        "Where reasoning goes, unless a request says: a field of its own, nowhere, or into the text.",
+    )
+    mcp: tuple[McpServer, ...] = _setting(
+        (), SERVERS, "MCP servers whose tools, resources and prompts can be used."
+    )
+    backend: str = _setting(
+        "auto",
+        TEXT,
+        "Who answers: auto, local, a name from `emberkeep api list`, or a kind (openai, anthropic, gemini, "
+        "grok, ollama, trtllm); several, separated by commas, stand in for each other.",
+    )
+    backends: tuple[RemoteModel, ...] = _setting(
+        (), REMOTES, "Models that run somewhere else, as `emberkeep api add` adds them."
+    )
+    base_url: str | None = _setting(None, or_word(URL, "none"), "Address of a backend that is named by its kind.")
+    consult_depth: int = _setting(
+        1, whole(0, 8), "How many models may ask one another in a chain; 0: none asks another."
+    )
+    remote_retries: int = _setting(
+        2, whole(0, 20), "How often a request is sent again that a remote service failed."
+    )
+    warm: tuple[WarmPrefix, ...] = _setting(
+        (), PREFIXES, "System prompt to have ready for everybody, or a file with one (.json: messages and tools)."
+    )
+    ttl_short_s: float = _setting(
+        300.0, clamped_seconds(2, _YEAR_S), "Seconds after its last use that a prefix is kept ready."
+    )
+    ttl_long_s: float = _setting(
+        3600.0, clamped_seconds(2, _YEAR_S), "The same for conversations, and for what asks for the class long."
+    )
+    ttl_extended_s: float = _setting(86_400.0, clamped_seconds(2, _YEAR_S), "The same for the class extended.")
+    sweep_s: float = _setting(
+        30.0, clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
+    )
+    turns_to_warm: int = _setting(
+        2, whole(1, 1000), "Turns of its conversation after which an unused branch leaves the engine for RAM."
+    )
+    turns_to_cold: int = _setting(4, whole(1, 1000), "Turns after which it leaves RAM for the disk.")
+    tracked_conversations: int = _setting(
+        16, whole(1, 10_000), "Conversations whose slot and prefix are looked after at a time."
+    )
+    disk_writes_per_day: int | None = _setting(
+        200 << 30, or_word(BYTES, "none"), "Bytes a day written to disk; beyond them only what has been reused is."
+    )
+    deadline_s: float | None = _setting(
+        None, or_word(seconds(0.001, 86_400), "none"), "Longest time one request may take."
+    )
+    drain_s: float = _setting(
+        20.0, seconds(0, 86_400), "Time that running requests get to finish when the server stops."
+    )
+    allowed_hosts: tuple[str, ...] = _setting(
+        (), NAMES, "Names, besides this machine's own, that clients may call the server by."
+    )
+    allowed_origins: tuple[str, ...] = _setting(
+        (), NAMES, "Origins of web pages, such as http://localhost:3000, that may call the server."
+    )
+    log_level: str = _setting("info", one_of("debug", "info", "warning", "error"), "How much is logged.")
 
     def __repr__(self) -> str:
         values = ", ".join(f"{key}={value!r}" for key, value in public_values(self).items())
@@ -438,12 +304,17 @@ def type_of(key: str) -> str:
     return kind_of(key).type
 
 
+def is_list(key: str) -> bool:
+    """Whether it holds several values, so that its flag may be given several times."""
+    return kind_of(key).is_list
+
+
 def default_of(key: str) -> str:
     """The default as a person reads it."""
-    return kind_of(key).word or shown(Config(), key)
+    return kind_of(key).word or show_value(Config(), key)
 
 
-def shown(config: Config, key: str) -> str:
+def show_value(config: Config, key: str) -> str:
     """A value as a person reads it, secrets masked."""
     return kind_of(key).show(getattr(config, key))
 

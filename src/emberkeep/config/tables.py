@@ -1,21 +1,21 @@
-"""Settings that are tables of their own: `[mcp.servers.NAME]` and `[backends.NAME]`."""
+"""Settings that are tables of their own: `[mcp.servers.NAME]`, `[backends.NAME]` and `[[warm]]`."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
+from emberkeep.config.kinds import MASK, Kind, parse_text, public_url
 from emberkeep.errors import ConfigError
-from emberkeep.types import Json, RemoteModel
+from emberkeep.types import Json, RemoteModel, Ttl
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
-_MASK = "***"
 _OURS = ("auto", "local")
 """What `backend` can be besides the name of a model that runs elsewhere."""
 
@@ -49,8 +49,8 @@ class McpServer:
         """By the name that the server gives it."""
         return self.trusted if isinstance(self.trusted, bool) else tool in self.trusted
 
-    def settled(self, base: Path) -> McpServer:
-        return self if self.cwd is None else McpServer(**{**_values(self), "cwd": base / self.cwd.expanduser()})
+    def settle(self, base: Path) -> McpServer:
+        return self if self.cwd is None else replace(self, cwd=base / self.cwd.expanduser())
 
 
 def check_name(name: str) -> str:
@@ -84,40 +84,20 @@ def parse_remotes(value: object) -> tuple[RemoteModel, ...]:
     return _parse_table("backends", value, RemoteModel, _REMOTE_PARSERS)
 
 
-def settle_servers(servers: tuple[McpServer, ...], base: Path) -> tuple[McpServer, ...]:
-    return tuple(server.settled(base) for server in servers)
-
-
-def show_names(entries: tuple[Any, ...]) -> str:
-    return ", ".join(entry.name for entry in entries) or "none"
-
-
-def public_servers(servers: tuple[McpServer, ...]) -> Json:
+def _public_server(server: McpServer) -> dict[str, Json]:
     """Values of variables and headers may be keys."""
-    return [_public(server) for server in servers]
-
-
-def _public(server: McpServer) -> dict[str, Json]:
-    masked = {name: dict.fromkeys(getattr(server, name), _MASK) for name in ("env", "headers")}
+    masked = {name: dict.fromkeys(getattr(server, name), MASK) for name in ("env", "headers")}
     cwd = None if server.cwd is None else str(server.cwd)
     url = None if server.url is None else public_url(server.url)
     lists = {"command": list(server.command), "tools": list(server.tools)}
     return {**_values(server), **masked, **lists, "cwd": cwd, "url": url}
 
 
-def public_remotes(remotes: tuple[RemoteModel, ...]) -> Json:
+def public_remotes(remotes: Iterable[RemoteModel]) -> Json:
     return [
         {**_values(remote), "base_url": None if remote.base_url is None else public_url(remote.base_url)}
         for remote in remotes
     ]
-
-
-def public_url(url: str) -> str:
-    """An address without what may be a key in it."""
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    shown = parts._replace(netloc=f"{_MASK}@{host}" if user else host, query=_MASK if parts.query else "")
-    return shown.geturl()
 
 
 def _values(entry: Any) -> dict[str, Any]:
@@ -170,22 +150,16 @@ def _check_keys(table: str, entry: Mapping[str, Any], known: Iterable[str]) -> N
             raise ConfigError(f"[{table}] has no key {key!r}: {hint}")
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError
-    return value.strip()
-
-
 def _texts(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
-        return (_text(value),)
+        return (parse_text(value),)
     if not isinstance(value, (list, tuple)):
         raise ValueError
-    return tuple(_text(item) for item in value)
+    return tuple(parse_text(item) for item in value)
 
 
 def _command(value: object) -> tuple[str, ...]:
-    words = tuple(shlex.split(_text(value))) if isinstance(value, str) else _texts(value)
+    words = tuple(shlex.split(parse_text(value))) if isinstance(value, str) else _texts(value)
     if not words:
         raise ValueError
     return words
@@ -218,14 +192,14 @@ def _trust(value: object) -> bool | tuple[str, ...]:
 
 def _variable(value: object) -> str:
     """Keys look different: one that was pasted here is not taken for a name, and so never shown."""
-    text = _text(value)
+    text = parse_text(value)
     if re.fullmatch(r"[A-Z][A-Z0-9_]{0,63}", text) is None:
         raise ValueError
     return text
 
 
 def _url(value: object) -> str:
-    text = _text(value)
+    text = parse_text(value)
     if not re.match(r"https?://\S+$", text) or not text.isprintable():
         raise ValueError
     return text.rstrip("/")
@@ -237,17 +211,160 @@ _SERVER_PARSERS: Parsers = {
     "url": (_url, _ADDRESS),
     "env": (_pairs, "a table of variables and their values"),
     "headers": (_pairs, "a table of headers and their values"),
-    "cwd": (lambda value: Path(_text(value)), "a path"),
+    "cwd": (lambda value: Path(parse_text(value)), "a path"),
     "timeout_s": (_seconds, "seconds, more than 0 and at most 86400"),
     "trusted": (_trust, "true or false, or a list of tools' names"),
     "tools": (_texts, "a list of tools' names"),
 }
 _REMOTE_PARSERS: Parsers = {
-    "backend": (_text, "a text"),
-    "model": (_text, "a text"),
+    "backend": (parse_text, "a text"),
+    "model": (parse_text, "a text"),
     "base_url": (_url, _ADDRESS),
     "api_key_env": (_variable, "the name of the variable that holds the key, such as OPENAI_API_KEY"),
     "max_tokens": (_count, "a whole number from 1 on"),
     "ctx": (_count, "a whole number from 1 on"),
-    "description": (_text, "a text"),
+    "description": (parse_text, "a text"),
 }
+
+
+def _show_names(entries: Iterable[Any]) -> str:
+    return ", ".join(entry.name for entry in entries) or "none"
+
+
+SERVERS = Kind(
+    parse_servers,
+    "tables [mcp.servers.NAME], each with command (and env, cwd) or url (and headers), timeout_s, trusted, tools",
+    "table",
+    _show_names,
+    settle=lambda servers, base: tuple(server.settle(base) for server in servers),
+    public=lambda servers: [_public_server(server) for server in servers],
+    hides=True,
+)
+REMOTES = Kind(
+    parse_remotes,
+    "tables [backends.NAME], each with backend, model, base_url, api_key_env, max_tokens, ctx, description",
+    "table",
+    _show_names,
+    public=public_remotes,
+    hides=True,
+)
+
+
+# ── prefixes to have ready: what `--warm` and `[[warm]]` may say ──
+
+_PREFIX_KEYS = ("system", "prompt", "messages", "tools", "file", "ttl")
+_SHOWN_CHARS = 60
+_PATH = re.compile(r"\S*/\S+|\S+\.(json|txt|md)")
+"""What no system prompt looks like."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPrefix:
+    """One of `system`, `prompt`, `messages`, or tools alone; raw, as it was written."""
+
+    system: str | None = None
+    """A system message, as chats begin with it."""
+    prompt: str | None = None
+    """A text as `/v1/completions` gets it."""
+    messages: tuple[Json, ...] = ()
+    tools: tuple[Json, ...] = ()
+    ttl: Ttl | None = None
+    file: Path | None = None
+    """Where the rest is still to be read from."""
+    text_or_file: str | None = None
+    """A flag's or variable's value, until it is known which of the two it is."""
+
+    def settle(self, base: Path) -> WarmPrefix:
+        """With its file read; relative paths start at `base`. Raises ConfigError."""
+        if self.text_or_file is not None:
+            return self._settle_text(self.text_or_file, base)
+        if self.file is None:
+            return self
+        path = base / self.file.expanduser()
+        text = _read(path)
+        if path.suffix != ".json":
+            return replace(self, system=text, file=None)
+        try:
+            content = json.loads(text)
+            read = _parse_prefix(content)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{path} is not a prefix to warm: give a JSON object with system, prompt, messages or tools."
+            ) from error
+        return replace(read, ttl=self.ttl or read.ttl, tools=self.tools or read.tools)
+
+    def _settle_text(self, value: str, base: Path) -> WarmPrefix:
+        try:
+            is_file = (base / Path(value).expanduser()).is_file()
+        except (OSError, ValueError, RuntimeError):  # too long for a path, and so a text
+            is_file = False
+        if is_file:
+            return WarmPrefix(file=Path(value)).settle(base)
+        if _PATH.fullmatch(value):
+            raise ConfigError(f"There is no file {value} to warm: name one that exists, or give a text.")
+        return WarmPrefix(system=value)
+
+
+def _parse_prefixes(value: object) -> tuple[WarmPrefix, ...]:
+    """Raises ValueError."""
+    listed = list(value) if isinstance(value, (list, tuple)) else [value]
+    return tuple(_parse_one(item) for item in listed)
+
+
+def _parse_one(item: object) -> WarmPrefix:
+    if isinstance(item, WarmPrefix):
+        return item
+    if isinstance(item, str) and item.strip():
+        return WarmPrefix(text_or_file=item)
+    return _parse_prefix(item)
+
+
+def _parse_prefix(item: object) -> WarmPrefix:
+    """Raises ValueError."""
+    if not isinstance(item, Mapping) or not item or set(item) - set(_PREFIX_KEYS):
+        raise ValueError
+    values: dict[str, Any] = dict(item)
+    given = [key for key in ("system", "prompt", "messages", "file") if key in values]
+    if len(given) > 1 or not (given or values.get("tools")):
+        raise ValueError
+    if any(not isinstance(values.get(key, ""), str) for key in ("system", "prompt", "file")):
+        raise ValueError
+    if any(not isinstance(values.get(key, []), list) for key in ("messages", "tools")):
+        raise ValueError
+    return WarmPrefix(
+        system=values.get("system"),
+        prompt=values.get("prompt"),
+        messages=tuple(values.get("messages", ())),
+        tools=tuple(values.get("tools", ())),
+        ttl=Ttl(values["ttl"]) if "ttl" in values else None,
+        file=Path(values["file"]) if "file" in values else None,
+    )
+
+
+def _shown_prefix(prefix: WarmPrefix) -> str:
+    text = prefix.system or prefix.prompt or f"{len(prefix.messages)} messages, {len(prefix.tools)} tools"
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 1] + "…"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"Cannot read {path}, which should be warmed: {reason}.") from error
+
+
+def _show_prefixes(prefixes: Iterable[WarmPrefix]) -> str:
+    return "; ".join(_shown_prefix(prefix) for prefix in prefixes) or "none"
+
+
+PREFIXES = Kind(
+    _parse_prefixes,
+    "a text, a file, or a list of tables with system, prompt, messages, tools, file and ttl",
+    "text|file",
+    _show_prefixes,
+    settle=lambda prefixes, base: tuple(prefix.settle(base) for prefix in prefixes),
+    public=_show_prefixes,
+    is_list=True,
+)

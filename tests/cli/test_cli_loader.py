@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from emberkeep.cli.bars import Bars
-from emberkeep.cli.reporters import Lines
+from emberkeep.cli.loader import Bars, Lines
 
 pytestmark = pytest.mark.slow
 

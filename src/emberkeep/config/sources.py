@@ -35,7 +35,7 @@ class LoadedConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One value as somebody wrote it; relative paths start at `base`."""
+    """One value as it was written; relative paths start at `base`."""
 
     key: str
     value: object
@@ -62,7 +62,7 @@ def load_config(
     origins = dict.fromkeys(FIELDS, "default")
     layers = (_from_file(path) if path else [], _from_env(env, cwd), _from_flags(flags, as_arguments, cwd))
     for given in (given for layer in layers for given in layer):
-        values[given.key] = _parsed(given)
+        values[given.key] = _parse(given)
         origins[given.key] = given.origin
     return LoadedConfig(Config(**values), origins)
 
@@ -126,14 +126,14 @@ def _variable(key: str) -> str:
     return ENV_PREFIX + key.upper()
 
 
-def _nearest(key: str, spelled: Callable[[str], str] = str) -> str:
+def _nearest(key: str, write: Callable[[str], str] = str) -> str:
     match = difflib.get_close_matches(key, FIELDS, n=1)
     if match:
-        return f": did you mean {spelled(match[0])}?"
+        return f": did you mean {write(match[0])}?"
     return ": remove it; `emberkeep config show` lists the known ones."
 
 
-def _parsed(given: _Given) -> Any:
+def _parse(given: _Given) -> Any:
     kind = kind_of(given.key)
     try:
         value = kind.parse(given.value)

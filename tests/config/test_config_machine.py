@@ -4,22 +4,22 @@ import mmap
 
 import pytest
 
-from emberkeep.config import ram
-from emberkeep.config.ram import free_ram, resident_ram, total_ram
+from emberkeep.config import machine
+from emberkeep.config.machine import free_ram, resident_ram, total_ram
 
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    monkeypatch.setattr(ram, "_GROUP", tmp_path)
+    monkeypatch.setattr(machine, "_GROUP", tmp_path)
     return tmp_path
 
 
 def test_a_container_has_its_limit(group):
-    machine = total_ram()
+    whole = total_ram()
     (group / "memory.max").write_text("1000\n")
     assert total_ram() == 1000
     (group / "memory.max").write_text("max\n")
-    assert total_ram() == machine
+    assert total_ram() == whole
 
 
 @pytest.mark.skipif(free_ram() is None, reason="this system does not tell")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from emberkeep.cli.served import ServedStore
+from emberkeep.cli.cache_stores import ServedStore
 
 PAGE = 3
 

@@ -1,12 +1,15 @@
-"""The RAM of this machine, or of the container it is in."""
+"""The machine: its RAM, or that of the container, which some defaults are a share of; and its CPU."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 _IF_UNKNOWN = 8 << 30
 _GROUP = Path("/sys/fs/cgroup")
+_KIND = ("model name", "CPU implementer", "CPU part", "CPU variant")
+_INSTRUCTIONS = ("flags", "Features")
 
 
 def total_ram() -> int:
@@ -39,6 +42,20 @@ def resident_ram() -> int | None:
         return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):
         return None
+
+
+def cpu_facts(*, instructions: bool = False) -> tuple[str, ...]:
+    """What tells this machine's CPU from others, as far as it shapes what is computed.
+
+    With `instructions` also which ones it has.
+    """
+    wanted = (*_KIND, *_INSTRUCTIONS) if instructions else _KIND
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    said = {line for line in lines if line.partition(":")[0].strip() in wanted}
+    return (platform.machine(), platform.processor(), *sorted(said))
 
 
 def _number(path: Path) -> int | None:

@@ -1,0 +1,329 @@
+"""Who does the work of `emberkeep cache`: a running server for what it serves, else the stores themselves, and a
+model that is loaded for what only a model can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from emberkeep.api.messages import read_chat_or_completion, to_one_request
+from emberkeep.api.stored import shown_json
+from emberkeep.cli.loader import install_model, open_model
+from emberkeep.cli.output import complain
+from emberkeep.config import Config, ttls
+from emberkeep.errors import EmberkeepError, NoSuchEntry
+from emberkeep.library import Emberkeep
+from emberkeep.library.stores import ClosedStore, StoreFolder, store_folders
+from emberkeep.models.library import id_at
+from emberkeep.server.presence import server_urls
+from emberkeep.types import (
+    CacheEntry,
+    Divergence,
+    EntryKind,
+    Explanation,
+    Json,
+    LookupRecord,
+    MissReason,
+    Removed,
+    Repair,
+    Ttl,
+    Verified,
+)
+
+HEALTH_S = 3.0
+"""A server that takes longer to say that it is well is not asked for more."""
+ANSWER_S = 60.0
+"""Removing may delete many files. Verifying takes as long as it takes."""
+
+
+class Store(Protocol):
+    """One model's stored state. Every method blocks, and may raise EmberkeepError or OSError."""
+
+    @property
+    def model(self) -> str: ...
+
+    def entries(self) -> list[CacheEntry]: ...
+
+    def stats(self) -> Json:
+        """As `KvStore.stats`."""
+
+    def pin(self, entry_id: str, pinned: bool) -> None: ...
+
+    def remove(self, entry_id: str) -> Removed: ...
+
+    def remove_user(self, user: str) -> Removed: ...
+
+    def gc(self) -> Removed: ...
+
+
+class StateReader(Protocol):
+    """A model that can read its stored state. Every method blocks, and may raise EmberkeepError."""
+
+    def entries(self) -> list[CacheEntry]: ...
+
+    def text(self, entry_id: str, chars: int) -> tuple[str, int]:
+        """At most so many characters of an entry's text, from both ends, and how long all of it is."""
+
+    def explain(self, body: dict[str, Json]) -> Explanation: ...
+
+    def verify(self, entry: CacheEntry, tokens: int) -> Verified: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    store: Store
+    entry: CacheEntry
+
+
+@contextmanager
+def open_stores(config: Config, model: str | None) -> Iterator[list[Store]]:
+    """Those of all models, or of one. What is changed in them is written when the block ends."""
+    with ExitStack() as opened:
+        served = served_store(config)
+        found: list[Store] = []
+        if served is not None:
+            opened.callback(served.close)
+            found += [served] if is_called(served.model, model) else []
+        for folder in closed_folders(config, model, served):
+            try:
+                found.append(opened.enter_context(closing(ClosedStore(folder, ttls(config)))))
+            except OSError as error:
+                complain(f"{folder.path} is left out: {error}.")
+        yield found
+
+
+def closed_folders(config: Config, model: str | None, served: ServedStore | None = None) -> list[StoreFolder]:
+    """Stores that no server looks after."""
+    folders = store_folders(config.data_dir, complain)
+    open_one = served.folder if served else None
+    return [f for f in folders if f.path.name != open_one and is_called(f.model, model)]
+
+
+@contextmanager
+def open_state_reader(
+    config: Config, model: str | None, before_loading: Callable[[], None] = lambda: None
+) -> Iterator[StateReader]:
+    """The running server if it serves the model that is asked for, else the configured model, which is loaded."""
+    served = served_store(config)
+    if served is not None:
+        with closing(served):
+            if is_called(served.model, model):
+                yield served
+                return
+    before_loading()
+    install_model(config)
+    with _load_model(config) as reader:
+        yield reader
+
+
+def text_of(config: Config, listed: Listed, chars: int) -> tuple[str, int]:
+    """As `StateReader.text`; the model of the entry's store is loaded unless served. Raises EmberkeepError."""
+    store = listed.store
+    if isinstance(store, ServedStore):
+        return store.text(listed.entry.id, chars)
+    model = config.model if is_called(store.model, config.model) else store.model
+    with _load_model(replace(config, model=model)) as reader:
+        return reader.text(listed.entry.id, chars)
+
+
+def all_entries(stores: Sequence[Store]) -> list[Listed]:
+    """Everything in them, the latest used first."""
+    listed = [Listed(store, entry) for store in stores for entry in store.entries()]
+    return sorted(listed, key=lambda item: item.entry.idle_s)
+
+
+def choose(listed: Sequence[Listed], ids: Sequence[str]) -> list[Listed]:
+    """What has these ids, which may be abbreviated; several models may have state of one conversation.
+
+    Raises EmberkeepError unless each leads to one id.
+    """
+    wanted = full_ids([item.entry for item in listed], ids)
+    return [item for item in listed if item.entry.id in wanted]
+
+
+def full_ids(entries: Sequence[CacheEntry], ids: Sequence[str]) -> set[str]:
+    """Raises EmberkeepError unless each of `ids` is the beginning of exactly one."""
+    return {_full_id({entry.id for entry in entries if entry.id.startswith(id_)}, id_) for id_ in ids}
+
+
+def is_called(name: str, wanted: str | None) -> bool:
+    """Whether a model of that name is meant by a name, or by the path of its file or folder."""
+    return wanted is None or wanted == name or id_at(Path(wanted)) == name
+
+
+class _LoadedModel:
+    def __init__(self, llm: Emberkeep) -> None:
+        self._llm = llm
+
+    def entries(self) -> list[CacheEntry]:
+        return self._llm.cache.entries()
+
+    def text(self, entry_id: str, chars: int) -> tuple[str, int]:
+        shown = shown_json(self._llm.cache.show(entry_id), chars)
+        return shown["text"], shown["text_chars"]
+
+    def explain(self, body: dict[str, Json]) -> Explanation:
+        return self._llm.cache.explain(to_one_request(read_chat_or_completion(body)))
+
+    def verify(self, entry: CacheEntry, tokens: int) -> Verified:
+        return self._llm.verify_entry(entry.id, tokens)
+
+
+@contextmanager
+def _load_model(config: Config) -> Iterator[_LoadedModel]:
+    # No user will chat with it: one sequence is enough, and nothing has to be made ready.
+    with open_model(replace(config, parallel=1, warm=())) as llm:
+        yield _LoadedModel(llm)
+
+
+def _full_id(found: set[str], wanted: str) -> str:
+    if not found:
+        raise NoSuchEntry(f"There is no entry {wanted!r}: `emberkeep cache ls --all` lists them.")
+    if len(found) > 1:
+        raise EmberkeepError(f"{len(found)} entries begin with {wanted!r}: give more of the id.")
+    return found.pop()
+
+
+# ── a running server, over HTTP: only it knows what it has in RAM and in the engine ──
+
+
+class ServedStore:
+    """What one server keeps. Every method blocks, and raises EmberkeepError."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+        stats = self._ask("GET", "/v1/stats")
+        self.model = str(stats["model"])
+        self.folder: str | None = stats["store"]["folder"]
+        """The name of its folder under `<data_dir>/kv`."""
+
+    def entries(self) -> list[CacheEntry]:
+        """Page by page: what moves from one to the next meanwhile is told once."""
+        found: dict[str, CacheEntry] = {}
+        offset, has_more = 0, True
+        while has_more:
+            page = self._ask("GET", "/v1/cache", params={"offset": offset})
+            found |= {listed["id"]: _entry(listed) for listed in page["data"]}
+            offset, has_more = offset + len(page["data"]), page["has_more"]
+        return list(found.values())
+
+    def stats(self) -> Json:
+        return self._ask("GET", "/v1/stats")["store"]
+
+    def pin(self, entry_id: str, pinned: bool) -> None:
+        self._ask("POST", "/v1/cache/pin" if pinned else "/v1/cache/unpin", json={"id": entry_id})
+
+    def remove(self, entry_id: str) -> Removed:
+        return Removed(**self._ask("DELETE", f"/v1/cache/{entry_id}")["removed"])
+
+    def remove_user(self, user: str) -> Removed:
+        return Removed(**self._ask("DELETE", "/v1/cache", params={"user_id": user})["removed"])
+
+    def gc(self) -> Removed:
+        return Removed(**self._ask("POST", "/v1/cache/gc")["removed"])
+
+    def text(self, entry_id: str, chars: int) -> tuple[str, int]:
+        shown = self._ask("GET", f"/v1/cache/{entry_id}", params={"chars": chars})
+        return shown["text"], shown["text_chars"]
+
+    def explain(self, body: dict[str, Json]) -> Explanation:
+        answer = self._ask("POST", "/v1/cache/explain", json=body)
+        return Explanation(_lookup(answer), answer["explanation"])
+
+    def verify(self, entry: CacheEntry, tokens: int) -> Verified:
+        body = {"ids": [entry.id], "tokens": tokens}
+        (result,) = self._ask("POST", "/v1/cache/verify", json=body, timeout=None)["data"]
+        figures = ("reused", "compared", "agreed", "wide", "reproducible")
+        return Verified(entry, *(result[name] for name in figures))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _ask(self, method: str, path: str, **more: Any) -> Json:
+        try:
+            response = self._http.request(method, path, **more)
+            answer = response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EmberkeepError(f"The server at {self._http.base_url} did not answer: try again.") from error
+        if response.is_success:
+            return answer
+        raise _refusal(response.status_code, answer["error"]["message"])
+
+
+def served_store(config: Config) -> ServedStore | None:
+    """That of the latest server on the data folder that answers; None without one. Raises EmberkeepError."""
+    for url in server_urls(config.data_dir):
+        http = _client(url, config.api_key)
+        if _is_well(http):
+            return ServedStore(http)
+        http.close()
+    return None
+
+
+def _client(url: str, api_key: str | None) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    # It is on this machine: no proxy is in between, and loading certificates would take longer than the answer.
+    return httpx.Client(base_url=url, headers=headers, trust_env=False, verify=False, timeout=ANSWER_S)
+
+
+def _is_well(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health", timeout=HEALTH_S).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _refusal(status: int, message: str) -> EmberkeepError:
+    if status == 401:
+        return EmberkeepError(
+            "The running server wants its API key: set EMBERKEEP_API_KEY, or api_key in the file."
+        )
+    return NoSuchEntry(message) if status == 404 else EmberkeepError(message)
+
+
+# ── from JSON back to values ──
+
+
+def _entry(listed: Json) -> CacheEntry:
+    return CacheEntry(
+        id=listed["id"],
+        kind=EntryKind(listed["kind"]),
+        name=listed["conversation_id"] or "",
+        head=listed["head"],
+        user=listed["user"] or "",
+        is_shared=listed["shared"],
+        tokens=listed["tokens"],
+        bytes=listed["bytes"],
+        warm_tokens=listed["tiers"]["warm"],
+        cold_tokens=listed["tiers"]["cold"],
+        idle_s=listed["last_used_s"],
+        hits=listed["hits"],
+        turns=listed["turns"],
+        branches=listed["branches"],
+        ttl=Ttl(listed["ttl"]),
+        expires_in_s=listed["expires_in_s"],
+        is_pinned=listed["pinned"],
+        hot_tokens=listed["tiers"]["hot"],
+        kv_bits=listed["kv_bits"],
+        repair=Repair(listed["repair"]) if listed["repair"] else None,
+    )
+
+
+def _lookup(answer: Json) -> LookupRecord:
+    reused, divergence = answer["reused"], answer["divergence"]
+    return LookupRecord(
+        prompt_tokens=answer["prompt_tokens"],
+        hot_tokens=reused["hot"],
+        warm_tokens=reused["warm"],
+        cold_tokens=reused["cold"],
+        moved_tokens=answer["moved_tokens"],
+        repaired_tokens=answer["repaired_tokens"],
+        is_approximate=answer["approximate"],
+        reason=MissReason(answer["reason"]),
+        divergence=Divergence(**{**divergence, "where": divergence["where"] or ""}) if divergence else None,
+    )

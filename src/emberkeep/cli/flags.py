@@ -1,0 +1,131 @@
+"""Flags of the commands: those of settings are made from what `emberkeep.config` says about each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.models import OptionInfo
+
+from emberkeep import config as settings
+from emberkeep.config import Config, default_of, help_for, is_list, type_of
+
+Command = Callable[..., None]
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+YesFlag = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+ConfigFlag = Annotated[
+    Path | None, typer.Option("--config", help="Configuration file to read instead of the usual places.")
+]
+
+_SHORT = {"model": ["-m"], "port": ["-p"]}
+_WITHOUT_NO = ("notools",)
+
+
+def with_settings(*names: str) -> Callable[[Command], Command]:
+    """Makes a command of a function with a parameter `config: Config`, which gets the settled configuration.
+
+    The command has the flags of the function's other parameters, where a dataclass stands for a flag per field,
+    and then those in `names`: settings; `config`, for `--config`; and flags of its own that are to stand among
+    them, of which one with the name of a setting sets it too.
+    """
+
+    def decorate(function: Command) -> Command:
+        groups = _flags_by_parameter(function)
+        own = {flag.name: flag for _, flags in groups.values() for flag in flags}
+        first = [flag for name, flag in own.items() if name not in names]
+        chosen = [name for name in names if name == "config" or name in settings.FIELDS]
+
+        def command(**given: Any) -> None:
+            arguments = {
+                name: make(**{flag.name: given[flag.name] for flag in flags})
+                for name, (make, flags) in groups.items()
+            }
+            function(config=load_config(**{name: given[name] for name in chosen}), **arguments)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        return with_flags(command, [*first, *(own.get(name) or _setting_flag(name) for name in names)])
+
+    return decorate
+
+
+def with_flags(command: Command, flags: Iterable[Parameter]) -> Command:
+    """Typer finds out about flags from a function's signature."""
+    command.__signature__ = Signature(list(flags))  # type: ignore[attr-defined]
+    return command
+
+
+def flags_of(kind: type) -> list[Parameter]:
+    """One per field of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        _flag(f.name, hints[f.name], Parameter.empty if f.default is MISSING else f.default) for f in fields(kind)
+    ]
+
+
+def setting_help(key: str) -> str:
+    return f"{help_for(key)} [default: {default_of(key)}]"
+
+
+def setting(key: str) -> OptionInfo:
+    """The flag of a setting. All but switches are text, which `emberkeep.config` parses and explains."""
+    name, about = key.replace("_", "-"), setting_help(key)
+    option: OptionInfo
+    if type_of(key) == "switch":
+        names = f"--{name}" if key in _WITHOUT_NO else f"--{name}/--no-{name}"
+        option = typer.Option(names, help=about, show_default=False)
+    else:
+        callback = _split if type_of(key) == "names" else None
+        option = typer.Option(
+            f"--{name}", *_SHORT.get(key, ()), metavar=f"<{type_of(key)}>", help=about, callback=callback
+        )
+    return option
+
+
+def load_config(**flags: object) -> Config:
+    """Settings for a command, whose flags have their names; one that is None or no list was not given.
+
+    Raises ConfigError.
+    """
+    return settings.load_config({key: None if value == [] else value for key, value in flags.items()}).config
+
+
+ModelFlag = Annotated[str | None, setting("model")]
+
+
+def _flags_by_parameter(function: Command) -> dict[str, tuple[Callable[..., Any], list[Parameter]]]:
+    """Of every parameter but `config`: what makes its value of the values of its flags, and these flags."""
+    hints = get_type_hints(function, include_extras=True)
+    own = {name: flag for name, flag in signature(function).parameters.items() if name != "config"}
+    groups = {name for name in own if is_dataclass(hints[name])}
+    return {
+        name: (hints[name], flags_of(hints[name]))
+        if name in groups
+        else (_only_value, [_flag(name, hints[name], flag.default)])
+        for name, flag in own.items()
+    }
+
+
+def _only_value(**given: Any) -> Any:
+    (value,) = given.values()
+    return value
+
+
+def _setting_flag(name: str) -> Parameter:
+    if name == "config":
+        return _flag(name, ConfigFlag, None)
+    kind = bool if type_of(name) == "switch" else list[str] if is_list(name) else str
+    return _flag(name, Annotated[kind | None, setting(name)], None)
+
+
+def _flag(name: str, kind: Any, default: object) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _split(given: list[str] | None) -> list[str] | None:
+    """Each of them may be several names."""
+    return [name for part in given for name in part.split(",")] if given else None
