@@ -21,17 +21,28 @@ from emberkeep.bench.bare import Tokens
 from emberkeep.bench.figures import Series, series
 from emberkeep.bench.report import Result, Row, Table, Value
 from emberkeep.bench.stage import Stage
+from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.base import Outcome, Payload
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import CHUNK_TOKENS
 from emberkeep.runtime import open_store
-from emberkeep.sched.job import Ending, Job
-from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.thread import EngineThread
-from emberkeep.types import EXACT, EXACT_BITS, Lineage, Progress, Sampling, TokenLogprob, private_namespace
+from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.sequence import Ending
+from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.types import (
+    EXACT,
+    EXACT_BITS,
+    Lineage,
+    Progress,
+    Request,
+    Sampling,
+    TokenLogprob,
+    private_namespace,
+)
 
 Logits = npt.NDArray[np.float32]
 
@@ -126,6 +137,9 @@ class _Waiter:
         self._tokens.append(token)
         return False
 
+    def full(self) -> bool:
+        return False
+
     def kept_tokens(self) -> int:
         return len(self._tokens)
 
@@ -170,7 +184,7 @@ class _Bench:
         self._plan = plan
         self._ends = engine.vocab.eog | engine.vocab.controls
         self._store = open_store(config, engine.fingerprint, {"model": "benchmark"})
-        self._loop = EngineLoop(engine, self._store, LoopSettings(1, slice_tokens(config)), thread=thread)
+        self._loop = Scheduler(engine, self._store, SchedulerSettings(1, slice_tokens(config)), thread=thread)
 
     async def own_text(self, opening: Sequence[int], seed: int) -> Tokens:
         """What the model writes after `opening`."""
@@ -214,16 +228,9 @@ class _Bench:
         is_kept: bool = True,
     ) -> list[int]:
         waiter = _Waiter()
-        job = Job(
-            np.asarray(prompt, np.int32),
-            sampler,
-            waiter,
-            length,
-            lineage=lineage,
-            from_store=from_store,
-            is_kept=is_kept,
-        )
-        self._loop.submit(job)
+        made = prompt_of_ids(np.asarray(prompt, np.int32), lineage, max_new=length)
+        request = Request(from_store=from_store, is_kept=is_kept)
+        self._loop.submit(Sequence_(made, request, sampler, waiter))
         return await asyncio.wrap_future(waiter.over)
 
     def close(self) -> None:

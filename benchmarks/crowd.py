@@ -15,17 +15,18 @@ import numpy as np
 
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Folder
+from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.entries import Label
 from emberkeep.kv.policy import Keeping, Rate, Worth, worth
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk
-from emberkeep.sched.job import Ending, Job, Notes
-from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types import EntryKind, Progress, Sampling, TokenLogprob
+from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.sequence import Ending
+from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.types import EntryKind, Label, Progress, Request, Sampling, TokenLogprob
 
 _CONTEXT = 4096
 _PRINTABLE = (32, 127)
@@ -134,23 +135,18 @@ class _House:
             keeping=Keeping(worth=policy),
         )
         self.store.costs.evaluate = _Unmeasured()
-        self._loop = EngineLoop(
-            engine, self.store, LoopSettings(parallel=1, prefill_slice=engine.capabilities.batch)
+        self._loop = Scheduler(
+            engine, self.store, SchedulerSettings(parallel=1, prefill_slice=engine.capabilities.batch)
         )
 
     def answer(self, conversation: _Conversation, length: int) -> _Answer:
         """One turn; what was said becomes part of the conversation."""
         label = Label(EntryKind.CONVERSATION, conversation.name, "")
         answer = _Answer()
-        self._loop.submit(
-            Job(
-                tokens=np.array(conversation.tokens, np.int32),
-                sampler=Sampler(Sampling(temperature=0.0)),
-                consumer=answer,
-                max_new=length,
-                notes=Notes(label),
-            )
-        )
+        prompt = prompt_of_ids(np.array(conversation.tokens, np.int32), max_new=length)
+        sequence = Sequence_(prompt, Request(), Sampler(Sampling(temperature=0.0)), answer)
+        sequence.label = label
+        self._loop.submit(sequence)
         answer.over.wait()
         conversation.tokens += answer.tokens
         return answer
@@ -171,6 +167,9 @@ class _Answer:
 
     def token(self, token: int, logprob: TokenLogprob | None) -> bool:
         self.tokens.append(token)
+        return False
+
+    def full(self) -> bool:
         return False
 
     def kept_tokens(self) -> int:

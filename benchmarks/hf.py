@@ -81,17 +81,17 @@ class HfModelUnderTest:
 
     @property
     def blended(self) -> BlendedSoFar:
-        counters = self.backend.loop.counters
+        counters = self.backend.scheduler.counters
         return BlendedSoFar(counters.blended_tokens, counters.blended_token_layers)
 
     @property
     def evaluated_tokens(self) -> int:
         """In all, by the scheduler's count."""
-        return self.backend.loop.counters.evaluated_tokens
+        return self.backend.scheduler.counters.evaluated_tokens
 
     async def beside(self, action: Callable[[], T]) -> T:
         """Something on the engine's thread, between two steps: torch's workers belong to the thread that calls."""
-        return await asyncio.wrap_future(self.backend.loop.call(action))
+        return await asyncio.wrap_future(self.backend.scheduler.call(action))
 
 
 @asynccontextmanager

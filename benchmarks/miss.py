@@ -26,7 +26,7 @@ from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.runtime import assemble
-from emberkeep.sched.thread import EngineThread
+from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types import Request, Sampling
 
 _POLL_S = 0.002
@@ -96,7 +96,7 @@ async def run(stage: Stage, plan: Plan) -> Result:
             prompt = _prompt(plan.tokens, number, bare.vocab.size)
             rounds.append(await _round(backend, engine, bare, prompt))
     finally:
-        await asyncio.wrap_future(backend.loop.call(bare.close))
+        await asyncio.wrap_future(backend.scheduler.call(bare.close))
         await backend.close()
     return _result(plan, rounds)
 
@@ -108,7 +108,7 @@ def _open_both(model: Path, settings: LlamaSettings) -> tuple[_Recorder, LlamaEn
 
 async def _round(backend: LocalBackend, engine: _Recorder, bare: Engine, prompt: Tokens) -> _Round:
     async def alone(slices: Sequence[int]) -> _Cost:
-        return await asyncio.wrap_future(backend.loop.call(lambda: _bare(bare, prompt, slices)))
+        return await asyncio.wrap_future(backend.scheduler.call(lambda: _bare(bare, prompt, slices)))
 
     engine.steps.clear()
     answered, durable = await _through_product(backend, prompt)

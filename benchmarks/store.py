@@ -17,7 +17,8 @@ from emberkeep.bench.stage import Folder
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
-from emberkeep.kv.tree import ROOT, Made, TokenArray, chunk_key
+from emberkeep.kv.tree import ROOT, Made, chunk_key
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
 
 _FINGERPRINT = hashlib.sha256(b"bench store").digest()

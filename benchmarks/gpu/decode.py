@@ -12,7 +12,7 @@ from emberkeep.bench.figures import Series, ratios, series
 from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine
 from emberkeep.engine.hf.baseline import PlainModel
-from emberkeep.kv.tree import TokenArray
+from emberkeep.token_arrays import TokenArray
 
 _UNTIMED = 4
 """The first steps of a shape are captured or tuned."""

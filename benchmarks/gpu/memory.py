@@ -14,8 +14,9 @@ from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine
 from emberkeep.errors import TooLarge
 from emberkeep.kv.store import CHUNK_TOKENS
-from emberkeep.kv.tree import TokenArray
-from emberkeep.sched.admission import Admission, Admitted, open_admission
+from emberkeep.sched.admission import Admission, open_admission
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import Admitted
 
 _GB = 1e9
 _SHORTEST = 32

@@ -12,18 +12,20 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.gpu.plan import Plan
+from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.baseline import Shape, random_model
 from emberkeep.engine.hf.device import DeviceLimits
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import TokenArray
-from emberkeep.sched.job import Ending, Job
-from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.thread import EngineThread
-from emberkeep.types import LookupRecord, Progress, Sampling, TokenLogprob
+from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.sequence import Ending
+from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import LookupRecord, Progress, Request, Sampling, TokenLogprob
 
 T = TypeVar("T")
 
@@ -56,6 +58,9 @@ class _Listener:
         self.tokens.append(token)
         return False
 
+    def full(self) -> bool:
+        return False
+
     def kept_tokens(self) -> int:
         return len(self.tokens)
 
@@ -70,7 +75,7 @@ class Rig:
     """Every method blocks. What is asked leaves its state in the engine and in RAM, as it does in a server."""
 
     def __init__(
-        self, shape: Shape, engine: HfEngine, loop: EngineLoop, limits: DeviceLimits, weights: int
+        self, shape: Shape, engine: HfEngine, loop: Scheduler, limits: DeviceLimits, weights: int
     ) -> None:
         self.shape = shape
         self.engine = engine
@@ -95,7 +100,8 @@ class Rig:
         """`afresh`: without stored state, and without storing any. Raises EngineError."""
         listener = _Listener(perf_counter())
         sampler = Sampler(Sampling(temperature=0))
-        self._loop.submit(Job(tokens, sampler, listener, max_new, use_cache=not afresh, is_kept=not afresh))
+        request = Request(use_cache=not afresh, is_kept=not afresh)
+        self._loop.submit(Sequence_(prompt_of_ids(tokens, max_new=max_new), request, sampler, listener))
         ending = listener.ending.result()
         self._loop.call(lambda: None).result()  # what is stored after the answer belongs to this request
         return Answer(1e3 * (listener.first - listener.submitted), tuple(listener.tokens), ending.lookup)
@@ -106,7 +112,7 @@ class Rig:
 
     def alone(self, action: Callable[[HfEngine], T]) -> T:
         """Something on the engine's thread, while the engine holds nothing."""
-        return self._loop.between_jobs(lambda: action(self.engine)).result()
+        return self._loop.when_idle(lambda: action(self.engine)).result()
 
 
 @contextmanager
@@ -118,7 +124,7 @@ def open_rig(plan: Plan) -> Iterator[Rig]:
     model = thread.submit(lambda: random_model(shape, plan.device)).result()
     engine = thread.submit(lambda: HfEngine(model, settings, "random")).result()
     store = KvStore(engine.fingerprint, warm_budget=_STORED, cold=None, cold_budget=0)
-    loop = EngineLoop(engine, store, LoopSettings(parallel=8, prefill_slice=plan.slice), thread=thread)
+    loop = Scheduler(engine, store, SchedulerSettings(parallel=8, prefill_slice=plan.slice), thread=thread)
     try:
         yield Rig(shape, engine, loop, DeviceLimits(plan.device), model.weights_bytes)
     finally:

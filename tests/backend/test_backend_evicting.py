@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.backend.evicting import Evictor
-from emberkeep.backend.prompts import Draft, PromptMaker
+from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import ContextExceeded
-from emberkeep.types import Lineage, Message, Request, ToolCall, private_namespace
+from emberkeep.types import Message, ToolCall, private_namespace
 from helpers.conversing import CONTEXT, SYSTEM, Answer, Client, Harbour, ScriptedEngine, line
 
 
@@ -61,7 +61,7 @@ def test_the_same_messages_stay_out_and_the_prompt_only_grows(harbour):
 def test_only_what_is_new_is_evaluated_when_something_left(harbour):
     client = Client(harbour)
     client.talk_until_full()
-    assert harbour.backend.loop.counters.cuts == 1
+    assert harbour.backend.scheduler.counters.cuts == 1
     before = harbour.engine.evaluated_tokens
     answer = client.talk_until_full()
     assert answer.lookup.moved_tokens > 100
@@ -225,14 +225,14 @@ def test_a_long_history_in_few_tokens_stays_shortened(harbour, monkeypatch):
     for i in range(40):
         client.messages += [Message("user", f"Go {i}."), Message("assistant", blank)]
     drafts: list[int] = []
-    draft = PromptMaker.draft
+    build = PromptBuilder.build
 
-    def counted(self: PromptMaker, request: Request, lineage: Lineage) -> Draft:
-        made = draft(self, request, lineage)
+    def counted(self: PromptBuilder, *of: Any) -> Prompt:
+        made = build(self, *of)
         drafts.append(len(made))
         return made
 
-    monkeypatch.setattr(PromptMaker, "draft", counted)
+    monkeypatch.setattr(PromptBuilder, "build", counted)
     answers = [client.say(f"Go on {i}.") for i in range(3)]
     assert max(drafts) < 2 * CONTEXT  # all of it would be several
     assert [len(answer.evictions) for answer in answers] == [1, 0, 0]
@@ -343,13 +343,13 @@ def test_what_leaves_is_chosen_in_a_few_steps(harbour, monkeypatch):
     client = Client(harbour)
     client.messages = long_history(12)
     drafts = []
-    redrafted = Evictor._redrafted
+    shorten = PromptBuilder.shorten
 
     def counted(self, *args):
         drafts.append(args)
-        return redrafted(self, *args)
+        return shorten(self, *args)
 
-    monkeypatch.setattr(Evictor, "_redrafted", counted)
+    monkeypatch.setattr(PromptBuilder, "shorten", counted)
     assert client.say("Go on.").evictions
     assert len(drafts) <= 3
 

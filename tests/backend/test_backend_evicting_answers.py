@@ -41,7 +41,7 @@ def test_an_answer_goes_on_when_the_context_is_full(harbour):
     assert all(eviction.archived for eviction in answer.evictions)
     assert answer.evictions[-1].out == len(harbour.archived_texts())
     assert answer.lookup.is_approximate
-    assert harbour.backend.loop.counters.cuts == len(answer.evictions)
+    assert harbour.backend.scheduler.counters.cuts == len(answer.evictions)
 
 
 def harbour_tokens(harbour: Harbour, text: str) -> int:

@@ -53,8 +53,8 @@ def breaks(*arguments: object, **named: object) -> None:
 
 
 def is_empty(backend: LocalBackend) -> bool:
-    stats = backend.loop.stats()
-    return backend._places._taken == 0 and not stats["active"] and not stats["waiting"]
+    stats = backend.scheduler.stats()
+    return backend._permits._held == 0 and not stats["active"] and not stats["waiting"]
 
 
 def test_one_of_two_choices_that_fails_ends_its_request_and_no_other(backend, engine, monkeypatch) -> None:
@@ -76,7 +76,7 @@ def test_one_of_two_choices_that_fails_ends_its_request_and_no_other(backend, en
     failed, other, expected = asyncio.run(ask())
     assert isinstance(failed, StepFailed)
     assert other == expected
-    backend.loop.call(lambda: None).result(PATIENCE)
+    backend.scheduler.call(lambda: None).result(PATIENCE)
     assert is_empty(backend)
 
 
@@ -95,7 +95,7 @@ def test_an_engine_that_fails_is_told_to_those_who_wait_and_to_those_who_come(ba
     async def ask() -> list[str | EmberkeepError]:
         asked = [asyncio.create_task(outcome(backend, request)) for request in (ASKED, OTHER)]
         await asyncio.to_thread(gate.reached)
-        backend.loop._admit = breaks
+        backend.scheduler._admit = breaks
         gate.open()
         return [*await asyncio.gather(*asked), await outcome(backend, OTHER)]
 
@@ -105,7 +105,7 @@ def test_an_engine_that_fails_is_told_to_those_who_wait_and_to_those_who_come(ba
     assert all(isinstance(error, EngineError) and "has failed" in str(error) for error in told)
     assert "has failed" in str(backend.failure())
     assert "has failed" in backend.health()["error"]
-    assert backend._places._taken == 0
+    assert backend._permits._held == 0
     for ask_now in (lambda: backend.cache.gc(), lambda: backend.cache.remove_user("ann")):
         with pytest.raises(EngineError, match="has failed"):
             ask_now()
@@ -118,7 +118,7 @@ def test_a_chain_fails_with_a_part_that_only_a_new_process_brings_back(backend, 
     assert chain.failure() is None
 
     def evaluate(batch: list[Rows]) -> None:
-        backend.loop._admit = breaks
+        backend.scheduler._admit = breaks
 
     engine.on_evaluate = evaluate
     assert isinstance(asyncio.run(outcome(chain, ASKED)), EngineError)

@@ -61,8 +61,8 @@ def ask(backend: LocalBackend, request: Request) -> Completed:
         return last
 
     bill = asyncio.run(generate())
-    while backend.loop.stats()["active"]:  # its turn is being closed
-        backend.loop.call(lambda: None).result()
+    while backend.scheduler.stats()["active"]:  # its turn is being closed
+        backend.scheduler.call(lambda: None).result()
     return bill
 
 

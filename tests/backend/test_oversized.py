@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.backend.prompts import PromptMaker
+from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.errors import ContextExceeded
 from helpers.conversing import Client, Harbour, ScriptedEngine
 
@@ -20,7 +20,7 @@ def harbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harbour
         pytest.fail("the text was tokenized")
 
     with Harbour(tmp_path, ScriptedEngine(context=1536)) as harbour:
-        monkeypatch.setattr(PromptMaker, "draft", draft)
+        monkeypatch.setattr(PromptBuilder, "build", draft)
         yield harbour
 
 

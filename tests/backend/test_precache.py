@@ -108,8 +108,8 @@ def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
 
 def settle(backend: LocalBackend) -> None:
     """A sequence is put to rest a moment after its answer."""
-    while backend.loop.stats()["active"]:
-        backend.loop.call(lambda: None).result()
+    while backend.scheduler.stats()["active"]:
+        backend.scheduler.call(lambda: None).result()
 
 
 def test_the_first_request_of_a_conversation_evaluates_only_its_own_tokens(house):
@@ -189,12 +189,12 @@ def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
     backend, _ = house.open()
     told = bill(backend, chat("When?", conversation_id="c"))
     backend._store.flush()
-    assert backend.loop.resting()
+    assert backend.scheduler.idle_entries()
     backend._store._clock._offset += 4000
     backend.warmer.sweep()
     assert backend._store.stats()["warm"]["chunks"] == 0
-    backend.loop.call(lambda: None).result()
-    assert backend.loop.resting() == {}
+    backend.scheduler.call(lambda: None).result()
+    assert backend.scheduler.idle_entries() == {}
     again = bill(backend, chat("When?", conversation_id="c"))
     assert again.lookup.cold_tokens == again.usage.cached_tokens > told.usage.prompt_tokens * 0.8
 
@@ -215,11 +215,11 @@ def test_warming_over_messages_and_tools_says_what_it_did(house):
 
 def test_warming_never_fails_for_a_busy_engine(house):
     backend, _ = house.open(parallel=1, queue=0)
-    places = [backend._places.take("", 1)]
+    permit = backend._permits.acquire("", 1)
     warmed = asyncio.run(backend.warmer.warm(PREFIX))
     assert (warmed.tokens, warmed.cached_tokens) == (0, 0)
     assert warmed.error is not None and "already" in warmed.error
-    places[0].leave()
+    permit.release()
 
 
 def test_a_users_warm_prefix_is_not_anothers(house):

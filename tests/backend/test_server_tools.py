@@ -153,7 +153,7 @@ def test_an_answer_has_one_place_for_all_its_rounds(tmp_path, engine):
             return said
 
         assert harbour._runner.run(ask()) == "It came at noon."
-        harbour.backend._places.take("ada", 1)  # it is free again
+        harbour.backend._permits.acquire("ada", 1)  # it is free again
 
 
 def test_a_deadline_holds_for_all_rounds_together(tmp_path, engine):

@@ -259,8 +259,8 @@ def test_a_client_that_leaves_stops_the_round_at_once(harbour, engine):
     engine.will_say(ASK_ZEPHYR, "x" * 100)
     client.messages.append(Message("user", "What is my boat called?"))
     harbour.leave_in_the_middle(client.request(), 3)
-    assert harbour.backend.loop.counters.cancelled == 1
-    assert harbour.backend.loop.stats()["active"] == 0
+    assert harbour.backend.scheduler.counters.cancelled == 1
+    assert harbour.backend.scheduler.stats()["active"] == 0
 
 
 # ── with any model ──

@@ -7,12 +7,13 @@ import pytest
 
 from benchmarks.miss import largest_slices, leading
 from emberkeep.bench.bare import prefill
+from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.job import Ending, Job
-from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types import Progress, Sampling, TokenLogprob
+from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.sequence import Ending, Sequence
+from emberkeep.types import Progress, Request, Sampling, TokenLogprob
 from helpers.engines import RecordingEngine
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,9 @@ class UntilEnded:
     def kept_tokens(self) -> int:
         return 0
 
+    def full(self) -> bool:
+        return False
+
     def ended(self, ending: Ending) -> None:
         self.over.set()
 
@@ -41,9 +45,10 @@ def test_the_bare_prefill_repeats_the_steps_of_the_scheduler() -> None:
     tokens = np.arange(32, 100, dtype=np.int32)
     scheduled, bare = RecordingEngine(), RecordingEngine()
     store = KvStore(scheduled.fingerprint, warm_budget=1 << 30, cold=None, cold_budget=0)
-    loop = EngineLoop(scheduled, store, LoopSettings(parallel=1, prefill_slice=16))
+    loop = Scheduler(scheduled, store, SchedulerSettings(parallel=1, prefill_slice=16))
     consumer = UntilEnded()
-    loop.submit(Job(tokens, Sampler(Sampling(temperature=0)), consumer, max_new=1))
+    sampler = Sampler(Sampling(temperature=0))
+    loop.submit(Sequence(prompt_of_ids(tokens, max_new=1), Request(), sampler, consumer))
     assert consumer.over.wait(30)
     loop.close()
     store.close()

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.engine.llamacpp.context import available_cores
-from emberkeep.sched.thread import EngineThread
+from emberkeep.sched.engine_thread import EngineThread
 from helpers import tiny_gguf
 
 pytestmark = [

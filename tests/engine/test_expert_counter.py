@@ -186,19 +186,19 @@ def test_a_conversation_goes_on_across_the_switch_from_what_was_stored(open_engi
     with Rig(tmp_path, open_engine()) as rig:
         for enabled in (True, False):
             first = rig.run(prompt, max_new=8, closing=(2,))
-            rig.loop.between_jobs(lambda enabled=enabled: rig.engine.experts.track(enabled)).result(PATIENCE)
+            rig.scheduler.when_idle(lambda enabled=enabled: rig.engine.experts.track(enabled)).result(PATIENCE)
             prompt = [*prompt, *first.answer, 2, *TOKENS[300:330].tolist()]
             resumed = rig.run(prompt, max_new=8, closing=(2,))
             assert resumed.lookup.hot_tokens == 0
             assert resumed.lookup.reused_tokens == len(prompt) - 30
             assert resumed.answer == rig.run(prompt, max_new=8, use_cache=False).answer
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
 
 
 def test_reused_tokens_are_not_counted(open_engine, tmp_path):
     prompt = TOKENS[:200].tolist()
     with Rig(tmp_path, open_engine()) as rig:
         rig.run(prompt, max_new=0, closing=())
-        rig.loop.between_jobs(lambda: rig.engine.experts.track(True)).result(PATIENCE)
+        rig.scheduler.when_idle(lambda: rig.engine.experts.track(True)).result(PATIENCE)
         rig.run([*prompt, *OTHER[:20].tolist()], max_new=0, closing=())
         assert rig.engine.experts.stats().layers == (predicted(0, OTHER[:20]),)

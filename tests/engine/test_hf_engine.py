@@ -162,7 +162,7 @@ def test_conversations_are_answered_as_without_a_cache(open_hf, tmp_path, family
             assert cached.answer == fresh.answer
             assert cached.lookup.reused_tokens >= 150
             assert fresh.lookup.reused_tokens == 0
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
 
 
 def test_more_conversations_than_the_pool_holds_are_all_answered(open_hf, tmp_path):
@@ -173,7 +173,7 @@ def test_more_conversations_than_the_pool_holds_are_all_answered(open_hf, tmp_pa
         expected = [rig.run(prompt, use_cache=False, **more).answer for prompt in prompts]
         recorders = [rig.start(prompt, Recorder(), **more) for prompt in prompts]
         assert [recorder.answer for recorder in recorders] == expected
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
 
 
 def test_a_model_whose_batches_would_be_wrong_is_refused(tmp_path, monkeypatch):

@@ -106,7 +106,7 @@ def test_every_stored_byte_is_of_the_tier_that_the_store_was_opened_for(hf_model
     engine = opened(hf_model("llama"))
     with Rig(tmp_path, engine) as rig:
         for tier in (FLASH, PLAIN, FLASH, PLAIN):
-            rig.loop.between_jobs(lambda tier=tier: engine.attention.switch(tier)).result(PATIENCE)
+            rig.scheduler.when_idle(lambda tier=tier: engine.attention.switch(tier)).result(PATIENCE)
             for prompt in prompts:
                 lookup = rig.run(prompt, closing=(), max_new=1).lookup
                 assert tier is FLASH or lookup.reused_tokens == lookup.hot_tokens

@@ -108,7 +108,7 @@ def test_conversations_are_answered_as_without_a_cache(open_hf, tmp_path, family
             cached = rig.run(tokens, **more)
             fresh = rig.run(tokens, use_cache=False, **more)
             assert cached.answer == fresh.answer
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
         assert cached.lookup.reused_tokens >= len(prompt)
     with Rig(tmp_path, open_hf(family), prefill_slice=256) as rig:
         assert rig.run(turn, **more).lookup.cold_tokens >= len(prompt)

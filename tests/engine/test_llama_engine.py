@@ -80,7 +80,7 @@ def test_conversations_are_answered_as_without_a_cache(open_engine, tmp_path, ki
             cached = rig.run(tokens, max_new=10, closing=(2,))
             fresh = rig.run(tokens, max_new=10, closing=(2,), use_cache=False)
             assert cached.answer == fresh.answer
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
 
 
 @pytest.mark.parametrize("kind", ["dense", *SNAPSHOT_KINDS])
@@ -102,7 +102,7 @@ def test_after_a_stop_string_the_next_answer_is_right(open_engine, tmp_path, kin
         turn = [*prompt, *stop.tokens[:2], *TOKENS[300:320].tolist()]
         cached = rig.run(turn, max_new=8)
         assert cached.answer == rig.run(turn, max_new=8, use_cache=False).answer
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
 
 
 def test_a_restart_of_a_real_engine_reuses_everything(open_engine, tmp_path):
@@ -134,7 +134,7 @@ def test_many_conversations_in_a_small_engine_are_answered_as_alone(open_engine,
                 recorder.wait()
         rig.settle()
         assert rig.store.counters.damaged_chunks == 0
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
         for prompt in prompts:
             cached = rig.run(prompt, max_new=6)
             assert cached.lookup.reused_tokens == len(prompt) - 1

@@ -80,7 +80,7 @@ def test_a_restart_gives_the_same_answer_without_evaluating_the_prompt(open_engi
         again = rig.run(prompt, max_new=16, closing=closing)
         assert again.lookup.cold_tokens == len(prompt) - 1
         assert again.answer == first.answer
-        assert rig.loop.counters.evaluated_tokens <= 1 + 16 + len(closing)
+        assert rig.scheduler.counters.evaluated_tokens <= 1 + 16 + len(closing)
 
 
 def test_both_engines_read_the_same_tokens_and_expect_the_same_to_follow(smollm2, loaded_by_torch):

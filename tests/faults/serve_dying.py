@@ -24,7 +24,7 @@ def open_backend(config: Config) -> Backend:
 
     def evaluate(batch: Sequence[Rows]) -> None:
         if any(rows.start >= LONG for rows in batch):
-            backend.loop._admit = broken  # type: ignore[method-assign]
+            backend.scheduler._admit = broken  # type: ignore[method-assign]
 
     engine.on_evaluate = evaluate
     return backend

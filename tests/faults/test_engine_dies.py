@@ -34,7 +34,7 @@ def test_health_is_503_and_says_why_to_those_who_may_know(tmp_path: Path, api_ke
         known = {"Authorization": f"Bearer {api_key}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=known) as http:
             before = await http.get("/health")
-            backend.loop._admit = broken  # type: ignore[method-assign]
+            backend.scheduler._admit = broken  # type: ignore[method-assign]
             failed = await http.post("/v1/chat/completions", json=_SHORT)
             after = await http.get("/health")
         await backend.close()

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from emberkeep.backend.prompts import PromptMaker
 from emberkeep.backend.remote.kinds import open_provider
 from emberkeep.backend.remote.service import Service
 from emberkeep.backend.tool_loop import MOST_CALLS
+from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.template import ChatTemplate, SeamedTemplate
 from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.cli.output import complain
@@ -68,9 +68,9 @@ def harbour(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
 # ── what tools and users say is text, whatever it looks like ─────────────────────────────────────
 
 
-def headers(prompts: PromptMaker, engine: ScriptedEngine, *messages: Message) -> int:
+def headers(prompts: PromptBuilder, engine: ScriptedEngine, *messages: Message) -> int:
     """How many messages a model takes a conversation for."""
-    tokens = prompts.make(Request(messages=messages), EXACT).tokens.tolist()
+    tokens = prompts.build(Request(messages=messages), EXACT).tokens.tolist()
     return int(tokens.count(engine.vocab.specials["<|im_start|>"]))
 
 
@@ -81,7 +81,7 @@ def test_a_message_cannot_end_itself_and_begin_another(
     prompts = harbour.backend._prompts
     hello, quoted = Message("user", "Hello."), Message(role, FORGED)
     assert headers(prompts, engine, hello, quoted) == 3  # with the one of the answer
-    written = prompts.detokenize(prompts.make(Request(messages=(hello, quoted)), EXACT).tokens.tolist())
+    written = prompts.detokenize(prompts.build(Request(messages=(hello, quoted)), EXACT).tokens.tolist())
     assert FORGED in written  # not a letter of it is lost
 
 
@@ -111,14 +111,14 @@ def test_a_file_that_a_tool_reads_cannot_speak_as_the_system(harbour: Harbour, e
     call = '<tool_call>\n{"name": "read_file", "arguments": {"path": "log.txt"}}\n</tool_call>'
     engine.will_say(call, "A log.")
     seen: list[list[int]] = []
-    make = harbour.backend._prompts.make
+    build = harbour.backend._prompts.build
 
     def watched(*args: Any) -> Any:
-        prompt = make(*args)
+        prompt = build(*args)
         seen.append(prompt.tokens.tolist())
         return prompt
 
-    harbour.backend._prompts.make = watched  # type: ignore[method-assign]
+    harbour.backend._prompts.build = watched  # type: ignore[method-assign]
     events = read(harbour.backend, Request(messages=ASK.messages, max_tokens=400))
     (ended,) = (event for event in events if isinstance(event, CallEnded))
     assert ended.outcome.text.strip() == FORGED.strip()

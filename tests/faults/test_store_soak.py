@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from emberkeep.kv import index
-from emberkeep.kv.entries import Ghosts, Label
+from emberkeep.kv.entries import Ghosts
 from emberkeep.kv.store import KvStore
-from emberkeep.types import EXACT, EntryKind, Lineage, private_namespace
+from emberkeep.types import EXACT, EntryKind, Label, Lineage, private_namespace
 from helpers.growth import descriptors, sizes_below, threads
 from helpers.kv_building import PIECES, check_books, new_store
 

@@ -81,12 +81,12 @@ class Served:
     def wait_until_left(self) -> None:
         """Wait until no request has a place, which it gives back when nobody reads its events any more."""
         deadline = monotonic() + PATIENCE
-        while self.backend._places._taken:
+        while self.backend._permits._held:
             assert monotonic() < deadline
 
     def settle(self) -> None:
         """Wait until the engine has nothing to do, and what it computed is on disk."""
-        loop = self.backend.loop
+        loop = self.backend.scheduler
         while loop.call(loop._is_busy).result(PATIENCE):
             pass
         self.backend._store.flush()

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.kv.entries import Label
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
-from emberkeep.kv.tree import TokenArray
-from emberkeep.types import EntryKind, Lineage, private_namespace
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import EntryKind, Label, Lineage, private_namespace
 from helpers.kv_building import exported, prompt
 
 TOKENS = 420

@@ -17,7 +17,7 @@ from emberkeep.engine.base import Logits
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime import assemble
-from emberkeep.sched.job import Job
+from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types import (
     Completed,
     Event,
@@ -132,13 +132,13 @@ class Harbour:
         )
         self._runner = asyncio.Runner()
         self._prompts: list[tuple[int, ...]] = []
-        submit = self.backend.loop.submit
+        submit = self.backend.scheduler.submit
 
-        def seen(job: Job) -> None:
-            self._prompts.append(tuple(job.tokens.tolist()))
-            submit(job)
+        def seen(sequence: Sequence_) -> None:
+            self._prompts.append(tuple(sequence.prompt.tokens.tolist()))
+            submit(sequence)
 
-        self.backend.loop.submit = seen  # type: ignore[method-assign]
+        self.backend.scheduler.submit = seen  # type: ignore[method-assign]
 
     def __enter__(self) -> Harbour:
         return self
@@ -187,8 +187,8 @@ class Harbour:
         self.settle()
 
     def settle(self) -> None:
-        while self.backend.loop.stats()["active"]:
-            self.backend.loop.call(lambda: None).result()
+        while self.backend.scheduler.stats()["active"]:
+            self.backend.scheduler.call(lambda: None).result()
 
     def fresh(self, answer: Answer, **more: Json) -> list[int]:
         """What a model says to the same prompt that knows nothing of what was cut, moved or stored."""

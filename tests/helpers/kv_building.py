@@ -13,7 +13,8 @@ from emberkeep.engine.fake import FakeEngine, FakeVocab
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
-from emberkeep.kv.tree import Chunk, Cursor, Made, Span, TokenArray
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage
 
 FINGERPRINT = FakeEngine().fingerprint

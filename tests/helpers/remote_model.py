@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.places import Places
+from emberkeep.backend.permits import Permits
 from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
 from emberkeep.backend.remote.base import RemoteAbout
 from emberkeep.backend.server_tools import HostTools
@@ -80,14 +80,14 @@ def remote(
     context: int = 400,
     recall: Recall = Recall.OFF,
     tools: HostTools | None = None,
-    places: Places | None = None,
+    permits: Permits | None = None,
     **settings: Any,
 ) -> RemoteBackend:
     """`settings`: of `RemoteSettings`."""
     memory = Memory(folder / "memory.sqlite3", limit_bytes=10 << 30) if folder else None
     sessions = Sessions(memory, Policy(context, recall=recall, recall_tokens=64))
     card = ModelCard("far-1", 0, context, remote="far")
-    return RemoteBackend(card, provider, sessions, RemoteSettings(**settings), tools=tools, places=places)
+    return RemoteBackend(card, provider, sessions, RemoteSettings(**settings), tools=tools, permits=permits)
 
 
 def read(backend: object, request: Request) -> list[Event]:

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
+from emberkeep.chat.messages import CacheKeys
+from emberkeep.chat.prompt import Prompt, Stable
+from emberkeep.chat.tokens import TokenizedText
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import TokenArray
-from emberkeep.sched.calibration import Calibration
-from emberkeep.sched.job import Ending, Job
-from emberkeep.sched.loop import EngineLoop, LoopSettings
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types import LookupRecord, Progress, Sampling, TokenLogprob
+from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.sequence import Ending
+from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import (
+    EXACT,
+    Approximation,
+    Label,
+    Lineage,
+    LookupRecord,
+    Progress,
+    Request,
+    Sampling,
+    TokenLogprob,
+)
 from helpers.kv_building import lineage_of
 
 GREEDY = Sampling(temperature=0)
@@ -62,6 +76,9 @@ class Recorder:
 
     def kept_tokens(self) -> int:
         return self._kept
+
+    def full(self) -> bool:
+        return False
 
     def ended(self, ending: Ending) -> None:
         assert not self._over.is_set()
@@ -109,14 +126,14 @@ class Rig:
         warm: int = 1 << 30,
         cold: int = 1 << 30,
         memory: int | None = None,
-        calibration: Calibration | None = None,
+        drain_s: float = 0.0,
     ) -> None:
         self.engine = engine or FakeEngine(cells=1 << 15)
         tier = ChunkFiles(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
         self.store.costs.evaluate = _Unmeasured()
-        settings = LoopSettings(parallel, prefill_slice, memory=memory)
-        self.loop = EngineLoop(self.engine, self.store, settings, calibration=calibration)
+        settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory)
+        self.scheduler = Scheduler(self.engine, self.store, settings)
 
     def __enter__(self) -> Rig:
         return self
@@ -127,34 +144,43 @@ class Rig:
         self.close()
 
     def close(self) -> None:
-        self.loop.close()
+        self.scheduler.close()
         self.store.close()
 
-    def job(
+    def sequence(
         self,
         tokens: Iterable[int],
         recorder: Recorder | None = None,
         *,
         sampling: Sampling = GREEDY,
-        max_new: int = 12,
+        on_full: Callable[[], bool] | None = None,
+        approximate: Approximation | None = None,
+        label: Label | None = None,
+        stable: Stable | None = None,
+        top_logprobs: int | None = None,
+        deadline: float | None = None,
         **more,
-    ) -> Job:
-        more.setdefault("closing", CLOSING)
-        if "namespace" in more:
-            more.setdefault("lineage", lineage_of(more["namespace"]))
-            del more["namespace"]
-        top_logprobs = more.pop("top_logprobs", None)
-        return Job(
-            tokens=np.fromiter(tokens, np.int32),
-            sampler=Sampler(sampling, top_logprobs=top_logprobs),
-            consumer=recorder or Recorder(),
-            max_new=max_new,
-            **more,
+    ) -> Sequence_:
+        """`more`: fields of the prompt and of the request."""
+        recorder = recorder or Recorder()
+        if on_full is not None:
+            recorder.full = on_full  # type: ignore[method-assign]
+        if not self.engine.capabilities.kv_unit.has_snapshots:
+            more.pop("borders", None)
+        of_request = {name: more.pop(name) for name in list(more) if name in _REQUEST}
+        sequence = Sequence_(
+            prompt_of(tokens, **more),
+            Request(**of_request),
+            Sampler(sampling, top_logprobs=top_logprobs),
+            recorder,
+            approximation=approximate,
         )
+        sequence.label, sequence.stable, sequence.deadline = label, stable, deadline
+        return sequence
 
     def start(self, tokens: Iterable[int], recorder: Recorder | None = None, **more) -> Recorder:
         recorder = recorder or Recorder()
-        self.loop.submit(self.job(tokens, recorder, **more))
+        self.scheduler.submit(self.sequence(tokens, recorder, **more))
         return recorder
 
     def run(self, tokens: Iterable[int], recorder: Recorder | None = None, **more) -> Recorder:
@@ -165,12 +191,41 @@ class Rig:
 
     def settle(self) -> None:
         """Wait until nothing runs."""
-        while self.loop.call(self.loop._is_busy).result(PATIENCE):
+        while self.scheduler.call(self.scheduler._is_busy).result(PATIENCE):
             pass
 
     def between_steps(self) -> None:
         """Wait until everything sent to the loop so far has been obeyed."""
-        self.loop.call(lambda: None).result(PATIENCE)
+        self.scheduler.call(lambda: None).result(PATIENCE)
+
+
+_REQUEST = {field.name for field in fields(Request)} - {"lineage", "namespace"}
+
+
+def prompt_of(
+    tokens: Iterable[int],
+    *,
+    max_new: int = 12,
+    closing: tuple[int, ...] = CLOSING,
+    namespace: str | Lineage = EXACT,
+    lineage: Lineage | None = None,
+    given: bool = False,
+    affinity: str | None = None,
+    **more,
+) -> Prompt:
+    """What `PromptBuilder` would make of these tokens."""
+    ids = np.fromiter(tokens, np.int32)
+    return Prompt(
+        messages=(),
+        text="",
+        tokenized=TokenizedText(ids.tolist(), [], is_given=given),
+        tokens=ids,
+        lineage=lineage or lineage_of(namespace),
+        keys=CacheKeys(affinity, None, None, None),
+        closing=closing,
+        max_new=max_new,
+        **more,
+    )
 
 
 class Gate:

@@ -38,7 +38,7 @@ class ServerProcess:
         self._process = subprocess.Popen(
             [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
         )
-        self._lines: list[str] = []
+        self._waitings: list[str] = []
         self._address = ""
         self._settled = threading.Event()
         """It is ready, or it has ended."""
@@ -55,7 +55,7 @@ class ServerProcess:
 
     @property
     def log(self) -> str:
-        return "".join(self._lines)
+        return "".join(self._waitings)
 
     def gets_ready(self) -> bool:
         """Blocks until it is ready, or has ended instead."""
@@ -119,7 +119,7 @@ class ServerProcess:
     def _read_log(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._lines.append(line)
+            self._waitings.append(line)
             if ready := _READY.search(line):
                 self._address = ready[1]
                 self._settled.set()

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from emberkeep.kv import chunkfile
-from emberkeep.kv.entries import Label
 from emberkeep.kv.fetch import FetchState
-from emberkeep.types import EXACT, EntryKind
+from emberkeep.types import EXACT, EntryKind, Label
 from helpers.kv_building import (
     LONG,
     check_books,

@@ -6,8 +6,7 @@ import pytest
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv import chunkfile
-from emberkeep.kv.entries import Label
-from emberkeep.types import EXACT, EntryKind, private_namespace
+from emberkeep.types import EXACT, EntryKind, Label, private_namespace
 from helpers.kv_building import (
     LONG,
     check_books,

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.entries import Label
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import KvStore
-from emberkeep.types import EXACT, SHARED, EntryKind, Lineage, MissReason, Ttl, private_namespace
+from emberkeep.types import EXACT, SHARED, EntryKind, Label, Lineage, MissReason, Ttl, private_namespace
 from helpers.kv_building import (
     CHUNK_BYTES,
     FINGERPRINT,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import TokenArray
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
 from helpers.kv_building import CHUNK_TOKENS, check_books, chunks_of, exported, load, new_store, right_bytes
 

@@ -4,17 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.kv.tree import (
-    Chunk,
-    Cursor,
-    Segment,
-    TokenArray,
-    chunk_key,
-    common_prefix,
-    descend,
-    new_root,
-    path_to,
-)
+from emberkeep.kv.tree import Chunk, Cursor, Segment, chunk_key, descend, new_root, path_to
+from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import EXACT
 from helpers.kv_building import ids
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
+from emberkeep.chat.prompt import Splice, Stable
 from emberkeep.engine.base import Engine, Footprint, KvUnit
 from emberkeep.engine.fake import FakeEngine, _Cell
 from emberkeep.errors import EngineError
-from emberkeep.kv.entries import EntryKind, Label
+from emberkeep.kv.entries import EntryKind
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.admission import Admitted
-from emberkeep.sched.job import Cut, Job, Notes, Room, Stable
-from emberkeep.types import EXACT, Approximation, Lineage, Plan, Repair, Sampling, TokenLogprob
+from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.types import EXACT, Admitted, Approximation, Label, Lineage, Plan, Repair, Sampling, TokenLogprob
 from helpers.kv_building import check_books
-from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, reference, text
+from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, prompt_of, reference, text
 
 ERRORS = (EngineError("injected"), RuntimeError("injected"), MemoryError("injected"))
 
@@ -120,7 +120,7 @@ NEW = 4
 
 @dataclass
 class Asked:
-    job: Job
+    sequence: Sequence_
     recorder: Recorder
     expected: list[int] | None = None
     """None: it is approximate, and a fault may make it more or less so."""
@@ -156,27 +156,29 @@ class Crowd:
         recorder = recorder or Recorder()
         label = Label(EntryKind.CONVERSATION, f"talk {len(self.asked)}", "")
         prefix = Label(EntryKind.PREFIX, "prefix", "")
-        notes = Notes(label, Stable(prefix, min(20, len(prompt))))
+        stable = Stable(prefix, min(20, len(prompt)))
         admitted = Admitted(Plan(128, 16), len(prompt), NEW, 1000, 1000)
-        job = self.rig.job(prompt, recorder, notes=notes, admitted=admitted, **{"max_new": NEW, **more})
+        noted = {"label": label, "stable": stable, "admitted": admitted, "max_new": NEW}
+        sequence = self.rig.sequence(prompt, recorder, **{**noted, **more})
         sampling = more.get("sampling", GREEDY)
         expected = answer_of(self.rig, prompt, sampling)[:stops_at] if exact else None
-        self.asked.append(Asked(job, recorder, expected))
+        self.asked.append(Asked(sequence, recorder, expected))
         return self.asked[-1]
 
     def add_cancelled(self, prompt: list[int]) -> None:
         """Cancelled by whoever reads it, after its first token."""
-        asked = self.add(prompt, Quitting(lambda: self.rig.loop.cancel(asked.job)), max_new=40)
+        asked = self.add(prompt, Quitting(lambda: self.rig.scheduler.cancel(asked.sequence)), max_new=40)
         asked.is_cancelled, asked.expected = True, answer_of(self.rig, prompt, GREEDY, 40)
 
     def add_growing(self, prompt: list[int]) -> None:
         """Its context is full after two tokens, and some of it leaves."""
         short = [*LEAD, *NOTICE, *prompt[len(LEAD) + len(OLD) :]]
-        cut = _cut(prompt)
+        splice = _splice(prompt)
 
         def full() -> bool:
-            room = Room(np.array(short, np.int32), cut, NEW) if asked.job.max_new == 2 else None
-            threading.Thread(target=lambda: self.rig.loop.make_room(asked.job, room)).start()
+            shorter = prompt_of(short, max_new=NEW, splice=splice, lineage=MARKED)
+            room = shorter if asked.sequence.max_new == 2 else None
+            threading.Thread(target=lambda: self.rig.scheduler.make_room(asked.sequence, room)).start()
             return True
 
         asked = self.add(prompt, exact=False, max_new=2, sampling=ENDLESS, on_full=full, lineage=MARKED)
@@ -184,12 +186,12 @@ class Crowd:
     def run(self) -> None:
         """The first comes alone. All others are there before their first step."""
         first, *others = self.asked
-        self.rig.loop.submit(first.job)
+        self.rig.scheduler.submit(first.sequence)
         first.recorder.wait()
         together = threading.Event()
-        holding = self.rig.loop.call(together.wait)
+        holding = self.rig.scheduler.call(together.wait)
         for asked in others:
-            self.rig.loop.submit(asked.job)
+            self.rig.scheduler.submit(asked.sequence)
         together.set()
         holding.result(5)
         for asked in self.asked:
@@ -209,9 +211,9 @@ class Quitting(Recorder):
         return super().token(token, logprob)
 
 
-def _cut(source: list[int]) -> Cut:
+def _splice(source: list[int]) -> Splice:
     begin = len(LEAD)
-    return Cut(np.array(source, np.int32), begin, begin + len(OLD), np.array(NOTICE, np.int32), MARKED)
+    return Splice(np.array(source, np.int32), begin, begin + len(OLD), np.array(NOTICE, np.int32), may_shift=True)
 
 
 _answers: dict[tuple, list[int]] = {}
@@ -241,7 +243,7 @@ def crowd_of(rig: Rig) -> Crowd:
     crowd.add([*DAMAGED, *ASK], want_progress=True)
     crowd.add(text(50, seed=14), use_cache=False)
     if rig.engine.capabilities.can_shift:
-        crowd.add([*LEAD, *NOTICE, *KEPT, *ASK], exact=False, cut=_cut([*STORED, *ASK]), lineage=MARKED)
+        crowd.add([*LEAD, *NOTICE, *KEPT, *ASK], exact=False, splice=_splice([*STORED, *ASK]), lineage=MARKED)
         crowd.add_growing([*LEAD, *OLD, *text(30, seed=15)])
         crowd.add(SHUFFLED, exact=False, **BLENDED)
     return crowd
@@ -293,15 +295,15 @@ def leaks(rig: Rig) -> list[str]:
     found: list[str] = []
 
     def look() -> None:
-        slots, states = rig.loop._slots, rig.engine._states
+        slots, states = rig.scheduler._slots, rig.engine._states
         resting = {s.slot: s.computed for s in slots.idle}
         held = {slot: state.end for slot, state in states.items() if state.end}
         found.extend(["active"] * len(slots.active))
         found.extend([f"cells {held} of {resting}"] if held != resting else [])
-        found.extend(["waiting"] * len(rig.loop._line))
-        found.extend(["between"] * len(rig.loop._between))
+        found.extend(["waiting"] * len(rig.scheduler._waiting))
+        found.extend(["between"] * len(rig.scheduler._when_idle))
 
-    rig.loop.call(look).result(5)
+    rig.scheduler.call(look).result(5)
     found += [] if no_pins(rig) else ["pins"]
     found += [] if reads_end(rig) else ["fetches"]
     check_books(rig.store)

@@ -11,7 +11,6 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import TooLarge
 from emberkeep.sched.admission import (
     Admission,
-    Admitted,
     Refusal,
     Room,
     choose,
@@ -21,7 +20,7 @@ from emberkeep.sched.admission import (
     peak,
     stored,
 )
-from emberkeep.types import Plan
+from emberkeep.types import Admitted, Plan
 from helpers.scheduling import LONG, PROMPT, Gate, Rig, text
 
 GIB = 1 << 30

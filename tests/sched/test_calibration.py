@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.sched.admission import Admitted
-from emberkeep.sched.calibration import Calibration
-from emberkeep.types import Plan
+from emberkeep.sched.admission import Calibration
+from emberkeep.types import Admitted, Plan
 from helpers.scheduling import PROMPT, Gate, Recorder, Rig, text
 
 WIDE = Plan(512, 16)
@@ -84,16 +83,16 @@ def test_its_memory_is_bounded_and_it_counts_on():
 
 
 def test_a_request_that_ran_alone_is_compared():
-    calibration = Calibration()
-    with Rig(engine=Measured(999_999, 900), calibration=calibration) as rig:
+    with Rig(engine=Measured(999_999, 900)) as rig:
+        calibration = rig.scheduler.calibration
         rig.run(PROMPT, admitted=admitted())
     assert calibration.stats()["actual_to_predicted"] == {"count": 1, "median": 0.9, "p95": 0.9}
 
 
 def test_on_a_cpu_what_the_store_holds_is_not_the_engines():
-    calibration = Calibration()
     engine = Measured(999_999, 10_000, device="cpu")
-    with Rig(engine=engine, calibration=calibration) as rig:
+    with Rig(engine=engine) as rig:
+        calibration = rig.scheduler.calibration
         rig.run(PROMPT, admitted=admitted(predicted=10_000))
         held = rig.store.held_bytes()[0]
     assert held
@@ -104,7 +103,8 @@ def test_requests_that_ran_together_are_not_compared():
     calibration = Calibration()
     engine = Measured(999_999)
     gate = Gate(engine)
-    with Rig(engine=engine, calibration=calibration) as rig:
+    with Rig(engine=engine) as rig:
+        calibration = rig.scheduler.calibration
         first = rig.start(PROMPT, admitted=admitted())
         gate.reached()
         second = rig.start(text(500, seed=1), admitted=admitted())
@@ -115,8 +115,8 @@ def test_requests_that_ran_together_are_not_compared():
 
 
 def test_an_engine_that_tells_nothing_and_a_job_without_a_plan_are_no_trouble():
-    calibration = Calibration()
-    with Rig(engine=Measured(None, None), calibration=calibration) as rig:
+    with Rig(engine=Measured(None, None)) as rig:
+        calibration = rig.scheduler.calibration
         assert rig.run(PROMPT, admitted=admitted()).answer
         assert rig.run(text(300), Recorder()).answer
     assert calibration.stats()["actual_to_predicted"]["count"] == 0

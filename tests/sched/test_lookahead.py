@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made
-from emberkeep.sched.lookahead import Lookahead
-from emberkeep.sched.recent import RecentAnswers
+from emberkeep.sched.replay import RecentAnswers, StoredText
 from emberkeep.types import EXACT, Lineage
 from helpers.kv_building import exported, new_store, prompt, put
 
@@ -38,24 +37,24 @@ def store(tmp_path):
 
 
 def test_an_answer_that_comes_back_as_text_is_spelled_as_it_was_sampled(store):
-    look = Lookahead(store, RecentAnswers(4), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
     assert replayed(look, QUESTION.tolist(), "then") == tuple(ANSWER)
     assert VOCAB.tokenize("then") != ANSWER
 
 
 def test_other_users_answers_are_not_replayed(store):
-    assert replayed(Lookahead(store, RecentAnswers(4), VOCAB, Lineage("bob")), QUESTION.tolist(), "then") == ()
+    assert replayed(StoredText(store, RecentAnswers(4), VOCAB, Lineage("bob")), QUESTION.tolist(), "then") == ()
 
 
 def test_once_a_prompt_has_left_the_store_nothing_is_replayed(store):
-    look = Lookahead(store, RecentAnswers(4), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
     changed = [*QUESTION[:100].tolist(), 1, *QUESTION[101:].tolist()]
     assert replayed(look, changed, "then") == ()
     assert replayed(look, [*changed, *ANSWER], "then") == ()
 
 
 def test_a_prompt_may_grow_between_questions(store):
-    look = Lookahead(store, RecentAnswers(4), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
     assert replayed(look, QUESTION[:50].tolist(), "nothing") == ()
     assert replayed(look, QUESTION.tolist(), "then") == tuple(ANSWER)
 
@@ -63,7 +62,7 @@ def test_a_prompt_may_grow_between_questions(store):
 def test_long_prompts_are_followed(store):
     long = prompt(3000, seed=9)
     put(store, long, namespace="alice", sampled=((0, 128),))
-    look = Lookahead(store, RecentAnswers(4), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
     tail = "".join(map(chr, long[2900:]))
     assert replayed(look, long[:2900].tolist(), tail) == tuple(long[2900:].tolist())
 
@@ -73,13 +72,13 @@ def test_an_answer_is_replayed_before_the_store_has_it(store):
     asked = prompt(60, seed=11)
     whole = np.array([*asked, *ANSWER], np.int32)
     recent.add(Lineage("alice"), whole, (60, 64))
-    look = Lookahead(store, recent, VOCAB, Lineage("alice"))
+    look = StoredText(store, recent, VOCAB, Lineage("alice"))
     assert replayed(look, asked.tolist(), "then") == tuple(ANSWER)
-    assert replayed(Lookahead(store, recent, VOCAB, Lineage("bob")), asked.tolist(), "then") == ()
-    assert replayed(Lookahead(store, recent, VOCAB, Lineage("alice")), asked[:59].tolist(), "then") == ()
+    assert replayed(StoredText(store, recent, VOCAB, Lineage("bob")), asked.tolist(), "then") == ()
+    assert replayed(StoredText(store, recent, VOCAB, Lineage("alice")), asked[:59].tolist(), "then") == ()
     for seed in range(2):
         recent.add(Lineage("alice"), prompt(20, seed=seed), (10, 20))
-    assert replayed(Lookahead(store, recent, VOCAB, Lineage("alice")), asked.tolist(), "then") == ()
+    assert replayed(StoredText(store, recent, VOCAB, Lineage("alice")), asked.tolist(), "then") == ()
 
 
 class UnsplitVocab(FakeVocab):
@@ -108,7 +107,7 @@ def test_with_or_without_a_store_a_text_is_spelled_the_same(prompts, size, kind)
     store, vocab = new_store(None), kind()
     tokenizer = PromptTokenizer(vocab)
     for text, as_ids in prompts:
-        look = Lookahead(store, RecentAnswers(4), vocab, EXACT)
+        look = StoredText(store, RecentAnswers(4), vocab, EXACT)
         spelled = PromptTokenizer(vocab).encode(text)
         assert tokenizer.encode(text, replay=look.replay) == spelled
         sent = [*text.encode()] if as_ids else spelled

@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Cursor, new_root
-from emberkeep.sched.job import Job
-from emberkeep.sched.plan import Planner
 from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.schedule import Planner
 from emberkeep.sched.sequence import Phase, Sequence
-from helpers.scheduling import GREEDY, Recorder
+from emberkeep.types import EXACT, Request
+from helpers.scheduling import GREEDY, Recorder, prompt_of
 
 
 def sequence(slot: int, prompt: int, *, computed: int = 0) -> Sequence:
-    job = Job(np.zeros(prompt, np.int32), Sampler(GREEDY), Recorder(), max_new=10)
-    return Sequence(slot, job, Cursor(new_root(""), 0, ""), computed)
+    made = Sequence(prompt_of([0] * prompt, max_new=10), Request(), Sampler(GREEDY), Recorder())
+    made.occupy(slot, Cursor(new_root(""), 0, EXACT), None, computed)
+    return made
 
 
 def planned(planner: Planner, *sequences: Sequence) -> dict[int, int]:

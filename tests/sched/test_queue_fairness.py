@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.sched.job import Job
-from emberkeep.sched.queue import WaitingLine
 from emberkeep.sched.sampling import Sampler
-from helpers.scheduling import GREEDY, Gate, Recorder, Rig, text
+from emberkeep.sched.schedule import WaitingQueue
+from emberkeep.sched.sequence import Sequence
+from emberkeep.types import Request
+from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of, text
 
 
-def job_of(user: str) -> Job:
-    return Job(np.zeros(1, np.int32), Sampler(GREEDY), Recorder(), max_new=1, user=user)
+def sequence_of(user: str) -> Sequence:
+    return Sequence(prompt_of([0], max_new=1), Request(user=user), Sampler(GREEDY), Recorder())
 
 
 class Desk:
     """A line before `parallel` places, driven as the loop drives it, that remembers what happened."""
 
     def __init__(self, parallel: int) -> None:
-        self.line = WaitingLine()
+        self.line = WaitingQueue()
         self.parallel = parallel
-        self.running: list[Job] = []
-        self.arrived: defaultdict[str, list[Job]] = defaultdict(list)
-        self.started: list[Job] = []
-        self.held_back: set[Job] = set()
+        self.running: list[Sequence] = []
+        self.arrived: defaultdict[str, list[Sequence]] = defaultdict(list)
+        self.started: list[Sequence] = []
+        self.held_back: set[Sequence] = set()
         """Passed over, as those are who wait for a prefix that is being computed."""
 
     def arrive(self, user: str) -> None:
-        self.arrived[user].append(job_of(user))
+        self.arrived[user].append(sequence_of(user))
         self.line.add(self.arrived[user][-1])
 
     def finish(self, index: int) -> None:
@@ -41,34 +41,34 @@ class Desk:
             self.running.pop(index % len(self.running))
 
     def admit(self) -> None:
-        for job in self.line.in_turn(self.load):
+        for sequence in self.line.in_turn(self.load):
             if len(self.running) >= self.parallel:
                 return
-            if job in self.held_back:
+            if sequence in self.held_back:
                 continue
-            self.start(job)
-            self.line.remove(job)
+            self.start(sequence)
+            self.line.remove(sequence)
 
-    def start(self, job: Job) -> None:
-        self.running.append(job)
-        self.started.append(job)
+    def start(self, sequence: Sequence) -> None:
+        self.running.append(sequence)
+        self.started.append(sequence)
 
     def drain(self) -> str:
-        """Let everything finish, the oldest first; the users in the order in which their jobs started."""
+        """Let everything finish, the oldest first; the users in the order in which their sequences started."""
         begin = len(self.started)
         self.admit()
         while self.running:
             self.finish(0)
             self.admit()
-        return "".join(job.user for job in self.started[begin:])
+        return "".join(sequence.request.user for sequence in self.started[begin:])
 
     @property
     def load(self) -> Counter[str]:
-        return Counter(job.user for job in self.running)
+        return Counter(sequence.request.user for sequence in self.running)
 
     @property
     def startable(self) -> set[str]:
-        return {job.user for job in self.line if job not in self.held_back}
+        return {sequence.request.user for sequence in self.line if sequence not in self.held_back}
 
 
 def arrivals(parallel: int, users: str) -> Desk:
@@ -101,7 +101,7 @@ def test_fifty_jobs_of_another_user_delay_a_first_job_by_those_that_run(parallel
     desk.arrive("b")
     desk.finish(0)
     desk.admit()
-    assert desk.started[-1].user == "b"
+    assert desk.started[-1].request.user == "b"
 
 
 @pytest.mark.parametrize("first", ["arrive", "finish"])
@@ -122,10 +122,10 @@ def test_among_those_who_have_as_much_running_the_one_served_longest_ago_is_next
     desk.admit()
     desk.finish(0)
     desk.admit()
-    assert [job.user for job in desk.running] == ["b", "c", "a"]
+    assert [sequence.request.user for sequence in desk.running] == ["b", "c", "a"]
     desk.finish(1)
     desk.admit()
-    assert desk.started[-1].user == "b"
+    assert desk.started[-1].request.user == "b"
 
 
 def test_who_has_the_fewest_running_is_next_even_if_another_has_waited_longer() -> None:
@@ -134,7 +134,7 @@ def test_who_has_the_fewest_running_is_next_even_if_another_has_waited_longer() 
     for user in "ab":
         desk.arrive(user)
     desk.admit()
-    assert desk.started[-1].user == "b"
+    assert desk.started[-1].request.user == "b"
 
 
 def test_several_places_that_are_free_are_shared_out() -> None:
@@ -143,7 +143,7 @@ def test_several_places_that_are_free_are_shared_out() -> None:
     for user in "bbba":
         desk.arrive(user)
     desk.admit()
-    assert "".join(job.user for job in desk.started) == "abab"
+    assert "".join(sequence.request.user for sequence in desk.started) == "abab"
 
 
 def test_newcomers_without_end_starve_nobody() -> None:
@@ -152,7 +152,7 @@ def test_newcomers_without_end_starve_nobody() -> None:
         desk.admit()
         desk.arrive(f"new {number}")
         desk.finish(0)
-    assert [job.user for job in desk.started].count("a") == 4
+    assert [sequence.request.user for sequence in desk.started].count("a") == 4
 
 
 def test_who_leaves_the_line_and_comes_back_gains_nothing() -> None:
@@ -190,20 +190,22 @@ class Watched(Desk):
         super().admit()
         self._served = set(self.load)
 
-    def start(self, job: Job) -> None:
-        self._check(job)
-        super().start(job)
+    def start(self, sequence: Sequence) -> None:
+        self._check(sequence)
+        super().start(sequence)
 
     def _look(self, users: set[str]) -> None:
         for user in users - self.load.keys():
             self._ahead.setdefault(user, Counter(self.load.keys()))
 
-    def _check(self, job: Job) -> None:
-        assert self.load[job.user] == min(self.load[user] for user in self.startable)
-        self._ahead.pop(job.user, None)
+    def _check(self, sequence: Sequence) -> None:
+        assert self.load[sequence.request.user] == min(self.load[user] for user in self.startable)
+        self._ahead.pop(sequence.request.user, None)
         for user, ahead in self._ahead.items():
-            ahead[job.user] += 1
-            assert ahead[job.user] == 1, f"{job.user} went before {user}, and had had its turn"
+            ahead[sequence.request.user] += 1
+            assert ahead[sequence.request.user] == 1, (
+                f"{sequence.request.user} went before {user}, and had had its turn"
+            )
 
 
 USERS = st.sampled_from("abcd")
@@ -231,15 +233,17 @@ def test_whatever_happens_turns_are_fair(parallel: int, actions: list[tuple[str,
     desk.held_back.clear()
     desk.drain()
     assert len(desk.line) == 0
-    assert Counter(desk.started) == Counter(job for jobs in desk.arrived.values() for job in jobs)
+    assert Counter(desk.started) == Counter(
+        sequence for sequences in desk.arrived.values() for sequence in sequences
+    )
 
 
 @given(users=st.lists(USERS, max_size=30), parallel=st.integers(1, 4))
 def test_jobs_of_one_user_start_in_order_of_arrival(users: list[str], parallel: int) -> None:
     desk = arrivals(parallel, "".join(users))
     desk.drain()
-    for user, jobs in desk.arrived.items():
-        assert [job for job in desk.started if job.user == user] == jobs
+    for user, sequences in desk.arrived.items():
+        assert [sequence for sequence in desk.started if sequence.request.user == user] == sequences
 
 
 @given(st.lists(st.sampled_from(["arrive", "finish", "admit"]), max_size=60), st.integers(1, 4))

@@ -26,15 +26,14 @@ from faulty import (
 from emberkeep.engine.base import Engine, KvUnit, Rows
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.affinity import Affinity
-from emberkeep.sched.calibration import PeakWatch
-from emberkeep.sched.cutter import Cutter
-from emberkeep.sched.job import Consumer
-from emberkeep.sched.keeper import Keeper
-from emberkeep.sched.loader import Loader
-from emberkeep.sched.mover import Mover
-from emberkeep.sched.plan import Planner
+from emberkeep.sched.admission import PeakWatch
+from emberkeep.sched.cacheblend import CacheBlend
+from emberkeep.sched.context_shift import ContextShift
+from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.schedule import Planner
+from emberkeep.sched.sequence import Output
+from emberkeep.sched.slots import Affinity
 from helpers.scheduling import Rig
 
 CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "2")))
@@ -42,16 +41,15 @@ UNITS = [KvUnit.RANGE, KvUnit.BOTH]
 PARTS: dict[type, Callable[[Rig], object]] = {
     Engine: lambda rig: rig.engine,
     KvStore: lambda rig: rig.store,
-    Keeper: lambda rig: rig.loop._keeper,
-    Loader: lambda rig: rig.loop._loader,
-    Mover: lambda rig: rig.loop._mover,
-    Cutter: lambda rig: rig.loop._cutter,
-    Planner: lambda rig: rig.loop._planner,
-    Affinity: lambda rig: rig.loop._affinity,
-    PeakWatch: lambda rig: rig.loop._watch,
+    PrefixCache: lambda rig: rig.scheduler._cache,
+    CacheBlend: lambda rig: rig.scheduler._cache.blend,
+    ContextShift: lambda rig: rig.scheduler._cache.shift,
+    Planner: lambda rig: rig.scheduler._planner,
+    Affinity: lambda rig: rig.scheduler._slots._affinity,
+    PeakWatch: lambda rig: rig.scheduler._watch,
 }
-"""Whatever does something for one job."""
-NEVER_FAIL = {(Loader, "let_go"), (Affinity, "forget")}
+"""Whatever does something for one sequence."""
+NEVER_FAIL = {(PrefixCache, "release"), (Affinity, "forget")}
 """Cleaning up; and what nobody asks for here."""
 PLACES = [(part, name) for part in PARTS for name in methods(part) if (part, name) not in NEVER_FAIL]
 
@@ -99,7 +97,7 @@ def check(rig: Rig, crowd: Crowd) -> None:
     assert sum(asked.recorder.error is not None for asked in crowd.asked) <= 1
     assert leaks(rig) == []
     assert answers_again(rig) == []
-    assert rig.loop.failure() is None
+    assert rig.scheduler.failure() is None
 
 
 def fails(stored, unit: KvUnit, part: type, name: str, at: int, error: Exception, *, restart: bool) -> bool:
@@ -143,11 +141,11 @@ def test_the_same_at_any_call_with_any_error(stored, unit: KvUnit, part: type, n
                 break
 
 
-@pytest.mark.parametrize("name", [name for name in methods(Consumer) if name != "failed"])
+@pytest.mark.parametrize("name", [name for name in methods(Output) if name != "failed"])
 def test_a_consumer_that_fails_hears_of_it_alone(stored, name: str) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
         asked = {"kept_tokens": crowd.asked[5], "progress": crowd.asked[6]}.get(name, crowd.asked[2])
-        consumer = Faults(asked.recorder, methods(Consumer))
+        consumer = Faults(asked.recorder, methods(Output))
         consumer.fail(name, 1, RuntimeError("injected"))
         consumer.is_armed = True
         run(crowd, faults)
@@ -159,7 +157,7 @@ def test_a_consumer_that_fails_hears_of_it_alone(stored, name: str) -> None:
 def test_who_could_not_be_told_is_told_again(stored) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
         faults[Engine].fail("evaluate", 1, EngineError("injected"))
-        consumer = Faults(crowd.asked[0].recorder, methods(Consumer))
+        consumer = Faults(crowd.asked[0].recorder, methods(Output))
         consumer.fail("failed", 1, MemoryError("injected"))
         consumer.is_armed = True
         run(crowd, faults)
@@ -170,7 +168,7 @@ def test_who_could_not_be_told_is_told_again(stored) -> None:
 
 def test_a_sampler_that_fails_concerns_its_own_request(stored) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
-        sampler = Faults(crowd.asked[2].job.sampler, methods(Sampler))
+        sampler = Faults(crowd.asked[2].sequence.sampler, methods(Sampler))
         sampler.fail("sample", 2, MemoryError("injected"))
         sampler.is_armed = True
         run(crowd, faults)
@@ -191,7 +189,7 @@ def test_one_that_fails_whenever_it_takes_part_in_a_step_does_not_end_the_others
     """As one whose slice needs more memory than there is: alone it fails too, and the others never notice."""
 
     def is_its_own(rows: Rows) -> bool:
-        tokens = bad.job.tokens[rows.start : rows.start + len(rows.tokens)]
+        tokens = bad.sequence.prompt.tokens[rows.start : rows.start + len(rows.tokens)]
         is_prompt = len(tokens) > 1 and rows.start + len(tokens) > len(SHARED)
         return is_prompt and np.array_equal(rows.tokens, tokens)
 

@@ -21,7 +21,7 @@ def test_running_jobs_finish_first_and_new_ones_wait(rig: Rig, engine: FakeEngin
     gate = Gate(engine)
     running = rig.start(PROMPT)
     gate.reached()
-    seen = rig.loop.between_jobs(lambda: (running.is_over, rig.loop.stats()))
+    seen = rig.scheduler.when_idle(lambda: (running.is_over, rig.scheduler.stats()))
     waiting = rig.start(OTHER)
     gate.open()
     was_over, stats = seen.result(PATIENCE)
@@ -35,19 +35,19 @@ def test_answers_are_right_however_often_the_engine_is_emptied(rig: Rig) -> None
     recorders, emptied = [], []
     for seed in range(12):
         recorders.append(rig.start(text(300, seed=seed)))
-        emptied.append(rig.loop.between_jobs(lambda: rig.loop.stats()["resident_tokens"]))
+        emptied.append(rig.scheduler.when_idle(lambda: rig.scheduler.stats()["resident_tokens"]))
     assert [recorder.answer for recorder in recorders] == [reference(text(300, seed=seed)) for seed in range(12)]
     assert [future.result(PATIENCE) for future in emptied] == [0] * 12
 
 
 def test_it_happens_at_once_when_nothing_runs(rig: Rig) -> None:
-    assert rig.loop.between_jobs(lambda: "done").result(PATIENCE) == "done"
+    assert rig.scheduler.when_idle(lambda: "done").result(PATIENCE) == "done"
 
 
 def test_the_engine_is_empty_and_what_it_held_comes_back_from_the_store(rig: Rig) -> None:
     first = rig.run(PROMPT)
-    assert rig.loop.stats()["resident_tokens"] > 0
-    assert rig.loop.between_jobs(lambda: rig.loop.stats()["resident_tokens"]).result(PATIENCE) == 0
+    assert rig.scheduler.stats()["resident_tokens"] > 0
+    assert rig.scheduler.when_idle(lambda: rig.scheduler.stats()["resident_tokens"]).result(PATIENCE) == 0
     turn = [*PROMPT, *first.answer, *OTHER]
     again = rig.run(turn)
     assert again.lookup.hot_tokens == 0
@@ -59,7 +59,7 @@ def test_several_happen_in_order(rig: Rig, engine: FakeEngine) -> None:
     gate, order = Gate(engine), list[int]()
     rig.start(PROMPT)
     gate.reached()
-    futures = [rig.loop.between_jobs(lambda number=number: order.append(number)) for number in range(3)]
+    futures = [rig.scheduler.when_idle(lambda number=number: order.append(number)) for number in range(3)]
     gate.open()
     for future in futures:
         future.result(PATIENCE)
@@ -70,7 +70,7 @@ def test_one_that_is_given_up_does_not_happen_and_holds_nobody_back(rig: Rig, en
     gate, happened = Gate(engine), list[int]()
     rig.start(PROMPT)
     gate.reached()
-    future = rig.loop.between_jobs(lambda: happened.append(1))
+    future = rig.scheduler.when_idle(lambda: happened.append(1))
     waiting = rig.start(OTHER)
     assert future.cancel()
     gate.open()
@@ -82,14 +82,14 @@ def test_an_error_ends_the_loop_and_is_told_to_everybody(rig: Rig, engine: FakeE
     gate = Gate(engine)
     running = rig.start(PROMPT)
     gate.reached()
-    future = rig.loop.between_jobs(run_out_of_room)
+    future = rig.scheduler.when_idle(run_out_of_room)
     waiting = rig.start(OTHER)
     gate.open()
     with pytest.raises(EngineError, match="no room"):
         future.result(PATIENCE)
     assert running.answer == reference(PROMPT)
     assert isinstance(waiting.wait().error, EngineError)
-    for late in (lambda: rig.start(OTHER), lambda: rig.loop.between_jobs(lambda: None)):
+    for late in (lambda: rig.start(OTHER), lambda: rig.scheduler.when_idle(lambda: None)):
         with pytest.raises(EngineError, match="has failed"):
             late()
 
@@ -98,10 +98,10 @@ def test_one_that_still_waits_when_the_loop_closes_fails(rig: Rig, engine: FakeE
     gate = Gate(engine)
     rig.start(LONG)
     gate.reached()
-    future = rig.loop.between_jobs(lambda: None)
-    closing = threading.Thread(target=rig.loop.close)
+    future = rig.scheduler.when_idle(lambda: None)
+    closing = threading.Thread(target=rig.scheduler.close)
     closing.start()
-    while not rig.loop._inbox.is_shut:
+    while not rig.scheduler._inbox.is_shut:
         pass
     gate.open()
     with pytest.raises(Overloaded):

@@ -23,10 +23,10 @@ from helpers.scheduling import (
 def test_a_cancelled_prefill_stops_within_one_slice_and_keeps_what_it_computed(rig, engine):
     gate = Gate(engine, holds=lambda step: step == 1)
     recorder = Recorder()
-    job = rig.job(LONG, recorder)
-    rig.loop.submit(job)
+    job = rig.sequence(LONG, recorder)
+    rig.scheduler.submit(job)
     gate.reached()
-    rig.loop.cancel(job)
+    rig.scheduler.cancel(job)
     gate.open()
     rig.settle()
     assert engine.evaluated_tokens == 2 * SLICE
@@ -40,10 +40,10 @@ def test_a_prefill_cancelled_before_a_restart_is_continued_after_it(tmp_path):
     engine = FakeEngine()
     gate = Gate(engine, holds=lambda step: step == 2)
     with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
-        job = rig.job(LONG)
-        rig.loop.submit(job)
+        job = rig.sequence(LONG)
+        rig.scheduler.submit(job)
         gate.reached()
-        rig.loop.cancel(job)
+        rig.scheduler.cancel(job)
         gate.open()
         rig.settle()
     with Rig(tmp_path) as rig:
@@ -55,10 +55,10 @@ def test_a_prefill_cancelled_before_a_restart_is_continued_after_it(tmp_path):
 def test_a_cancelled_answer_stops_within_one_step(rig, engine):
     gate = Gate(engine, holds=lambda step: step == 8)
     recorder = Recorder()
-    job = rig.job(PROMPT, recorder, max_new=1000)
-    rig.loop.submit(job)
+    job = rig.sequence(PROMPT, recorder, max_new=1000)
+    rig.scheduler.submit(job)
     gate.reached()
-    rig.loop.cancel(job)
+    rig.scheduler.cancel(job)
     gate.open()
     rig.settle()
     assert len(recorder.tokens) <= 6
@@ -72,14 +72,14 @@ def test_a_cancelled_job_that_waits_never_runs(tmp_path):
         first = rig.start(PROMPT)
         gate.reached()
         waiting = Recorder()
-        job = rig.job(text(50, seed=5), waiting)
-        rig.loop.submit(job)
-        rig.loop.cancel(job)
+        job = rig.sequence(text(50, seed=5), waiting)
+        rig.scheduler.submit(job)
+        rig.scheduler.cancel(job)
         gate.open()
         first.wait()
         rig.settle()
         assert not waiting.is_over
-        assert len(rig.loop._line) == 0
+        assert len(rig.scheduler._waiting) == 0
         assert engine.evaluated_tokens == len(PROMPT) + len(first.tokens) + len(CLOSING)
 
 
@@ -97,10 +97,10 @@ def test_a_job_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypa
 
         monkeypatch.setattr(rig.store._cold, "read", slow)
         recorder = Recorder()
-        job = rig.job(PROMPT, recorder)
-        rig.loop.submit(job)
+        job = rig.sequence(PROMPT, recorder)
+        rig.scheduler.submit(job)
         assert reading.wait(PATIENCE)
-        rig.loop.cancel(job)
+        rig.scheduler.cancel(job)
         rig.settle()
         assert no_pins(rig)
         go_on.set()
@@ -113,9 +113,9 @@ def test_a_job_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypa
 
 def test_cancelling_what_is_over_changes_nothing(rig):
     recorder = Recorder()
-    job = rig.job(PROMPT, recorder)
-    rig.loop.submit(job)
+    job = rig.sequence(PROMPT, recorder)
+    rig.scheduler.submit(job)
     recorder.wait()
-    rig.loop.cancel(job)
+    rig.scheduler.cancel(job)
     rig.settle()
-    assert rig.loop.counters.cancelled == 0
+    assert rig.scheduler.counters.cancelled == 0

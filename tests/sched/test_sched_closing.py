@@ -28,7 +28,7 @@ def test_closing_keeps_what_was_computed(tmp_path):
     gate.reached()
     closing = threading.Thread(target=rig.close)
     closing.start()
-    while not rig.loop._inbox.is_shut:
+    while not rig.scheduler._inbox.is_shut:
         pass
     gate.open()
     closing.join(PATIENCE)
@@ -41,9 +41,9 @@ def test_closing_keeps_what_was_computed(tmp_path):
 
 
 def test_closing_lets_jobs_finish_when_it_is_given_time(tmp_path):
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, drain_s=PATIENCE)
     recorders = [rig.start(text(300, seed=seed)) for seed in range(6)]
-    rig.loop.close(drain_seconds=PATIENCE)
+    rig.scheduler.close()
     rig.store.close()
     assert [r.answer for r in recorders] == [reference(text(300, seed=seed)) for seed in range(6)]
 
@@ -65,14 +65,14 @@ def test_jobs_submitted_while_closing_are_refused_or_answered_but_never_lost(tmp
                 recorders.append(rig.start(text(4, seed=seed), max_new=1))
             except Overloaded:
                 refused.append(seed)
-                if rig.loop._inbox.is_shut:
+                if rig.scheduler._inbox.is_shut:
                     return
 
     thread = threading.Thread(target=submit)
     thread.start()
     while not recorders:
         pass
-    rig.loop.close()
+    rig.scheduler.close()
     thread.join(PATIENCE)
     rig.store.close()
     for recorder in recorders:

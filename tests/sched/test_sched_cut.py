@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from emberkeep.sched.job import Cut, EndReason, Room
+from emberkeep.sched.sequence import EndReason
 from emberkeep.types import Lineage, Sampling
 from helpers.kv_building import check_books, chunk_files
-from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, reference, text
+from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, prompt_of, reference, text
 
 LEAD, OLD, KEPT = text(50, seed=1), text(300, seed=2), text(260, seed=3)
 NOTICE, ASK = text(12, seed=4), text(30, seed=5)
@@ -24,14 +25,14 @@ ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eo
 MARKED = Lineage(splice="abc")
 
 
-def cut(source: list[int], start: int = 50, end: int = 350, insert: list[int] = NOTICE) -> Cut:
-    return Cut(np.array(source, np.int32), start, end, np.array(insert, np.int32), MARKED)
+def cut(source: list[int], start: int = 50, end: int = 350, insert: list[int] = NOTICE) -> Splice:
+    return Splice(np.array(source, np.int32), start, end, np.array(insert, np.int32), may_shift=True)
 
 
 def shorter(source: list[int]) -> tuple[list[int], dict]:
     """The prompt without OLD, and what its job needs to come by the longer one's state."""
     made = cut(source)
-    return [*source[: made.start], *NOTICE, *source[made.end :]], {"cut": made, "lineage": MARKED}
+    return [*source[: made.start], *NOTICE, *source[made.end :]], {"splice": made, "lineage": MARKED}
 
 
 @pytest.fixture
@@ -60,14 +61,14 @@ def test_only_what_is_new_is_evaluated(rig):
     assert (lookup.hot_tokens, lookup.moved_tokens) == (len(LEAD), len(prompt) - len(LEAD + NOTICE + ASK))
     assert lookup.is_approximate
     assert lookup.cut_ms > 0
-    assert rig.loop.stats()["cuts"] == 1
+    assert rig.scheduler.stats()["cuts"] == 1
 
 
 def test_the_next_turn_finds_all_of_it_in_the_lineage_and_nothing_outside(rig):
     prompt, how = shorter(first_turn(rig))
     answer = rig.run(prompt, **how)
     again = [*prompt, *answer.answer, *CLOSING, *ASK]
-    rig.loop.drop_resting([])
+    rig.scheduler.drop_idle([])
     exact = rig.run(again, max_new=1, closing=())
     assert exact.lookup.reused_tokens == len(LEAD)
     assert not exact.lookup.is_approximate
@@ -128,7 +129,7 @@ def test_state_that_is_there_without_a_cut_is_preferred(rig):
     answer = rig.run(prompt, **how)
     assert answer.lookup.reused_tokens == len(prompt) - 1
     assert answer.lookup.moved_tokens == 0
-    assert rig.loop.stats()["cuts"] == 0
+    assert rig.scheduler.stats()["cuts"] == 0
 
 
 @pytest.mark.parametrize("unit", [KvUnit.SNAPSHOT, KvUnit.BOTH])
@@ -160,9 +161,9 @@ def test_a_job_that_is_cancelled_while_its_state_arrives_leaves_nothing_wrong_be
         longer = first_turn(rig)
     with Rig(tmp_path) as rig:
         prompt, how = shorter(longer)
-        job = rig.job(prompt, Recorder(), **how)
-        rig.loop.submit(job)
-        rig.loop.cancel(job)
+        job = rig.sequence(prompt, Recorder(), **how)
+        rig.scheduler.submit(job)
+        rig.scheduler.cancel(job)
         rig.settle()
         assert rig.run(prompt).answer == reference(prompt)
         assert rig.run(longer).answer == reference(longer)
@@ -174,9 +175,11 @@ def test_a_job_that_is_cancelled_while_its_state_arrives_leaves_nothing_wrong_be
 class Growing:
     """Makes room as a conversation would: the first time OLD leaves, then nothing does."""
 
-    def __init__(self, rig: Rig, prompt: list[int], namespace: str | None = MARKED, more: int = 20) -> None:
-        self._rig, self._prompt, self._namespace, self._more = rig, prompt, namespace, more
-        self.job = rig.job(prompt, sampling=ENDLESS, max_new=10, closing=(), on_full=self._full, lineage=MARKED)
+    def __init__(self, rig: Rig, prompt: list[int], may_shift: bool = True, more: int = 20) -> None:
+        self._rig, self._prompt, self._may_shift, self._more = rig, prompt, may_shift, more
+        self.job = rig.sequence(
+            prompt, sampling=ENDLESS, max_new=10, closing=(), on_full=self._full, lineage=MARKED
+        )
         self.asked = 0
 
     def _full(self) -> bool:
@@ -186,15 +189,16 @@ class Growing:
 
     def _answer(self) -> None:
         if self.asked > 1:
-            self._rig.loop.make_room(self.job, None)
+            self._rig.scheduler.make_room(self.job, None)
             return
-        tokens = np.array([*LEAD, *NOTICE, *self._prompt[350:]], np.int32)
-        made = Cut(np.array(self._prompt, np.int32), 50, 350, np.array(NOTICE, np.int32), self._namespace)
-        self._rig.loop.make_room(self.job, Room(tokens, made, self._more))
+        tokens = [*LEAD, *NOTICE, *self._prompt[350:]]
+        made = Splice(np.array(self._prompt, np.int32), 50, 350, np.array(NOTICE, np.int32), self._may_shift)
+        shorter = prompt_of(tokens, max_new=self._more, closing=(), splice=made, lineage=MARKED)
+        self._rig.scheduler.make_room(self.job, shorter)
 
     def run(self) -> Recorder:
-        self._rig.loop.submit(self.job)
-        recorder = self.job.consumer
+        recorder = self.job.output
+        self._rig.scheduler.submit(self.job)
         assert isinstance(recorder, Recorder)
         return recorder.wait()
 
@@ -220,7 +224,7 @@ def test_an_answer_goes_on_when_room_was_made(rig):
 
 
 def test_where_nothing_may_be_moved_what_stays_is_evaluated_again(rig):
-    recorder = Growing(rig, PROMPT, namespace=None).run()
+    recorder = Growing(rig, PROMPT, may_shift=False).run()
     first, short = recorder.answer[:10], [*LEAD, *NOTICE, *KEPT]
     assert first == reference(PROMPT, max_new=10, sampling=ENDLESS)
     assert recorder.answer[10:] == reference([*short, *first], max_new=10, sampling=ENDLESS)
@@ -246,12 +250,12 @@ def test_a_full_answer_can_be_cancelled(rig):
         told.set()
         return True
 
-    job = rig.job(PROMPT, max_new=5, on_full=full)
-    rig.loop.submit(job)
+    job = rig.sequence(PROMPT, max_new=5, on_full=full)
+    rig.scheduler.submit(job)
     assert told.wait(10)
-    rig.loop.cancel(job)
+    rig.scheduler.cancel(job)
     rig.settle()
-    rig.loop.make_room(job, None)
+    rig.scheduler.make_room(job, None)
     assert rig.run(PROMPT).lookup.reused_tokens == len(PROMPT) - 1
 
 
@@ -288,7 +292,7 @@ def test_exact_answers_never_change_whatever_was_cut(data):
                 insert = text(data.draw(st.integers(1, 20)), seed=9)
                 prompt = [*source[:start], *insert, *source[end:]]
                 made = cut(source, start, end, insert)
-                answer = rig.run(prompt, cut=made, lineage=MARKED, max_new=4)
+                answer = rig.run(prompt, splice=made, lineage=MARKED, max_new=4)
                 if not answer.lookup.is_approximate:
                     assert answer.answer == reference(prompt, max_new=4)
             else:

@@ -8,12 +8,11 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from emberkeep.sched import loader, sequence
-from emberkeep.sched.thread import EngineThread
+from emberkeep.sched.engine_thread import EngineThread
 from helpers.kv_building import check_books
 from helpers.scheduling import PATIENCE, PROMPT, Gate, Recorder, Rig, no_pins, reference, text
 
-SKELETON = ["_take_commands", "_has_work", "_act_between_jobs", "_admit", "_step", "_after_step", "_check_slots"]
+SKELETON = ["_take_commands", "_has_work", "_act_when_idle", "_admit", "_step", "after_step", "_check_slots"]
 
 
 def breaks(error: BaseException):
@@ -31,19 +30,23 @@ def test_everybody_who_waits_hears_of_it_and_nobody_comes_in(tmp_path, name: str
     rig = Rig(tmp_path, engine, parallel=1)
     running = rig.start(PROMPT)
     gate.reached()
-    waiting, call, between = rig.start(text(20)), rig.loop.call(lambda: 1), rig.loop.between_jobs(lambda: 1)
-    setattr(rig.loop, name, breaks(error))
+    waiting, call, between = rig.start(text(20)), rig.scheduler.call(lambda: 1), rig.scheduler.when_idle(lambda: 1)
+    setattr(rig.scheduler, name, breaks(error))
     gate.open()
     for told in (running, waiting):
         assert "has failed" in str(told.wait().error)
     with pytest.raises(EngineError, match="has failed"):
         between.result(PATIENCE)
     assert isinstance(call.exception(PATIENCE), EngineError | None)  # it may have been its turn before
-    for late in (lambda: rig.start(PROMPT), lambda: rig.loop.call(lambda: 1), lambda: rig.loop.forget({""})):
+    for late in (
+        lambda: rig.start(PROMPT),
+        lambda: rig.scheduler.call(lambda: 1),
+        lambda: rig.scheduler.forget({""}),
+    ):
         with pytest.raises(EngineError, match="start again; the log says why"):
             late()
-    rig.loop._running.result(PATIENCE)
-    assert type(error).__name__ in str(rig.loop.failure())
+    rig.scheduler._running.result(PATIENCE)
+    assert type(error).__name__ in str(rig.scheduler.failure())
     assert engine.is_closed
     assert no_pins(rig)
     rig.close()
@@ -55,7 +58,7 @@ def test_everybody_who_waits_hears_of_it_and_nobody_comes_in(tmp_path, name: str
 def test_a_loop_that_was_closed_has_not_failed(tmp_path) -> None:
     rig = Rig(tmp_path)
     rig.close()
-    assert rig.loop.failure() is None
+    assert rig.scheduler.failure() is None
 
 
 def test_a_slot_that_cannot_be_emptied_ends_the_loop_and_is_shared_with_nobody() -> None:
@@ -66,9 +69,9 @@ def test_a_slot_that_cannot_be_emptied_ends_the_loop_and_is_shared_with_nobody()
     rig = Rig(engine=Sticky())
     assert rig.run(PROMPT).answer == reference(PROMPT)
     second = rig.start(text(50, seed=8)).wait()
-    rig.loop._running.result(PATIENCE)
+    rig.scheduler._running.result(PATIENCE)
     assert second.error is not None or second.answer == reference(text(50, seed=8))
-    assert rig.loop.failure() is not None
+    assert rig.scheduler.failure() is not None
     rig.close()
 
 
@@ -81,10 +84,10 @@ def test_those_who_cannot_be_woken_are_woken_again() -> None:
         if len(woken) == 1:
             raise MemoryError
 
-    rig.loop._admit = breaks(RuntimeError("a bug"))
-    rig.loop._after_step = once
+    rig.scheduler._admit = breaks(RuntimeError("a bug"))
+    rig.scheduler.after_step = once
     told = rig.start(PROMPT).wait()
-    rig.loop._running.result(PATIENCE)
+    rig.scheduler._running.result(PATIENCE)
     assert told.error is not None
     assert len(woken) == 2
     rig.close()
@@ -99,7 +102,7 @@ def test_a_flush_that_fails_once_is_noticed_by_nobody() -> None:
                 failed.append(1)
                 raise MemoryError
 
-        rig.loop._after_step = once
+        rig.scheduler.after_step = once
         assert rig.run(PROMPT).answer == reference(PROMPT)
         assert failed
 
@@ -115,8 +118,7 @@ def stored(tmp_path):
 
 
 def test_a_disk_that_never_answers_is_not_waited_for(stored, monkeypatch) -> None:
-    for module in (loader, sequence):
-        monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr("emberkeep.sched.sequence.PATIENCE_S", 0.05)
     answers = threading.Event()
     with Rig(stored) as rig:
         read = rig.store._cold.read
@@ -142,7 +144,7 @@ def test_a_read_that_fails_in_any_way_is_heard_of(stored, monkeypatch) -> None:
         monkeypatch.setattr(rig.store._cold, "read", breaks(RuntimeError("a bug")))
         assert rig.run(PROMPT).answer == reference(PROMPT)
         monkeypatch.undo()
-        rig.loop.forget({""}).result(PATIENCE)
+        rig.scheduler.forget({""}).result(PATIENCE)
         assert rig.run([*PROMPT, *text(5)]).answer == reference([*PROMPT, *text(5)])
 
 

@@ -38,7 +38,7 @@ def test_a_failed_step_fails_its_jobs_and_the_loop_goes_on(rig, engine):
     fail_once(engine, 1, EngineError("the accelerator is on fire"))
     assert isinstance(rig.run(LONG).error, EngineError)
     assert rig.run(LONG).answer == reference(LONG)
-    assert rig.loop.counters.failed == 1
+    assert rig.scheduler.counters.failed == 1
 
 
 def test_what_waits_for_a_job_that_fails_runs_itself(rig, engine):
@@ -114,9 +114,9 @@ def test_a_sampler_that_fails_concerns_its_own_request(rig):
         def sample(self, logits, pieces):
             raise ZeroDivisionError
 
-    broken, recorder = rig.job(PROMPT), Recorder()
-    broken.sampler, broken.consumer = Broken(), recorder
-    rig.loop.submit(broken)
+    broken, recorder = rig.sequence(PROMPT), Recorder()
+    broken.sampler, broken.output = Broken(), recorder
+    rig.scheduler.submit(broken)
     other = rig.start(text(90, seed=2))
     assert isinstance(recorder.wait().error, EngineError)
     assert other.answer == reference(text(90, seed=2))
@@ -129,11 +129,11 @@ def test_a_loop_that_breaks_tells_everybody_and_takes_nothing_more(tmp_path):
     running = rig.start(PROMPT)
     gate.reached()
     waiting = rig.start(text(20))
-    rig.loop._admit = breaks
+    rig.scheduler._admit = breaks
     gate.open()
     assert isinstance(running.wait().error, EngineError)
     assert isinstance(waiting.wait().error, EngineError)
-    rig.loop._running.result(PATIENCE)
+    rig.scheduler._running.result(PATIENCE)
     assert engine.is_closed
     with pytest.raises(EngineError, match="has failed"):
         rig.start(PROMPT)

@@ -41,7 +41,7 @@ def test_jobs_that_do_not_fit_together_run_one_after_the_other(tmp_path):
     with Rig(tmp_path, engine) as rig:
         recorders = [rig.start(prompt) for prompt in prompts]
         assert [r.answer for r in recorders] == [reference(prompt) for prompt in prompts]
-        assert rig.loop.counters.failed == 0
+        assert rig.scheduler.counters.failed == 0
 
 
 def test_a_turn_that_is_being_closed_still_counts_as_room_taken(tmp_path):
@@ -83,8 +83,8 @@ def test_a_job_that_loads_for_too_long_fails_when_nothing_else_happens(tmp_path,
 def test_a_running_job_that_takes_too_long_fails_and_keeps_what_it_computed(rig, engine):
     gate = Gate(engine, holds=lambda step: step == 1)
     recorder = Recorder()
-    job = rig.job(LONG, recorder, deadline=monotonic() + 1000)
-    rig.loop.submit(job)
+    job = rig.sequence(LONG, recorder, deadline=monotonic() + 1000)
+    rig.scheduler.submit(job)
     gate.reached()
     job.deadline = monotonic() - 1
     gate.open()
@@ -95,10 +95,10 @@ def test_a_running_job_that_takes_too_long_fails_and_keeps_what_it_computed(rig,
 def test_stats_can_be_asked_for_from_any_thread_while_jobs_come_and_go(rig):
     recorders = [rig.start(text(30, seed=seed), max_new=2) for seed in range(40)]
     while not all(recorder.is_over for recorder in recorders):
-        stats = rig.loop.stats()
+        stats = rig.scheduler.stats()
         assert stats["active"] <= 4
     rig.settle()
-    stats = rig.loop.stats()
+    stats = rig.scheduler.stats()
     assert stats["jobs"] == 40
     assert stats["evaluated_tokens"] == rig.engine.evaluated_tokens
     assert stats["waiting"] == stats["active"] == 0

@@ -192,7 +192,7 @@ def test_an_answer_of_moved_state_is_not_how_an_exact_request_spells_it(rig):
     rig.run(STORED)
     answer = rig.run(SHUFFLED, **how())
     history = [*SHUFFLED, *answer.tokens, *CLOSING]
-    assert all(not s.lineage.is_exact for s in rig.loop.recent._latest_first[:1])
+    assert all(not s.lineage.is_exact for s in rig.scheduler.recent._latest_first[:1])
     assert rig.run(history).lookup.reused_tokens == len(LEAD)
 
 
@@ -252,10 +252,10 @@ def test_a_cancelled_blend_keeps_what_it_has_as_approximate(tmp_path):
     with Rig(tmp_path, engine, prefill_slice=128) as rig:
         rig.run(STORED)
         gate = Gate(engine, lambda step: step == 1)  # a slice has been blended
-        job = rig.job(SHUFFLED, **how(Repair.CACHEBLEND))
-        rig.loop.submit(job)
+        job = rig.sequence(SHUFFLED, **how(Repair.CACHEBLEND))
+        rig.scheduler.submit(job)
         gate.reached()
-        rig.loop.cancel(job)
+        rig.scheduler.cancel(job)
         gate.open()
         rig.settle()
         assert no_pins(rig)
@@ -346,7 +346,7 @@ def test_counters_tell_what_was_moved(rig):
     rig.run(STORED)
     rig.run(SHUFFLED, **how(Repair.CACHEBLEND))
     rig.run(STORED)
-    stats = rig.loop.stats()
+    stats = rig.scheduler.stats()
     assert stats["moved_tokens"] == MOVED
     assert 0 < stats["repaired_tokens"] < MOVED
     assert stats["approximate_jobs"] == 1
@@ -406,10 +406,10 @@ def test_exact_answers_are_exact_whatever_approximate_requests_do(
             prompt = [*before, *chain(*QUOTES[which]), *ask][-640:]
             asked.append((talk.namespace, prompt))
             recorder = Recorder()
-            job = rig.job(prompt, recorder, **how(talk.repair, talk.namespace))
-            rig.loop.submit(job)
+            job = rig.sequence(prompt, recorder, **how(talk.repair, talk.namespace))
+            rig.scheduler.submit(job)
             if action == "cancel":
-                rig.loop.cancel(job)
+                rig.scheduler.cancel(job)
                 continue
             if action == "ask, and exactly at once":
                 exact.append((rig.start(prompt, namespace=talk.namespace), prompt))

@@ -213,8 +213,8 @@ def test_full_engines_give_resting_sequences_up(tmp_path):
     with Rig(tmp_path, engine) as rig:
         for prompt in [*prompts, *prompts]:
             assert rig.run(prompt).answer == reference(prompt)
-        assert rig.loop.counters.failed == 0
-        assert rig.loop.counters.reused_warm_tokens > 0
+        assert rig.scheduler.counters.failed == 0
+        assert rig.scheduler.counters.reused_warm_tokens > 0
 
 
 def test_a_state_too_large_to_import_now_is_evaluated(tmp_path):
@@ -237,7 +237,7 @@ def test_a_damaged_chunk_is_recomputed_and_counted(tmp_path, index):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
-        match = rig.store.match(EXACT, rig.job(PROMPT).tokens)
+        match = rig.store.match(EXACT, rig.sequence(PROMPT).tokens)
         key = match.segments[index].chunk.key
         rig.store.release(match)
         (path,) = [path for path in chunk_files(tmp_path) if path.stem == key.hex()]
@@ -267,7 +267,7 @@ def test_state_the_engine_refuses_is_recomputed_and_counted(tmp_path):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
-        match = rig.store.match(EXACT, rig.job(PROMPT).tokens)
+        match = rig.store.match(EXACT, rig.sequence(PROMPT).tokens)
         chunk = match.segments[1].chunk
         chunk.payload = memoryview(bytes(12 * 128))
         rig.store._books.warm.bytes += len(chunk.payload)
@@ -293,7 +293,7 @@ def test_a_prompt_that_is_being_computed_is_waited_for(tmp_path):
 def test_stored_tokens_of_no_known_vocabulary_do_not_stop_the_engine(tmp_path):
     with Rig(tmp_path) as rig:
         payload = memoryview(bytes(24))
-        alien = rig.job([65, 2_000_000]).tokens
+        alien = rig.sequence([65, 2_000_000]).tokens
         rig.store.insert(rig.store.origin(EXACT), alien, payload, (), fork=False)
         prompt = [65, *text(20)]
         assert rig.run(prompt, Recorder()).answer == reference(prompt)

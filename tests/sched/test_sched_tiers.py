@@ -23,9 +23,9 @@ def engine_of(tier: AttentionTier = FLASH, kv_unit: KvUnit = KvUnit.RANGE) -> Fa
 
 
 def switch(rig: Rig, tier: AttentionTier) -> None:
-    attention = rig.loop.attention
+    attention = rig.scheduler.attention
     assert attention is not None
-    rig.loop.between_jobs(lambda: attention.switch(tier)).result(PATIENCE)
+    rig.scheduler.when_idle(lambda: attention.switch(tier)).result(PATIENCE)
 
 
 def expected(tokens: list[int], tier: AttentionTier, kv_unit: KvUnit = KvUnit.RANGE) -> list[int]:
@@ -80,7 +80,7 @@ def test_an_answer_under_way_is_finished_by_the_tier_that_began_it(tmp_path: Pat
     with Rig(tmp_path, engine) as rig:
         running = rig.start(PROMPT)
         gate.reached()
-        switched = rig.loop.between_jobs(lambda: rig.loop.attention.switch(PLAIN))
+        switched = rig.scheduler.when_idle(lambda: rig.scheduler.attention.switch(PLAIN))
         gate.open()
         switched.result(PATIENCE)
         assert running.answer == expected(PROMPT, FLASH)
@@ -97,7 +97,7 @@ def test_whatever_is_switched_when_every_answer_is_that_of_its_tier_alone(tmp_pa
                 if draw.random() < 0.4:
                     switch(rig, draw.choice((FLASH, PLAIN)))
                 chosen = draw.choice(conversations)
-                tier = rig.loop.attention.tier
+                tier = rig.scheduler.attention.tier
                 answer = rig.run(chosen).answer
                 assert answer == expected(chosen, tier, kv_unit)
                 if len(chosen) < 600:

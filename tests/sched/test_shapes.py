@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.tree import Made
-from emberkeep.sched.shapes import Shapes
+from emberkeep.sched.sequence import Shapes
 from emberkeep.types import EXACT
 from helpers.scheduling import PROMPT, Gate, Rig, text
 
@@ -88,7 +88,7 @@ def test_slices_beside_an_answer_are_narrow(tmp_path: Path) -> None:
         first.wait()
         second.wait()
         rig.settle()
-        of_other = rig.store.match(EXACT, rig.job(other).tokens)
+        of_other = rig.store.match(EXACT, rig.sequence(other).tokens)
         assert {segment.chunk.made & ~WIDE for segment in of_other.segments[:2]} == {NARROW}
         rig.store.release(of_other)
 
@@ -149,7 +149,7 @@ def test_what_rests_on_other_bytes_than_the_stored_ones_is_not_promised(tmp_path
         assert other.answer
         assert second.answer
         rig.settle()
-        match = rig.store.match(EXACT, rig.job(PROMPT).tokens)
+        match = rig.store.match(EXACT, rig.sequence(PROMPT).tokens)
         flags = [bool(segment.chunk.made & Made.REPRODUCIBLE) for segment in match.segments]
         rig.store.release(match)
     assert flags[:2] == [True, True]

@@ -480,9 +480,9 @@ def test_wrong_state_is_found(alone: Served) -> None:
 def test_what_is_stored_is_verified_and_not_what_rests_in_the_engine(alone: Served) -> None:
     alone.chat(user("Where does this come from?"), conversation_id="c")
     assert alone.entry_of("c")["tier"] == "hot"
-    imported = alone.backend.loop.counters.reused_warm_tokens
+    imported = alone.backend.scheduler.counters.reused_warm_tokens
     (result,) = alone.post("/v1/cache/verify")["data"]
-    assert alone.backend.loop.counters.reused_warm_tokens == imported + result["reused"] > imported
+    assert alone.backend.scheduler.counters.reused_warm_tokens == imported + result["reused"] > imported
 
 
 def test_verifying_leaves_no_trace(alone: Served) -> None:
@@ -523,11 +523,11 @@ def test_a_client_that_leaves_stops_the_verification(alone: Served) -> None:
     for number in range(3):
         alone.chat(user(f"Tell me story number {number}."), conversation_id=f"c{number}")
     gate = Gate(alone.engine)
-    jobs = alone.backend.loop.counters.jobs
+    jobs = alone.backend.scheduler.counters.jobs
     connection = send_raw(alone.server.port, "/v1/cache/verify")
     gate.reached()
     connection.close()
     alone.wait_until_left()
     gate.open()
     alone.settle()
-    assert alone.backend.loop.counters.jobs == jobs + 1
+    assert alone.backend.scheduler.counters.jobs == jobs + 1

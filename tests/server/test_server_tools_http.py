@@ -14,7 +14,7 @@ import pytest
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.backend.places import Places
+from emberkeep.backend.permits import Permits
 from emberkeep.backend.remote.openai import open_openai
 from emberkeep.config import Config
 from emberkeep.errors import RemoteDown, RemoteError, RemoteRefused
@@ -478,7 +478,7 @@ def test_a_user_has_as_many_requests_at_a_model_elsewhere_as_a_user_may_have(
 ) -> None:
     backend.reset(TextDelta(0, "Wait."), HANG, *says(" Done."))
     far = open_openai(RemoteModel("far", "compatible", "org/tiny", server.url), None)
-    front = remote(far, places=Places(10, per_user=1))  # type: ignore[arg-type]
+    front = remote(far, permits=Permits(10, per_user=1))  # type: ignore[arg-type]
     body = {"messages": HELLO, "user_id": "ann", "stream": True}
     with served(front) as http:
         with http.stream("POST", "/v1/chat/completions", json=body) as first:

@@ -126,11 +126,11 @@ def test_what_is_not_archived_is_out_all_the_same_and_archived_later_once(memory
     assert Sessions(memory, POLICY).view(request()).gone == again.gone
 
 
-def test_a_rehearsal_knows_what_is_out_and_writes_nothing(memory):
+def test_a_dry_run_knows_what_is_out_and_writes_nothing(memory):
     failing, sessions = Failing(memory), Sessions(memory, POLICY)
     view, _ = evict(sessions, request())
     failing.is_full = False
-    assert sessions.view(request(), is_rehearsal=True).gone == view.gone
+    assert sessions.view(request(), is_dry_run=True).gone == view.gone
     assert turns(memory) == []
 
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
-from emberkeep.backend.fitting import Fitter
 from emberkeep.backend.lineages import Lineages
-from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.backend.verify import Verifier
+from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.catalogue import spelled
 from emberkeep.kv.forgotten import of_user
-from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Cursor, TokenArray
-from emberkeep.sched.loop import EngineLoop
+from emberkeep.kv.tree import Cursor
+from emberkeep.sched.scheduler import Scheduler
+from emberkeep.session.conversation import Conversations
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types import (
     CacheEntry,
     Divergence,
@@ -41,32 +41,23 @@ class StoreCache:
 
     def __init__(
         self,
-        store: KvStore,
-        loop: EngineLoop,
-        prompts: PromptMaker,
-        lineages: Lineages,
-        fitter: Fitter,
-        *,
+        scheduler: Scheduler,
+        prompts: PromptBuilder,
+        explainer: Explainer,
         verifier: Verifier,
         forget_beside: Callable[[Container[str]], Future[None]],
-        equipped: Callable[[Request], Request],
     ) -> None:
-        """`equipped`: a request with the tools that its model gets besides. `forget_beside` lets go of everything
-        of these namespaces that is not in the store."""
-        self._store = store
-        self._loop = loop
+        """`forget_beside` lets go of everything of these owners that is not in the store."""
+        self._scheduler = scheduler
+        self._store = scheduler.store
         self._prompts = prompts
-        self._lineages = lineages
-        self._fitter = fitter
         self._verifier = verifier
-        self._equipped = equipped
         self._forget_beside = forget_beside
-
-    # ── what is kept ──
+        self.explain = explainer.explain
 
     def entries(self) -> list[CacheEntry]:
         self._store.notice_forgotten()
-        hot = self._loop.resting()
+        hot = self._scheduler.idle_entries()
         return [_with_hot(entry, hot) for entry in self._store.catalogue.entries()]
 
     def show(self, entry_id: str) -> EntryText:
@@ -86,7 +77,7 @@ class StoreCache:
         return self._entry(entry_id)
 
     def remove(self, entry_id: str) -> Removed:
-        self._loop.drop_resting([entry_id]).result()
+        self._scheduler.drop_idle([entry_id]).result()
         removed = self._store.catalogue.remove(entry_id)
         if removed is None:
             raise _unknown(entry_id)
@@ -98,7 +89,7 @@ class StoreCache:
         return self._store.catalogue.forget_user(user)
 
     def gc(self) -> Removed:
-        self._loop.drop_resting(self._store.catalogue.expired(self._loop.resting())).result()
+        self._scheduler.drop_idle(self._store.catalogue.expired(self._scheduler.idle_entries())).result()
         return self._store.catalogue.gc()
 
     def _entry(self, entry_id: str) -> CacheEntry:
@@ -106,7 +97,7 @@ class StoreCache:
         entry = self._store.catalogue.entry(entry_id)
         if entry is None:
             raise _unknown(entry_id)
-        return _with_hot(entry, self._loop.resting())
+        return _with_hot(entry, self._scheduler.idle_entries())
 
     async def verify(self, entry_id: str, tokens: int) -> Verified:
         """Whether continuing an entry's state gives what a fresh evaluation does. Does not block. Raises
@@ -114,19 +105,37 @@ class StoreCache:
         entry, ids, lineage = await asyncio.to_thread(self.stored, entry_id)
         return await self._verifier.verify(entry, ids, lineage, tokens)
 
-    # ── why ──
+
+class Explainer:
+    """What of a request is stored, and why not more. Every method may block for milliseconds."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        prompts: PromptBuilder,
+        conversations: Conversations,
+        lineages: Lineages,
+        equip: Callable[[Request], Request],
+    ) -> None:
+        """`equip`: a request with the tools that its model gets besides."""
+        self._scheduler = scheduler
+        self._store = scheduler.store
+        self._prompts = prompts
+        self._conversations = conversations
+        self._lineages = lineages
+        self._equip = equip
 
     def explain(self, request: Request) -> Explanation:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
-        request = self._equipped(request)
+        request = self._equip(request)
         approximation = self._lineages.approximation(request)
-        request, prompt = self._fitter.rehearsed(request, self._lineages.of(request))
+        prompt = self._conversations.dry_run(request, self._lineages.of(request)).prompt
         if not request.use_cache:
             fresh = LookupRecord(prompt_tokens=len(prompt.tokens), reason=MissReason.DISABLED)
             return Explanation(fresh, "Nothing is reused: the request asks for everything to be evaluated afresh.")
         wanted = prompt.tokens[:-1]
-        hot = self._loop.hot_tokens(prompt.lineage, wanted).result()
-        peek = self._store.peek(prompt.lineage, wanted, snapshots=self._loop.kv_unit.has_snapshots)
+        hot = self._scheduler.hot_tokens(prompt.lineage, wanted).result()
+        peek = self._store.peek(prompt.lineage, wanted, snapshots=self._scheduler.kv_unit.has_snapshots)
         lookup = LookupRecord(
             prompt_tokens=len(prompt.tokens),
             hot_tokens=hot,

@@ -1,16 +1,25 @@
-"""The choices of one request: tokens in on the engine's thread, events out for the one who asked."""
+"""The choices of one request: tokens in on the engine's thread, events out for the task that reads them.
+
+Events are handed over once per step, all together, just before the engine computes and lets go of the interpreter:
+the readers then work while it computes, and neither waits for the other.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from emberkeep.backend.channel import Channel
-from emberkeep.backend.places import Place
+from emberkeep.backend.permits import Permit
 from emberkeep.chat.output import TextStream
 from emberkeep.errors import EmberkeepError
-from emberkeep.sched.job import Ending, EndReason
+from emberkeep.sched.sequence import Ending, EndReason
 from emberkeep.types import Completed, Event, Finished, FinishReason, Progress, Timings, TokenLogprob, Usage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +42,14 @@ Item = Event | Ended | Full | EmberkeepError
 
 
 class Choice:
-    """A job's consumer: tokens in, events out. Lives on the engine's thread."""
+    """The output of a sequence: tokens in, events out. Lives on the engine's thread."""
 
     def __init__(
         self,
         index: int,
         stream: TextStream,
         channel: Channel[Item],
-        place: Place,
+        permit: Permit,
         *,
         in_pieces: bool,
         grows_to: int | None = 0,
@@ -52,7 +61,7 @@ class Choice:
         self._index = index
         self._stream = stream
         self._channel = channel
-        self._place = place
+        self._permit = permit
         self.is_over = False
 
     def progress(self, progress: Progress) -> None:
@@ -70,7 +79,7 @@ class Choice:
         return self._stream.text_kept_tokens
 
     def full(self) -> bool:
-        """A job's `on_full`."""
+        """Where more room can be made, it is asked for."""
         if self._grows_to is not None and self._tokens >= self._grows_to:
             return False
         self._channel.put(Full(self._index))
@@ -92,7 +101,7 @@ class Choice:
         """Once: what failed to be told is told again, as a failure."""
         if not self.is_over:
             self.is_over = True
-            self._place.choice_over()
+            self._permit.choice_over()
 
     def _finish_reason(self, ending: Ending) -> FinishReason:
         if self._stream.saw_tool_calls:
@@ -101,6 +110,7 @@ class Choice:
 
 
 async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator[Event | Full]:
+    """The events of all choices, with `Completed` at the end. Raises what a choice failed with."""
     endings: list[Ended] = []
     while len(endings) < choices:
         item = await channel.take()
@@ -135,3 +145,52 @@ def _completed(endings: list[Ended]) -> Completed:
         ),
         lookup=first.lookup,
     )
+
+
+# ── from the engine's thread to the event loop ──
+
+
+class Outbox:
+    """The channels that have something new. Belongs to the engine's thread."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
+        self._fresh.setdefault(loop, []).append(ready)
+
+    def flush(self) -> None:
+        """Wake every reader: one wake-up per event loop. Cheap when there is nothing new."""
+        while self._fresh:
+            loop, events = next(iter(self._fresh.items()))
+            with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
+                loop.call_soon_threadsafe(_set_all, events)
+            del self._fresh[loop]  # not before: should that fail, it is tried again
+
+
+class Channel(Generic[T]):
+    """Made by the task that reads it; written to by the engine's thread."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[T] = deque()
+        self._ready = asyncio.Event()
+
+    def put(self, item: T, *, wake: bool = True) -> None:
+        """The reader hears of it at the next flush, or with the next item that wakes it."""
+        self._items.append(item)
+        if wake:
+            self._outbox.add(self._loop, self._ready)
+
+    async def take(self) -> T:
+        """The next item, in order."""
+        while not self._items:
+            self._ready.clear()
+            await self._ready.wait()
+        return self._items.popleft()
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -1,222 +1,359 @@
-"""The request story over our own scheduler and engine: messages to text to tokens to jobs to events."""
+"""The request story over our own scheduler and engine.
+
+    request -> conversation -> prompt -> plan -> sequences -> events
+
+`generate` is that line from top to bottom. What it calls returns: which messages the model sees
+(`session/conversation`), the token ids of them (`chat/prompt`), whether they fit into memory (`sched/admission`),
+what is computed and reused (`sched/scheduler`), and what the sampled tokens mean (`chat/output`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Container
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import monotonic
 
 import numpy as np
 
 from emberkeep.backend.base import ModelCard, closable
-from emberkeep.backend.cache import StoreCache
-from emberkeep.backend.channel import Channel, Outbox
-from emberkeep.backend.choices import Choice, Full, Item, until_completed
-from emberkeep.backend.evicting import Evictor
-from emberkeep.backend.fitting import Fitted, Fitter, Planning
-from emberkeep.backend.forgotten import ForgottenUsers
+from emberkeep.backend.cache import Explainer, StoreCache
+from emberkeep.backend.choices import Channel, Choice, Full, Item, Outbox, until_completed
 from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
-from emberkeep.backend.lookups import RecentLookups
-from emberkeep.backend.places import Place, Places
+from emberkeep.backend.permits import Permit, Permits
 from emberkeep.backend.precache import KeepAlive, Precache
-from emberkeep.backend.prompts import Prompt, PromptMaker
 from emberkeep.backend.server_tools import HostTools, ServerTools
 from emberkeep.backend.verify import Verifier
-from emberkeep.chat.dialects.table import Reasoning
+from emberkeep.chat.grammar import Constraint
 from emberkeep.chat.output import TextStream, open_reasoning
+from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.errors import EmberkeepError, EngineError, Overloaded, RequestError, TemplateFailed
-from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import TokenArray
-from emberkeep.memory.memory import Memory
-from emberkeep.sched.job import Job, Notes
-from emberkeep.sched.loop import EngineLoop
+from emberkeep.errors import (
+    ContextExceeded,
+    EmberkeepError,
+    EngineError,
+    Overloaded,
+    RequestError,
+    TooLarge,
+)
+from emberkeep.sched.admission import Admission
 from emberkeep.sched.probe import Machine
 from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.scheduler import Scheduler
+from emberkeep.sched.sequence import Sequence
+from emberkeep.session.conversation import Conversation, Conversations
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
-    Approximation,
     Completed,
     Event,
     Fit,
     Json,
     Lineage,
-    Message,
+    LookupRecord,
     MissReason,
     ReasoningFormat,
     Request,
     Sampling,
     TextDelta,
-    Vocab,
 )
 
 log = logging.getLogger("emberkeep.backend")
 
-_REHEARSAL = " ".join(f"{word} {number}" for number, word in enumerate(["state", "token", "prompt", "cache"] * 64))
+_WARMUP = " ".join(f"{word} {number}" for number, word in enumerate(["state", "token", "prompt", "cache"] * 64))
+_REMEMBERED_LOOKUPS = 32
+_REMEMBERED_FORGETTINGS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    lineages: Lineages
+    permits: Permits
+    keep_alive: KeepAlive
+    machine: Machine
+    """What was measured of it."""
+    admission: Admission | None = None
+    """None: requests are not planned."""
+    auto_truncate: bool = False
+    """What does not fit is truncated, and not refused."""
+    tool_rounds: int = 1
+    raw_tools: bool = False
+    reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
+    deadline_s: float | None = None
+    """For requests that do not say."""
 
 
 class LocalBackend:
-    """Owns the loop, which flushes `outbox`, and the store."""
+    """Owns the scheduler, its store, and the memory of the sessions."""
 
     def __init__(
         self,
         card: ModelCard,
-        vocab: Vocab,
         template: ChatTemplate,
-        loop: EngineLoop,
-        store: KvStore,
-        outbox: Outbox,
-        places: Places,
-        *,
-        context: int,
-        lineages: Lineages,
-        keep_alive: KeepAlive,
-        planning: Planning,
-        machine: Machine,
+        scheduler: Scheduler,
         sessions: Sessions,
-        memory: Memory | None = None,
+        settings: LocalSettings,
         tools: HostTools | None = None,
-        tool_rounds: int = 1,
-        raw_tools: bool = False,
-        reasoning: ReasoningFormat = ReasoningFormat.SEPARATE,
-        deadline_s: float | None = None,
-        drain_s: float = 0.0,
     ) -> None:
         self.card = replace(card, calls_tools=template.supports_tools)
-        self._vocab = vocab
-        self.loop = loop
-        self._store = store
-        self._outbox = outbox
-        self._places = places
-        self._lineages = lineages
-        self._deadline_s = deadline_s
-        self._drain_s = drain_s
+        self.scheduler = scheduler
+        self.memory = sessions.memory
+        self._store = scheduler.store
+        self._sessions = sessions
+        self._settings = settings
+        self._lineages = settings.lineages
+        self._permits = settings.permits
+        self._vocab = scheduler.vocab
+        self._outbox = Outbox()
+        scheduler.after_step = self._outbox.flush
+        self._prompts = PromptBuilder(
+            scheduler.vocab,
+            template,
+            scheduler.stored_text,
+            context=scheduler.context,
+            wants_borders=scheduler.kv_unit.has_snapshots,
+        )
+        self._conversations = Conversations(
+            sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
+        )
+        self._server_tools = ServerTools(sessions, tools, settings.tool_rounds)
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
-        self._prompts = PromptMaker(
-            vocab, template, store, loop.recent, context=context, wants_borders=loop.kv_unit.has_snapshots
+        self._refused = self._truncated = 0
+        self._counting = threading.Lock()
+        self._warmup()
+        self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, scheduler, settings.keep_alive)
+        self.tokenizer = LocalTokenizer(self._vocab, template, self._prompts)
+        self.experts = LocalExperts(scheduler.experts, scheduler) if scheduler.experts else None
+        self.attention = LocalAttention(scheduler.attention, scheduler) if scheduler.attention else None
+        self._explainer = Explainer(
+            scheduler, self._prompts, self._conversations, self._lineages, self._server_tools.equip
         )
-        self._sessions = sessions
-        self._server_tools = ServerTools(sessions, tools, tool_rounds, deadline_s)
-        self.memory = memory
-        self._raw_tools = raw_tools
-        self._reasoning = reasoning
-        evictor = Evictor(self._prompts, sessions)
-        self._fitter = Fitter(
-            self._prompts,
-            planning,
-            context=context,
-            lineages=lineages,
-            evictor=evictor,
-            in_ram=self._tokens_in_ram,
-        )
-        self._machine = machine
-        self._rehearse()
-        self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, store, loop, keep_alive)
-        self.tokenizer = LocalTokenizer(vocab, template, self._prompts)
-        self.experts = LocalExperts(loop.experts, loop) if loop.experts else None
-        self.attention = LocalAttention(loop.attention, loop) if loop.attention else None
-        self.cache = StoreCache(
-            store,
-            loop,
-            self._prompts,
-            lineages,
-            self._fitter,
-            verifier=Verifier(self.generate, vocab, context),
-            equipped=self._server_tools.equip,
-            forget_beside=self._forget,
-        )
-        store.on_forget(self._forget_quietly)
+        verifier = Verifier(self.generate, self._vocab, scheduler.context)
+        self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier, self._forget)
+        self._store.on_forget(self._forget_quietly)
+
+    # ── the line ──
 
     def generate(self, request: Request) -> AsyncIterator[Event]:
         if any(message.images for message in request.messages):
             raise RequestError(f"{self.card.id} reads text only: leave the images out.", "messages")
-        request = replace(
-            request, raw_tools=request.raw_tools or self._raw_tools, reasoning=request.reasoning or self._reasoning
-        )
-        return self._asked(request) if self._server_tools.applies(request) else self._answer(request)
+        request = self._with_defaults(request)
+        return self._use_tools(request) if self._server_tools.applies(request) else self._answer(request)
 
-    async def _asked(self, request: Request) -> AsyncGenerator[Event, None]:
-        """With the tools that run here. It has one place: an answer is not refused in the middle."""
-        place = self._places.take(request.user)
+    async def _use_tools(self, request: Request) -> AsyncGenerator[Event, None]:
+        """With the tools that run here. It has one permit: an answer is not refused in the middle."""
+        permit = self._permits.acquire(request.user)
         try:
-            answer = self._server_tools.run(request, partial(self._answer, held=place, asked_at=monotonic()))
-            async with aclosing(closable(answer)) as events:
+            answer = partial(self._answer, held=permit, asked_at=monotonic())
+            async with aclosing(closable(self._server_tools.run(request, answer))) as events:
                 async for event in events:
                     yield event
         finally:
-            place.leave()
+            permit.release()
 
     async def _answer(
-        self, request: Request, held: Place | None = None, asked_at: float | None = None
+        self, request: Request, held: Permit | None = None, asked_at: float | None = None
     ) -> AsyncGenerator[Event, None]:
-        """In its own place, or in one that is `held` for more than this, which began at `asked_at`."""
+        """With its own permit, or one that is `held` for more than this, which began at `asked_at`."""
         arrived = monotonic()
         asked_at = asked_at or arrived
-        approximation, lineage = self._lineages.approximation(request), self._lineages.of(request)
-        place = held or self._places.take(request.user, request.n)
-        jobs: list[tuple[Job, Choice]] = []
+        lineage = self._lineages.of(request)
+        permit = held or self._permits.acquire(request.user, request.n)
+        sequences: list[tuple[Sequence, Choice]] = []
         try:
-            fitted = await asyncio.to_thread(self._fitter.fit, request, lineage)
+            conversation, constraint = await asyncio.to_thread(self._prepare, request, lineage)
             if self._forgotten.since(asked_at, request.namespace):
-                fitted = replace(fitted, request=replace(fitted.request, is_kept=False))
-            request, prompt = fitted.request, fitted.prompt
-            channel: Channel[Item] = Channel(self._outbox)
-            notes = Notes(prompt.label if request.is_kept else None)
-            jobs = self._jobs(fitted, approximation, channel, place, notes, arrived)
-            for job, _ in jobs:
-                self.loop.submit(job)
+                request = replace(request, is_kept=False)
+            prompt, channel = conversation.prompt, Channel[Item](self._outbox)
+            for index in range(request.n):
+                choice = self._choice(request, conversation, index, channel, permit)
+                sampler = self._sampler(request, prompt, index, constraint)
+                approximation = self._lineages.approximation(request)
+                sequence = Sequence(prompt, request, sampler, choice, approximation=approximation, arrived=arrived)
+                sequences.append((sequence, choice))
+            for sequence, _ in sequences:
+                self.scheduler.submit(sequence)
             if self._forgotten.since(asked_at, request.namespace):
-                self.loop.forget({request.namespace})
+                self.scheduler.forget({request.namespace})
             if request.echo:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
             if prompt.keys.stable and request.is_kept:
-                await asyncio.to_thread(self._note_stable, request, prompt, notes, asked_at)
-            async for event in until_completed(channel, len(jobs)):
+                running = [sequence for sequence, _ in sequences]
+                await asyncio.to_thread(self._note_stable, request, prompt, running, asked_at)
+            async for event in until_completed(channel, len(sequences)):
                 if isinstance(event, Full):
-                    fitted = await asyncio.to_thread(self._make_room, jobs[event.index][0], fitted)
-                    continue
-                if isinstance(event, Completed):
-                    event = replace(
-                        await self._explained(request, prompt, event, asked_at), fit=_timed(fitted.fit, event)
-                    )
-                yield event
+                    sequence, _ = sequences[event.index]
+                    conversation = await asyncio.to_thread(self._make_room, sequence, conversation)
+                elif isinstance(event, Completed):
+                    lookup = await self._explained(request, prompt, event.lookup, asked_at)
+                    yield replace(event, lookup=lookup, fit=_timed(conversation.fit, lookup))
+                else:
+                    yield event
         finally:
-            for job, choice in jobs:
+            for sequence, choice in sequences:
                 if not choice.is_over:
-                    self.loop.cancel(job)
+                    self.scheduler.cancel(sequence)
             if held is None:
-                place.leave()
+                permit.release()
 
-    def _make_room(self, job: Job, fitted: Fitted) -> Fitted:
+    def _with_defaults(self, request: Request) -> Request:
+        return replace(
+            request,
+            raw_tools=request.raw_tools or self._settings.raw_tools,
+            reasoning=request.reasoning or self._settings.reasoning,
+            deadline_s=request.deadline_s or self._settings.deadline_s,
+        )
+
+    def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, Constraint | None]:
+        """What the model sees of a request, as a prompt that fits into its context and into memory, and what the
+        answer must look like. Blocks for milliseconds. Raises RequestError: ContextExceeded or TooLarge for what
+        does not fit."""
+        try:
+            conversation = self._admit(self._conversations.open(request, lineage))
+        except (ContextExceeded, TooLarge) as error:
+            conversation = self._truncate(request, lineage, error)
+        return conversation, self._prompts.constraint(request)
+
+    def _admit(self, conversation: Conversation) -> Conversation:
+        """With a plan for its memory. Raises TooLarge."""
+        admission, prompt, lineage = self._settings.admission, conversation.prompt, conversation.lineage
+        if admission is None:
+            return conversation
+        admitted = admission.admit(
+            len(prompt),
+            prompt.max_new,
+            bits=lineage.bits,
+            is_kept=conversation.request.is_kept,
+            in_ram=lambda: self._tokens_in_ram(prompt),
+        )
+        bits = self._lineages.repacked(lineage, admitted.plan.kv_bits).bits
+        prompt = replace(
+            prompt, lineage=replace(prompt.lineage, bits=bits), max_new=admitted.max_new, admitted=admitted
+        )
+        fit = replace(conversation.fit, plan=admitted.plan, predicted_bytes=admitted.predicted)
+        return replace(conversation, prompt=prompt, lineage=replace(lineage, bits=bits), fit=fit)
+
+    def _truncate(self, request: Request, lineage: Lineage, error: ContextExceeded | TooLarge) -> Conversation:
+        """The longest end of a request that fits. Raises `error` where there is none, or nothing is truncated."""
+        if self._settings.auto_truncate and not request.is_prefix:
+            limit = error.suggested_max_tokens if isinstance(error, TooLarge) else self.scheduler.context
+            for shorter in self._conversations.truncations(request, lineage, limit):
+                with suppress(TooLarge):
+                    return self._truncated_to(self._admit(shorter), error.prompt_tokens)
+        with self._counting:
+            self._refused += isinstance(error, TooLarge)
+        raise error
+
+    def _truncated_to(self, conversation: Conversation, prompt_tokens: int) -> Conversation:
+        """With what was left out."""
+        request, prompt = conversation.request, conversation.prompt
+        tokens = prompt_tokens - len(prompt)
+        messages = len(request.messages) - len(prompt.messages)
+        with self._counting:
+            self._truncated += 1
+        log.info("%d tokens (%d messages) were left out of a prompt that does not fit", tokens, messages)
+        fit = replace(conversation.fit, truncated_tokens=tokens, truncated_messages=messages)
+        return replace(conversation, fit=fit)
+
+    def _choice(
+        self, request: Request, conversation: Conversation, index: int, channel: Channel[Item], permit: Permit
+    ) -> Choice:
+        return Choice(
+            index,
+            TextStream.for_request(self._vocab, request, index=index, prompt=conversation.prompt.text),
+            channel,
+            permit,
+            in_pieces=request.in_pieces,
+            grows_to=request.max_tokens if conversation.can_grow else 0,
+        )
+
+    def _sampler(self, request: Request, prompt: Prompt, index: int, constraint: Constraint | None) -> Sampler:
+        reasoning = open_reasoning(prompt.text) if request.prompt is None else None
+        matcher = constraint.matcher(reasoning) if constraint else None
+        return Sampler(_for_choice(request, index), matcher, request.top_logprobs, request.forced)
+
+    def _make_room(self, sequence: Sequence, conversation: Conversation) -> Conversation:
         """More messages leave, or the answer ends where it is."""
         try:
-            more = self._fitter.more_room(fitted)
+            shorter = self._conversations.make_room(conversation)
         except Exception:
-            self.loop.make_room(job, None)
+            self.scheduler.make_room(sequence, None)
             raise
-        self.loop.make_room(job, more[1] if more else None)
-        return more[0] if more else fitted
+        self.scheduler.make_room(sequence, shorter.prompt if shorter else None)
+        return shorter or conversation
+
+    # ── beside the request ──
+
+    def _prepare_prefix(self, prefix: Request) -> tuple[Request, Lineage]:
+        """With the tools that its model gets besides, and whose state it may share."""
+        equipped = self._server_tools.equip(prefix)
+        return equipped, self._lineages.of(equipped)
+
+    def _tokens_in_ram(self, prompt: Prompt) -> int:
+        snapshots = self.scheduler.kv_unit.has_snapshots
+        return self._store.peek(prompt.lineage, prompt.tokens, snapshots=snapshots).warm_tokens
+
+    def _note_stable(self, request: Request, prompt: Prompt, sequences: list[Sequence], asked_at: float) -> None:
+        """Off the critical path: the prompt is being evaluated meanwhile."""
+        stable = self._prompts.stable(request, prompt)
+        for sequence in sequences:
+            sequence.stable = stable
+        self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
+        if self._forgotten.since(asked_at, request.namespace):
+            self.warmer.forget({request.namespace})
+
+    async def _explained(
+        self, request: Request, prompt: Prompt, lookup: LookupRecord, asked_at: float
+    ) -> LookupRecord:
+        """With the part of the request in which it left what was stored."""
+        if lookup.reason is MissReason.DIVERGED and request.prompt is None:
+            lookup = await asyncio.to_thread(self._explainer.located, request, prompt, lookup)
+        self._lookups.add(request, lookup)
+        if self._forgotten.since(asked_at, request.namespace):
+            self._lookups.forget({request.namespace})
+        return lookup
+
+    def _forget(self, owners: Container[str]) -> Future[None]:
+        """Leave nothing of these beside the store: what is idle in the engine, answers, prefixes, figures."""
+        self._forgotten.add(owners)
+        self.warmer.forget(owners)
+        self._lookups.forget(owners)
+        return self.scheduler.forget(owners)
+
+    def _forget_quietly(self, owners: Container[str]) -> None:
+        """Another process has forgotten them. Nothing waits for it."""
+        with suppress(Overloaded, EngineError):  # the engine is being closed, or has failed
+            self._forget(owners)
+
+    # ── about itself ──
 
     def stats(self) -> dict[str, Json]:
         self._store.notice_forgotten()
-        costs = self._store.costs
+        costs, admission = self._store.costs, self._settings.admission
+        tier = self.attention.tier if self.attention else None
         return {
             "model": self.card.id,
-            "scheduler": self.loop.stats(),
+            "scheduler": self.scheduler.stats(),
             "store": self._store.stats(),
-            "engine": {"attention": self.attention.tier if self.attention else None, **self.loop.engine_stats()},
-            "planning": self._fitter.stats(),
+            "engine": {"attention": tier, **self.scheduler.engine_stats()},
+            "planning": {
+                "enabled": admission is not None,
+                "margin": admission.margin if admission else None,
+                "refused": self._refused,
+                "truncated": self._truncated,
+                **self.scheduler.calibration.stats(),
+            },
             "sessions": self._sessions.stats(),
             "memory": self.memory.stats() if self.memory else None,
-            "machine": self._machine.json(),
+            "machine": self._settings.machine.json(),
             "recent_lookups": self._lookups.json(),
             "measured": {
                 "evaluate_tokens_per_s": costs.evaluate.value,
@@ -226,11 +363,11 @@ class LocalBackend:
         }
 
     def health(self) -> dict[str, Json]:
-        failure = self.loop.failure()
+        failure = self.failure()
         return {"backend": "local", "model": self.card.id, **({"error": str(failure)} if failure else {})}
 
     def failure(self) -> EmberkeepError | None:
-        return self.loop.failure()
+        return self.scheduler.failure()
 
     async def start(self) -> None:
         await self._server_tools.start()
@@ -238,122 +375,25 @@ class LocalBackend:
     async def close(self) -> None:
         await self._server_tools.close()
         self.warmer.stop()
-        await asyncio.to_thread(self.loop.close, self._drain_s)
+        await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.warmer.join)
         await asyncio.to_thread(self._store.close)
         if self.memory is not None:
             await asyncio.to_thread(self.memory.close)
 
-    def _rehearse(self) -> None:
+    def _warmup(self) -> None:
         """Go through the motions once, so that the first request does not pay for lazy imports and cold caches."""
-        with suppress(TemplateFailed):
-            self._prompts.render(Request(messages=(Message("user", "Hello."),)))
-        self._prompts.encode(_REHEARSAL)
+        self._prompts.warmup(_WARMUP)
         request = Request(prompt=(0,), sampling=Sampling(seed=0))
         TextStream.for_request(self._vocab, request, index=0, prompt="").push(0)
         Sampler(request.sampling).sample(np.zeros(self._vocab.size, np.float32), self._vocab.pieces)
 
-    # ── beside the request ──
 
-    def _prepare_prefix(self, prefix: Request) -> tuple[Request, Lineage]:
-        """With the tools that its model gets besides, and whose state it may share."""
-        equipped = self._server_tools.equip(prefix)
-        return equipped, self._lineages.of(equipped)
-
-    def _tokens_in_ram(self, lineage: Lineage, tokens: TokenArray) -> int:
-        return self._store.peek(lineage, tokens, snapshots=self.loop.kv_unit.has_snapshots).warm_tokens
-
-    def _note_stable(self, request: Request, prompt: Prompt, notes: Notes, asked_at: float) -> None:
-        """Off the critical path: the prompt is being evaluated meanwhile."""
-        notes.stable = self._prompts.stable(request, prompt.lineage, prompt.tokens)
-        self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
-        if self._forgotten.since(asked_at, request.namespace):
-            self.warmer.forget({request.namespace})
-
-    def _forget(self, owners: Container[str]) -> Future[None]:
-        """Leave nothing of these beside the store: what rests in the engine, answers, prefixes, figures."""
-        self._forgotten.add(owners)
-        self.warmer.forget(owners)
-        self._lookups.forget(owners)
-        return self.loop.forget(owners)
-
-    def _forget_quietly(self, owners: Container[str]) -> None:
-        """Another process has forgotten them. Nobody waits for it."""
-        with suppress(Overloaded, EngineError):  # the engine is being closed, or has failed
-            self._forget(owners)
-
-    async def _explained(self, request: Request, prompt: Prompt, bill: Completed, asked_at: float) -> Completed:
-        """The bill, with the part of the request in which it left what was stored."""
-        lookup = bill.lookup
-        if lookup.reason is MissReason.DIVERGED and request.prompt is None:
-            lookup = await asyncio.to_thread(self.cache.located, request, prompt, lookup)
-        self._lookups.add(request, lookup)
-        if self._forgotten.since(asked_at, request.namespace):
-            self._lookups.forget({request.namespace})
-        return replace(bill, lookup=lookup)
-
-    # ── jobs ──
-
-    def _jobs(
-        self,
-        fitted: Fitted,
-        approximation: Approximation | None,
-        channel: Channel[Item],
-        place: Place,
-        notes: Notes,
-        arrived: float,
-    ) -> list[tuple[Job, Choice]]:
-        request, prompt = fitted.request, fitted.prompt
-        reasoning = open_reasoning(prompt.text) if request.prompt is None else None
-        jobs = []
-        for index in range(request.n):
-            choice = Choice(
-                index,
-                TextStream.for_request(self._vocab, request, index=index, prompt=prompt.text),
-                channel,
-                place,
-                in_pieces=request.in_pieces,
-                grows_to=request.max_tokens if fitted.can_grow else 0,
-            )
-            job = self._job(fitted, choice, index, reasoning, arrived)
-            job.notes, job.approximate = notes, approximation
-            jobs.append((job, choice))
-        return jobs
-
-    def _job(self, fitted: Fitted, choice: Choice, index: int, reasoning: Reasoning | None, arrived: float) -> Job:
-        request, prompt = fitted.request, fitted.prompt
-        matcher = prompt.constraint.matcher(reasoning) if prompt.constraint else None
-        deadline_s = request.deadline_s or self._deadline_s
-        return Job(
-            tokens=prompt.tokens,
-            sampler=Sampler(_for_choice(request, index), matcher, request.top_logprobs, request.forced),
-            consumer=choice,
-            max_new=fitted.max_new,
-            closing=fitted.closing,
-            given=isinstance(request.prompt, tuple),
-            user=request.user,
-            lineage=prompt.lineage,
-            cut=fitted.cut,
-            on_full=choice.full,
-            use_cache=request.use_cache,
-            is_kept=request.is_kept,
-            from_store=request.from_store,
-            want_progress=request.want_progress,
-            deadline=arrived + deadline_s if deadline_s is not None else None,
-            borders=prompt.borders,
-            affinity=prompt.keys.affinity,
-            wanted_slot=request.slot,
-            read_ahead=prompt.read_ahead,
-            admitted=fitted.admitted,
-            submitted=arrived,
-        )
-
-
-def _timed(fit: Fit, bill: Completed) -> Fit:
+def _timed(fit: Fit, lookup: LookupRecord) -> Fit:
     """With what the engine needed for what left the context."""
     if not fit.evictions:
         return fit
-    latest = replace(fit.evictions[-1], engine_ms=bill.lookup.cut_ms)
+    latest = replace(fit.evictions[-1], engine_ms=lookup.cut_ms)
     return replace(fit, evictions=(*fit.evictions[:-1], latest))
 
 
@@ -361,3 +401,49 @@ def _for_choice(request: Request, index: int) -> Sampling:
     """Choices of one request draw differently even when the request has a seed."""
     sampling = request.sampling
     return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
+
+
+class RecentLookups:
+    """What the latest requests reused and why not more, for the figures. Added to and read by any thread. An
+    operator reads it, so no text of a request is in it."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[str, dict[str, Json]]] = deque(maxlen=_REMEMBERED_LOOKUPS)
+
+    def add(self, request: Request, lookup: LookupRecord) -> None:
+        record = {
+            "conversation_id": request.conversation_id,
+            "user": request.user or None,
+            "reused_tokens": lookup.reused_tokens,
+            **asdict(lookup),
+            "divergence": {"token_index": lookup.divergence.token_index} if lookup.divergence else None,
+        }
+        self._latest.append((request.namespace, record))
+        log.debug("lookup: %s", record)
+
+    def forget(self, owners: Container[str]) -> None:
+        for latest in [latest for latest in list(self._latest) if latest[0] in owners]:
+            self._latest.remove(latest)
+
+    def json(self) -> list[Json]:
+        """The latest first."""
+        return [record for _, record in list(self._latest)][::-1]
+
+
+class ForgottenUsers:
+    """Who was forgotten while a request of theirs was under way: it is answered, and leaves nothing behind. Safe
+    to use from any thread."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[float, Container[str]]] = deque(maxlen=_REMEMBERED_FORGETTINGS)
+
+    def add(self, owners: Container[str]) -> None:
+        self._latest.append((monotonic(), owners))
+
+    def since(self, arrived: float, owner: str) -> bool:
+        """Whether an owner was forgotten after a request had `arrived`; also where that cannot be told any
+        more."""
+        known = list(self._latest)
+        if len(known) == _REMEMBERED_FORGETTINGS and known[0][0] > arrived:
+            return True
+        return any(at >= arrived and owner in owners for at, owners in known)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from emberkeep.backend.prompts import PromptMaker
+from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import Attention, ExpertTracking
 from emberkeep.errors import RequestError
-from emberkeep.sched.loop import EngineLoop
+from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types import AttentionTier, ExpertStats, Message, Tool, Vocab
 
 
 class LocalTokenizer:
-    def __init__(self, vocab: Vocab, template: ChatTemplate, prompts: PromptMaker) -> None:
+    def __init__(self, vocab: Vocab, template: ChatTemplate, prompts: PromptBuilder) -> None:
         self._vocab = vocab
         self._template = template
         self._prompts = prompts
@@ -34,9 +34,9 @@ class LocalTokenizer:
 class LocalExperts:
     """`track` belongs to one event loop."""
 
-    def __init__(self, tracking: ExpertTracking, loop: EngineLoop) -> None:
+    def __init__(self, tracking: ExpertTracking, scheduler: Scheduler) -> None:
         self._tracking = tracking
-        self._loop = loop
+        self._scheduler = scheduler
         self._turn = asyncio.Lock()
 
     def stats(self) -> ExpertStats:
@@ -52,14 +52,14 @@ class LocalExperts:
 
         async with self._turn:  # one after the other, so that the last word counts
             switches = enabled not in (None, self._tracking.stats().enabled)
-            run = self._loop.between_jobs if switches else self._loop.call
+            run = self._scheduler.when_idle if switches else self._scheduler.call
             return await asyncio.wrap_future(run(change))
 
 
 class LocalAttention:
-    def __init__(self, attention: Attention, loop: EngineLoop) -> None:
+    def __init__(self, attention: Attention, scheduler: Scheduler) -> None:
         self._attention = attention
-        self._loop = loop
+        self._scheduler = scheduler
 
     @property
     def tier(self) -> AttentionTier:
@@ -70,4 +70,4 @@ class LocalAttention:
         if tier not in available:
             raise RequestError(f"Attention can be {', '.join(available)} on this device, not {tier}.")
         if tier is not self._attention.tier:
-            await asyncio.wrap_future(self._loop.between_jobs(lambda: self._attention.switch(tier)))
+            await asyncio.wrap_future(self._scheduler.when_idle(lambda: self._attention.switch(tier)))

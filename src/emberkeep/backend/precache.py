@@ -13,12 +13,11 @@ from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from emberkeep.backend.prompts import PromptMaker
 from emberkeep.chat.messages import CacheKeys, cache_keys, stable_messages
+from emberkeep.chat.prompt import PromptBuilder, label_of
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
-from emberkeep.kv.store import KvStore
-from emberkeep.sched.loop import EngineLoop
+from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types import SHARED, Completed, Event, Lineage, Request, Ttl, Warmed
 
 log = logging.getLogger("emberkeep.backend")
@@ -58,9 +57,8 @@ class Precache:
         self,
         generate: Callable[[Request], AsyncIterator[Event]],
         prepare: Callable[[Request], tuple[Request, Lineage]],
-        prompts: PromptMaker,
-        store: KvStore,
-        loop: EngineLoop,
+        prompts: PromptBuilder,
+        scheduler: Scheduler,
         settings: KeepAlive,
     ) -> None:
         """`prepare`: a prefix as requests have it, with the tools that its model gets besides, and its
@@ -68,8 +66,8 @@ class Precache:
         self._generate = generate
         self._prepare = prepare
         self._prompts = prompts
-        self._store = store
-        self._loop = loop
+        self._scheduler = scheduler
+        self._store = scheduler.store
         self._settings = settings
         self._prefixes: OrderedDict[PrefixKey, _Prefix] = OrderedDict()
         self._changed = threading.Condition()
@@ -93,7 +91,7 @@ class Precache:
         except EmberkeepError as failure:
             log.warning("a prefix was not warmed: %s", failure)
             error = str(failure)
-        name = entry_id(lineage, self._prompts.label(prefix))
+        name = entry_id(lineage, label_of(prefix))
         entry = await asyncio.to_thread(self._store.catalogue.entry, name)
         if entry is None and error is None:
             error = "It was evaluated, but there is no room to keep it: raise ram_budget."
@@ -168,9 +166,9 @@ class Precache:
             self._refresh(prefix)
         try:
             self._store.sweep()
-            expired = self._store.catalogue.expired(self._loop.resting())
+            expired = self._store.catalogue.expired(self._scheduler.idle_entries())
             if expired:
-                self._loop.drop_resting(expired)
+                self._scheduler.drop_idle(expired)
         except EmberkeepError as error:
             log.debug("no sweep: %s", error)
         except Exception:
@@ -189,10 +187,10 @@ class Precache:
         """From the store if it is all there, so that no conversation loses its slot for it."""
         prefix.warmed_at = monotonic()
         try:
-            prompt = self._prompts.make(prefix.request, prefix.lineage)
-            if not self._store.touch(
-                prompt.label, prefix.lineage, prompt.tokens, snapshots=self._loop.kv_unit.has_snapshots
-            ):
+            prompt = self._prompts.fit(self._prompts.build(prefix.request, prefix.lineage), prefix.request)
+            has_snapshots = self._scheduler.kv_unit.has_snapshots
+            label = label_of(prefix.request)
+            if not self._store.touch(label, prefix.lineage, prompt.tokens, snapshots=has_snapshots):
                 asyncio.run(self._warm_one(prefix.request))
         except asyncio.CancelledError:
             log.debug("a prefix was given up")

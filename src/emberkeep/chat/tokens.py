@@ -33,6 +33,8 @@ class TokenizedText:
     ids: list[int]
     ends: list[tuple[int, int]]
     """Places, in characters of the text and in tokens, where one ends and the other does too."""
+    is_given: bool = False
+    """The ids came from a client, or are the end of something: the tokenizer may make others of the text."""
 
     def add(self, ids: Sequence[int], at: int, *, is_whole: bool = True) -> None:
         """Tokens for the text up to `at`, or (not `is_whole`) beyond it."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from emberkeep.kv.content import ContentIndex
-from emberkeep.kv.entries import Entry, EntryId, Ghost, Ghosts, Label, Tail, UnsavedChanges, ghost_of
+from emberkeep.kv.entries import Entry, EntryId, Ghost, Ghosts, Tail, UnsavedChanges, ghost_of
 from emberkeep.kv.index import Row
 from emberkeep.kv.policy import Rhythm, Worth, worth
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, TokenArray, common_prefix, descend, new_root, path_to
-from emberkeep.types import SHARED, Lineage, MissReason, Ttl
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, descend, new_root, path_to
+from emberkeep.token_arrays import TokenArray, common_prefix
+from emberkeep.types import SHARED, Label, Lineage, MissReason, Ttl
 
 LOW_WATER = 0.99
 """Eviction goes down to this share of a budget: a hundred chunks are looked at for each that comes, in 0.1 ms."""

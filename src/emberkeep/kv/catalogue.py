@@ -10,14 +10,16 @@ import numpy as np
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.books import Books
-from emberkeep.kv.entries import Entry, EntryId, Label
+from emberkeep.kv.entries import Entry, EntryId
 from emberkeep.kv.forgotten import Forgetter
 from emberkeep.kv.policy import StoreCounters
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, TokenArray, path_to
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, path_to
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types import (
     SHARED,
     CacheEntry,
     EntryKind,
+    Label,
     Lineage,
     MissReason,
     Removed,

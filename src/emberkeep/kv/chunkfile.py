@@ -37,18 +37,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from emberkeep.kv.tree import (
-    MADE,
-    Chunk,
-    ChunkKey,
-    Made,
-    Span,
-    TokenArray,
-    chunk_key,
-    pack_fields,
-    token_bytes,
-    unpack_fields,
-)
+from emberkeep.kv.tree import MADE, Chunk, ChunkKey, Made, Span, chunk_key, pack_fields, token_bytes, unpack_fields
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage
 
 MAGIC = b"EMBERKV2"

@@ -16,7 +16,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.kv.tree import Chunk, Cursor, Segment, TokenArray, common_prefix, descend, path_to
+from emberkeep.kv.tree import Chunk, Cursor, Segment, descend, path_to
+from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import SHARED, Approximation, Lineage, Repair
 
 WINDOW = 32

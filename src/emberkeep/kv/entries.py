@@ -16,30 +16,14 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, TokenArray, chunk_key, pack_fields, token_bytes
-from emberkeep.types import EntryKind, Lineage, MissReason, Ttl
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, chunk_key, pack_fields, token_bytes
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
 
 RING = 8
 """Tails remembered per entry: the branches that a client may come back to."""
 
 EntryId = str
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What a request calls the state that it leaves behind."""
-
-    kind: EntryKind
-    key: str
-    """Requests with equal keys (in one lineage) belong to one entry."""
-    head: str
-    """The first words, for people."""
-    ttl: Ttl | None = None
-    """None: as it was, or the usual one of its kind."""
-    name: str = ""
-    """The conversation id, if the client gave one."""
-    source: str = ""
-    """Hash of the stable segments before any template, by which other models' stores can be searched."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ import numpy as np
 import xxhash
 
 from emberkeep.kv.chunkfile import Description, pack_spans, unpack_spans
-from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, Label, UnsavedChanges, Uses, unpack_tails
-from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, TokenArray, token_bytes
-from emberkeep.types import EntryKind, Lineage, MissReason, Ttl
+from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, UnsavedChanges, Uses, unpack_tails
+from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, token_bytes
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -20,7 +20,7 @@ from emberkeep.kv.books import Books
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.content import Moved, to_pieces
-from emberkeep.kv.entries import Entry, Label
+from emberkeep.kv.entries import Entry
 from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
 from emberkeep.kv.forgotten import Forgetter
 from emberkeep.kv.housekeeping import Housekeeping
@@ -43,14 +43,14 @@ from emberkeep.kv.tree import (
     Peek,
     Segment,
     Span,
-    TokenArray,
     chunk_key,
     last_snapshot,
     path_to,
     tail_inside,
 )
 from emberkeep.kv.writer import Writer
-from emberkeep.types import SHARED, Approximation, Lineage, MissReason, Ttl
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import SHARED, Approximation, Label, Lineage, MissReason, Ttl
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -29,12 +29,11 @@ from functools import lru_cache
 from typing import NewType
 
 import numpy as np
-import numpy.typing as npt
 
+from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import EXACT, Lineage
 
 ChunkKey = NewType("ChunkKey", bytes)
-TokenArray = npt.NDArray[np.int32]
 
 _U32 = struct.Struct("<I")
 
@@ -261,13 +260,6 @@ def new_root(owner: str) -> Chunk:
     root = Chunk(key=ROOT, lineage=Lineage(owner), parent=None, take=0, tokens=np.empty(0, np.int32))
     root.is_fork = True
     return root
-
-
-def common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """How many leading tokens are equal."""
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:

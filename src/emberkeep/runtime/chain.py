@@ -13,7 +13,7 @@ from functools import partial
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.backend.places import Places
+from emberkeep.backend.permits import Permits
 from emberkeep.config import DEFAULT_MODEL, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
@@ -132,5 +132,5 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
             raw_tools=config.notools,
         ),
         tools=server_tools(config, memory),
-        places=Places(config.parallel + config.queue, config.max_concurrent_per_user),
+        permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
     )

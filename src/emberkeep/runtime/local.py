@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.channel import Outbox
-from emberkeep.backend.fitting import Planning
 from emberkeep.backend.lineages import Lineages
-from emberkeep.backend.local import LocalBackend
-from emberkeep.backend.places import Places
+from emberkeep.backend.local import LocalBackend, LocalSettings
+from emberkeep.backend.permits import Permits
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
@@ -32,11 +30,10 @@ from emberkeep.models.profile import ModelProfile, profile
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
 from emberkeep.runtime.tools import server_tools
-from emberkeep.sched.admission import open_admission
-from emberkeep.sched.calibration import Calibration
-from emberkeep.sched.loop import EngineLoop, LoopSettings
+from emberkeep.sched.admission import Admission, open_admission
+from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
-from emberkeep.sched.thread import EngineThread
+from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, ReasoningFormat, Repair
 
 if TYPE_CHECKING:
@@ -106,56 +103,44 @@ def assemble(
     lineages = _lineages(config, engine)
     store = open_store(config, engine.fingerprint, {"model": card.id})
     slice_ = min(config.prefill_slice or engine.capabilities.batch, engine.capabilities.batch)
-    planning = _planning(config, engine, store, slice_)
-    settings = LoopSettings(
+    admission = _admission(config, engine, store, slice_)
+    scheduling = SchedulerSettings(
         parallel=config.parallel,
         prefill_slice=slice_,
         tracked=config.tracked_conversations,
         warm_after=config.turns_to_warm,
-        memory=planning.admission.budget if planning.admission else None,
+        drain_s=config.drain_s,
+        memory=admission.budget if admission else None,
     )
-    memory = open_memory_or_none(config)
-    outbox = Outbox()
-    loop = EngineLoop(
-        engine, store, settings, thread=thread, after_step=outbox.flush, calibration=planning.calibration
-    )
-    return LocalBackend(
-        card,
-        engine.vocab,
-        template,
-        loop,
-        store,
-        outbox,
-        Places(config.parallel + config.queue, config.max_concurrent_per_user),
-        context=engine.capabilities.context,
+    settings = LocalSettings(
         lineages=lineages,
+        permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
         keep_alive=KeepAlive(ttls(config), config.sweep_s, config.tracked_conversations),
-        planning=planning,
         machine=machine or assumed(engine.footprint),
-        sessions=open_sessions(
-            config, memory, engine.capabilities.context, lambda text: len(engine.vocab.tokenize(text))
-        ),
-        memory=memory,
-        tools=server_tools(config, memory),
+        admission=admission,
+        auto_truncate=config.auto_truncate,
         tool_rounds=config.tool_turns + 1,
         raw_tools=config.notools,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
-        drain_s=config.drain_s,
     )
+    memory = open_memory_or_none(config)
+    context, vocab = engine.capabilities.context, engine.vocab
+    sessions = open_sessions(config, memory, context, lambda text: len(vocab.tokenize(text)))
+    scheduler = Scheduler(engine, store, scheduling, thread=thread)
+    return LocalBackend(card, template, scheduler, sessions, settings, server_tools(config, memory))
 
 
-def _planning(config: Config, engine: Engine, store: KvStore, largest_slice: int) -> Planning:
-    admission = None
-    if config.planning:
-        admission = open_admission(
-            engine.footprint,
-            engine.capabilities,
-            largest_slice=largest_slice,
-            margin=config.memory_margin,
-            store_room=lambda: max(config.ram_budget - store.held_bytes()[0], 0),
-        )
-    return Planning(admission, Calibration(), config.auto_truncate)
+def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: int) -> Admission | None:
+    if not config.planning:
+        return None
+    return open_admission(
+        engine.footprint,
+        engine.capabilities,
+        largest_slice=largest_slice,
+        margin=config.memory_margin,
+        store_room=lambda: max(config.ram_budget - store.held_bytes()[0], 0),
+    )
 
 
 def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> KvStore:

@@ -14,7 +14,7 @@ import numpy as np
 
 from emberkeep.config import free_ram, total_ram
 from emberkeep.engine.base import Engine, Footprint, Rows
-from emberkeep.sched.thread import promised
+from emberkeep.sched.engine_thread import promised
 from emberkeep.types import Json
 
 _EACH_S = 0.6

@@ -1,23 +1,37 @@
-"""One sequence in the engine, from the first loaded chunk to resting for its next turn."""
+"""One sequence: a prompt and its answer, from waiting for a slot to resting in the engine for its next turn."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from time import monotonic
+from typing import Protocol
 
 import numpy as np
 
+from emberkeep.chat.prompt import Prompt, Splice, Stable, label_of
+from emberkeep.errors import EmberkeepError
 from emberkeep.kv.content import Moved
-from emberkeep.kv.entries import EntryId
+from emberkeep.kv.entries import Entry, EntryId
 from emberkeep.kv.fetch import Fetch
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Made, Match, Span, TokenArray, place_at
-from emberkeep.sched.job import Cut, Ending, EndReason, Job
-from emberkeep.sched.shapes import Shapes
-from emberkeep.types import Divergence, Lineage, LookupRecord, MissReason
+from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span, place_at
+from emberkeep.sched.sampling import Sampler
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import (
+    EXACT_BITS,
+    Approximation,
+    Divergence,
+    Label,
+    Lineage,
+    LookupRecord,
+    MissReason,
+    Progress,
+    Request,
+    TokenLogprob,
+)
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
@@ -26,11 +40,56 @@ PATIENCE_S = 60.0
 
 
 class Phase(Enum):
+    WAITING = "waiting"  # for a slot
     LOADING = "loading"  # stored state is on its way
     FULL = "full"  # the answer can go on when messages have left the context
     EVALUATING = "evaluating"  # prompt or answer
     CLOSING = "closing"  # answered; the end of the turn is still to be evaluated
-    IDLE = "idle"  # resting in the engine, ready to be continued or copied
+    IDLE = "idle"  # in the engine, ready to be continued or copied; nobody waits for it
+
+
+class EndReason(Enum):
+    END_OF_TURN = "end of turn"  # the model sampled an end-of-generation token
+    STOPPED = "stopped"  # the output asked to stop
+    LENGTH = "length"  # max_tokens or the context
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sequence went. Times are in milliseconds and measured from submission."""
+
+    reason: EndReason
+    prompt_tokens: int
+    sampled_tokens: int
+    queue_ms: float
+    prompt_ms: float
+    """From the start of loading or evaluating to the first token."""
+    ttft_ms: float
+    decode_ms: float
+    lookup: LookupRecord
+
+
+class Output(Protocol):
+    """Receives what a sequence samples, on the engine's thread: methods must be quick.
+
+    What they raise ends the sequence, and `failed` is called; where that raises, it is called once more. Exactly
+    one of `ended` and `failed` succeeds unless the sequence is cancelled.
+    """
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        """A sampled token, end-of-generation tokens excepted. True: stop now."""
+
+    def kept_tokens(self) -> int:
+        """Asked after `token` answered True: how many sampled tokens belong to the answer."""
+
+    def full(self) -> bool:
+        """The context is full. True: `Scheduler.make_room` will be called."""
+
+    def ended(self, ending: Ending) -> None: ...
+
+    def failed(self, error: EmberkeepError) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +102,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class Piece:
     """State of another place, for [start, end) of the sequence."""
 
     start: int
@@ -53,8 +112,34 @@ class Moving:
     """The position in its own sequence that goes to `start`."""
     fetch: Fetch
 
-    def part(self, start: int, end: int) -> Moving:
+    def part(self, start: int, end: int) -> Piece:
         return replace(self, start=start, end=end, source=self.source + start - self.start)
+
+
+@dataclass(slots=True)
+class Reuse:
+    """What of a prompt was not evaluated, by where it came from, and why not more."""
+
+    hot: int = 0
+    warm: int = 0
+    cold: int = 0
+    moved: int = 0
+    repaired: int = 0
+    reason: MissReason = MissReason.NEW
+    divergence: Divergence | None = None
+    load_seconds: float = 0.0
+    splice_seconds: float = 0.0
+
+    @property
+    def in_place(self) -> int:
+        return self.hot + self.warm + self.cold
+
+    def only(self, length: int, moved: int = 0) -> None:
+        """Of what was loaded, only the first tokens were of use, and `moved` that were moved up."""
+        self.hot = min(self.hot, length)
+        self.warm = min(self.warm, length - self.hot)
+        self.cold = min(self.cold, length - self.hot - self.warm)
+        self.moved = moved
 
 
 class TokenBuffer:
@@ -83,69 +168,103 @@ class TokenBuffer:
 
 
 class Sequence:
-    """Tokens known, tokens computed, and what is still to be loaded. Belongs to the engine's thread."""
+    """Tokens known, tokens computed, and what is still to be loaded.
 
-    def __init__(self, slot: int, job: Job, cursor: Cursor, reused: int) -> None:
-        self.slot = slot
-        self.job: Job | None = job
-        self._lineage = job.lineage
-        """What it may become: see `lineage`."""
-        self.approximate_from: int | None = None
-        """Where state begins that was moved there, now or before it was stored."""
-        self.holds_packed = False
-        """Some of it was loaded from fewer bits than the engine's."""
-        self.given = job.given
-        self.notes = job.notes
-        self.is_kept = job.is_kept
-        self.borders: frozenset[int] = frozenset()
-        """Where evaluation pauses so that the state can be stored."""
+    Made by any thread; belongs to the engine's thread once it is submitted. `submitted`, `request` and `prompt`
+    may be read anywhere.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        request: Request,
+        sampler: Sampler,
+        output: Output,
+        *,
+        approximation: Approximation | None = None,
+        arrived: float | None = None,
+    ) -> None:
+        """`approximation`: how state from other places may be moved into it. `arrived`: when its request did, on
+        the monotonic clock; None: now."""
+        self.prompt = prompt
+        self.request = request
+        self.sampler = sampler
+        self.output: Output | None = output
+        """None: its answer is over, or nobody waits for it any more."""
+        self.approximation = approximation
+        self.submitted = monotonic() if arrived is None else arrived
+        self.deadline = self.submitted + request.deadline_s if request.deadline_s is not None else None
+        self.phase = Phase.WAITING
+        self.is_kept = request.is_kept
+        self.label: Label | None = label_of(request) if request.is_kept else None
+        self.stable: Stable | None = None
+        """May be noted by any thread until the turn ends."""
+        self.slot = -1
         self.entry: EntryId | None = None
         self.turn = 0
-        """Whose turn it holds, and which one, once it rests."""
-        self.phase = Phase.EVALUATING
-        self.tokens = TokenBuffer(job.tokens, min(job.max_new, 512) + len(job.closing))
-        self.prompt_length = len(job.tokens)
-        self._reusable = job.reusable
-        self._largest_slice = job.admitted.plan.prefill_slice if job.admitted else None
-        self.memory = job.memory
-        self.computed = reused
+        """Which turn of which entry it holds, once it is idle."""
+        self.tokens = TokenBuffer(prompt.tokens, min(prompt.max_new, 512) + len(prompt.closing))
+        self.computed = 0
         self.shapes = Shapes()
         self.is_beside = False
         """Others have been in the engine since it is: its cells may lie anywhere, which changes how sums round."""
-        self.cursor = cursor
-        """How far the store holds this sequence."""
-        self.hot_tokens = reused
-        self.warm_tokens = 0
-        self.cold_tokens = 0
-        self.reason = MissReason.NEW
-        self.divergence: Divergence | None = None
+        self.holds_packed = False
+        """Some of it was loaded from fewer bits than the engine's."""
+        self.approximate_from: int | None = None
+        """Where state begins that was moved there, now or before it was stored."""
+        self.cursor: Cursor
+        """How far the store holds this sequence. From `occupy` on."""
+        self.reuse = Reuse()
         self.match: Match | None = None
-        self.cut: Cut | None = None
-        """What is loaded is the state of the cut's source: it becomes that of `tokens` when all has arrived."""
-        self._found: LookupRecord | None = None
-        """What was reused, where the prompt is not the same any more."""
-        self.cut_seconds = 0.0
-        self.cuts = 0
-        self.inserted_tokens = 0
-        """Evaluated in the place of what was cut out."""
         self.loads: deque[Load] = deque()
-        self.pieces: deque[Moving] = deque()
+        self.from_disk: frozenset[bytes] = frozenset()
+        self.splice: Splice | None = None
+        """What is loaded is the state of its source: it becomes that of `tokens` when all has arrived."""
+        self.splices = 0
+        self.inserted_tokens = 0
+        """Evaluated in the place of what was spliced out."""
+        self.pieces: deque[Piece] = deque()
         """What is still to be moved here, in order."""
         self.moved: list[Moved] = []
         """Pinned for the sake of `pieces`."""
         self.one_by_one = False
         """The engine has refused several pieces together."""
-        self.moved_tokens = 0
-        self.repaired_tokens = 0
-        self.from_disk: set[ChunkKey] = set()
-        self.started = monotonic()
-        self.load_seconds = 0.0
-        self.patience_ends = self.started + PATIENCE_S
+        self.started = self.last_used = self.submitted
+        self.patience_ends = float("inf")
         self.first_token_at: float | None = None
-        self.answer_end = self.prompt_length
-        """Where what was sampled ends."""
-        self.last_used = self.started
+        self.prompt_length = self.answer_end = len(prompt)
+        """Where what was sampled begins and ends."""
+        self._lineage = prompt.lineage
+        """What it may become: see `lineage`."""
+        self._reusable = prompt.reusable
+        self._found: LookupRecord | None = None
+        """What was reused, where the prompt is not the same any more."""
         self._apart_until = 0
+
+    # ── what it needs ──
+
+    @property
+    def max_new(self) -> int:
+        return self.prompt.max_new
+
+    @property
+    def cells(self) -> int:
+        """The most token cells it can come to use."""
+        if self.output is None:
+            return len(self.tokens)
+        return len(self.prompt) + self.max_new + len(self.prompt.closing)
+
+    @property
+    def memory(self) -> int:
+        """The most bytes it can come to need, beyond what the engine always has."""
+        return self.prompt.admitted.beyond if self.prompt.admitted else 0
+
+    @property
+    def wanted(self) -> TokenArray:
+        """The tokens whose state it would like to reuse."""
+        return self.prompt.tokens[: self.prompt.reusable if self.request.use_cache else 0]
+
+    # ── where it stands ──
 
     @property
     def pending(self) -> int:
@@ -174,22 +293,24 @@ class Sequence:
         """It takes its steps by itself: one that it took with others failed, and nobody knows because of whom."""
         return self.computed < self._apart_until and self.is_runnable
 
-    def goes_on_alone(self, kept: int) -> None:
-        """A step with others has failed, and only the state of the first `kept` tokens is still there."""
-        self._apart_until = self.computed + 1
-        self.holds_only(kept)
-        if self.sampled_count:
-            # Whatever has to be evaluated again comes before the next sample.
-            self._reusable = len(self.tokens) - 1
+    @property
+    def sampled_count(self) -> int:
+        return self.answer_end - self.prompt_length
+
+    @property
+    def unsaved(self) -> int:
+        return self.computed - self.cursor.position
+
+    # ── whose it is ──
 
     @property
     def lineage(self) -> Lineage:
-        """Of what it computes now: its own from the first token on that rests on something moved or cut."""
+        """Of what it computes now: its own from the first token on that rests on something moved or spliced."""
         return self._lineage.stored if self.approximate_from is None else self._lineage
 
     def shown_to(self, lineage: Lineage) -> int:
-        """How many of its first tokens a job of that lineage may reuse."""
-        if not lineage.sees(self._lineage.stored) or self.cut is not None:
+        """How many of its first tokens a request of that lineage may reuse."""
+        if not lineage.sees(self._lineage.stored) or self.splice is not None:
             return 0
         return len(self.tokens) if lineage.sees(self._lineage) else self._exact_length
 
@@ -199,18 +320,93 @@ class Sequence:
             return self.approximate_from
         return self.pieces[0].start if self.pieces else len(self.tokens)
 
-    @property
-    def sampled_count(self) -> int:
-        return self.answer_end - self.prompt_length
+    def forget(self) -> None:
+        """Of its user nothing may be left: it is answered, and leaves nothing behind."""
+        self.is_kept, self.label, self.stable = False, None, None
+
+    # ── beginning ──
+
+    def occupy(self, slot: int, cursor: Cursor, hot: Sequence | None, reused: int) -> None:
+        """It has a slot, which holds the state of its first `reused` tokens, those of `hot`."""
+        self.slot = slot
+        self.cursor = cursor
+        self.computed = self.reuse.hot = reused
+        self.phase = Phase.EVALUATING
+        self.started = self.last_used = monotonic()
+        self.patience_ends = self.started + PATIENCE_S
+        if hot is not None:
+            self._go_on_from(hot)
+
+    def _go_on_from(self, hot: Sequence) -> None:
+        """Take over what is known about the state that it begins with."""
+        self.holds_packed = hot.holds_packed
+        self.shapes = hot.shapes.until(self.computed)
+        self.is_beside = hot.is_beside
+        begins = hot.approximate_from
+        if begins is not None and begins < self.computed:
+            self.rests_on_moved(begins)
+        known = hot.cursor
+        if known.position <= self.computed and self.lineage.sees(known.chunk.lineage):
+            self.cursor = replace(known, lineage=self.lineage)
+
+    def wait_for(self, loads: Iterable[Load], from_disk: frozenset[bytes]) -> None:
+        """Stored state is on its way, in this order; `from_disk` are the keys of what was not in RAM."""
+        self.loads.extend(loads)
+        self.from_disk = from_disk
+        self.phase = Phase.LOADING
+
+    def loaded(self, load: Load) -> None:
+        """A chunk's state is in the engine."""
+        chunk, tokens = load.chunk, load.end - self.computed
+        is_packed = chunk.lineage.bits != EXACT_BITS
+        self.holds(load.end, chunk.made.steps & ~Made.REPRODUCIBLE if is_packed else chunk.made.steps)
+        self.patience_ends = monotonic() + PATIENCE_S
+        self.holds_packed |= is_packed
+        if self.cursor.position < load.end:
+            if not self.lineage.sees(chunk.lineage):
+                self.rests_on_moved(chunk.start)
+            here = Cursor(chunk, load.end - chunk.start, self.lineage)
+            self.cursor = place_at(here, load.end) if chunk.is_snapshot else here
+        if chunk.key in self.prompt.read_ahead or chunk.key in self.from_disk:
+            self.reuse.cold += tokens
+        else:
+            self.reuse.warm += tokens
+
+    def stop_loading(self) -> None:
+        """All that can be had is there."""
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.EVALUATING
+            self.reuse.load_seconds = monotonic() - self.started
+
+    def nothing_loaded(self) -> None:
+        """What was loaded is of no use without the rest."""
+        self.computed = self.reuse.hot = self.reuse.warm = self.reuse.cold = 0
+
+    # ── going on ──
+
+    def next_slice(self, budget: int) -> tuple[TokenArray, bool]:
+        """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
+        if self._largest_slice is not None:
+            budget = min(budget, self._largest_slice)
+        end = min(self.computed + budget, len(self.tokens))
+        if self.in_prompt:
+            end = self._prompt_slice_end(budget)
+        samples = self.phase is Phase.EVALUATING and end == len(self.tokens)
+        assert self.output is None or samples or self.in_prompt or self.phase is Phase.CLOSING
+        return self.tokens[self.computed : end], samples and self.output is not None and self.max_new > 0
+
+    def _prompt_slice_end(self, budget: int) -> int:
+        """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""
+        ahead = [border for border in self.prompt.borders if border > self.computed]
+        ahead += [piece.start for piece in islice(self.pieces, 1)]
+        remaining = min([*ahead, self._reusable]) - self.computed
+        if FAIR_SLICE <= budget < remaining < budget + FAIR_SLICE:
+            budget = (remaining + 1) // 2
+        return self.computed + min(budget, remaining)
 
     @property
-    def reserved(self) -> int:
-        """The most token cells it can come to use."""
-        return self.job.cells if self.job else len(self.tokens)
-
-    @property
-    def unsaved(self) -> int:
-        return self.computed - self.cursor.position
+    def _largest_slice(self) -> int | None:
+        return self.prompt.admitted.plan.prefill_slice if self.prompt.admitted else None
 
     def evaluated(self, count: int, wide_rows: int | None) -> None:
         """The next `count` tokens were computed in one step; from `wide_rows` on it is a wide one."""
@@ -225,25 +421,51 @@ class Sequence:
         self.shapes.computed(self.computed, end, made)
         self.computed = end
 
-    def next_slice(self, budget: int) -> tuple[TokenArray, bool]:
-        """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
-        if self._largest_slice is not None:
-            budget = min(budget, self._largest_slice)
-        end = min(self.computed + budget, len(self.tokens))
-        if self.in_prompt:
-            end = self._prompt_slice_end(budget)
-        samples = self.phase is Phase.EVALUATING and end == len(self.tokens)
-        assert self.job is None or samples or self.in_prompt or self.phase is Phase.CLOSING
-        return self.tokens[self.computed : end], samples and self.job is not None and self.job.max_new > 0
+    def holds_only(self, length: int) -> None:
+        """What was computed and stored beyond that is not its own."""
+        self.computed = min(self.computed, length)
+        if self.cursor.position > length:
+            self.cursor = place_at(self.cursor, length)
 
-    def _prompt_slice_end(self, budget: int) -> int:
-        """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""
-        ahead = [border for border in self.borders if border > self.computed]
-        ahead += [piece.start for piece in islice(self.pieces, 1)]
-        remaining = min([*ahead, self._reusable]) - self.computed
-        if FAIR_SLICE <= budget < remaining < budget + FAIR_SLICE:
-            budget = (remaining + 1) // 2
-        return self.computed + min(budget, remaining)
+    def go_on_alone(self, kept: int) -> None:
+        """A step with others has failed, and only the state of the first `kept` tokens is still there."""
+        self._apart_until = self.computed + 1
+        self.holds_only(kept)
+        if self.sampled_count:
+            # Whatever has to be evaluated again comes before the next sample.
+            self._reusable = len(self.tokens) - 1
+
+    def reach_first_token(self) -> bool:
+        """False when it was reached before."""
+        if self.first_token_at is not None:
+            return False
+        self.first_token_at = monotonic()
+        return True
+
+    def add_sampled(self, token: int) -> None:
+        self.tokens.extend((token,))
+        self.answer_end = len(self.tokens)
+
+    def drop_sampled(self, kept: int) -> int:
+        """Only the first `kept` sampled tokens are part of the answer (a stop string follows them); returns how
+        many tokens there are then."""
+        length = self.prompt_length + kept
+        self.tokens.cut(length)
+        self.answer_end = len(self.tokens)
+        return length
+
+    def computed_only(self, length: int) -> None:
+        """It has no more tokens than that."""
+        self.tokens.cut(length)
+        self.computed = length
+
+    def wait_for_room(self) -> None:
+        self.phase = Phase.FULL
+
+    def go_on(self) -> None:
+        self.phase = Phase.EVALUATING
+
+    # ── state from other places ──
 
     def blend_end(self, room: int, rows: int, cost: float) -> int:
         """Where a slice of at most `rows` tokens ends that costs no more than evaluating `room` of them.
@@ -267,10 +489,10 @@ class Sequence:
         self.rests_on_moved(self.computed)
         while self.pieces and self.pieces[0].start < end:
             piece = self.pieces.popleft()
-            self.moved_tokens += min(piece.end, end) - piece.start
+            self.reuse.moved += min(piece.end, end) - piece.start
             if piece.end > end:
                 self.pieces.appendleft(piece.part(end, piece.end))
-        self.repaired_tokens += repaired
+        self.reuse.repaired += repaired
         self.holds(end, Made.NARROW)
 
     def rests_on_moved(self, start: int) -> None:
@@ -279,48 +501,70 @@ class Sequence:
             self.approximate_from = start
         self.cursor = replace(self.cursor, lineage=self.lineage)
 
-    # ── cutting ──
+    # ── context shift ──
 
-    def was_cut(self, cut: Cut, reached: int) -> None:
-        """Its state was that of the cut's source up to `reached`, and is now that of its own tokens."""
-        assert cut.lineage is not None
-        self._lineage = cut.lineage
-        self.holds_only(cut.start)
-        self.holds(cut.length(reached), Made.NARROW)
-        self.rests_on_moved(cut.start)
-        self.cuts += 1
-        self.inserted_tokens += len(cut.insert)
+    def spliced(self, splice: Splice, reached: int) -> None:
+        """Its state was that of the splice's source up to `reached`, and is now that of its own tokens."""
+        self.holds_only(splice.start)
+        self.holds(splice.length(reached), Made.NARROW)
+        self.rests_on_moved(splice.start)
+        self.splices += 1
+        self.inserted_tokens += len(splice.insert)
 
-    def holds_only(self, length: int) -> None:
-        """What was computed and stored beyond that is not its own."""
-        self.computed = min(self.computed, length)
-        if self.cursor.position > length:
-            self.cursor = place_at(self.cursor, length)
-
-    def reused_only(self, length: int, moved: int = 0) -> None:
-        """Of what was loaded, only the first tokens were of use, and `moved` that were moved up."""
-        self.hot_tokens = min(self.hot_tokens, length)
-        self.warm_tokens = min(self.warm_tokens, length - self.hot_tokens)
-        self.cold_tokens = min(self.cold_tokens, length - self.hot_tokens - self.warm_tokens)
-        self.moved_tokens = moved
-
-    def becomes(self, cut: Cut) -> None:
+    def shorten(self, prompt: Prompt) -> None:
         """Its prompt becomes the shorter one; what was sampled stays, and what is told of its beginning."""
+        assert prompt.splice is not None
+        splice = prompt.splice
         self._found = self.lookup_record()
-        before, followed = self.tokens[: cut.start], self.tokens[cut.end :]
-        self.tokens = TokenBuffer(np.concatenate([before, cut.insert, followed]), room=512)
-        self.prompt_length -= cut.saved
-        self.answer_end -= cut.saved
+        before, followed = self.tokens[: splice.start], self.tokens[splice.end :]
+        self.tokens = TokenBuffer(np.concatenate([before, splice.insert, followed]), room=512)
+        self.prompt = prompt
+        self._lineage = prompt.lineage
+        self.prompt_length -= splice.saved
+        self.answer_end -= splice.saved
         # Whatever has to be evaluated again comes before the next sample.
         self._reusable = len(self.tokens) - 1
 
-    def add_sampled(self, token: int) -> None:
-        self.tokens.extend((token,))
-        self.answer_end = len(self.tokens)
+    # ── ending ──
+
+    def close(self, closing: Iterable[int]) -> None:
+        """It is answered: from here on nobody waits for it, and the turn's last tokens are evaluated."""
+        self.output = None
+        self.phase = Phase.CLOSING
+        self.tokens.extend(closing)
+
+    def rest(self, entry: Entry | None = None) -> None:
+        """Its state stays in the engine for the request that continues it, which may be the next turn of
+        `entry`."""
+        self.output = None
+        self.phase = Phase.IDLE
+        self.tokens.cut(self.computed)
+        self.last_used = monotonic()
+        if entry is not None:
+            self.entry, self.turn = entry.id, entry.turns
+
+    def ending(self, reason: EndReason) -> Ending:
+        """How it went, now that it is over."""
+        now = monotonic()
+        first = self.first_token_at or now
+        lookup = self.lookup_record()
+        return Ending(
+            reason=reason,
+            prompt_tokens=lookup.prompt_tokens,
+            sampled_tokens=self.sampled_count,
+            queue_ms=1e3 * (self.started - self.submitted),
+            prompt_ms=1e3 * (first - self.started),
+            ttft_ms=1e3 * (first - self.submitted),
+            decode_ms=1e3 * (now - first),
+            lookup=lookup,
+        )
+
+    # ── for the store ──
 
     def made(self, start: int, end: int) -> Made:
         """How the positions [start, end) came about."""
-        return self.shapes.within(start, end) | (Made.GIVEN if self.given else Made.UNKNOWN)
+        is_given = self.prompt.tokenized.is_given
+        return self.shapes.within(start, end) | (Made.GIVEN if is_given else Made.UNKNOWN)
 
     def sampled_spans(self, start: int, end: int) -> tuple[Span, ...]:
         """Which of the positions [start, end) were sampled here, relative to `start`."""
@@ -328,48 +572,83 @@ class Sequence:
         return ((begin - start, finish - start),) if begin < finish else ()
 
     def lookup_record(self) -> LookupRecord:
-        if self._found is not None:
-            is_approximate = self.approximate_from is not None or self.holds_packed
-            return replace(self._found, cut_ms=1e3 * self.cut_seconds, is_approximate=is_approximate)
-        reused = self.hot_tokens + self.warm_tokens + self.cold_tokens
-        reused_all = reused + self.moved_tokens >= self._reusable
         is_approximate = self.approximate_from is not None or self.holds_packed
+        splice_ms = 1e3 * self.reuse.splice_seconds
+        if self._found is not None:
+            return replace(self._found, cut_ms=splice_ms, is_approximate=is_approximate)
+        reuse, reused = self.reuse, self.reuse.in_place
+        reused_all = reused + reuse.moved >= self._reusable
         return LookupRecord(
             prompt_tokens=self.prompt_length,
-            hot_tokens=self.hot_tokens,
-            warm_tokens=self.warm_tokens,
-            cold_tokens=self.cold_tokens,
-            moved_tokens=self.moved_tokens,
-            repaired_tokens=self.repaired_tokens,
+            hot_tokens=reuse.hot,
+            warm_tokens=reuse.warm,
+            cold_tokens=reuse.cold,
+            moved_tokens=reuse.moved,
+            repaired_tokens=reuse.repaired,
             wide_tokens=self.shapes.wide(reused),
             reproducible_tokens=0 if is_approximate else self.shapes.reproducible(reused),
             is_approximate=is_approximate,
-            load_ms=1e3 * self.load_seconds,
-            cut_ms=1e3 * self.cut_seconds,
-            reason=MissReason.NONE if reused_all else self.reason,
-            divergence=None if reused_all else self.divergence,
+            load_ms=1e3 * reuse.load_seconds,
+            cut_ms=splice_ms,
+            reason=MissReason.NONE if reused_all else reuse.reason,
+            divergence=None if reused_all else reuse.divergence,
         )
 
-    def ending(self, reason: EndReason) -> Ending:
-        """How its job went, now that it is over."""
-        job, now = self.job, monotonic()
-        assert job is not None
-        first = self.first_token_at or now
-        lookup = self.lookup_record()
-        return Ending(
-            reason=reason,
-            prompt_tokens=lookup.prompt_tokens,
-            sampled_tokens=self.sampled_count,
-            queue_ms=1e3 * (self.started - job.submitted),
-            prompt_ms=1e3 * (first - self.started),
-            ttft_ms=1e3 * (first - job.submitted),
-            decode_ms=1e3 * (now - first),
-            lookup=lookup,
-        )
 
-    def rest(self) -> None:
-        """The job is over; the state stays in the engine for whoever continues it."""
-        self.job = None
-        self.phase = Phase.IDLE
-        self.tokens.cut(self.computed)
-        self.last_used = monotonic()
+_Run = tuple[int, Made]
+"""Up to where, and how."""
+
+
+class Shapes:
+    """In what steps the positions from 0 on were computed: an engine rounds differently in those of few rows and
+    those of many. What nobody told is taken to be narrow."""
+
+    def __init__(self, runs: Iterable[_Run] = ()) -> None:
+        self._runs = list(runs)
+
+    def computed(self, start: int, end: int, made: Made) -> None:
+        """The positions [start, end) were; nothing is known beyond them any more."""
+        if not self._runs or self._runs[-1][0] != start:
+            self._runs = self.until(start)._runs
+        if end > start:
+            self._append(end, made)
+
+    def until(self, end: int) -> Shapes:
+        """A copy for the first `end` positions."""
+        first = Shapes()
+        for begin, stop, made in self._spans(end):
+            if begin < end:
+                first._append(min(stop, end), made)
+        return first
+
+    def within(self, start: int, end: int) -> Made:
+        """Of the positions [start, end): all kinds of steps, and whether all up to `end` are reproducible."""
+        found = Made.UNKNOWN
+        for begin, stop, made in self._spans(end):
+            if max(begin, start) < min(stop, end):
+                found |= made
+        return found if self.reproducible(end) >= end else found & ~Made.REPRODUCIBLE
+
+    def wide(self, end: int) -> int:
+        """How many of the first `end` positions are known to be of wide steps."""
+        spans = self._spans(end)
+        return sum(max(min(stop, end) - begin, 0) for begin, stop, made in spans if not made & Made.NARROW)
+
+    def reproducible(self, end: int) -> int:
+        """How many of the first `end` positions, without a gap, are."""
+        gaps = (begin for begin, _, made in self._spans(end) if not made & Made.REPRODUCIBLE)
+        return min(next(gaps, end), end)
+
+    def _append(self, end: int, made: Made) -> None:
+        if self._runs and self._runs[-1][1] == made:
+            self._runs.pop()
+        self._runs.append((end, made))
+
+    def _spans(self, end: int) -> Iterator[tuple[int, int, Made]]:
+        """Reaching at least to `end`."""
+        begin = 0
+        for stop, made in self._runs:
+            yield begin, stop, made
+            begin = stop
+        if begin < end:
+            yield begin, end, Made.NARROW

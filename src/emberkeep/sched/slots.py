@@ -6,16 +6,16 @@ holds is in the store as well, so that giving its slot away costs a reload and n
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass
 from time import monotonic
 
 from emberkeep.engine.base import Engine
 from emberkeep.kv.entries import EntryId
-from emberkeep.kv.tree import TokenArray, common_prefix
-from emberkeep.sched.cleanup import insist
-from emberkeep.sched.job import Notes
+from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import Lineage
 
 
@@ -30,8 +30,10 @@ class HotMatch:
 class Slots:
     """Belongs to the engine's thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tracked: int) -> None:
+        """`tracked`: conversations whose slot is remembered."""
         self._engine = engine
+        self._affinity = Affinity(engine.capabilities.max_sequences, tracked)
         self._whole_only = engine.capabilities.kv_unit.has_snapshots
         self._by_slot: dict[int, Sequence] = {}
         self.stuck: set[int] = set()
@@ -67,6 +69,12 @@ class Slots:
                 if length > max(best.tokens, sequence.computed):
                     best = HotMatch(sequence, length)
         return best
+
+    def preferred(self, sequence: Sequence) -> int:
+        """The slot that its conversation would like: what the client asked for, the one it had, or at first the
+        one with the fewest others."""
+        lineage, key = sequence.lineage, sequence.prompt.keys.affinity
+        return self._affinity.slot_for(lineage, key, sequence.request.slot)
 
     def claim(self, avoid: Sequence | None = None, prefer: int = 0) -> int | None:
         """A free slot, taken from the least valuable idle sequence (not `avoid`) if it must be."""
@@ -119,9 +127,10 @@ class Slots:
             if sequence.lineage.owner not in owners:
                 continue
             if sequence.is_active:
-                sequence.is_kept, sequence.notes = False, Notes()
+                sequence.forget()
             else:
                 self.drop(sequence)
+        self._affinity.forget(owners)
 
     def free_cells(self, avoid: Sequence | None = None) -> bool:
         """Give up one idle sequence; False when there is none left."""
@@ -135,3 +144,31 @@ class Slots:
         now = monotonic()
         idle = [s for s in self.idle if s is not avoid]
         return min(idle, key=lambda s: s.computed / (now - s.last_used + 1), default=None)
+
+
+class Affinity:
+    """The `limit` conversations used last. Belongs to the engine's thread."""
+
+    def __init__(self, slots: int, limit: int) -> None:
+        self._slots = slots
+        self._limit = limit
+        self._pinned: OrderedDict[tuple[Lineage, str], int] = OrderedDict()
+
+    def slot_for(self, lineage: Lineage, key: str, wanted: int | None = None) -> int:
+        """`wanted`: what the client asked for, if it exists."""
+        conversation = lineage, key
+        slot = self._pinned.get(conversation)
+        if wanted is not None and 0 <= wanted < self._slots:
+            slot = wanted
+        if slot is None:
+            load = Counter(self._pinned.values())
+            slot = min(range(self._slots), key=lambda candidate: load[candidate])
+        self._pinned[conversation] = slot
+        self._pinned.move_to_end(conversation)
+        if len(self._pinned) > self._limit:
+            self._pinned.popitem(last=False)
+        return slot
+
+    def forget(self, owners: Container[str]) -> None:
+        for conversation in [c for c in self._pinned if c[0].owner in owners]:
+            del self._pinned[conversation]

@@ -140,12 +140,12 @@ class Sessions:
             return Recall.OFF
         return self.policy.recall if request.recall is None else request.recall
 
-    def view(self, request: Request, *, is_rehearsal: bool = False) -> View:
+    def view(self, request: Request, *, is_dry_run: bool = False) -> View:
         """The conversation as its last turn left it. What could not be written then is tried again, but not in a
-        rehearsal."""
+        dry run."""
         history = read_history(request.messages, request.conversation_id)
         owner = _owner(request)
-        as_of = self._began(owner, history.keys, is_rehearsal=is_rehearsal)
+        as_of = self._began(owner, history.keys, is_dry_run=is_dry_run)
         with self._lock:
             places = [(owner, key, kind) for key in history.keys for kind in NoteKind] if self._unwritten else []
             waiting = [self._unwritten[place] for place in places if place in self._unwritten]
@@ -157,7 +157,7 @@ class Sessions:
             except MemoryFailed as error:
                 log.warning("what left a conversation earlier is not known: %s", error)
         view = replace(read_view(history, notes), as_of=as_of)
-        if not is_rehearsal:
+        if not is_dry_run:
             self._write_again(owner, view, waiting)
         if history.keys and (owner, history.keys[-1]) not in self._told:
             view = view.unanswered()
@@ -204,7 +204,7 @@ class Sessions:
         """
         if self._memory is None:
             return
-        view = self.view(request, is_rehearsal=True)
+        view = self.view(request, is_dry_run=True)
         history = view.history
         where = {index: i for i, index in enumerate(history.spoken)}
         spoken = {where[place] for place in places if place in where}
@@ -281,7 +281,7 @@ class Sessions:
         to the same words, and the world may have changed since."""
         keys = read_history(request.messages, request.conversation_id).keys
         place = _owner(request), keys[-1] if keys else b""
-        self._began(_owner(request), keys, is_rehearsal=False)
+        self._began(_owner(request), keys, is_dry_run=False)
         with self._lock:
             self._answering[place] += 1
         try:
@@ -332,7 +332,7 @@ class Sessions:
 
     # ── writing ──
 
-    def _began(self, owner: str, keys: Sequence[bytes], *, is_rehearsal: bool) -> int:
+    def _began(self, owner: str, keys: Sequence[bytes], *, is_dry_run: bool) -> int:
         """What the last forgetting was when the answer at this place began, which may be now."""
         place = owner, keys[-1] if keys else b""
         with self._lock:
@@ -342,7 +342,7 @@ class Sessions:
             with suppress(MemoryFailed):
                 self._last_forgetting = self._memory.last_forgetting()
         as_of = self._last_forgetting
-        if not is_rehearsal:
+        if not is_dry_run:
             with self._lock:
                 self._begun[place] = as_of
                 self._begun.move_to_end(place)

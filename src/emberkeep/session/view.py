@@ -76,6 +76,10 @@ class View:
             said = put.said
         return tuple(shown)
 
+    def without(self, turns: Iterable[frozenset[int]]) -> View:
+        """Without these of `leaving`, of which nothing is said."""
+        return replace(self, gone=Gone(self.gone.spoken.union(*turns)))
+
     def unanswered(self) -> View:
         """Without what was asked and told after its last message."""
         place = len(self.history.spoken) - 1
@@ -105,6 +109,12 @@ class View:
         shown = [self.history.messages[self.history.spoken[place]], *put.after]
         calls = sum(len(call.name) + len(call.arguments) for message in shown for call in message.tool_calls)
         return len(put.before) + sum(len(message.content) for message in shown) + calls
+
+    @property
+    def recalled(self) -> int:
+        """How many archived turns stand before its last message."""
+        put = self.inserted.get(len(self.history.spoken) - 1)
+        return len(put.turns) if put else 0
 
     @property
     def quoted(self) -> frozenset[int]:

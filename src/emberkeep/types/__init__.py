@@ -19,6 +19,7 @@ from emberkeep.types.asking import (
     Ttl,
 )
 from emberkeep.types.cost import (
+    Admitted,
     Divergence,
     Eviction,
     Fit,
@@ -48,6 +49,7 @@ from emberkeep.types.keeping import (
     EntryKind,
     EntryText,
     Explanation,
+    Label,
     Removed,
     Verified,
     Warmed,
@@ -96,6 +98,7 @@ __all__ = [
     "EXACT_BITS",
     "HOPS_HEADER",
     "SHARED",
+    "Admitted",
     "Approximation",
     "AttentionTier",
     "CacheEntry",
@@ -120,6 +123,7 @@ __all__ = [
     "Image",
     "Json",
     "JsonFormat",
+    "Label",
     "LayerExperts",
     "Lineage",
     "LookupRecord",

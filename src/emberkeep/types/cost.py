@@ -50,6 +50,18 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    plan: Plan
+    prompt_tokens: int
+    max_new: int
+    """How long the answer may become: as long as asked for, or as memory lasts."""
+    predicted: int
+    """The peak of the device's memory, in bytes."""
+    beyond: int
+    """The part of it that is not always there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Eviction:
     """What left the context for the sake of one request, and how long that took."""
 

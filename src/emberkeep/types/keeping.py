@@ -16,6 +16,23 @@ class EntryKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Label:
+    """What a request calls the state that it leaves behind."""
+
+    kind: EntryKind
+    key: str
+    """Requests with equal keys (in one lineage) belong to one entry."""
+    head: str
+    """The first words, for people."""
+    ttl: Ttl | None = None
+    """None: as it was, or the usual one of its kind."""
+    name: str = ""
+    """The conversation id, if the client gave one."""
+    source: str = ""
+    """Hash of the stable segments before any template, by which other models' stores can be searched."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheEntry:
     """A conversation or a prefix in the store."""
 

@@ -17,7 +17,7 @@ from time import monotonic
 
 from emberkeep.backend.base import ModelCard, closable
 from emberkeep.backend.deadline import with_deadline
-from emberkeep.backend.places import Places
+from emberkeep.backend.permits import Permits
 from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.fitter import FittedChat, RemoteFitter
 from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions
@@ -92,16 +92,16 @@ class RemoteBackend:
         settings: RemoteSettings,
         *,
         tools: HostTools | None = None,
-        places: Places | None = None,
+        permits: Permits | None = None,
     ) -> None:
-        """`places`: for requests at a time; None: as many as there are."""
+        """`permits`: for requests at a time; None: as many as there are."""
         self.name = card.remote
         self.card = card
         self.memory = sessions.memory
         self._provider = provider
         self._sessions = sessions
         self._settings = settings
-        self._places = places
+        self._permits = permits
         self._server_tools = ServerTools(sessions, tools, settings.tool_rounds, settings.deadline_s)
         self._fitter = RemoteFitter(sessions)
         self._lost: LostMessages | None = None
@@ -115,7 +115,7 @@ class RemoteBackend:
         request = self._check(request)
         asks = self._server_tools.applies(request)
         answer = self._server_tools.run(request, self._answer) if asks else self._answer(request)
-        return _in_place(answer, self._places, request.user) if self._places else answer
+        return _with_permit(answer, self._permits, request.user) if self._permits else answer
 
     def _check(self, request: Request) -> Request:
         """Raises RequestError for what only a model that runs here can do."""
@@ -278,14 +278,14 @@ def _present(event: Event, format: ReasoningFormat | None) -> Event | None:
     return event
 
 
-async def _in_place(answer: AsyncIterator[Event], places: Places, user: str) -> AsyncIterator[Event]:
-    place = places.take(user)
+async def _with_permit(answer: AsyncIterator[Event], permits: Permits, user: str) -> AsyncIterator[Event]:
+    permit = permits.acquire(user)
     try:
         async with aclosing(closable(answer)) as events:
             async for event in events:
                 yield event
     finally:
-        place.leave()
+        permit.release()
 
 
 def _renumber(event: Event, index: int) -> Event:

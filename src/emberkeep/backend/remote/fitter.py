@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from emberkeep.errors import ContextExceeded
+from emberkeep.session.conversation import evict_until, plan_eviction
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Inserted, View
 from emberkeep.types import Eviction, Fit, Message, Request, Tool
@@ -79,11 +81,13 @@ class RemoteFitter:
         if now > limit - wanted:
             begin = perf_counter()
             target = self._policy.target(fixed)
-            groups = self._enough(view, now - target)
-            shorter = self._sessions.without(view, request, groups) if groups else view
-            while self._shown(request, shorter) > target and (more := shorter.leaving()):
-                groups.append(more[0])
-                shorter = self._sessions.without(view, request, groups)
+            first = plan_eviction(view, now - target, lambda turn: self._tokens_of(view, turn))
+            groups, shorter = evict_until(
+                lambda view: self._shown(request, view) <= target,
+                view,
+                first,
+                partial(self._sessions.without, view, request),
+            )
             if groups:
                 freed = max(now - self._shown(request, shorter), 0)
                 plan_ms = 1e3 * (perf_counter() - begin)
@@ -93,20 +97,10 @@ class RemoteFitter:
                 raise ContextExceeded(now, self._policy.context)
         room = self._policy.comfortable - self._shown(request, view)
         recalled = self._sessions.recalled(request, view, lambda text: self.tokens(_length(text)), room)
-        put = recalled.inserted.get(len(recalled.history.spoken) - 1)
-        return self._measure(
-            request, recalled.messages, Fit(evictions=evictions, recalled=len(put.turns) if put else 0)
-        )
+        return self._measure(request, recalled.messages, Fit(evictions=evictions, recalled=recalled.recalled))
 
-    def _enough(self, view: View, tokens: int) -> list[frozenset[int]]:
-        """The oldest that may leave, until about so many tokens have left."""
-        groups: list[frozenset[int]] = []
-        for group in view.leaving():
-            if tokens <= 0:
-                break
-            groups.append(group)
-            tokens -= self.tokens(sum(_size_at(view, place) for place in group))
-        return groups
+    def _tokens_of(self, view: View, turn: Iterable[int]) -> int:
+        return self.tokens(sum(_size_at(view, place) for place in turn))
 
     def _shown(self, request: Request, view: View) -> int:
         return self.tokens(_of_tools(request.tools) + sum(map(_size, view.messages)))

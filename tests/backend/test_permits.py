@@ -1,4 +1,4 @@
-"""How many requests are let in, and when their places are free again."""
+"""How many requests are let in, and when their permits are released."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.backend.places import Place, Places
+from emberkeep.backend.permits import Permit, Permits
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import InvalidField, Overloaded, RateLimited
@@ -67,7 +67,7 @@ async def test_without_a_queue_as_many_are_served_as_can_run(tmp_path: Path) -> 
         await answer(backend, request("one too many"))
 
 
-async def test_a_request_has_one_place_however_many_choices_it_wants(tmp_path: Path) -> None:
+async def test_a_request_has_one_permit_however_many_choices_it_wants(tmp_path: Path) -> None:
     async with served(tmp_path, FakeEngine(), parallel=1, queue=0) as backend:
         assert (await answer(backend, request("several", n=8))).usage.completion_tokens > 8
 
@@ -76,14 +76,14 @@ async def test_a_client_that_does_not_read_its_answer_keeps_nobody_out(tmp_path:
     async with served(tmp_path, FakeEngine(), parallel=1, queue=0) as backend:
         unread = backend.generate(request("unread"))
         await anext(unread)
-        while backend.loop.stats()["active"]:
+        while backend.scheduler.stats()["active"]:
             await asyncio.sleep(0.001)
         await answer(backend, request("another"))
         await unread.aclose()
         await answer(backend, request("a third"))
 
 
-async def test_a_request_that_is_refused_or_given_up_leaves_its_place(tmp_path: Path) -> None:
+async def test_a_request_that_is_refused_or_given_up_releases_its_permit(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with served(tmp_path, engine, parallel=1, queue=0) as backend:
         with pytest.raises(InvalidField):
@@ -132,27 +132,27 @@ async def test_the_limit_of_a_user_holds_on_a_full_server_too(tmp_path: Path) ->
     steps=st.lists(st.tuples(st.sampled_from(["take", "leave"]), st.integers(0, 9)), max_size=60),
     per_user=st.none() | st.integers(1, 4),
 )
-def test_a_place_is_refused_exactly_when_a_limit_is_reached(
+def test_a_permit_is_refused_exactly_when_a_limit_is_reached(
     steps: list[tuple[str, int]], per_user: int | None
 ) -> None:
-    places, held, left = Places(6, per_user), list[Place](), list[Place]()
+    permits, held, left = Permits(6, per_user), list[Permit](), list[Permit]()
     for what, number in steps:
         if what == "leave":
             # A second time is harmless.
             left += [held.pop(number % len(held))] if held else []
-            for place in left:
-                place.leave()
+            for permit in left:
+                permit.release()
             continue
         user = str(number % 3)
-        mine = Counter(place.user for place in held)[user]
+        mine = Counter(permit.user for permit in held)[user]
         if per_user is not None and mine >= per_user:
             with pytest.raises(RateLimited):
-                places.take(user, 1)
+                permits.acquire(user, 1)
         elif len(held) >= 6:
             with pytest.raises(Overloaded):
-                places.take(user, 1)
+                permits.acquire(user, 1)
         else:
-            held.append(places.take(user, 1))
-    for place in held:
-        place.choice_over()
-    assert not places._taken_by, "users who have left are remembered"
+            held.append(permits.acquire(user, 1))
+    for permit in held:
+        permit.choice_over()
+    assert not permits._held_by, "users who have left are remembered"

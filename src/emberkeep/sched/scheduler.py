@@ -1,7 +1,8 @@
-"""The step loop: plan, run, absorb. One thread owns the engine; everything else talks to it through a queue.
+"""The scheduler: each step schedules, executes, and processes outputs. One thread owns the engine; everything else
+talks to it through an inbox.
 
-Whatever goes wrong for one job, of whatever kind, ends that job: `_only` stands around everything that is done for
-one. What goes wrong outside of it ends the loop, and everybody hears of it at once.
+Whatever goes wrong for one sequence, of whatever kind, ends that sequence: `_only` stands around everything that
+is done for one. What goes wrong outside of it ends the scheduler, and every request hears of it at once.
 """
 
 from __future__ import annotations
@@ -16,27 +17,32 @@ from time import monotonic
 from types import TracebackType
 from typing import TypeVar
 
+from emberkeep.chat.prompt import Prompt
 from emberkeep.engine.base import Attention, Engine, ExpertTracking, KvUnit, Outcome, Rows
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded, StepFailed
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import TokenArray
-from emberkeep.sched.affinity import Affinity
-from emberkeep.sched.calibration import Calibration, PeakWatch
-from emberkeep.sched.cleanup import insist
-from emberkeep.sched.cutter import Cutter
-from emberkeep.sched.inbox import SHUTTING_DOWN, BetweenJobs, Call, Cancel, Command, Inbox, Stop, Wake
-from emberkeep.sched.job import EndReason, Job, Notes, Room
-from emberkeep.sched.keeper import Keeper
-from emberkeep.sched.loader import Loader
-from emberkeep.sched.mover import Mover
-from emberkeep.sched.plan import Planner
-from emberkeep.sched.queue import WaitingLine
-from emberkeep.sched.recent import RecentAnswers
-from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.admission import Calibration, PeakWatch
+from emberkeep.sched.engine_thread import (
+    SHUTTING_DOWN,
+    Call,
+    Cancel,
+    Command,
+    EngineThread,
+    Inbox,
+    Stop,
+    Wake,
+    WhenIdle,
+    insist,
+    promised,
+)
+from emberkeep.sched.prefix_cache import PrefixCache
+from emberkeep.sched.replay import RecentAnswers, StoredText
+from emberkeep.sched.schedule import Planner, WaitingQueue
+from emberkeep.sched.sequence import EndReason, Output, Phase, Sequence
 from emberkeep.sched.slots import Slots
-from emberkeep.sched.thread import EngineThread, promised
-from emberkeep.types import Json, Lineage, Progress
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import Json, Lineage, Progress, Vocab
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -53,21 +59,23 @@ class _NoRoom(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class LoopSettings:
+class SchedulerSettings:
     parallel: int
-    """Jobs in the engine at once."""
+    """Sequences in the engine at once."""
     prefill_slice: int
     """Prompt tokens per step while nothing else runs."""
     tracked: int = 16
     """Conversations whose slot is remembered."""
     warm_after: int = 2
     """Turns of its conversation after which a branch that was left alone leaves the engine."""
+    drain_s: float = 0.0
+    """How long running sequences may take to finish when it is closed."""
     memory: int | None = None
-    """Bytes that jobs in the engine may come to need together; None: as many as they like."""
+    """Bytes that sequences in the engine may come to need together; None: as many as they like."""
 
 
 @dataclass(slots=True)
-class LoopCounters:
+class SchedulerCounters:
     jobs: int = 0
     cancelled: int = 0
     failed: int = 0
@@ -89,7 +97,7 @@ class LoopCounters:
 
 
 class _Only:
-    """See `EngineLoop._only`. A class: it is entered for every token, and a generator takes 2.4 times as long."""
+    """See `Scheduler._only`. A class: it is entered for every token, and a generator takes 2.4 times as long."""
 
     __slots__ = ("_fail", "_sequence")
 
@@ -109,66 +117,62 @@ class _Only:
         return True
 
 
-class EngineLoop:
-    """`submit`, `cancel`, `call`, `between_jobs`, `stats` and `close` may be called from any thread."""
+class Scheduler:
+    """`submit`, `cancel`, `call`, `when_idle`, `stats` and `close` may be called from any thread."""
 
     def __init__(
         self,
         engine: Engine,
         store: KvStore,
-        settings: LoopSettings,
+        settings: SchedulerSettings,
         *,
         thread: EngineThread | None = None,
         after_step: Callable[[], None] = lambda: None,
-        calibration: Calibration | None = None,
     ) -> None:
-        """`thread`: the one that opened the engine, where that matters; the loop ends it when it closes.
+        """`thread`: the one that opened the engine, where that matters; the scheduler ends it when it closes.
 
-        `after_step` is called on the engine's thread whenever consumers may have heard something new.
+        `after_step` is called on the engine's thread whenever outputs may have heard something new.
         """
-        self._after_step = after_step
+        self.after_step = after_step
         self._engine = engine
-        self._store = store
+        self.store = store
         store.follow(engine.fingerprint)
         self._settings = settings
         self._inbox = Inbox()
-        self._line = WaitingLine()
-        self._between: deque[BetweenJobs] = deque()
-        """No job is started while something is in here."""
-        self._slots = Slots(engine)
-        self._affinity = Affinity(engine.capabilities.max_sequences, settings.tracked)
+        self._waiting = WaitingQueue()
+        self._when_idle: deque[WhenIdle] = deque()
+        """No sequence is started while something is in here."""
+        self._slots = Slots(engine, settings.tracked)
         self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
-        self._keeper = Keeper(engine, store)
-        self._mover = Mover(engine, store, self._slots, self._keeper, self._wake)
-        self._cutter = Cutter(engine, store, self._slots)
-        self._loader = Loader(engine, store, self._slots, self._affinity, self._mover, self._cutter, self._wake)
-        self._watch = PeakWatch(engine, calibration or Calibration(), self._bytes_of_others)
-        self._place_freed = False
-        """Something ended since waiting jobs were last looked at."""
+        self._cache = PrefixCache(engine, store, self._slots, self._wake)
+        self.calibration = Calibration()
+        self._watch = PeakWatch(engine, self.calibration, self._bytes_of_others)
+        self._slot_freed = False
+        """Something ended since waiting sequences were last looked at."""
         self._failed_with = ""
         """What has ended the loop, if anything did."""
-        self.counters = LoopCounters()
+        self.counters = SchedulerCounters()
         self.recent = RecentAnswers(4 * settings.parallel)
         self._thread = thread or EngineThread()
         self._running = self._thread.submit(self._run)
 
     # ── from any thread ──
 
-    def submit(self, job: Job) -> None:
-        """Raises Overloaded once the loop is being closed, EngineError when it has failed."""
-        self._inbox.enter(job)
+    def submit(self, sequence: Sequence) -> None:
+        """Raises Overloaded once the scheduler is being closed, EngineError when it has failed."""
+        self._inbox.enter(sequence)
 
     def failure(self) -> EngineError | None:
-        """Why nothing will ever be answered again; None while all is well, and when the loop was closed."""
+        """Why nothing will ever be answered again; None while all is well, and when it was closed."""
         if not self._failed_with:
             return None
         return EngineError(
             f"The engine has failed ({self._failed_with}) and answers no more: start again; the log says why."
         )
 
-    def cancel(self, job: Job) -> None:
-        """Stop within one step. What was computed is kept; the consumer hears nothing more."""
-        self._inbox.put(Cancel(job))
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop within one step. What was computed is kept; the output hears nothing more."""
+        self._inbox.put(Cancel(sequence))
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread between two steps. Raises as `submit` does."""
@@ -176,48 +180,54 @@ class EngineLoop:
         self._inbox.enter(Call(run, future))
         return future
 
-    def make_room(self, job: Job, room: Room | None) -> None:
-        """Let a job go on that said it was full, or (None) end where it is."""
+    def make_room(self, sequence: Sequence, prompt: Prompt | None) -> None:
+        """Let a sequence whose context is full go on with a shorter prompt, or (None) end where it is."""
         with suppress(Overloaded, EngineError):  # then it has been ended already
-            self.call(lambda: self._go_on_with(job, room))
+            self.call(lambda: self._go_on_with(sequence, prompt))
 
-    def between_jobs(self, action: Callable[[], T]) -> Future[T]:
+    def when_idle(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread while the engine holds nothing.
 
-        Running jobs finish before it, new ones wait for it, and sequences at rest are dropped: the store has them
-        as well. What is computed after it may have another fingerprint: while it has, nothing of it is stored, and
-        nothing stored is used for it. An error of `action` ends the loop, since nobody knows what it left of the
-        engine. Raises as `submit` does; an action that still waits then fails with the same.
+        Running sequences finish before it, new ones wait for it, and idle ones are dropped: the store has them as
+        well. What is computed after it may have another fingerprint: while it has, nothing of it is stored, and
+        nothing stored is used for it. An error of `action` ends the scheduler, since it is not known what it left
+        of the engine. Raises as `submit` does; an action that still waits then fails with the same.
         """
         future, run = promised(action)
-        self._inbox.enter(BetweenJobs(run, future))
+        self._inbox.enter(WhenIdle(run, future))
         return future
 
-    def close(self, drain_seconds: float = 0.0) -> None:
-        """No new jobs; let running ones finish until the deadline, keep what they computed, free the engine."""
+    def stored_text(self, lineage: Lineage) -> StoredText:
+        """What is stored of a lineage, by other processes too, for a prompt that is still text. Reads the
+        index."""
+        self.store.refresh()
+        return StoredText(self.store, self.recent, self._engine.vocab, lineage)
+
+    def close(self) -> None:
+        """No new sequences; let running ones finish until the deadline, keep what they computed, free the
+        engine."""
         self._inbox.shut()
-        deadline = monotonic() + drain_seconds
+        deadline = monotonic() + self._settings.drain_s
         while not self._running.done() and monotonic() < deadline and self._is_busy():
             wait([self._running], timeout=0.02)
         self._inbox.put(Stop())
         self._thread.end()
 
     def forget(self, owners: Container[str]) -> Future[None]:
-        """Drop what rests in the engine for these, and what is remembered of their answers. Jobs that are here now
-        go on, and leave nothing behind."""
+        """Drop what is idle in the engine for these, and what is remembered of their answers. Sequences that are
+        here now go on, and leave nothing behind."""
 
         def drop() -> None:
-            for job in [*self._line, *(s.job for s in self._slots.active if s.job is not None)]:
-                if job.lineage.owner in owners:
-                    job.is_kept, job.notes = False, Notes()
+            for sequence in self._waiting:
+                if sequence.lineage.owner in owners:
+                    sequence.forget()
             self._slots.forget(owners)
-            self._affinity.forget(owners)
             self.recent.forget(owners)
 
         return self.call(drop)
 
-    def drop_resting(self, entries: Iterable[EntryId]) -> Future[None]:
-        """Drop what rests in the engine for these: the store has it as well."""
+    def drop_idle(self, entries: Iterable[EntryId]) -> Future[None]:
+        """Drop what is idle in the engine for these: the store has it as well."""
         listed = set(entries)
 
         def drop() -> None:
@@ -232,16 +242,24 @@ class EngineLoop:
         return self.call(lambda: self._slots.computed_match(lineage, tokens).tokens)
 
     @property
+    def vocab(self) -> Vocab:
+        return self._engine.vocab
+
+    @property
+    def context(self) -> int:
+        return self._engine.capabilities.context
+
+    @property
     def kv_unit(self) -> KvUnit:
         return self._engine.capabilities.kv_unit
 
-    def resting(self) -> dict[EntryId, int]:
+    def idle_entries(self) -> dict[EntryId, int]:
         """Entries whose latest state is in the engine, with its length."""
         return {s.entry: s.computed for s in self._slots.idle if s.entry is not None}
 
     @property
     def attention(self) -> Attention | None:
-        """The engine's: switch it only by `between_jobs`."""
+        """The engine's: switch it only by `when_idle`."""
         return self._engine.attention
 
     def engine_stats(self) -> dict[str, Json]:
@@ -249,20 +267,20 @@ class EngineLoop:
 
     @property
     def experts(self) -> ExpertTracking | None:
-        """The engine's: switch them only by `between_jobs`, reset them only by `call`."""
+        """The engine's: switch them only by `when_idle`, reset them only by `call`."""
         return self._engine.experts
 
     def stats(self) -> dict[str, object]:
         active = self._slots.active
         return {
             "active": len(active),
-            "waiting": len(self._line),
+            "waiting": len(self._waiting),
             "idle_sequences": len(self._slots.idle),
             "resident_tokens": sum(s.computed for s in [*active, *self._slots.idle]),
             **asdict(self.counters),
         }
 
-    # ── the loop ──
+    # ── the steps ──
 
     def _wake(self) -> None:
         self._inbox.put(Wake())
@@ -270,7 +288,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_commands(wait=not self._has_work()):
-                self._act_between_jobs()
+                self._act_when_idle()
                 self._admit()
                 self._flush()
                 self._step()
@@ -281,16 +299,16 @@ class EngineLoop:
             log.critical("the engine's thread failed", exc_info=error)
         finally:
             insist(self._end_everything, "ending all requests")
-            insist(self._after_step, "telling what has ended")
+            insist(self.after_step, "telling what has ended")
             insist(self._engine.close, "closing the engine")
 
     def _step(self) -> None:
-        batch = self._plan()
-        if batch and self._evaluate(batch):
-            self._absorb(batch)
+        batch = self._schedule()
+        if batch and self._execute(batch):
+            self._process_outputs(batch)
         self._blend()
 
-    def _plan(self) -> list[tuple[Sequence, Rows]]:
+    def _schedule(self) -> list[tuple[Sequence, Rows]]:
         try:
             return self._planner.plan(self._slots.active)
         except Exception:
@@ -301,12 +319,13 @@ class EngineLoop:
         return self._planner.plan(self._slots.active)
 
     def _flush(self) -> None:
-        """Let consumers hear what is new. It concerns all of them: it is tried twice before it ends the loop."""
+        """Let outputs hear what is new. It concerns all of them: it is tried twice before it ends the
+        scheduler."""
         try:
-            self._after_step()
+            self.after_step()
         except Exception:
             log.exception("what is new could not be told")
-            self._after_step()
+            self.after_step()
 
     def _check_slots(self) -> None:
         if self._slots.stuck:
@@ -320,27 +339,28 @@ class EngineLoop:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """The state of something that failed is unknown: nothing of it is kept or shared. Never raises."""
-        job, sequence.job = sequence.job, None
-        self._loader.let_go(sequence)
+        output, sequence.output = sequence.output, None
+        self._cache.release(sequence)
         self._slots.drop(sequence)
-        sequence.rest()  # jobs may be waiting for what it was about to compute
-        self._place_freed = True
-        if job is None:
+        sequence.rest()  # others may be waiting for what it was about to compute
+        self._slot_freed = True
+        if output is None:
             log.warning("the state of a request that is over is not kept: %r", error)
         else:
             self.counters.failed += 1
-            self._tell(job, error)
+            self._tell(output, error)
 
-    def _refuse(self, job: Job, error: Exception) -> None:
-        """Nothing of the job is in the engine."""
-        self._line.remove(job)
+    def _refuse(self, sequence: Sequence, error: Exception) -> None:
+        """Nothing of it is in the engine."""
+        self._waiting.remove(sequence)
         self.counters.failed += 1
-        self._tell(job, error)
+        self._tell(sequence.output, error)
 
-    def _tell(self, job: Job, error: Exception) -> None:
+    def _tell(self, output: Output | None, error: Exception) -> None:
         """Never raises."""
         told = _explained(error)
-        insist(lambda: job.consumer.failed(told), "telling that a request failed")
+        if output is not None:
+            insist(lambda: output.failed(told), "telling that a request failed")
 
     def _blend(self) -> None:
         """One slice of one sequence into which state is moved; the others have had their step before it."""
@@ -352,18 +372,20 @@ class EngineLoop:
             self._blend_slice(sequence)
 
     def _blend_slice(self, sequence: Sequence) -> None:
-        before, moved = sequence.computed, sequence.moved_tokens
-        blended = self._mover.run(sequence, self._planner.blend_room(self._slots.active))
+        before, moved = sequence.computed, sequence.reuse.moved
+        if sequence.approximate_from is None:
+            self._cache.commit_fork(sequence, before)
+        blended = self._cache.blend.run(sequence, self._planner.blend_room(self._slots.active))
         if blended is not None:
             self.counters.steps += 1
-            outside = sequence.computed - before - (sequence.moved_tokens - moved)
+            outside = sequence.computed - before - (sequence.reuse.moved - moved)
             self.counters.evaluated_tokens += outside + blended.repaired
             self.counters.blended_tokens += sequence.computed - before
             self.counters.blended_token_layers += blended.token_layers
-            self._keeper.keep_full_chunks(sequence)
+            self._cache.commit(sequence)
             self._go_on(sequence)
 
-    def _evaluate(self, batch: list[tuple[Sequence, Rows]]) -> bool:
+    def _execute(self, batch: list[tuple[Sequence, Rows]]) -> bool:
         begin = monotonic()
         try:
             while batch and self._engine.evaluate([rows for _, rows in batch]) is Outcome.NO_ROOM:
@@ -392,20 +414,20 @@ class EngineLoop:
         is_known = isinstance(error, _NoRoom) or (isinstance(error, EngineError) and can_go_back)
         for sequence in together:
             with self._only(sequence):
-                if sequence.job is None:
+                if sequence.output is None:
                     raise error
                 kept = sequence.computed if is_known else 0
                 self._engine.trim(sequence.slot, kept)
-                sequence.goes_on_alone(kept)
+                sequence.go_on_alone(kept)
 
-    def _absorb(self, batch: list[tuple[Sequence, Rows]]) -> None:
+    def _process_outputs(self, batch: list[tuple[Sequence, Rows]]) -> None:
         for index, (sequence, rows) in enumerate(batch):
             with self._only(sequence):
                 sequence.evaluated(len(rows.tokens), self._engine.capabilities.wide_rows)
-                self._absorb_row(sequence, rows, index)
+                self._process_output(sequence, rows, index)
 
-    def _absorb_row(self, sequence: Sequence, rows: Rows, index: int) -> None:
-        self._keeper.keep_full_chunks(sequence)
+    def _process_output(self, sequence: Sequence, rows: Rows, index: int) -> None:
+        self._cache.commit(sequence)
         if rows.want_logits:
             self._sample(sequence, index)
         elif sequence.phase is Phase.CLOSING:
@@ -420,80 +442,74 @@ class EngineLoop:
             self._end(sequence, EndReason.LENGTH)
 
     def _sample(self, sequence: Sequence, index: int) -> None:
-        job = sequence.job
-        assert job is not None
-        token, logprob = job.sampler.sample(self._engine.logits(index), self._engine.vocab.pieces)
-        if sequence.first_token_at is None:
-            sequence.first_token_at = monotonic()
+        output = sequence.output
+        assert output is not None
+        token, logprob = sequence.sampler.sample(self._engine.logits(index), self._engine.vocab.pieces)
+        if sequence.reach_first_token():
             self._report_progress(sequence)
         if token in self._engine.vocab.eog:
             self._end(sequence, EndReason.END_OF_TURN)
             return
         sequence.add_sampled(token)
         self.counters.sampled_tokens += 1
-        if job.consumer.token(token, logprob):
-            self._forget_past(sequence, sequence.prompt_length + job.consumer.kept_tokens())
+        if output.token(token, logprob):
+            self._drop_sampled(sequence, output.kept_tokens())
             self._end(sequence, EndReason.STOPPED)
-        elif sequence.sampled_count >= job.max_new:
+        elif sequence.sampled_count >= sequence.max_new:
             self._full(sequence)
 
     # ── a full context ──
 
     def _full(self, sequence: Sequence) -> None:
         """The answer goes on when messages have left the context; it ends if none may."""
-        assert sequence.job is not None
-        if sequence.job.on_full():
-            sequence.phase = Phase.FULL
+        assert sequence.output is not None
+        if sequence.output.full():
+            sequence.wait_for_room()
         else:
             self._end(sequence, EndReason.LENGTH)
 
     def _set_aside(self, batch: list[tuple[Sequence, Rows]]) -> bool:
         """Take the longest answer whose context can be shortened out of a step for which there is no room."""
         for sequence, rows in sorted(batch, key=lambda row: -row[0].computed):
-            job = sequence.job
-            if job is None or not rows.want_logits or not sequence.sampled_count:
+            output = sequence.output
+            if output is None or not rows.want_logits or not sequence.sampled_count:
                 continue
             with self._only(sequence):
-                if not job.on_full():
+                if not output.full():
                     continue
-                sequence.phase = Phase.FULL
+                sequence.wait_for_room()
             # It waits for room now, or it failed.
             batch[:] = [row for row in batch if row[0] is not sequence]
             return True
         return False
 
-    def _go_on_with(self, job: Job, room: Room | None) -> None:
-        for sequence in self._slots.active:
-            if sequence.job is job and sequence.phase is Phase.FULL:
-                with self._only(sequence):
-                    self._shorten(sequence, room)
+    def _go_on_with(self, sequence: Sequence, prompt: Prompt | None) -> None:
+        if sequence.phase is Phase.FULL:
+            with self._only(sequence):
+                self._shorten(sequence, prompt)
 
-    def _shorten(self, sequence: Sequence, room: Room | None) -> None:
-        assert sequence.job is not None
-        sequence.phase = Phase.EVALUATING
-        if room is None:
+    def _shorten(self, sequence: Sequence, prompt: Prompt | None) -> None:
+        sequence.go_on()
+        if prompt is None:
             self._end(sequence, EndReason.LENGTH)
-            return
-        sequence.job.tokens, sequence.job.max_new = room.tokens, room.max_new
-        self._cutter.shorten(sequence, room.cut)
+        else:
+            self._cache.shift.shorten(sequence, prompt)
 
-    def _forget_past(self, sequence: Sequence, length: int) -> None:
+    def _drop_sampled(self, sequence: Sequence, kept: int) -> None:
         """Drop sampled tokens that are not part of the answer (a stop string), here and in the engine."""
-        sequence.tokens.cut(length)
-        sequence.answer_end = len(sequence.tokens)
+        length = sequence.drop_sampled(kept)
         if sequence.computed > length:
             if self._engine.capabilities.kv_unit.has_snapshots:
                 length = 0  # such state cannot go back: it is given up
-            sequence.tokens.cut(length)
             self._engine.trim(sequence.slot, length)
-            sequence.computed = length
+            sequence.computed_only(length)
 
     # ── beginnings ──
 
     def _has_work(self) -> bool:
         active = self._slots.active
-        can_act = bool(self._between) and not active
-        can_admit = self._place_freed and len(self._line) > 0
+        can_act = bool(self._when_idle) and not active
+        can_admit = self._slot_freed and len(self._waiting) > 0
         return can_act or can_admit or any(s.is_runnable for s in active)
 
     def _take_commands(self, *, wait: bool) -> bool:
@@ -509,92 +525,91 @@ class EngineLoop:
         return True
 
     def _obey(self, command: Command) -> None:
-        if isinstance(command, Job):
+        if isinstance(command, Sequence):
             self.counters.jobs += 1
-            self._line.add(command)
+            self._waiting.add(command)
         elif isinstance(command, Cancel):
-            self._cancel(command.job)
+            self._cancel(command.sequence)
         elif isinstance(command, Call):
             command.action()
-        elif isinstance(command, BetweenJobs):
-            self._between.append(command)
+        elif isinstance(command, WhenIdle):
+            self._when_idle.append(command)
 
-    def _act_between_jobs(self) -> None:
-        """Does nothing while a job is in the engine."""
-        while self._between and not self._slots.active:
+    def _act_when_idle(self) -> None:
+        """Does nothing while a sequence is being computed."""
+        while self._when_idle and not self._slots.active:
             for sequence in self._slots.idle:
                 self._slots.drop(sequence)
-            command = self._between.popleft()
+            command = self._when_idle.popleft()
             command.action()
-            self._store.follow(self._engine.fingerprint)
-            self._place_freed = True
+            self.store.follow(self._engine.fingerprint)
+            self._slot_freed = True
             if not command.future.cancelled() and (error := command.future.exception()):
                 raise error
 
     def _admit(self) -> None:
-        """Start waiting jobs in turn, passing over those for whom waiting saves work."""
-        self._place_freed = False
-        if self._between:
+        """Start waiting sequences in turn, passing over those for which waiting saves work."""
+        self._slot_freed = False
+        if self._when_idle:
             return
-        for job in self._line.in_turn(self._running_by_user()):
+        for sequence in self._waiting.in_turn(self._running_by_user()):
             busy = self._slots.active
-            taken = sum(s.reserved for s in busy)
-            if len(busy) >= self._settings.parallel or taken + job.cells > self._engine.capabilities.cells:
+            taken = sum(s.cells for s in busy)
+            if len(busy) >= self._settings.parallel or taken + sequence.cells > self._engine.capabilities.cells:
                 return
-            if self._lacks_memory(job, busy):
+            if self._lacks_memory(sequence, busy):
                 return
-            if self._line.still_waits(job):
+            if self._waiting.still_waits(sequence):
                 continue
             try:
-                has_place = self._start(job, alone=all(s.job is None for s in busy))
+                has_slot = self._start(sequence, alone=all(s.output is None for s in busy))
             except Exception as error:
-                self._refuse(job, error)
+                self._refuse(sequence, error)
                 continue
-            if not has_place:
+            if not has_slot:
                 return
 
-    def _start(self, job: Job, *, alone: bool) -> bool:
-        """Bring a job into the engine, unless waiting saves work; False when there is no place for it.
+    def _start(self, sequence: Sequence, *, alone: bool) -> bool:
+        """Bring a sequence into the engine, unless waiting saves work; False when there is no slot for it.
 
-        Raises whatever goes wrong, and then nothing of the job is in the engine.
+        Raises whatever goes wrong, and then nothing of it is in the engine.
         """
-        if coming := self._loader.worth_waiting_for(job):
-            self._line.wait_for(job, coming)
+        if coming := self._cache.worth_waiting_for(sequence):
+            self._waiting.wait_for(sequence, coming)
             return True
-        self._keep_before_fork(job)
-        sequence = self._loader.start(job)
-        if sequence is None:
+        self._commit_before_fork(sequence)
+        if not self._cache.acquire(sequence):
             return False
-        self._line.remove(job)
+        self._waiting.remove(sequence)
         with self._only(sequence):
-            self._watch.started(job, alone=alone)
+            self._watch.started(sequence, alone=alone)
             self._end_if_all_is_there(sequence)
         return True
 
-    def _lacks_memory(self, job: Job, busy: list[Sequence]) -> bool:
+    def _lacks_memory(self, sequence: Sequence, busy: list[Sequence]) -> bool:
         if self._settings.memory is None or not busy:
             return False  # alone it fits: that is what admission looked at
-        return sum(s.memory for s in busy) + job.memory > self._settings.memory
+        return sum(s.memory for s in busy) + sequence.memory > self._settings.memory
 
     def _bytes_of_others(self) -> int:
         """On a CPU the engine's memory is the process's, and the store's payloads are in it too."""
         footprint = self._engine.footprint
-        return self._store.held_bytes()[0] if footprint and footprint.device == "cpu" else 0
+        return self.store.held_bytes()[0] if footprint and footprint.device == "cpu" else 0
 
     def _running_by_user(self) -> Counter[str]:
-        return Counter(s.job.user for s in self._slots.active if s.job is not None)
+        return Counter(s.request.user for s in self._slots.active if s.output is not None)
 
-    def _keep_before_fork(self, job: Job) -> None:
-        hot = self._slots.computed_match(job.lineage, job.tokens[: job.reusable])
-        if job.use_cache and hot.sequence and hot.sequence.is_active:
+    def _commit_before_fork(self, newcomer: Sequence) -> None:
+        hot = self._slots.computed_match(newcomer.prompt.lineage, newcomer.wanted)
+        if hot.sequence and hot.sequence.is_active:
             with self._only(hot.sequence):
-                self._keeper.keep_fork(hot.sequence, hot.tokens)
+                self._cache.commit_fork(hot.sequence, hot.tokens)
 
     def _pump_loads(self) -> None:
         for sequence in self._slots.active:
             if sequence.phase is Phase.LOADING:
                 with self._only(sequence):
-                    self._loader.pump(sequence)
+                    self._cache.pump(sequence)
                     self._end_if_all_is_there(sequence)
 
     def _end_if_all_is_there(self, sequence: Sequence) -> None:
@@ -603,10 +618,10 @@ class EngineLoop:
             self._end(sequence, EndReason.LENGTH)
 
     def _report_progress(self, sequence: Sequence) -> None:
-        job = sequence.job
-        if job is None or not job.want_progress or sequence.sampled_count:
+        output = sequence.output
+        if output is None or not sequence.request.want_progress or sequence.sampled_count:
             return
-        job.consumer.progress(
+        output.progress(
             Progress(
                 total=sequence.prompt_length,
                 cached=sequence.lookup_record().cached_tokens,
@@ -619,18 +634,15 @@ class EngineLoop:
 
     def _end(self, sequence: Sequence, reason: EndReason) -> None:
         """Answer first; then the turn's closing tokens are evaluated off the critical path."""
-        job = sequence.job
-        assert job is not None
+        assert sequence.output is not None
         self._count(sequence)
-        answer = (sequence.prompt_length, sequence.answer_end)
-        if job.is_kept:
+        if sequence.is_kept:
+            answer = (sequence.prompt_length, sequence.answer_end)
             self.recent.add(sequence.lineage, sequence.tokens[:], answer)
-        job.consumer.ended(sequence.ending(reason))
-        sequence.job = None  # from here on nobody waits for it
-        self._watch.ended(job)
-        sequence.phase = Phase.CLOSING
-        if reason is not EndReason.STOPPED and job.max_new:
-            sequence.tokens.extend(job.closing)
+        sequence.output.ended(sequence.ending(reason))
+        is_whole = reason is not EndReason.STOPPED and sequence.max_new
+        sequence.close(sequence.prompt.closing if is_whole else ())
+        self._watch.ended(sequence)
         self._rest_if_closed(sequence)
 
     def _rest_if_closed(self, sequence: Sequence) -> None:
@@ -638,84 +650,82 @@ class EngineLoop:
             self._rest(sequence)
 
     def _rest(self, sequence: Sequence) -> None:
-        self._keeper.keep_all(sequence)
-        if entry := self._keeper.write_down(sequence):
+        entry = self._cache.commit_turn(sequence)
+        if entry is not None:
             self._slots.demote(entry.id, entry.turns - self._settings.warm_after)
-        sequence.rest()
+        sequence.rest(entry)
         if not sequence.computed or not sequence.is_kept:
             self._slots.drop(sequence)
-        self._place_freed = True
+        self._slot_freed = True
 
     def _count(self, sequence: Sequence) -> None:
         self.counters.prompt_tokens += sequence.prompt_length
-        self.counters.reused_hot_tokens += sequence.hot_tokens
-        self.counters.reused_warm_tokens += sequence.warm_tokens
-        self.counters.reused_cold_tokens += sequence.cold_tokens
-        self.counters.moved_tokens += sequence.moved_tokens
-        self.counters.cuts += sequence.cuts
+        self.counters.reused_hot_tokens += sequence.reuse.hot
+        self.counters.reused_warm_tokens += sequence.reuse.warm
+        self.counters.reused_cold_tokens += sequence.reuse.cold
+        self.counters.moved_tokens += sequence.reuse.moved
+        self.counters.cuts += sequence.splices
         self.counters.evaluated_tokens += sequence.inserted_tokens
-        self.counters.repaired_tokens += sequence.repaired_tokens
+        self.counters.repaired_tokens += sequence.reuse.repaired
         self.counters.approximate_jobs += sequence.approximate_from is not None
 
-    def _cancel(self, job: Job) -> None:
-        self._line.remove(job)
-        for sequence in self._slots.active:
-            if sequence.job is job:
-                self.counters.cancelled += 1
-                self._count(sequence)
-                self._put_to_rest(sequence)
+    def _cancel(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        if sequence.output is not None and sequence.phase is not Phase.WAITING:
+            self.counters.cancelled += 1
+            self._count(sequence)
+            self._put_to_rest(sequence)
 
     def _put_to_rest(self, sequence: Sequence) -> None:
-        """What was computed is kept, and its job hears nothing of it. Never raises."""
-        sequence.job = None
+        """What was computed is kept, and its output hears nothing of it. Never raises."""
+        sequence.output = None
         with self._only(sequence):
-            self._loader.abandon(sequence)
+            self._cache.abandon(sequence)
             self._rest(sequence)
 
     def _expire(self) -> None:
         now = monotonic()
         late = DeadlineExceeded("The request ran out of its time: allow more, or ask for fewer tokens.")
-        for job in self._line.expired(now):
-            self._line.remove(job)
-            self._tell(job, late)
+        for sequence in self._waiting.expired(now):
+            self._waiting.remove(sequence)
+            self._tell(sequence.output, late)
         for sequence in self._slots.active:
-            running = sequence.job
-            if running is not None and running.deadline is not None and now > running.deadline:
+            output = sequence.output
+            if output is not None and sequence.deadline is not None and now > sequence.deadline:
                 self._put_to_rest(sequence)
-                self._tell(running, late)
+                self._tell(output, late)
 
     def _next_deadline(self) -> float | None:
-        """Seconds until the first job, waiting or loading, runs out of time, or of patience with the disk."""
+        """Seconds until the first sequence, waiting or loading, runs out of time, or of patience with the disk."""
         active = self._slots.active
-        jobs = [*self._line, *(s.job for s in active if s.job is not None)]
-        deadlines = [job.deadline for job in jobs if job.deadline is not None]
+        awaited = [*self._waiting, *(s for s in active if s.output is not None)]
+        deadlines = [sequence.deadline for sequence in awaited if sequence.deadline is not None]
         deadlines += [s.patience_ends for s in active if s.phase is Phase.LOADING]
         return max(min(deadlines) - monotonic(), 0.001) if deadlines else None
 
     def _is_busy(self) -> bool:
-        return bool(self._slots.active) or len(self._line) > 0 or not self._inbox.is_empty
+        return bool(self._slots.active) or len(self._waiting) > 0 or not self._inbox.is_empty
 
     def _end_everything(self) -> None:
         """Everybody who waits hears that it is over, and nobody comes in any more."""
         self._inbox.shut(self._over)
         while (late := self._inbox.take()) is not None:
-            if isinstance(late, Job):
-                self._line.add(late)
-            elif isinstance(late, Call | BetweenJobs):
+            if isinstance(late, Sequence):
+                self._waiting.add(late)
+            elif isinstance(late, Call | WhenIdle):
                 self._give_up(late.future)
-        while self._between:
-            self._give_up(self._between.popleft().future)
-        for job in self._line:
-            self._line.remove(job)
-            self._tell(job, self._over())
+        while self._when_idle:
+            self._give_up(self._when_idle.popleft().future)
+        for sequence in self._waiting:
+            self._waiting.remove(sequence)
+            self._tell(sequence.output, self._over())
         for sequence in self._slots.active:
-            running = sequence.job
+            output = sequence.output
             if self._failed_with:
                 self._fail(sequence, self._over())
                 continue
             self._put_to_rest(sequence)
-            if running is not None:
-                self._tell(running, self._over())
+            self._tell(output, self._over())
 
     def _over(self) -> EmberkeepError:
         return self.failure() or Overloaded(SHUTTING_DOWN)

@@ -1,4 +1,4 @@
-"""Reuse beyond prefixes: stored state is found at other places, fetched, and blended into a sequence.
+"""Reuse beyond prefixes (cacheblend): stored state is found at other places, fetched, and blended into a sequence.
 
 From the first piece on the sequence is approximate. What it had before stays exact, and is stored as such.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 
-from emberkeep.engine.base import Blended, Engine, Outcome, Piece, Rows
+from emberkeep.engine.base import Blended, Engine, Outcome, Rows
+from emberkeep.engine.base import Piece as EnginePiece
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.keeper import Keeper
-from emberkeep.sched.sequence import Moving, Sequence
+from emberkeep.sched.sequence import Piece, Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.types import Approximation, MissReason, Repair
 
@@ -22,38 +22,36 @@ _FIRST_LAYERS = 0.15
 """About the share of a moved token's evaluation that goes into finding out how much it differs."""
 
 
-class Mover:
+class CacheBlend:
     """Belongs to the engine's thread. `wake` is called from the store's threads when bytes have arrived."""
 
-    def __init__(
-        self, engine: Engine, store: KvStore, slots: Slots, keeper: Keeper, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Engine, store: KvStore, slots: Slots, wake: Callable[[], None]) -> None:
         self._engine = engine
         self._store = store
         self._slots = slots
-        self._keeper = keeper
         self._wake = wake
 
     def find(self, sequence: Sequence, begin: int) -> None:
         """Look for the prompt's tokens from `begin` on at other places, and begin to fetch what is there."""
-        job = sequence.job
-        assert job is not None
-        if job.approximate is None or not self._engine.capabilities.can_blend:
+        approximation = sequence.approximation
+        if approximation is None or not self._engine.capabilities.can_blend:
             return
-        found = self._store.match_elsewhere(job.lineage, job.tokens[: job.reusable], begin, job.approximate)
+        found = self._store.match_elsewhere(sequence.prompt.lineage, sequence.wanted, begin, approximation)
         sequence.moved = list(found)  # all of it is pinned, whatever becomes of it
         for moved in found:
-            if job.from_store or self._store.costs.is_worth_loading(moved.chunks, moved.end - moved.start):
+            if sequence.request.from_store or self._store.costs.is_worth_loading(
+                moved.chunks, moved.end - moved.start
+            ):
                 sequence.pieces += self._fetched(moved)
             else:
                 self._store.release(moved)
                 sequence.moved.remove(moved)
-                sequence.reason = MissReason.CHEAPER
+                sequence.reuse.reason = MissReason.CHEAPER
 
-    def _fetched(self, moved: Moved) -> list[Moving]:
+    def _fetched(self, moved: Moved) -> list[Piece]:
         shift = moved.shift
         return [
-            Moving(s.start + shift, s.end + shift, s.chunk, s.start, self._store.fetch(s.chunk, self._wake))
+            Piece(s.start + shift, s.end + shift, s.chunk, s.start, self._store.fetch(s.chunk, self._wake))
             for s in moved.segments
         ]
 
@@ -64,8 +62,8 @@ class Mover:
             return False
         if states - {FetchState.READY}:
             # What is gone may have gone because what comes before it was found damaged.
-            is_damaged = FetchState.DAMAGED in states or sequence.reason is MissReason.CORRUPT
-            sequence.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
+            is_damaged = FetchState.DAMAGED in states or sequence.reuse.reason is MissReason.CORRUPT
+            sequence.reuse.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
             self._keep_only(sequence, lambda piece: piece.fetch.state is FetchState.READY)
         return True
 
@@ -75,17 +73,15 @@ class Mover:
         None where the engine refused it: it is tried again with fewer pieces, in the end with none. Raises
         EngineError when there is no room, or the step failed for other reasons.
         """
-        assert sequence.job is not None and sequence.job.approximate is not None
-        if sequence.approximate_from is None:
-            self._keeper.keep_fork(sequence, sequence.computed)
-        end, taken = self._slice(sequence, sequence.job.approximate, room)
+        assert sequence.approximation is not None
+        end, taken = self._slice(sequence, sequence.approximation, room)
         pieces = [_engine_piece(piece, payload) for piece in taken if (payload := piece.chunk.payload) is not None]
         if len(pieces) < len(taken):  # somebody has removed them
             self._keep_only(sequence, lambda piece: piece.chunk.payload is not None)
             return None
         rows = Rows(sequence.slot, sequence.computed, sequence.tokens[sequence.computed : end], False)
         try:
-            blended = self._blend(rows, pieces, _ratio(sequence.job.approximate))
+            blended = self._blend(rows, pieces, _ratio(sequence.approximation))
         except StepFailed:
             raise
         except EngineError:
@@ -97,49 +93,49 @@ class Mover:
             raise EngineError("The context memory is full: try again with fewer requests.")
         sequence.blended(end, blended.repaired)
         if not sequence.pieces:
-            self.let_go(sequence)
+            self.release(sequence)
         return blended
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Nothing more is moved."""
         sequence.pieces.clear()
         while sequence.moved:
             self._store.release(sequence.moved[-1])
             sequence.moved.pop()
 
-    def _slice(self, sequence: Sequence, approximation: Approximation, room: int) -> tuple[int, list[Moving]]:
+    def _slice(self, sequence: Sequence, approximation: Approximation, room: int) -> tuple[int, list[Piece]]:
         ratio = _ratio(approximation)
         cost = min(ratio + _FIRST_LAYERS, 1.0) if ratio else 0.0
         end = sequence.blend_end(room, self._engine.capabilities.batch, cost)
         return end, [p.part(p.start, min(p.end, end)) for p in takewhile(lambda p: p.start < end, sequence.pieces)]
 
-    def _blend(self, rows: Rows, pieces: list[Piece], ratio: float) -> Blended:
+    def _blend(self, rows: Rows, pieces: list[EnginePiece], ratio: float) -> Blended:
         while True:
             blended = self._engine.blend(rows, pieces, ratio)
             if blended.outcome is Outcome.DONE or not self._slots.free_cells():
                 return blended
 
-    def _refused(self, sequence: Sequence, taken: list[Moving]) -> None:
+    def _refused(self, sequence: Sequence, taken: list[Piece]) -> None:
         """With one piece alone it is clear whose bytes are bad."""
         if len(taken) > 1:
             sequence.one_by_one = True
             return
         bad = taken[0].chunk
         self._store.reject(bad)
-        sequence.reason = MissReason.CORRUPT
+        sequence.reuse.reason = MissReason.CORRUPT
         self._keep_only(sequence, lambda piece: piece.chunk is not bad)
 
-    def _keep_only(self, sequence: Sequence, wanted: Callable[[Moving], bool]) -> None:
+    def _keep_only(self, sequence: Sequence, wanted: Callable[[Piece], bool]) -> None:
         kept = [piece for piece in sequence.pieces if wanted(piece)]
         sequence.pieces.clear()
         sequence.pieces += kept
         if not kept:
-            self.let_go(sequence)
+            self.release(sequence)
 
 
 def _ratio(approximation: Approximation) -> float:
     return approximation.ratio if approximation.repair is Repair.CACHEBLEND else 0.0
 
 
-def _engine_piece(piece: Moving, payload: memoryview) -> Piece:
-    return Piece(piece.start, piece.end, payload, piece.chunk.start, piece.source)
+def _engine_piece(piece: Piece, payload: memoryview) -> EnginePiece:
+    return EnginePiece(piece.start, piece.end, payload, piece.chunk.start, piece.source)

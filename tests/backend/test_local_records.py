@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from time import monotonic
 
-from emberkeep.backend.forgotten import ForgottenUsers
-from emberkeep.backend.lookups import RecentLookups
+from emberkeep.backend.local import ForgottenUsers, RecentLookups
 from emberkeep.kv.forgotten import of_user
 from emberkeep.types import Divergence, LookupRecord, MissReason, Request, private_namespace
 

@@ -1,0 +1,410 @@
+"""The prefix cache: the one way between sequences in the engine and the store.
+
+    acquire     the longest prefix that exists (in the engine, in RAM, on disk) is brought into a sequence
+    commit      what a sequence has computed is stored: chunk by chunk while it grows, the rest when its turn ends
+    release     nothing of the store is held for it any more
+
+State that cannot be cut by token is stored where it will be wanted again: at the borders that a prompt names (the
+end of its stable prefix, the ends of messages) and at the end of every turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import monotonic, perf_counter
+
+import numpy as np
+
+from emberkeep.engine.base import Engine, Outcome, Payload
+from emberkeep.errors import EngineError, StepFailed
+from emberkeep.kv.content import Moved
+from emberkeep.kv.entries import Entry
+from emberkeep.kv.fetch import FetchState
+from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.tree import Chunk, Match, place_at
+from emberkeep.sched.cacheblend import CacheBlend
+from emberkeep.sched.context_shift import ContextShift
+from emberkeep.sched.engine_thread import insist
+from emberkeep.sched.sequence import Load, Phase, Sequence
+from emberkeep.sched.slots import HotMatch, Slots
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import EXACT_BITS, Divergence, MissReason
+
+log = logging.getLogger("emberkeep.sched")
+
+_EXCERPT_TOKENS = 12
+_WORTH_WAITING = 16
+"""Tokens that a sequence under way must be about to compute for a newcomer to wait for it."""
+_WORTH_A_CHUNK = 16
+"""Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
+
+
+class PrefixCache:
+    """Belongs to the engine's thread. `wake` is called from the store's threads when bytes have arrived."""
+
+    def __init__(self, engine: Engine, store: KvStore, slots: Slots, wake: Callable[[], None]) -> None:
+        self._engine = engine
+        self._store = store
+        self._slots = slots
+        self._wake = wake
+        self.shift = ContextShift(engine, store, slots)
+        self.blend = CacheBlend(engine, store, slots, wake)
+        self._unit = engine.capabilities.kv_unit
+        # A layout that the engine does not know cannot be exported at all.
+        self._can_export = not self._unit.has_snapshots or engine.capabilities.snapshot_bytes > 0
+
+    # ── acquire ──
+
+    def worth_waiting_for(self, newcomer: Sequence) -> HotMatch | None:
+        """A sequence that is about to compute more of its prompt than exists anywhere now."""
+        if not newcomer.request.use_cache:
+            return None
+        splice, lineage = newcomer.prompt.splice, newcomer.prompt.lineage
+        wanted = self.shift.source(splice) if splice else newcomer.wanted
+        coming = self._slots.coming_match(lineage, wanted)
+        if coming.sequence is None:
+            return None
+        stored = self._store.advance(self._store.origin(lineage), wanted)
+        now = max(stored.position, self._slots.computed_match(lineage, wanted).tokens)
+        # The end of a turn is evaluated within a step or two, and the request that continues the turn wants it.
+        needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
+        return coming if coming.tokens >= now + needed else None
+
+    def acquire(self, sequence: Sequence) -> bool:
+        """Give it a slot, with the state that is in the engine, and begin to load what is stored. False: no slot
+        is free.
+
+        Raises whatever goes wrong, and then nothing of it is left: neither a pin nor state in the engine.
+        """
+        splice = self.shift.useful(sequence) if sequence.prompt.splice else None
+        wanted = self.shift.source(splice) if splice else sequence.wanted
+        hot = self._slots.computed_match(sequence.prompt.lineage, wanted)
+        match = self._store.match(sequence.prompt.lineage, wanted, snapshots=self._unit.has_snapshots)
+        is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
+        if is_better or sequence.request.from_store:
+            hot = HotMatch(None, 0)
+        try:
+            has_slot = self._occupy(sequence, hot)
+        except Exception:
+            self._release(match)
+            raise
+        if not has_slot:
+            self._release(match)
+            return False
+        sequence.splice, sequence.match = splice, match
+        try:
+            self._begin(sequence, match, _after(hot))
+        except Exception:
+            self.release(sequence)
+            self._slots.drop(sequence)
+            raise
+        return True
+
+    def pump(self, sequence: Sequence) -> None:
+        """Import what has arrived, in order; ends the loading phase when all is in, has failed or is late."""
+        is_late = monotonic() > sequence.patience_ends
+        while sequence.loads:
+            load = sequence.loads[0]
+            if load.fetch.state is FetchState.PENDING and not is_late:
+                return
+            sequence.loads.popleft()
+            if not self._import(sequence, load):
+                self._give_up_loading(sequence)
+        if not sequence.pieces or self.blend.has_arrived(sequence, is_late=is_late):
+            self._finish(sequence)
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Stop waiting for anything."""
+        self.shift.give_up(sequence)
+        if sequence.loads:
+            self._give_up_loading(sequence)
+        self.blend.release(sequence)
+        self._finish(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing of the store is held for a sequence any more. Never raises, and asks nothing of the engine."""
+        sequence.loads.clear()
+        sequence.pieces.clear()
+        held: list[Match | Moved] = [*sequence.moved]
+        held += [sequence.match] if sequence.match else []
+        sequence.match, sequence.moved = None, []
+        for one in held:
+            self._release(one)
+
+    def _release(self, match: Match | Moved) -> None:
+        insist(lambda: self._store.release(match), "releasing stored state")
+
+    def _occupy(self, sequence: Sequence, hot: HotMatch) -> bool:
+        """A slot for it that holds the hot prefix; False when none is free."""
+        self._slots.clear_the_way(avoid=hot.sequence)
+        slot = self._slot_with(sequence, hot)
+        if slot is None:
+            return False
+        with self._or_vacate(slot):
+            origin = self._store.origin(sequence.lineage)
+            sequence.occupy(slot, origin, hot.sequence, hot.tokens)
+            self._slots.occupy(sequence)
+        return True
+
+    def _slot_with(self, sequence: Sequence, hot: HotMatch) -> int | None:
+        """A slot that holds exactly the hot prefix."""
+        prefer = self._slots.preferred(sequence)
+        source = hot.sequence
+        if source is None:
+            return self._slots.claim(prefer=prefer)
+        if not source.is_active and hot.tokens == source.computed:
+            return source.slot
+        slot = self._slots.claim(avoid=source, prefer=prefer)
+        if slot is not None:
+            with self._or_vacate(slot):
+                self._engine.copy_kv(source.slot, slot, hot.tokens)
+        elif not source.is_active:
+            slot = source.slot
+            with self._or_vacate(slot):
+                self._engine.trim(slot, hot.tokens)
+        return slot
+
+    @contextmanager
+    def _or_vacate(self, slot: int) -> Iterator[None]:
+        """What is in a slot when something fails there is not known any more."""
+        try:
+            yield
+        except Exception:
+            self._slots.vacate(slot)
+            raise
+
+    def _begin(self, sequence: Sequence, match: Match, left_behind: TokenArray) -> None:
+        if sequence.splice is not None:
+            self._load(sequence, match)
+        elif sequence.request.use_cache:
+            sequence.reuse.reason = self._miss_reason(sequence, match, left_behind)
+            self._load(sequence, match)
+        else:
+            sequence.reuse.reason = MissReason.DISABLED
+            self._finish(sequence)
+
+    def _load(self, sequence: Sequence, match: Match) -> None:
+        chunks = self._worth_loading(sequence, match)
+        from_disk = frozenset(chunk.key for chunk, _ in chunks if chunk.payload is None)
+        loads = [Load(chunk, end, self._store.fetch(chunk, self._wake)) for chunk, end in chunks]
+        sequence.wait_for(loads, from_disk)
+        if sequence.splice is None and sequence.approximation is not None:
+            self.blend.find(sequence, max([sequence.computed, *(end for _, end in chunks)]))
+        self.pump(sequence)
+
+    def _worth_loading(self, sequence: Sequence, match: Match) -> list[tuple[Chunk, int]]:
+        """Chunks in the order in which they have to be imported, each with the position up to which."""
+        useful = tuple(s for s in match.segments if s.end > sequence.computed)
+        if match.snapshot and match.snapshot.start > sequence.computed:
+            return self._whole(sequence, match, match.snapshot)
+        if self._unit.has_snapshots:
+            return []
+        chosen = useful if sequence.request.from_store else self._store.costs.worth_loading(useful)
+        if len(chosen) < len(useful):
+            sequence.reuse.reason = MissReason.CHEAPER
+        return [(segment.chunk, segment.end) for segment in chosen]
+
+    def _whole(self, sequence: Sequence, match: Match, snapshot: Chunk) -> list[tuple[Chunk, int]]:
+        """Everything up to a snapshot, or nothing."""
+        ranges = [(s.chunk, s.end) for s in match.segments] if self._unit.has_ranges else []
+        chunks = [*ranges, (snapshot, snapshot.start)]
+        must_load = sequence.request.from_store
+        if must_load or self._store.costs.is_worth_loading([chunk for chunk, _ in chunks], snapshot.start):
+            return chunks
+        sequence.reuse.reason = MissReason.CHEAPER
+        return []
+
+    def _import(self, sequence: Sequence, load: Load) -> bool:
+        payload = load.chunk.payload
+        if load.fetch.state is not FetchState.READY or payload is None:
+            is_damaged = load.fetch.state is FetchState.DAMAGED
+            sequence.reuse.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
+            return False
+        begin = perf_counter()
+        try:
+            while (
+                outcome := self._into_engine(sequence, load, payload)
+            ) is Outcome.NO_ROOM and self._slots.free_cells():
+                pass
+        except StepFailed as error:
+            log.warning("stored state was not loaded: %s", error)
+            return False
+        except EngineError:
+            self._store.reject(load.chunk)
+            sequence.reuse.reason = MissReason.CORRUPT
+            return False
+        if outcome is Outcome.NO_ROOM:
+            return False
+        self._store.was_imported(len(payload), perf_counter() - begin)
+        sequence.loaded(load)
+        return True
+
+    def _into_engine(self, sequence: Sequence, load: Load, payload: memoryview) -> Outcome:
+        chunk = load.chunk
+        if chunk.is_snapshot:
+            return self._engine.import_snapshot(sequence.slot, chunk.start, payload)
+        return self._engine.import_kv(sequence.slot, sequence.computed, load.end, payload, chunk.start)
+
+    def _give_up_loading(self, sequence: Sequence) -> None:
+        """What was loaded so far stays, unless it is of no use without the rest."""
+        sequence.loads.clear()
+        if self._unit.has_snapshots:
+            sequence.nothing_loaded()
+        # An import that failed has promised to change nothing; where it did, that is gone now.
+        self._engine.trim(sequence.slot, sequence.computed)
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.match is not None:
+            self._store.release(sequence.match)
+            sequence.match = None
+        if sequence.phase is Phase.LOADING and sequence.splice is not None:
+            self.shift.finish(sequence)
+        sequence.stop_loading()
+
+    # ── why not more ──
+
+    def _miss_reason(self, sequence: Sequence, match: Match, left_behind: TokenArray) -> MissReason:
+        """Why not more than the longest of hot and stored state can be reused.
+
+        `left_behind` is what the hot sequence has where the prompt goes on differently.
+        """
+        prompt = sequence.prompt
+        if match.tokens < sequence.computed:
+            return self._diverged(sequence, sequence.computed, left_behind)
+        if not self._store.fits_engine:
+            return MissReason.OTHER_MODEL
+        if gone := self._store.why_gone(match.cursor, prompt.tokens):
+            return gone
+        stored = self._store.stored_after(match.cursor)
+        if match.tokens == prompt.reusable or not len(stored):
+            return MissReason.NO_SNAPSHOT if self._falls_short(sequence, match) else MissReason.NEW
+        return self._diverged(sequence, match.tokens, stored)
+
+    def _diverged(self, sequence: Sequence, reached: int, known: TokenArray) -> MissReason:
+        """Note what is known after `reached` tokens, and what the prompt has there."""
+        prompt = sequence.prompt
+        if not len(known) or reached >= prompt.reusable:
+            return MissReason.NEW
+        stored_text, prompt_text = self._text(known), self._text(prompt.tokens[reached:])
+        sequence.reuse.divergence = Divergence(reached, stored_text, prompt_text)
+        return MissReason.DIVERGED
+
+    def _falls_short(self, sequence: Sequence, match: Match) -> bool:
+        """The tokens are known, but their state can be resumed only at an earlier place."""
+        restored = max(match.snapshot.start if match.snapshot else 0, sequence.computed)
+        return self._unit.has_snapshots and restored < match.tokens
+
+    def _text(self, tokens: TokenArray) -> str:
+        pieces = self._engine.vocab.pieces
+        known = [t for t in tokens[:_EXCERPT_TOKENS].tolist() if t < len(pieces)]
+        return b"".join(pieces[t] for t in known).decode("utf-8", "replace")
+
+    # ── commit ──
+
+    def commit(self, sequence: Sequence) -> None:
+        """Store every complete chunk. Cheap when there is none.
+
+        With snapshots nothing is stored between them: no lookup could use it.
+        """
+        if not self._keeps(sequence):
+            return
+        if self._unit.has_snapshots:
+            if sequence.computed in sequence.prompt.borders:
+                self.commit_all(sequence)
+        elif sequence.unsaved >= CHUNK_TOKENS:
+            self._store_up_to(sequence, sequence.computed, tail=False, fork=False)
+
+    def commit_all(self, sequence: Sequence) -> None:
+        """Store everything computed, with a tail chunk for what does not fill one."""
+        if not self._keeps(sequence):
+            return
+        if sequence.unsaved > 0:
+            self._store_up_to(sequence, sequence.computed, tail=True, fork=False)
+        if self._unit.has_snapshots and sequence.computed:
+            self._store_snapshot(sequence)
+
+    def commit_fork(self, sequence: Sequence, position: int) -> None:
+        """Store everything up to `position`, where another sequence is about to branch off.
+
+        Ending a chunk there keeps the branches from each storing the shared part of it.
+        """
+        is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
+        if is_worth_it and self._keeps(sequence) and not self._unit.has_snapshots:
+            self._store_up_to(sequence, position, tail=True, fork=True)
+
+    def commit_turn(self, sequence: Sequence) -> Entry | None:
+        """Store what is left, and tell the store whose turn this was and which prefix it had in common with
+        others; returns its entry."""
+        self.commit_all(sequence)
+        if not sequence.is_kept:
+            return None
+        stable, cursor = sequence.stable, sequence.cursor
+        if stable is not None and stable.length <= cursor.position:
+            # A prefix that the operator shares is one entry, whatever request uses it.
+            place = place_at(cursor, stable.length)
+            self._store.turn_ended(stable.label, replace(place, lineage=place.chunk.lineage))
+        return self._store.turn_ended(sequence.label, cursor) if sequence.label else None
+
+    def _keeps(self, sequence: Sequence) -> bool:
+        return self._can_export and sequence.is_kept and self._store.fits_engine
+
+    def _store_up_to(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
+        tokens = sequence.tokens[:end]
+        sequence.cursor = self._store.advance(sequence.cursor, tokens)
+        begin = self._store.growth_point(sequence.cursor)
+        borders = _borders(begin.position, end, tail=tail)
+        if sequence.cursor.position >= end or len(borders) < 2:
+            return
+        try:
+            payloads = self._export(sequence, borders)
+        except EngineError as error:
+            log.warning("what was computed is not kept: %s", error)
+            return
+        cursor = begin
+        for start, stop, payload in zip(borders, borders[1:], payloads, strict=False):
+            cursor = self._store.insert(
+                cursor,
+                tokens[start:stop],
+                payload,
+                sequence.sampled_spans(start, stop),
+                fork=fork and stop == end,
+                made=sequence.made(start, stop),
+            )
+            if cursor.position != stop:
+                break  # a full store takes nothing more: the rest is tried again later
+        sequence.cursor = cursor
+
+    def _export(self, sequence: Sequence, borders: list[int]) -> list[Payload]:
+        """Full chunks in the bits of their lineage; the newest tokens, whose chunk will grow, as they are."""
+        bits = sequence.lineage.bits
+        full = [border for border in borders if (border - borders[0]) % CHUNK_TOKENS == 0]
+        if bits == EXACT_BITS or len(full) < 2:
+            return self._engine.export_kv(sequence.slot, borders)
+        payloads = self._engine.export_kv(sequence.slot, full, bits)
+        return payloads + (self._engine.export_kv(sequence.slot, borders[-2:]) if full[-1] < borders[-1] else [])
+
+    def _store_snapshot(self, sequence: Sequence) -> None:
+        cursor = sequence.cursor
+        if cursor.position != sequence.computed or self._store.has_snapshot(cursor):
+            return
+        try:
+            payload = self._engine.export_snapshot(sequence.slot)
+            self._store.insert_snapshot(cursor, payload, sequence.made(0, sequence.computed))
+        except EngineError as error:
+            log.warning("what was computed is not kept: %s", error)
+
+
+def _borders(begin: int, end: int, *, tail: bool) -> list[int]:
+    """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail."""
+    borders = list(range(begin, end + 1, CHUNK_TOKENS))
+    return [*borders, end] if tail and borders[-1] < end else borders
+
+
+def _after(hot: HotMatch) -> TokenArray:
+    """What a sequence has after the part that a prompt shares with it."""
+    if hot.sequence is None:
+        return np.empty(0, np.int32)
+    return hot.sequence.tokens[hot.tokens : hot.sequence.computed][:_EXCERPT_TOKENS].copy()

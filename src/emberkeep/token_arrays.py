@@ -1,0 +1,15 @@
+"""Token ids as arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+
+
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """How many leading tokens are equal."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length
