@@ -42,8 +42,8 @@ async def sink(ship: str) -> str:
 
 
 def calling(name: str, arguments: str) -> list[Step]:
-    bill = Completed(Usage(10, 5), Timings(), LookupRecord())
-    return [ToolCallDelta(0, 0, "c1", name, arguments), Finished(0, FinishReason.TOOL_CALLS), bill]
+    completed = Completed(Usage(10, 5), Timings(), LookupRecord())
+    return [ToolCallDelta(0, 0, "c1", name, arguments), Finished(0, FinishReason.TOOL_CALLS), completed]
 
 
 def keeper(*rounds: Iterable[Step]) -> tuple[Emberkeep, ScriptedBackend]:

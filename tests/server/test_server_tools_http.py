@@ -432,7 +432,7 @@ def test_an_answer_has_the_name_of_the_model_that_gave_it(stream: bool) -> None:
 
 
 def test_health_forgets_a_failure_that_is_over() -> None:
-    """Over HTTP nobody reads beyond the bill."""
+    """Over HTTP nothing is read after Completed."""
     failing = [RemoteDown("far went away.")]
     far = remote(ScriptedProvider(lambda _: failing or said("Noon.")), retries=0)
     with served(FallbackBackend([Link("far", lambda: far)])) as http:
@@ -494,10 +494,10 @@ def test_a_user_has_as_many_requests_at_a_model_elsewhere_as_a_user_may_have(
 
 
 def test_reasoning_of_a_service_goes_where_the_client_wants_it() -> None:
-    bill = Completed(Usage(10, 3), Timings(), LookupRecord())
+    completed = Completed(Usage(10, 3), Timings(), LookupRecord())
 
     def script(_: Request) -> list[Any]:
-        return [ReasoningDelta(0, "Ships."), *says("Noon.")[:-1], bill]
+        return [ReasoningDelta(0, "Ships."), *says("Noon.")[:-1], completed]
 
     with served(remote(ScriptedProvider(script))) as http:
         separate, stripped = (
