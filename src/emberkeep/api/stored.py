@@ -1,11 +1,22 @@
-"""What is stored and what is remembered, as JSON: over HTTP and in the terminal."""
+"""What is stored and what is remembered, as JSON and back: over HTTP and in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from emberkeep.types import CacheEntry, EntryText, Json, Recollection
+from emberkeep.types import (
+    CacheEntry,
+    Divergence,
+    EntryKind,
+    EntryText,
+    Json,
+    LookupRecord,
+    MissReason,
+    Recollection,
+    Repair,
+    Ttl,
+)
 
 
 def entry_json(entry: CacheEntry) -> dict[str, Json]:
@@ -38,6 +49,32 @@ def _tiers(entry: CacheEntry) -> dict[str, int]:
     return {"hot": entry.hot_tokens, "warm": entry.warm_tokens, "cold": entry.cold_tokens}
 
 
+def entry_from_json(listed: Json) -> CacheEntry:
+    """The value that `entry_json` was made of. Raises LookupError, TypeError or ValueError for anything else."""
+    return CacheEntry(
+        id=listed["id"],
+        kind=EntryKind(listed["kind"]),
+        name=listed["conversation_id"] or "",
+        head=listed["head"],
+        user=listed["user"] or "",
+        is_shared=listed["shared"],
+        tokens=listed["tokens"],
+        bytes=listed["bytes"],
+        warm_tokens=listed["tiers"]["warm"],
+        cold_tokens=listed["tiers"]["cold"],
+        idle_s=listed["last_used_s"],
+        hits=listed["hits"],
+        turns=listed["turns"],
+        branches=listed["branches"],
+        ttl=Ttl(listed["ttl"]),
+        expires_in_s=listed["expires_in_s"],
+        is_pinned=listed["pinned"],
+        hot_tokens=listed["tiers"]["hot"],
+        kv_bits=listed["kv_bits"],
+        repair=Repair(listed["repair"]) if listed["repair"] else None,
+    )
+
+
 def shown_json(shown: EntryText, chars: int) -> dict[str, Json]:
     return {**entry_json(shown.entry), "text": _both_ends(shown.text, chars), "text_chars": len(shown.text)}
 
@@ -47,6 +84,22 @@ def _both_ends(text: str, chars: int) -> str:
         return text
     end = chars // 2
     return f"{text[: chars - end]}…{text[len(text) - end :]}"
+
+
+def lookup_from_json(explained: Json) -> LookupRecord:
+    """What an explanation tells of a lookup."""
+    reused, divergence = explained["reused"], explained["divergence"]
+    return LookupRecord(
+        prompt_tokens=explained["prompt_tokens"],
+        hot_tokens=reused["hot"],
+        warm_tokens=reused["warm"],
+        cold_tokens=reused["cold"],
+        moved_tokens=explained["moved_tokens"],
+        repaired_tokens=explained["repaired_tokens"],
+        is_approximate=explained["approximate"],
+        reason=MissReason(explained["reason"]),
+        divergence=Divergence(**{**divergence, "where": divergence["where"] or ""}) if divergence else None,
+    )
 
 
 def found_json(found: Sequence[Recollection]) -> dict[str, Json]:

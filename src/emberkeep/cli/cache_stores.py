@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import httpx
 
 from emberkeep.api.messages import read_chat_or_completion, to_one_request
-from emberkeep.api.stored import shown_json
+from emberkeep.api.stored import entry_from_json, lookup_from_json, shown_json
 from emberkeep.cli.loader import install_model, open_model
 from emberkeep.cli.output import complain
 from emberkeep.config import Config, ttls
@@ -23,15 +23,9 @@ from emberkeep.models.library import id_at
 from emberkeep.server.presence import server_urls
 from emberkeep.types import (
     CacheEntry,
-    Divergence,
-    EntryKind,
     Explanation,
     Json,
-    LookupRecord,
-    MissReason,
     Removed,
-    Repair,
-    Ttl,
     Verified,
 )
 
@@ -208,7 +202,7 @@ class ServedStore:
         offset, has_more = 0, True
         while has_more:
             page = self._ask("GET", "/v1/cache", params={"offset": offset})
-            found |= {listed["id"]: _entry(listed) for listed in page["data"]}
+            found |= {listed["id"]: entry_from_json(listed) for listed in page["data"]}
             offset, has_more = offset + len(page["data"]), page["has_more"]
         return list(found.values())
 
@@ -233,7 +227,7 @@ class ServedStore:
 
     def explain(self, body: dict[str, Json]) -> Explanation:
         answer = self._ask("POST", "/v1/cache/explain", json=body)
-        return Explanation(_lookup(answer), answer["explanation"])
+        return Explanation(lookup_from_json(answer), answer["explanation"])
 
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
         body = {"ids": [entry.id], "tokens": tokens}
@@ -284,46 +278,3 @@ def _refusal(status: int, message: str) -> EmberkeepError:
             "The running server wants its API key: set EMBERKEEP_API_KEY, or api_key in the file."
         )
     return NoSuchEntry(message) if status == 404 else EmberkeepError(message)
-
-
-# ── from JSON back to values ──
-
-
-def _entry(listed: Json) -> CacheEntry:
-    return CacheEntry(
-        id=listed["id"],
-        kind=EntryKind(listed["kind"]),
-        name=listed["conversation_id"] or "",
-        head=listed["head"],
-        user=listed["user"] or "",
-        is_shared=listed["shared"],
-        tokens=listed["tokens"],
-        bytes=listed["bytes"],
-        warm_tokens=listed["tiers"]["warm"],
-        cold_tokens=listed["tiers"]["cold"],
-        idle_s=listed["last_used_s"],
-        hits=listed["hits"],
-        turns=listed["turns"],
-        branches=listed["branches"],
-        ttl=Ttl(listed["ttl"]),
-        expires_in_s=listed["expires_in_s"],
-        is_pinned=listed["pinned"],
-        hot_tokens=listed["tiers"]["hot"],
-        kv_bits=listed["kv_bits"],
-        repair=Repair(listed["repair"]) if listed["repair"] else None,
-    )
-
-
-def _lookup(answer: Json) -> LookupRecord:
-    reused, divergence = answer["reused"], answer["divergence"]
-    return LookupRecord(
-        prompt_tokens=answer["prompt_tokens"],
-        hot_tokens=reused["hot"],
-        warm_tokens=reused["warm"],
-        cold_tokens=reused["cold"],
-        moved_tokens=answer["moved_tokens"],
-        repaired_tokens=answer["repaired_tokens"],
-        is_approximate=answer["approximate"],
-        reason=MissReason(answer["reason"]),
-        divergence=Divergence(**{**divergence, "where": divergence["where"] or ""}) if divergence else None,
-    )
