@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from emberkeep.backend.remote.kinds import open_provider
 from emberkeep.backend.remote.service import Service
+from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.backend.tool_loop import MOST_CALLS
 from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.template import ChatTemplate, SeamedTemplate

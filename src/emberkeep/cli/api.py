@@ -73,7 +73,7 @@ class RemoteFlags:
 @with_settings("data_dir", "config")
 def add_model(config: Config, flags: RemoteFlags) -> None:
     """Register a model. Its key stays where it is: only the name of its variable is kept."""
-    from emberkeep.backend.remote.kinds import check_address
+    from emberkeep.backend.remote.vendors import check_address
 
     remote = RemoteModel(**asdict(flags))
     check_address(remote)
@@ -114,7 +114,7 @@ def test_model(config: Config, name: Name) -> None:
 
 async def _ask(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
     from emberkeep.backend.remote.base import read_answer
-    from emberkeep.backend.remote.kinds import open_provider
+    from emberkeep.backend.remote.vendors import open_provider
 
     provider = open_provider(remote, os.environ)
     try:
@@ -141,7 +141,7 @@ def print_answer(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -
 
 
 def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, str]:
-    from emberkeep.backend.remote.kinds import has_key, with_defaults
+    from emberkeep.backend.remote.vendors import has_key, with_defaults
 
     try:
         usual = with_defaults(remote)
@@ -157,7 +157,7 @@ def _address(remote: RemoteModel) -> str:
 
 
 def _figures(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> Iterator[tuple[str, str]]:
-    from emberkeep.backend.remote.kinds import with_defaults
+    from emberkeep.backend.remote.vendors import with_defaults
 
     usage = answer.usage
     yield "model", f"{with_defaults(remote).model or '(the first there)'} ({remote.backend})"

@@ -229,7 +229,7 @@ def _packages(config: Config) -> Finding:
 
 def _backends(config: Config) -> Finding:
     """Who answers, in which order; no request is sent."""
-    from emberkeep.backend.remote.kinds import has_key
+    from emberkeep.backend.remote.vendors import has_key
     from emberkeep.models.remotes import Remotes
     from emberkeep.runtime import backend_names
 

@@ -71,7 +71,7 @@ def _automatic(remotes: Remotes) -> list[RemoteModel | None]:
     listed = remotes.list()
     if not listed:
         return [None]
-    from emberkeep.backend.remote.kinds import has_key
+    from emberkeep.backend.remote.vendors import has_key
 
     first = [remote for remote in listed if remote.backend == _TRTLLM]
     others = [remote for remote in listed if remote.backend != _TRTLLM and has_key(remote, os.environ)]
@@ -79,15 +79,15 @@ def _automatic(remotes: Remotes) -> list[RemoteModel | None]:
 
 
 def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
-    from emberkeep.backend.remote.kinds import kind_names
+    from emberkeep.backend.remote.vendors import vendor_names
 
     known = {remote.name: remote for remote in remotes.list()}
     if name in known:
         return known[name]
-    if name in kind_names():
+    if name in vendor_names():
         model = "" if config.model == DEFAULT_MODEL else config.model
         return RemoteModel(name, name, model, config.base_url, ctx=config.ctx)
-    listed = ", ".join(["local", *known, *kind_names()])
+    listed = ", ".join(["local", *known, *vendor_names()])
     raise ConfigError(f"There is no backend {name!r}: choose from {listed}, or add one with `emberkeep api add`.")
 
 
@@ -101,8 +101,8 @@ def open_remote(config: Config, remote: RemoteModel) -> Backend:
     """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError."""
     from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
     from emberkeep.backend.remote.base import Provider, RemoteAbout
-    from emberkeep.backend.remote.kinds import default_context, open_provider, with_defaults
     from emberkeep.backend.remote.service import translate_faults
+    from emberkeep.backend.remote.vendors import default_context, open_provider, with_defaults
 
     async def asked(provider: Provider) -> RemoteAbout:
         try:

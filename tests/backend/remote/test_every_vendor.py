@@ -18,7 +18,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.remote import backend as module
 from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
-from emberkeep.backend.remote.kinds import open_provider
+from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.errors import EmberkeepError, RemoteDown
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.tools.function import as_tool

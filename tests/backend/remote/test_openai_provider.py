@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend.remote.base import RemoteAbout
-from emberkeep.backend.remote.openai import COMPATIBLE, OPENAI, Dialect, OpenAIProvider, open_openai
+from emberkeep.backend.remote.openai import COMPATIBLE, OPENAI, OpenAIProvider, ServerDialect, open_openai
 from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
 from emberkeep.types import (
     Event,
@@ -54,7 +54,7 @@ RAIN = Message("tool", "rain", tool_call_id="c1")
 def with_provider(
     use: Callable[[OpenAIProvider, OpenAIServer], Awaitable[Any]],
     *replies: Reply | Stream,
-    dialect: Dialect = COMPATIBLE,
+    dialect: ServerDialect = COMPATIBLE,
     key: str | None = KEY,
     model: str = "gpt-6",
     **settings: Any,

@@ -80,14 +80,14 @@ def api_url(base_url: str) -> str:
 
 
 class OpenAIProvider:
-    def __init__(self, remote: RemoteModel, key: str | None, dialect: Dialect) -> None:
+    def __init__(self, remote: RemoteModel, key: str | None, dialect: ServerDialect) -> None:
         self._remote = remote
         self._dialect = dialect
         self._service = Service.of(remote, "OpenAI", key)
         self._client = _client(remote, key, dialect)
         # The SDK wants to hear with every request that none is to be sent.
         self._headers: dict[str, Any] = {} if key else {"Authorization": Omit()}
-        self._history = History()
+        self._history = ReplayedHistory()
         self._model = remote.model
 
     async def answer(self, request: Request) -> AsyncIterator[Event]:
@@ -137,7 +137,7 @@ class OpenAIProvider:
         return self._service.failure(413 if is_full else status, said if isinstance(said, str) else "", wait_s)
 
 
-def _client(remote: RemoteModel, key: str | None, dialect: Dialect) -> AsyncOpenAI:
+def _client(remote: RemoteModel, key: str | None, dialect: ServerDialect) -> AsyncOpenAI:
     # What the environment says about an account at OpenAI is not for others to know.
     private: Any = {name: Omit() for name in ("OpenAI-Organization", "OpenAI-Project")}
     timeout = httpx2.Timeout(READ_S, connect=CONNECT_S)
@@ -170,7 +170,7 @@ def _context(fields: Mapping[str, Json]) -> int | None:
 class _AnswerReader:
     """One answer, from its first chunk to its last."""
 
-    def __init__(self, service: Service, history: History) -> None:
+    def __init__(self, service: Service, history: ReplayedHistory) -> None:
         self.has_begun = False
         self._service = service
         self._history = history
@@ -242,7 +242,7 @@ def _usage(said: Any) -> Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ServerDialect:
     """What one kind of server takes. Fields that it does not know may make it refuse a request."""
 
     is_vendor: bool = False
@@ -252,9 +252,9 @@ class Dialect:
     sampling: frozenset[str] = _STANDARD
 
 
-OPENAI = Dialect(is_vendor=True, limit="max_completion_tokens")
-COMPATIBLE = Dialect(sampling=_STANDARD | {"top_k", "min_p", "typical_p", "repetition_penalty"})
-TRTLLM = Dialect(sampling=_STANDARD | {"top_k", "min_p", "repetition_penalty"})
+OPENAI = ServerDialect(is_vendor=True, limit="max_completion_tokens")
+COMPATIBLE = ServerDialect(sampling=_STANDARD | {"top_k", "min_p", "typical_p", "repetition_penalty"})
+TRTLLM = ServerDialect(sampling=_STANDARD | {"top_k", "min_p", "repetition_penalty"})
 
 
 @dataclass(slots=True)
@@ -266,7 +266,7 @@ class Kept:
 
 
 @dataclass(slots=True)
-class History:
+class ReplayedHistory:
     """What a server has shown about how it wants the past told."""
 
     kept: Keepsakes[Kept] = field(default_factory=Keepsakes)
@@ -274,7 +274,7 @@ class History:
 
 
 def _request_body(
-    request: Request, remote: RemoteModel, model: str, dialect: Dialect, history: History
+    request: Request, remote: RemoteModel, model: str, dialect: ServerDialect, history: ReplayedHistory
 ) -> dict[str, Any]:
     """The arguments of `chat.completions.create`."""
     sampling = chosen_sampling(request.sampling, dialect.sampling)
@@ -310,12 +310,14 @@ def _address_server(body: dict[str, Any], request: Request) -> None:
         body["extra_headers"][DEPTH_HEADER] = str(request.depth)
 
 
-def _messages(sent: Sequence[Message], dialect: Dialect, history: History) -> list[dict[str, Json]]:
+def _messages(sent: Sequence[Message], dialect: ServerDialect, history: ReplayedHistory) -> list[dict[str, Json]]:
     start = turn_start(sent)
     return [_message(message, dialect, history, thinks_on=place >= start) for place, message in enumerate(sent)]
 
 
-def _message(message: Message, dialect: Dialect, history: History, *, thinks_on: bool) -> dict[str, Json]:
+def _message(
+    message: Message, dialect: ServerDialect, history: ReplayedHistory, *, thinks_on: bool
+) -> dict[str, Json]:
     """`thinks_on`: the model is in the middle of a turn. Thoughts of earlier turns are refused by some servers."""
     known_role = message.role != "developer" or dialect.is_vendor
     written: dict[str, Json] = {"role": message.role if known_role else "system", "content": content_json(message)}

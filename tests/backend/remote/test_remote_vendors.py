@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.remote.base import Provider
-from emberkeep.backend.remote.kinds import (
+from emberkeep.backend.remote.vendors import (
     GROUP,
-    KINDS,
+    VENDORS,
     default_context,
     has_key,
-    kind_names,
     open_provider,
+    vendor_names,
     with_defaults,
 )
 from emberkeep.errors import ConfigError, RemoteRefused
@@ -56,9 +56,9 @@ def own_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     sys.modules.pop("parrots", None)
 
 
-@pytest.mark.parametrize("backend", KINDS)
+@pytest.mark.parametrize("backend", VENDORS)
 def test_every_kind_names_a_factory_and_its_usual_settings(backend: str) -> None:
-    kind = KINDS[backend]
+    kind = VENDORS[backend]
     usual = with_defaults(remote(backend))
     assert (usual.model, usual.base_url, usual.api_key_env) == (kind.model, kind.base_url, kind.key_env)
     assert default_context(remote(backend)) == kind.context > 0
@@ -66,10 +66,10 @@ def test_every_kind_names_a_factory_and_its_usual_settings(backend: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", KINDS)
+@pytest.mark.parametrize("backend", VENDORS)
 def test_every_kind_can_be_opened(backend: str) -> None:
     one = replace(remote(backend), base_url="http://127.0.0.1:1", model="some")
-    provider: Provider = open_provider(one, {KINDS[backend].key_env or "": CANARY})
+    provider: Provider = open_provider(one, {VENDORS[backend].key_env or "": CANARY})
     assert CANARY not in repr(provider)
 
 
@@ -78,9 +78,9 @@ def test_what_the_user_has_said_is_kept() -> None:
     assert with_defaults(said) == said
 
 
-@pytest.mark.parametrize("backend", [name for name, kind in KINDS.items() if kind.needs_key])
+@pytest.mark.parametrize("backend", [name for name, kind in VENDORS.items() if kind.needs_key])
 def test_a_missing_key_is_refused_with_the_name_of_its_variable(backend: str) -> None:
-    variable = KINDS[backend].key_env or ""
+    variable = VENDORS[backend].key_env or ""
     assert not has_key(remote(backend), {variable: "  "})
     assert has_key(remote(backend), {variable: CANARY})
     with pytest.raises(RemoteRefused, match=variable):
@@ -119,7 +119,7 @@ def test_a_missing_sdk_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("own_backends")
 def test_a_backend_of_ones_own_is_opened_with_its_key() -> None:
-    assert "parrot" in kind_names()
+    assert "parrot" in vendor_names()
     one = replace(remote("parrot"), api_key_env="PARROT_KEY")
     provider = open_provider(one, {"PARROT_KEY": CANARY})
     assert (provider.remote, provider.key) == (one, CANARY)  # type: ignore[attr-defined]
@@ -135,6 +135,6 @@ def test_a_backend_of_ones_own_that_cannot_be_opened_is_explained(backend: str) 
 
 @pytest.mark.usefixtures("own_backends")
 def test_no_package_can_take_the_place_of_a_known_kind() -> None:
-    assert kind_names().count("openai") == 1
+    assert vendor_names().count("openai") == 1
     with pytest.raises(RemoteRefused):
         open_provider(remote("openai"), {})

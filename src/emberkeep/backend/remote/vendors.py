@@ -13,11 +13,11 @@ from emberkeep.errors import ConfigError, RemoteRefused
 from emberkeep.types import RemoteModel
 
 GROUP = "emberkeep.backends"
-"""Of entry points: the name is the kind, the value an `OpenProvider`."""
+"""Of entry points: the name is the vendor, the value an `OpenProvider`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Vendor:
     factory: str
     """`module:function` of an `OpenProvider`, imported when it is used."""
     package: str
@@ -36,63 +36,63 @@ class Kind:
 
 _HERE = "emberkeep.backend.remote"
 
-KINDS: Mapping[str, Kind] = {
-    "openai": Kind(f"{_HERE}.openai:open_openai", "openai", "OPENAI_API_KEY", True, "gpt-6-sol", 128_000),
-    "anthropic": Kind(
+VENDORS: Mapping[str, Vendor] = {
+    "openai": Vendor(f"{_HERE}.openai:open_openai", "openai", "OPENAI_API_KEY", True, "gpt-6-sol", 128_000),
+    "anthropic": Vendor(
         f"{_HERE}.anthropic:open_anthropic", "anthropic", "ANTHROPIC_API_KEY", True, "claude-sonnet-5-5", 200_000
     ),
-    "gemini": Kind(
+    "gemini": Vendor(
         f"{_HERE}.gemini:open_gemini", "google.genai", "GEMINI_API_KEY", True, "gemini-3.8-flash", 1_048_576
     ),
-    "grok": Kind(f"{_HERE}.grok:open_grok", "xai_sdk", "XAI_API_KEY", True, "grok-4.6", 131_072),
-    "ollama": Kind(f"{_HERE}.ollama:open_ollama", "ollama", context=4096, base_url="http://127.0.0.1:11434"),
-    "trtllm": Kind(f"{_HERE}.trtllm:open_trtllm", "openai", base_url="http://127.0.0.1:8000"),
-    "compatible": Kind(f"{_HERE}.openai:open_openai", "openai", needs_url=True),
+    "grok": Vendor(f"{_HERE}.grok:open_grok", "xai_sdk", "XAI_API_KEY", True, "grok-4.6", 131_072),
+    "ollama": Vendor(f"{_HERE}.ollama:open_ollama", "ollama", context=4096, base_url="http://127.0.0.1:11434"),
+    "trtllm": Vendor(f"{_HERE}.trtllm:open_trtllm", "openai", base_url="http://127.0.0.1:8000"),
+    "compatible": Vendor(f"{_HERE}.openai:open_openai", "openai", needs_url=True),
 }
 
 
 def open_provider(remote: RemoteModel, env: Mapping[str, str]) -> Provider:
     """Does not connect. Raises ConfigError, and RemoteRefused where a key is missing."""
     known = with_defaults(remote)
-    kind = KINDS.get(remote.backend)
-    if kind is None:
+    vendor = VENDORS.get(remote.backend)
+    if vendor is None:
         return _load_entry_point(remote.backend)(known, _key(known, env))
     check_address(known)
     if not has_key(remote, env):
         raise RemoteRefused(f"{remote.name} needs a key: set the variable {known.api_key_env}.")
-    return _load(kind)(known, _key(known, env))
+    return _load(vendor)(known, _key(known, env))
 
 
 def check_address(remote: RemoteModel) -> None:
-    """Raises ConfigError where none is usual and none is given, and for an unknown kind."""
-    if _kind(remote.backend).needs_url and remote.base_url is None:
+    """Raises ConfigError where none is usual and none is given, and for an unknown vendor."""
+    if _vendor(remote.backend).needs_url and remote.base_url is None:
         raise ConfigError(f"{remote.name} needs an address: give it a base_url (--base-url).")
 
 
 def with_defaults(remote: RemoteModel) -> RemoteModel:
-    """With what is usual where the user has said nothing. Raises ConfigError for an unknown kind."""
-    kind = _kind(remote.backend)
+    """With what is usual where the user has said nothing. Raises ConfigError for an unknown vendor."""
+    vendor = _vendor(remote.backend)
     return replace(
         remote,
-        model=remote.model or kind.model,
-        base_url=remote.base_url or kind.base_url,
-        api_key_env=remote.api_key_env or kind.key_env,
+        model=remote.model or vendor.model,
+        base_url=remote.base_url or vendor.base_url,
+        api_key_env=remote.api_key_env or vendor.key_env,
     )
 
 
 def default_context(remote: RemoteModel) -> int:
-    """Tokens, where neither the user nor the service says. Raises ConfigError for an unknown kind."""
-    return _kind(remote.backend).context
+    """Tokens, where neither the user nor the service says. Raises ConfigError for an unknown vendor."""
+    return _vendor(remote.backend).context
 
 
-def kind_names() -> list[str]:
+def vendor_names() -> list[str]:
     """All that `RemoteModel.backend` may be, those of installed packages among them."""
-    return list(dict.fromkeys((*KINDS, *_entries())))
+    return list(dict.fromkeys((*VENDORS, *_entries())))
 
 
 def has_key(remote: RemoteModel, env: Mapping[str, str]) -> bool:
-    """Whether nothing is missing: the key is there, or none is needed. Raises ConfigError for an unknown kind."""
-    if not _kind(remote.backend).needs_key and remote.api_key_env is None:
+    """Whether the key is there, or none is needed. Raises ConfigError for an unknown vendor."""
+    if not _vendor(remote.backend).needs_key and remote.api_key_env is None:
         return True
     return _key(with_defaults(remote), env) is not None
 
@@ -101,29 +101,29 @@ def _key(remote: RemoteModel, env: Mapping[str, str]) -> str | None:
     return env.get(remote.api_key_env or "", "").strip() or None
 
 
-def _kind(backend: str) -> Kind:
-    if backend in KINDS:
-        return KINDS[backend]
+def _vendor(backend: str) -> Vendor:
+    if backend in VENDORS:
+        return VENDORS[backend]
     entry = _entries().get(backend)
     if entry is None:
-        near = difflib.get_close_matches(backend, kind_names(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(kind_names())}."
+        near = difflib.get_close_matches(backend, vendor_names(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(vendor_names())}."
         raise ConfigError(f"There is no backend {backend!r}: {hint}")
-    return Kind(entry.value, entry.module.partition(".")[0])
+    return Vendor(entry.value, entry.module.partition(".")[0])
 
 
 def _entries() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
-def _load(kind: Kind) -> OpenProvider:
-    module, _, name = kind.factory.partition(":")
+def _load(vendor: Vendor) -> OpenProvider:
+    module, _, name = vendor.factory.partition(":")
     try:
         # Only the SDK may be missing: what else cannot be imported is a fault of ours.
-        importlib.import_module(kind.package)
+        importlib.import_module(vendor.package)
     except ImportError as error:
         raise ConfigError(
-            f"The package {kind.package} is not installed: pip install 'emberkeep[remote]'."
+            f"The package {vendor.package} is not installed: pip install 'emberkeep[remote]'."
         ) from error
     factory: OpenProvider = getattr(importlib.import_module(module), name)
     return factory
