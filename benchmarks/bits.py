@@ -52,7 +52,7 @@ _OPENING = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     prompts: int = 50
     chunks: int = 4
     """Of one prompt."""
@@ -67,7 +67,7 @@ class Plan:
     def context(self) -> int:
         return self.tokens + self.answer + 1
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, prompts=3, chunks=2, answer=8)
 
 
@@ -179,7 +179,7 @@ class _Findings:
 class _Bench:
     """A loop over a store and a real engine."""
 
-    def __init__(self, engine: _Metered, config: Config, thread: EngineThread, plan: Plan) -> None:
+    def __init__(self, engine: _Metered, config: Config, thread: EngineThread, plan: Workload) -> None:
         self._engine = engine
         self._plan = plan
         self._ends = engine.vocab.eog | engine.vocab.controls
@@ -238,7 +238,7 @@ class _Bench:
         self._store.close()
 
 
-async def run(stage: Stage, plan: Plan) -> Result:
+async def run(stage: Stage, plan: Workload) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=slice_tokens(config))
     thread = EngineThread()
@@ -285,7 +285,7 @@ def _one(value: float, unit: str) -> Series:
     return series([value], unit)
 
 
-def _result(plan: Plan, findings: dict[int, _Findings]) -> Result:
+def _result(plan: Workload, findings: dict[int, _Findings]) -> Result:
     exact = findings[EXACT_BITS].meter
     title = f"{plan.prompts} texts of {plan.tokens:,} tokens, stored, loaded and continued by {plan.answer}"
     return Result(

@@ -34,7 +34,7 @@ _PLENTY = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     conversations: int = 100
     holds: int = 20
     """How many of them the budgets hold when they are complete."""
@@ -49,8 +49,8 @@ class Plan:
     skew: float = 1.0
     """How much more some conversations are asked than others (Zipf)."""
 
-    def quick(self) -> Plan:
-        return Plan(conversations=12, holds=3, requests=60)
+    def quick(self) -> Workload:
+        return Workload(conversations=12, holds=3, requests=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Outcome:
     failures: int
 
 
-async def run(folder: Folder, plan: Plan) -> Result:
+async def run(folder: Folder, plan: Workload) -> Result:
     budget = plan.holds * _bytes_of_a_conversation(folder.new_data_dir(), plan)
     rows = []
     for label, policy in (("by value", worth), ("least recently used", _least_recently_used)):
@@ -96,7 +96,7 @@ class _Conversation:
 class _Crowd:
     """Who says what next: the same for every policy."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Workload) -> None:
         self._plan = plan
         self._random = np.random.default_rng(5)
         self._prefix = self._some(plan.prefix)
@@ -190,7 +190,7 @@ class _Unmeasured(Rate):
         pass
 
 
-def _served(folder: Path, plan: Plan, budget: int, policy: Worth) -> Outcome:
+def _served(folder: Path, plan: Workload, budget: int, policy: Worth) -> Outcome:
     house = _House(folder, budget, policy)
     asked = reused = most_warm = most_cold = failures = 0
     try:
@@ -208,7 +208,7 @@ def _served(folder: Path, plan: Plan, budget: int, policy: Worth) -> Outcome:
     return Outcome(asked, reused, most_warm, most_cold, failures)
 
 
-def _bytes_of_a_conversation(folder: Path, plan: Plan) -> int:
+def _bytes_of_a_conversation(folder: Path, plan: Workload) -> int:
     """What one that is complete takes on disk."""
     house, crowd = _House(folder, _PLENTY, worth), _Crowd(plan)
     try:

@@ -15,7 +15,7 @@ from benchmarks.talkers import WAYS, Said, Talker
 from emberkeep.bench.figures import percentile, series
 from emberkeep.bench.report import Result, Row, Table, Value
 from emberkeep.bench.stage import Stage
-from emberkeep.bench.texts import Words
+from emberkeep.bench.words import Words
 from emberkeep.errors import EmberkeepError
 
 _SYSTEM = "You are a friendly companion on a long walk. Answer in one or two short sentences."
@@ -33,7 +33,7 @@ _NOUNS = ("badger", "comet", "falcon", "glacier", "heron", "lantern", "meadow", 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     ctx: int = 1024
     times: int = 20
     """How many contexts the conversation fills, without the questions at its end."""
@@ -49,7 +49,7 @@ class Plan:
     def context(self) -> int:
         return self.ctx
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, ctx=512, times=3, exact_times=2, facts=4, answer_tokens=16)
 
 
@@ -111,7 +111,7 @@ class Talk:
         return [turn for turn in self.turns if turn.asks]
 
 
-async def run(stage: Stage, plan: Plan) -> Result:
+async def run(stage: Stage, plan: Workload) -> Result:
     shorter = replace(plan, is_exact=True, times=plan.exact_times, facts=min(plan.facts, _FACTS_PER_MESSAGE))
     talks = {"": await _talk(stage, plan), "exact, ": await _talk(stage, shorter)}
     evicting = {label: talk for label, talk in talks.items() if talk.evicting}
@@ -141,7 +141,7 @@ def _doubts(talk: Talk) -> Iterator[str]:
 # ── the conversation ──
 
 
-async def _talk(stage: Stage, plan: Plan) -> Talk:
+async def _talk(stage: Stage, plan: Workload) -> Talk:
     facts, talk = made_up_facts(plan.facts), Talk()
     total, told = plan.times * plan.ctx, 0
     async with WAYS[plan.through](stage, plan.ctx) as talker:
@@ -157,7 +157,7 @@ async def _talk(stage: Stage, plan: Plan) -> Talk:
     return talk
 
 
-def _tell(facts: Sequence[Fact], words: Words, plan: Plan) -> Iterator[str]:
+def _tell(facts: Sequence[Fact], words: Words, plan: Workload) -> Iterator[str]:
     """Facts, with a little else after every second message, and then anything, without end."""
     numbers = count()
     for begin in range(0, len(facts), _FACTS_PER_MESSAGE):
@@ -167,11 +167,11 @@ def _tell(facts: Sequence[Fact], words: Words, plan: Plan) -> Iterator[str]:
     yield from (_small_talk(words, plan, number) for number in numbers)
 
 
-def _small_talk(words: Words, plan: Plan, number: int) -> str:
+def _small_talk(words: Words, plan: Workload, number: int) -> str:
     return f"Let us talk about {words.text(plan.user_tokens - 4, number)}."
 
 
-async def _say(talk: Talk, talker: Talker, plan: Plan, text: str, asks: Fact | None = None) -> int:
+async def _say(talk: Talk, talker: Talker, plan: Workload, text: str, asks: Fact | None = None) -> int:
     """About how many tokens the conversation has become longer. A turn that fails is left out of it."""
     messages = [*talk.messages, {"role": "user", "content": text}]
     try:

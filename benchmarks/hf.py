@@ -12,9 +12,9 @@ from typing import TypeVar
 import numpy as np
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.bench.client import is_settled
+from emberkeep.bench.http_client import is_settled
 from emberkeep.bench.stage import ModelPlace
-from emberkeep.bench.texts import Words
+from emberkeep.bench.words import Words
 from emberkeep.config import Config
 from emberkeep.engine.hf import HfSource
 from emberkeep.engine.hf.baseline import PlainModel

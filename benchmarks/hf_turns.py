@@ -13,7 +13,7 @@ from benchmarks.hf import HfModelUnderTest, Reply, open_model, open_plain, plain
 from emberkeep.bench.figures import Series, ratios, series
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import ModelPlace
-from emberkeep.bench.turns import Plan
+from emberkeep.bench.turns import Workload
 from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.types import Message, Request, Sampling
 
@@ -35,7 +35,7 @@ class _Turn:
         return self.reply.result.usage.cached_tokens / self.state_before if self.state_before else 0.0
 
 
-async def run(place: ModelPlace, plan: Plan) -> Result:
+async def run(place: ModelPlace, plan: Workload) -> Result:
     async with open_model(place, plan.context + _ROOM) as model:
         plain = await model.beside(lambda: open_plain(model, place))
         place.say("a conversation that is not counted")
@@ -48,7 +48,7 @@ async def run(place: ModelPlace, plan: Plan) -> Result:
     return Result("hf-turns", (Table(_title(plan), (*rows, _summary(plan, talks))),), tuple(_notes(talks)))
 
 
-async def _talk(model: HfModelUnderTest, plain: PlainModel, plan: Plan, number: int) -> list[_Turn]:
+async def _talk(model: HfModelUnderTest, plain: PlainModel, plan: Workload, number: int) -> list[_Turn]:
     question = Message("user", model.words.text(plan.user_tokens, "question"))
     messages = [Message("system", model.words.text(plan.system_tokens, number))]
     turns, state = list[_Turn](), 0
@@ -64,11 +64,11 @@ async def _talk(model: HfModelUnderTest, plain: PlainModel, plan: Plan, number: 
     return turns
 
 
-def _request(messages: list[Message], plan: Plan) -> Request:
+def _request(messages: list[Message], plan: Workload) -> Request:
     return Request(messages=tuple(messages), max_tokens=plan.answer_tokens, sampling=Sampling(temperature=0))
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: Workload) -> str:
     return f"{plan.repeat} conversations, equal new text in every turn"
 
 
@@ -86,7 +86,7 @@ def _row(number: int, turns: tuple[_Turn, ...]) -> Row:
     )
 
 
-def _summary(plan: Plan, talks: list[list[_Turn]]) -> Row:
+def _summary(plan: Workload, talks: list[list[_Turn]]) -> Row:
     lasts, seconds = [talk[-1] for talk in talks], [talk[1] for talk in talks]
     return Row(
         f"turn {plan.turns} / turn 2",

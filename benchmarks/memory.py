@@ -13,7 +13,7 @@ import numpy as np
 from emberkeep.bench.figures import percentile, series
 from emberkeep.bench.report import Result, Row, Table, Value
 from emberkeep.bench.stage import Folder
-from emberkeep.bench.texts import COMMON
+from emberkeep.bench.words import COMMON
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Turn
 
@@ -32,16 +32,16 @@ _FIRST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     turns: int = 1_000_000
     searches: int = 500
     writes: int = 500
 
-    def quick(self) -> Plan:
-        return Plan(turns=4_000, searches=50, writes=50)
+    def quick(self) -> Workload:
+        return Workload(turns=4_000, searches=50, writes=50)
 
 
-async def run(folder: Folder, plan: Plan) -> Result:
+async def run(folder: Folder, plan: Workload) -> Result:
     path = folder.new_data_dir() / "memory.sqlite"
     memory = Memory(path, limit_bytes=_PLENTY)
     try:
@@ -93,7 +93,7 @@ def made_up_turns(count: int, begin: int) -> Iterator[Turn]:
             yield Turn(i.to_bytes(16), f"talk {i // _PER_CONVERSATION}", 1e9 + i * _EVERY_S, user, assistant)
 
 
-def measure_searches(memory: Memory, plan: Plan) -> Iterator[Row]:
+def measure_searches(memory: Memory, plan: Workload) -> Iterator[Row]:
     everything: list[float] = []
     for kind, write in _KINDS.items():
         times, found = [], 0
@@ -107,7 +107,7 @@ def measure_searches(memory: Memory, plan: Plan) -> Iterator[Row]:
     yield _row("search, all of them", everything)
 
 
-def measure_writes(memory: Memory, plan: Plan) -> Row:
+def measure_writes(memory: Memory, plan: Workload) -> Row:
     times = []
     for turn in made_up_turns(plan.writes, begin=plan.turns):
         begin = perf_counter()
@@ -121,7 +121,7 @@ def _row(label: str, times: list[float], found: str = "") -> Row:
     return Row(label, {"time": series(times, "ms"), "p95": p95, "found": found})
 
 
-def _questions(write: _Writer, plan: Plan) -> Iterator[tuple[Turn, str]]:
+def _questions(write: _Writer, plan: Workload) -> Iterator[tuple[Turn, str]]:
     """Turns from all of the time, each with a question about it."""
     random = Random(plan.searches)
     rank_of = {word: rank for rank, word in enumerate(_vocabulary())}

@@ -18,8 +18,8 @@ import numpy as np
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
 from emberkeep.bench.bare import Tokens, open_engine, prefill
-from emberkeep.bench.client import is_settled
 from emberkeep.bench.figures import Series, overhead, series
+from emberkeep.bench.http_client import is_settled
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Stage
 from emberkeep.config import Config, slice_tokens
@@ -36,7 +36,7 @@ _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     tokens: int = 2048
     repeat: int = 7
 
@@ -44,7 +44,7 @@ class Plan:
     def context(self) -> int:
         return self.tokens + _ROOM
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, tokens=512, repeat=2)
 
 
@@ -83,7 +83,7 @@ class _Recorder(LlamaEngine):
         return super().evaluate(batch)
 
 
-async def run(stage: Stage, plan: Plan) -> Result:
+async def run(stage: Stage, plan: Workload) -> Result:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=slice_tokens(config))
     thread = EngineThread()
@@ -157,7 +157,7 @@ def _now() -> _Cost:
     return _Cost(perf_counter(), process_time())
 
 
-def _result(plan: Plan, rounds: list[_Round]) -> Result:
+def _result(plan: Workload, rounds: list[_Round]) -> Result:
     rows = (
         Row("bare engine", {"time": _series(rounds, "bare", "wall"), "CPU": _series(rounds, "bare", "cpu")}),
         _row("to the first token", rounds, "answered"),

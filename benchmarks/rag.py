@@ -32,7 +32,7 @@ _INSTRUCTION = "You answer questions from the passages that you are given. You a
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     questions: Path | None = None
     """None: they are made up."""
     sizes: tuple[int, ...] = (1536,)
@@ -46,7 +46,7 @@ class Plan:
     def context(self) -> int:
         return max(self.sizes) + self.answer_tokens + 1
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, sizes=(400,), passages=4, prompts=2, answer_tokens=4)
 
 
@@ -65,7 +65,7 @@ _Asked = dict[str, _Answer]
 """One question, asked in every way."""
 
 
-async def run(place: ModelPlace, plan: Plan) -> Result:
+async def run(place: ModelPlace, plan: Workload) -> Result:
     async with open_model(place, plan.context) as model:
         tables = [await _table(place, plan, model, size) for size in plan.sizes]
     return Result("rag", tuple(tables), _NOTES)
@@ -78,7 +78,7 @@ _NOTES = (
 )
 
 
-async def _table(place: ModelPlace, plan: Plan, model: HfModelUnderTest, size: int) -> Table:
+async def _table(place: ModelPlace, plan: Workload, model: HfModelUnderTest, size: int) -> Table:
     questions = _questions(plan, model, size)
     asked = []
     for number, question in enumerate(questions):
@@ -88,7 +88,7 @@ async def _table(place: ModelPlace, plan: Plan, model: HfModelUnderTest, size: i
     return Table(f"{len(asked)} questions of about {size:,} tokens, {plan.passages} shuffled passages each", rows)
 
 
-def _questions(plan: Plan, model: HfModelUnderTest, size: int) -> list[Question]:
+def _questions(plan: Workload, model: HfModelUnderTest, size: int) -> list[Question]:
     if plan.questions is None:
         return made_up_questions(model.words, plan.prompts, plan.passages, size // plan.passages)
     return read_questions(plan.questions)[: plan.prompts]
@@ -97,7 +97,7 @@ def _questions(plan: Plan, model: HfModelUnderTest, size: int) -> list[Question]
 # ── prompts ──
 
 
-def _shorten(model: HfModelUnderTest, question: Question, plan: Plan, size: int) -> Question:
+def _shorten(model: HfModelUnderTest, question: Question, plan: Workload, size: int) -> Question:
     """As many passages as wanted, those with an answer first, so short that the prompt has at most `size`."""
     chosen = sorted(question.passages, key=question.holds_answer, reverse=True)[: plan.passages]
     bare = (replace(question, text=text, passages=()) for text in (question.text, _BEFORE))
@@ -114,7 +114,7 @@ def _messages(question: Question) -> tuple[Message, ...]:
 # ── asking ──
 
 
-async def _ask_in_every_way(plan: Plan, model: HfModelUnderTest, question: Question, number: int) -> _Asked:
+async def _ask_in_every_way(plan: Workload, model: HfModelUnderTest, question: Question, number: int) -> _Asked:
     await model.ask(Request(messages=_messages(replace(question, text=_BEFORE)), max_tokens=0))
     shuffled = question.shuffle(number)
     ways = list(_WAYS)
@@ -123,7 +123,7 @@ async def _ask_in_every_way(plan: Plan, model: HfModelUnderTest, question: Quest
     return {way: answers[way] for way in ways}
 
 
-async def _ask(plan: Plan, model: HfModelUnderTest, question: Question, way: Request) -> _Answer:
+async def _ask(plan: Workload, model: HfModelUnderTest, question: Question, way: Request) -> _Answer:
     before = model.blended
     reply = await model.ask(
         replace(

@@ -30,7 +30,7 @@ _PLENTY = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     chunks: int = 100_000
     per_conversation: int = 40
     tokens: int = 4_000
@@ -38,11 +38,11 @@ class Plan:
     lookups: int = 50
     repeat: int = 5
 
-    def quick(self) -> Plan:
-        return Plan(chunks=2_000, lookups=10, repeat=2)
+    def quick(self) -> Workload:
+        return Workload(chunks=2_000, lookups=10, repeat=2)
 
 
-async def run(folder: Folder, plan: Plan) -> Result:
+async def run(folder: Folder, plan: Workload) -> Result:
     root = folder.new_data_dir()
     folder.say(f"writing {plan.chunks:,} chunks")
     prompts = _fill(root, plan)
@@ -60,7 +60,7 @@ async def run(folder: Folder, plan: Plan) -> Result:
     )
 
 
-def _lookups(store: KvStore, prompts: list[TokenArray], plan: Plan) -> Iterator[Row]:
+def _lookups(store: KvStore, prompts: list[TokenArray], plan: Workload) -> Iterator[Row]:
     random = np.random.default_rng(1)
     edited = [_edit(prompt, random) for prompt in prompts]
     unknown = [random.integers(0, _VOCABULARY, plan.tokens, dtype=np.int32) for _ in prompts]
@@ -102,7 +102,7 @@ def _open(root: Path) -> KvStore:
     return KvStore(_FINGERPRINT, warm_budget=_PLENTY, cold=ChunkFiles(root, _FINGERPRINT), cold_budget=_PLENTY)
 
 
-def _fill(root: Path, plan: Plan) -> list[TokenArray]:
+def _fill(root: Path, plan: Workload) -> list[TokenArray]:
     """Write the chunks; returns the beginnings of some conversations as prompts."""
     random = np.random.default_rng(0)
     prompts: list[TokenArray] = []

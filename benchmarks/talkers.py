@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlencode
 
-from emberkeep.bench.client import Client, Messages, chat_body, is_settled, parse_stream
-from emberkeep.bench.server import ServerProcess
+from emberkeep.bench.http_client import Client, Messages, chat_body, is_settled, parse_stream
+from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.config import Config
 from emberkeep.library import Emberkeep

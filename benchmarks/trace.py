@@ -32,14 +32,14 @@ _NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     files: tuple[Path, ...] = ()
     percents: tuple[int, ...] = (1, 3, 10, 30)
     """Of the blocks that are different, how many the store holds."""
     requests: int | None = None
     """From the beginning; None: all of them."""
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, percents=(3,), requests=500)
 
 
@@ -55,7 +55,7 @@ class Visit:
         return min(blocks * BLOCK, self.tokens)
 
 
-async def run(folder: Folder, plan: Plan) -> Result:
+async def run(folder: Folder, plan: Workload) -> Result:
     traces = [(path.stem, read_trace(path)[: plan.requests]) for path in plan.files]
     return Result(
         "trace",
@@ -67,7 +67,7 @@ async def run(folder: Folder, plan: Plan) -> Result:
     )
 
 
-def _table(folder: Folder, plan: Plan, name: str, visits: Sequence[Visit]) -> Table:
+def _table(folder: Folder, plan: Workload, name: str, visits: Sequence[Visit]) -> Table:
     different = len({block for visit in visits for block in visit.blocks})
     rows = []
     for percent in plan.percents:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.gpu import decode, memory, transfer, ttft
-from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.rig import Rig, open_rig
+from benchmarks.gpu.workload import Workload
 from emberkeep.bench.report import Result, Table
 from emberkeep.bench.stage import Folder
 
-__all__ = ["Plan", "measure", "run"]
+__all__ = ["Workload", "measure", "run"]
 
 _NOTES = (
     "prefill alone: nothing is looked up and nothing stored. from RAM: nothing of it was in the engine any more.",
@@ -28,7 +28,7 @@ _NOTES = (
     "weights read once: their bytes / the bytes per second that a copy within the device reads and writes.",
 )
 
-_PARTS: dict[str, Callable[[Rig, Plan], Iterator[Table]]] = {
+_PARTS: dict[str, Callable[[Rig, Workload], Iterator[Table]]] = {
     "memory": memory.measure,
     "prompts": ttft.measure_prompts,
     "transfer": transfer.measure,
@@ -38,12 +38,12 @@ _PARTS: dict[str, Callable[[Rig, Plan], Iterator[Table]]] = {
 """Memory first, and transformers, which has weights of its own, last: nothing else is on the device then."""
 
 
-async def run(place: Folder, plan: Plan) -> Result:
+async def run(place: Folder, plan: Workload) -> Result:
     *_, last = measure(plan, place.say)
     return last
 
 
-def measure(plan: Plan, say: Callable[[str], None]) -> Iterator[Result]:
+def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[Result]:
     """Everything that is known, again after every table. Blocks. Raises EngineError."""
     tables: list[Table] = []
     with open_rig(plan) as rig:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import Plan, measure
-from benchmarks.gpu.plan import PARTS
+from benchmarks.gpu import Workload, measure
+from benchmarks.gpu.workload import PARTS
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     given = vars(parser.parse_args())
     report, quick = given.pop("json"), given.pop("quick")
     chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v}
-    plan = replace(Plan().quick() if quick else Plan(), **chosen)
+    plan = replace(Workload().quick() if quick else Workload(), **chosen)
     for result in measure(plan, lambda what: print(f"… {what}", file=sys.stderr, flush=True)):
         report.write_text(json.dumps(result.json(), indent=2) + "\n")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.rig import Rig, decode, fill
+from benchmarks.gpu.workload import Workload
 from emberkeep.bench.figures import percentile, ratios, series
 from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine
@@ -31,7 +31,7 @@ class _Ran:
     """The most bytes of the device that were allocated while it ran."""
 
 
-def measure(rig: Rig, plan: Plan) -> Iterator[Table]:
+def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
     footprint, capabilities = rig.engine.footprint, rig.engine.capabilities
     admission = open_admission(footprint, capabilities, largest_slice=plan.slice, margin=0.0, store_room=lambda: 0)
     if admission is None or rig.alone(lambda _: _peak(rig)) is None:
@@ -41,13 +41,13 @@ def measure(rig: Rig, plan: Plan) -> Iterator[Table]:
     yield Table(f"memory of {len(ran)} requests", (_figures(ran), _refusal(rig, plan, admission)))
 
 
-def _lengths(plan: Plan) -> list[int]:
+def _lengths(plan: Workload) -> list[int]:
     """From short to long, evenly in proportion, in random order."""
     lengths = np.geomspace(_SHORTEST, plan.longest - plan.answer_tokens, plan.requests).astype(int)
     return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
 
 
-def _run(rig: Rig, plan: Plan, admission: Admission, length: int) -> _Ran:
+def _run(rig: Rig, plan: Workload, admission: Admission, length: int) -> _Ran:
     admitted, prompt = admission.admit(length, plan.answer_tokens), rig.prompt(length)
 
     def used(engine: Engine) -> int:
@@ -91,7 +91,7 @@ def _figures(ran: list[_Ran]) -> Row:
     )
 
 
-def _refusal(rig: Rig, plan: Plan, admission: Admission) -> Row:
+def _refusal(rig: Rig, plan: Workload, admission: Admission) -> Row:
     """The first prompt, of lengths that double, that is refused; and what was allocated to find that out."""
     tokens = plan.longest
     rig.alone(lambda _: _peak(rig))

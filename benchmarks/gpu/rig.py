@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.gpu.plan import Plan
+from benchmarks.gpu.workload import Workload
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings
@@ -116,7 +116,7 @@ class Rig:
 
 
 @contextmanager
-def open_rig(plan: Plan) -> Iterator[Rig]:
+def open_rig(plan: Workload) -> Iterator[Rig]:
     """Raises EngineError."""
     shape = Shape(plan.layers, plan.hidden, plan.longest)
     settings = HfSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))

@@ -8,8 +8,8 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.rig import Rig, fill, step
+from benchmarks.gpu.workload import Workload
 from emberkeep.bench.figures import ratios, series
 from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine, Payload, Rows
@@ -18,12 +18,12 @@ from emberkeep.kv.store import CHUNK_TOKENS
 _GB = 1e9
 
 
-def measure(rig: Rig, plan: Plan) -> Iterator[Table]:
+def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
     for size in plan.sizes:
         yield _transfers(rig, plan, size)
 
 
-def _transfers(rig: Rig, plan: Plan, size: int) -> Table:
+def _transfers(rig: Rig, plan: Workload, size: int) -> Table:
     prompt, borders = rig.prompt(size), [*range(0, size, CHUNK_TOKENS), size]
 
     def transfers(engine: Engine) -> list[tuple[float, float, float]]:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.bench.bare import decode_seconds
-from emberkeep.bench.client import Reply
 from emberkeep.bench.disk import chunk_files, drop_from_page_cache, folder_bytes, read_bandwidth
+from emberkeep.bench.http_client import Reply
 from emberkeep.bench.shared import distinct_prefixes, grown_tokens
-from emberkeep.bench.texts import Words
-from emberkeep.bench.turns import Turn
+from emberkeep.bench.turns import MeasuredTurn
+from emberkeep.bench.words import Words
 from helpers.engines import RecordingEngine
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_a_conversation_grows_by_its_answers_its_ends_of_turn_and_its_later_ques
 
 
 def test_reuse_is_measured_against_the_state_before_the_turn() -> None:
-    turn = Turn(replace(REPLY, prompt_tokens=140, cached_tokens=112), state_before=112)
+    turn = MeasuredTurn(replace(REPLY, prompt_tokens=140, cached_tokens=112), state_before=112)
     assert turn.reuse == 1.0
     assert turn.new_tokens == 28
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.bits import Plan, before_difference, kl, run
+from benchmarks.bits import Workload, before_difference, kl, run
 from emberkeep.bench.stage import open_stage
 from emberkeep.engine.llamacpp import LlamaEngine
 from helpers import tiny_gguf
@@ -30,7 +30,7 @@ def test_equal_distributions_do_not_diverge_and_others_do() -> None:
 def rows(tmp_path: Path) -> dict[str, dict]:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
     with open_stage(model, tmp_path / "data", lambda what: None) as stage:
-        result = asyncio.run(run(stage, Plan(prompts=2, chunks=2, answer=6))).json()
+        result = asyncio.run(run(stage, Workload(prompts=2, chunks=2, answer=6))).json()
     (table,) = result["tables"]
     return {row["label"]: {key: v["median"] for key, v in row.items() if key != "label"} for row in table["rows"]}
 
@@ -55,5 +55,5 @@ def test_what_is_continued_was_loaded_and_not_evaluated(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(LlamaEngine, "import_kv", counted)
     with open_stage(tiny_gguf.dense(tmp_path / "tiny.gguf"), tmp_path / "data", lambda what: None) as stage:
-        asyncio.run(run(stage, Plan(prompts=1, chunks=2, answer=4)))
+        asyncio.run(run(stage, Workload(prompts=1, chunks=2, answer=4)))
     assert loaded == [(0, 128), (128, 256)] * 6  # twice per number of bits

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from benchmarks import talkers
-from benchmarks.endless import Plan, Talk, Turn, made_up_facts, run
+from benchmarks.endless import Talk, Turn, Workload, made_up_facts, run
 from benchmarks.talkers import Left, Said
-from emberkeep.bench.client import Messages
+from emberkeep.bench.http_client import Messages
 from emberkeep.bench.report import Result
 from emberkeep.bench.stage import Stage
-from emberkeep.bench.texts import COMMON, Words
+from emberkeep.bench.words import COMMON, Words
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Eviction
 from helpers import tiny_gguf
@@ -36,7 +36,7 @@ SAID = Said(
     is_approximate=False,
 )
 EVICTION = Eviction(messages=4, tokens=50, out=4, plan_ms=1.0, archive_ms=2.0, engine_ms=30.0)
-PLAN = Plan(ctx=200, times=3, exact_times=1, facts=5, user_tokens=20, answer_tokens=10, through="script")
+PLAN = Workload(ctx=200, times=3, exact_times=1, facts=5, user_tokens=20, answer_tokens=10, through="script")
 
 
 def turn(*, evicts: bool = False, **fields: Any) -> Turn:

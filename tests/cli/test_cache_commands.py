@@ -145,7 +145,7 @@ def test_every_models_store_is_looked_into(data_dir: Path) -> None:
 def test_a_narrow_terminal_gets_lines_instead_of_columns(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(data_dir, "Which of the ships that came in yesterday are still here?", user="alice")
     narrow = Console(width=60, force_terminal=True, color_system=None)
-    monkeypatch.setattr("emberkeep.cli.output.console", lambda: narrow)
+    monkeypatch.setattr("emberkeep.cli.console.console", lambda: narrow)
     with narrow.capture() as captured:
         ok("ls")
     first, *details = [line.rstrip() for line in captured.get().splitlines()]
@@ -232,7 +232,7 @@ def test_at_a_terminal_it_is_asked(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: int
 ) -> None:
     keep(data_dir, "Which ships are here?", user="alice")
-    monkeypatch.setattr("emberkeep.cli.output._is_terminal", lambda: True)
+    monkeypatch.setattr("emberkeep.cli.console._is_terminal", lambda: True)
     result = run("rm", "--user", "alice", input=answer)
     assert "Remove everything of the user alice (1 entry)?" in result.stderr
     assert len(listed()) == left

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cli.chat_session import ChatSession, Terminal, stats_line
+from emberkeep.cli.console import printable
 from emberkeep.cli.conversation import Conversation, Journal
-from emberkeep.cli.output import printable
 from emberkeep.errors import ContextExceeded
 from emberkeep.library import Emberkeep
 from emberkeep.library.arguments import Options

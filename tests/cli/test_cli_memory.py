@@ -134,7 +134,7 @@ def test_matched_words_are_marked_on_a_terminal_only(data_dir: Path, monkeypatch
     archive(data_dir, ("What of the boat? [red]", "The boat \x1b[2Jis in the boathouse."))
     assert "\x1b" not in ok("search", "boat")
     terminal = Console(width=80, force_terminal=True, color_system="standard")
-    monkeypatch.setattr("emberkeep.cli.output.console", lambda: terminal)
+    monkeypatch.setattr("emberkeep.cli.console.console", lambda: terminal)
     with terminal.capture() as captured:
         ok("search", "boat")
     assert captured.get().count("\x1b[1;33mboat\x1b[0m") == 2
@@ -265,7 +265,7 @@ def test_nothing_is_forgotten_where_nobody_can_be_asked(data_dir: Path) -> None:
 @pytest.mark.parametrize(("reply", "left"), [("n\n", 1), ("y\n", 0)])
 def test_at_a_terminal_it_is_asked(data_dir: Path, monkeypatch: pytest.MonkeyPatch, reply: str, left: int) -> None:
     archive(data_dir, BOAT, user="alice")
-    monkeypatch.setattr("emberkeep.cli.output._is_terminal", lambda: True)
+    monkeypatch.setattr("emberkeep.cli.console._is_terminal", lambda: True)
     result = run("forget", "--user", "alice", input=reply)
     assert "Forget everything of the user alice (1 thing)?" in result.stderr
     assert len(found("boat", "--user", "alice")) == left

@@ -167,7 +167,7 @@ def test_a_dangerous_tool_does_not_run_where_nobody_can_be_asked(folder: Path) -
 def test_at_a_terminal_it_is_asked(
     folder: Path, monkeypatch: pytest.MonkeyPatch, reply: str, is_left: bool
 ) -> None:
-    monkeypatch.setattr("emberkeep.cli.output._is_terminal", lambda: True)
+    monkeypatch.setattr("emberkeep.cli.console._is_terminal", lambda: True)
     result = run("run", "delete_file", "path=notes.txt", input=reply)
     assert "Run delete_file with" in result.stderr
     assert (folder / "notes.txt").exists() is is_left

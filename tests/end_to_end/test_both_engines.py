@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from emberkeep.bench.client import is_settled
+from emberkeep.bench.http_client import is_settled
 from emberkeep.config import Config
 from emberkeep.library import Emberkeep
 from emberkeep.library.results import Result

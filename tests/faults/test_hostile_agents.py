@@ -20,7 +20,7 @@ from emberkeep.backend.tool_loop import MOST_CALLS
 from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.template import ChatTemplate, SeamedTemplate
 from emberkeep.chat.tokens import PromptTokenizer
-from emberkeep.cli.output import complain
+from emberkeep.cli.console import complain
 from emberkeep.config import Config, public_values
 from emberkeep.config.tables import parse_servers
 from emberkeep.errors import ConfigError, EmberkeepError, RemoteError

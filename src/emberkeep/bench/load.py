@@ -12,17 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from emberkeep.bench.bare import decode_seconds_elsewhere
-from emberkeep.bench.client import Client, Exchange, chat_body, completion_body, completion_tokens, parse_stream
 from emberkeep.bench.figures import percentile, ratios, series
+from emberkeep.bench.http_client import (
+    Client,
+    Exchange,
+    chat_body,
+    completion_body,
+    completion_tokens,
+    parse_stream,
+)
 from emberkeep.bench.report import Result, Row, Table
-from emberkeep.bench.server import ServerProcess
+from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 
 _MIXED = (32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     clients: int = 8
     prompt_tokens: int = 24
     answer_tokens: int = 256
@@ -35,7 +42,7 @@ class Plan:
     def context(self) -> int:
         return max(self.prompt_tokens + self.answer_tokens, _MIXED[-1] + self.mixed_answer)
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, answer_tokens=16, mixed_requests=1, mixed_answer=4, repeat=1)
 
 
@@ -45,7 +52,7 @@ class _Burst:
     lengths: list[int]
 
 
-async def run(stage: Stage, plan: Plan) -> Result:
+async def run(stage: Stage, plan: Workload) -> Result:
     with ServerProcess(stage.model, stage.new_data_dir(), parallel=plan.clients) as server:
         client = Client(server.port)
         rows = await _throughput_rows(stage, plan, server, client)
@@ -57,7 +64,7 @@ async def run(stage: Stage, plan: Plan) -> Result:
     return Result("load", tables, ("share: tokens/s of the server / tokens/s of the bare loop beside it.",))
 
 
-async def _throughput_rows(stage: Stage, plan: Plan, server: ServerProcess, client: Client) -> tuple[Row, ...]:
+async def _throughput_rows(stage: Stage, plan: Workload, server: ServerProcess, client: Client) -> tuple[Row, ...]:
     rates: dict[str, list[float]] = {"streaming": [], "not streaming": []}
     bare: dict[str, list[float]] = {name: [] for name in rates}
     await _burst(
@@ -82,13 +89,13 @@ def _throughput_row(name: str, served: Sequence[float], bare: Sequence[float]) -
     return Row(name, {"throughput": rate, "bare loop": limit, "share": ratios(rate, limit)})
 
 
-async def _prompts(stage: Stage, plan: Plan, client: Client, seed: object) -> list[list[int]]:
+async def _prompts(stage: Stage, plan: Workload, client: Client, seed: object) -> list[list[int]]:
     """Token ids that no request had before: reuse would be measured otherwise."""
     texts = (stage.words.text(plan.prompt_tokens, (seed, number)) for number in range(plan.clients))
     return [await client.tokenize(text) for text in texts]
 
 
-async def _burst(plan: Plan, client: Client, prompts: Sequence[Sequence[int]], *, stream: bool) -> _Burst:
+async def _burst(plan: Workload, client: Client, prompts: Sequence[Sequence[int]], *, stream: bool) -> _Burst:
     bodies = [completion_body(prompt, plan.answer_tokens, stream=stream) for prompt in prompts]
     exchanges = await asyncio.gather(*(client.post("/v1/completions", body) for body in bodies))
     lengths = [completion_tokens(exchange, stream=stream) for exchange in exchanges]
@@ -96,7 +103,7 @@ async def _burst(plan: Plan, client: Client, prompts: Sequence[Sequence[int]], *
     return _Burst(sum(lengths) / seconds, lengths)
 
 
-async def _mixed_row(stage: Stage, plan: Plan, client: Client) -> Row:
+async def _mixed_row(stage: Stage, plan: Workload, client: Client) -> Row:
     stage.say("mixed prompts")
     sizes = random.Random(0)
     texts = [
@@ -114,6 +121,6 @@ async def _mixed_row(stage: Stage, plan: Plan, client: Client) -> Row:
     )
 
 
-async def _one_after_the_other(plan: Plan, client: Client, texts: Sequence[str]) -> list[Exchange]:
+async def _one_after_the_other(plan: Workload, client: Client, texts: Sequence[str]) -> list[Exchange]:
     bodies = [chat_body([{"role": "user", "content": text}], plan.mixed_answer) for text in texts]
     return [await client.post("/v1/chat/completions", body) for body in bodies]

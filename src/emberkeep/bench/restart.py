@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from emberkeep.bench.client import Client, Messages, Reply
 from emberkeep.bench.disk import chunk_files, drop_from_page_cache, read_bandwidth
 from emberkeep.bench.figures import Series, ratios, series, speedup
+from emberkeep.bench.http_client import Client, Messages, Reply
 from emberkeep.bench.report import Result, Row, Table
-from emberkeep.bench.server import ServerProcess
+from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ _OTHER = 640
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     sizes: tuple[int, ...] = (1000, 2800, 4000, 7900)
     repeat: int = 5
     cold_budget_s: float = 60.0
@@ -37,7 +37,7 @@ class Plan:
     def context(self) -> int:
         return _context(max(self.sizes))
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, sizes=(500,), repeat=1)
 
 
@@ -87,7 +87,7 @@ class _Size:
     warm: list[_Warm] = field(default_factory=list)
 
 
-async def run(stage: Stage, plan: Plan) -> Result:
+async def run(stage: Stage, plan: Workload) -> Result:
     around = await _tokens_around(stage)
     sizes = [await _measure(_Case(stage, tokens, around), plan) for tokens in plan.sizes]
     return Result(
@@ -103,7 +103,7 @@ async def run(stage: Stage, plan: Plan) -> Result:
     )
 
 
-async def _measure(case: _Case, plan: Plan) -> _Size:
+async def _measure(case: _Case, plan: Workload) -> _Size:
     """Cold and warm in turns; warm goes on against the newest store when cold has used up its time."""
     size, data_dir, spent = _Size(), Path(), 0.0
     for number in range(plan.repeat):

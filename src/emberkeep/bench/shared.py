@@ -10,11 +10,11 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from emberkeep.bench.client import Client, Reply
 from emberkeep.bench.disk import folder_bytes
 from emberkeep.bench.figures import series
+from emberkeep.bench.http_client import Client, Reply
 from emberkeep.bench.report import Result, Row, Table
-from emberkeep.bench.server import ServerProcess
+from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile
@@ -24,7 +24,7 @@ _PROBE = ({"role": "user", "content": "Hello"},)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     sessions: tuple[int, ...] = (16, 32)
     prefix_tokens: int = 2048
     user_tokens: int = 48
@@ -36,7 +36,7 @@ class Plan:
     def context(self) -> int:
         return self.prefix_tokens + self.visits * (self.user_tokens + self.answer_tokens)
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(self, sessions=(6,), prefix_tokens=256, answer_tokens=8)
 
 
@@ -46,7 +46,7 @@ class _Session:
     replies: list[Reply] = field(default_factory=list)
 
 
-async def run(stage: Stage, plan: Plan) -> Result:
+async def run(stage: Stage, plan: Workload) -> Result:
     rows = [await _measure(stage, plan, count) for count in plan.sessions]
     return Result(
         "shared",
@@ -58,7 +58,7 @@ async def run(stage: Stage, plan: Plan) -> Result:
     )
 
 
-async def _measure(stage: Stage, plan: Plan, count: int) -> Row:
+async def _measure(stage: Stage, plan: Workload, count: int) -> Row:
     stage.say(f"{count} sessions")
     data_dir = stage.new_data_dir()
     with ServerProcess(stage.model, data_dir, parallel=_AT_A_TIME) as server:
@@ -88,7 +88,7 @@ async def _measure(stage: Stage, plan: Plan, count: int) -> Row:
     )
 
 
-def _first_messages(stage: Stage, plan: Plan, number: int) -> list[dict[str, str]]:
+def _first_messages(stage: Stage, plan: Workload, number: int) -> list[dict[str, str]]:
     return [
         {"role": "system", "content": stage.words.text(plan.prefix_tokens, "prefix")},
         {"role": "user", "content": stage.words.text(plan.user_tokens, (number, 0))},
@@ -103,7 +103,7 @@ async def _closing_tokens(client: Client) -> int:
     return int(after - before - reply.prompt_tokens - reply.completion_tokens)
 
 
-async def _visit_all(stage: Stage, plan: Plan, client: Client, sessions: Sequence[_Session]) -> None:
+async def _visit_all(stage: Stage, plan: Workload, client: Client, sessions: Sequence[_Session]) -> None:
     """Every session's first visit in order, then the revisits in random order, at most a few at a time."""
     revisits = [index for index in range(len(sessions)) for _ in range(plan.visits - 1)]
     random.Random(len(sessions)).shuffle(revisits)
@@ -118,7 +118,7 @@ async def _visit_all(stage: Stage, plan: Plan, client: Client, sessions: Sequenc
     await asyncio.gather(*(visitor() for _ in range(_AT_A_TIME)))
 
 
-async def _visit(stage: Stage, plan: Plan, client: Client, index: int, session: _Session) -> None:
+async def _visit(stage: Stage, plan: Workload, client: Client, index: int, session: _Session) -> None:
     if session.replies:
         question = stage.words.text(plan.user_tokens, (index, len(session.replies)))
         session.messages.append({"role": "user", "content": question})

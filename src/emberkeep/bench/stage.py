@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from emberkeep.bench.texts import Words
+from emberkeep.bench.words import Words
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from emberkeep.cli.console import console, plural, show, show_facts, texts
 from emberkeep.cli.flags import JsonFlag, with_settings
-from emberkeep.cli.output import console, plural, show, show_facts, texts
 from emberkeep.config import Config
 from emberkeep.config.kinds import public_url
 from emberkeep.config.tables import public_remotes

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option, Typer
 
+from emberkeep.cli.console import console, show
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, with_flags
-from emberkeep.cli.loader import install_model
-from emberkeep.cli.output import console, show
+from emberkeep.cli.model_loader import install_model
 
 if TYPE_CHECKING:
     from emberkeep.bench.stage import Folder
@@ -71,7 +71,7 @@ class Benchmark:
     name: str
     sentence: str
     module: str
-    """Its `Plan` says how much is measured, and its `run` does it. Imported late, as in every command."""
+    """Its `Workload` says how much is measured, and its `run` does it. Imported late, as in every command."""
     flags: tuple[str, ...] = ()
     """Of its own: fields of its plan."""
     needs: Needs = Needs.WORDS
@@ -80,7 +80,7 @@ class Benchmark:
 
     def plan(self, flags: Flags) -> Any:
         """What was asked for; explicit flags win over --quick."""
-        plan = import_module(self.module).Plan()
+        plan = import_module(self.module).Workload()
         given = {name: getattr(flags, name) for name in self.flags}
         chosen = {
             name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value
@@ -159,9 +159,9 @@ app = make_app(
 
 
 def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
-    from emberkeep.bench.machine import surroundings
     from emberkeep.bench.report import render, report_json
     from emberkeep.bench.stage import require_context
+    from emberkeep.bench.surroundings import surroundings
 
     for benchmark in benchmarks:
         benchmark.check(flags)

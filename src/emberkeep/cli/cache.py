@@ -21,9 +21,9 @@ from emberkeep.cli.cache_table import (
     removed_line,
     what,
 )
+from emberkeep.cli.console import ask_first, complain, console, plural, printable, whose
 from emberkeep.cli.flags import JsonFlag, ModelFlag, YesFlag, with_settings
-from emberkeep.cli.loader import pull_reporter
-from emberkeep.cli.output import ask_first, complain, console, plural, printable, whose
+from emberkeep.cli.model_loader import pull_reporter
 from emberkeep.config import Config, readable_size
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
 from emberkeep.types import EXACT_BITS, CacheEntry, Json, Removed, Verified

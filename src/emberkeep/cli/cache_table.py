@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from emberkeep.cli.output import ago, plural, printable, show, show_facts, span, texts, width
+from emberkeep.cli.console import ago, plural, printable, show, show_facts, span, texts, width
 from emberkeep.config import readable_size
 from emberkeep.types import (
     EXACT_BITS,

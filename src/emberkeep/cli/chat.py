@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from emberkeep.cli.chat_session import ChatSession, Terminal
+from emberkeep.cli.console import complain
 from emberkeep.cli.conversation import (
     LATEST,
     Conversation,
@@ -28,8 +29,7 @@ from emberkeep.cli.conversation import (
     with_its_model,
 )
 from emberkeep.cli.flags import setting_help, with_settings
-from emberkeep.cli.loader import install_model, open_model
-from emberkeep.cli.output import complain
+from emberkeep.cli.model_loader import install_model, open_model
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.files import private_folder

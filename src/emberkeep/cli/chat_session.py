@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from emberkeep.cli.console import complain, console, plural, printable
 from emberkeep.cli.conversation import Conversation, Journal
-from emberkeep.cli.output import complain, console, plural, printable
 from emberkeep.cli.slash import Quit, run_command
 from emberkeep.errors import ContextExceeded, EmberkeepError
 from emberkeep.types import (

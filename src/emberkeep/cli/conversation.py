@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberkeep.cli.loader import install_model
-from emberkeep.cli.output import ago, complain, plural, show, texts
+from emberkeep.cli.console import ago, complain, plural, show, texts
+from emberkeep.cli.model_loader import install_model
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.types import Message, Recollection, SavedConversation

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from emberkeep.cli.console import console
 from emberkeep.cli.flags import with_settings
-from emberkeep.cli.output import console
 from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
 from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound

@@ -16,13 +16,13 @@ from emberkeep.cli.bench import app as bench_app
 from emberkeep.cli.cache import app as cache_app
 from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
 from emberkeep.cli.chat import ChatCommand, chat
+from emberkeep.cli.console import complain
 from emberkeep.cli.doctor import doctor
 from emberkeep.cli.flags import ConfigFlag, JsonFlag, with_settings
-from emberkeep.cli.loader import install_model
 from emberkeep.cli.mcp import app as mcp_app
 from emberkeep.cli.memory import app as memory_app
+from emberkeep.cli.model_loader import install_model
 from emberkeep.cli.models import app as models_app
-from emberkeep.cli.output import complain
 from emberkeep.cli.tools import app as tools_app
 from emberkeep.config import Config, LoadedConfig, load_config, public_values, show_value
 from emberkeep.errors import EmberkeepError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from emberkeep.cli.console import ask_first, complain, console, plural, printable, show, texts
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
-from emberkeep.cli.output import ask_first, complain, console, plural, printable, show, texts
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, private_namespace

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from emberkeep.cli.console import complain, printable, show, show_facts, texts
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
-from emberkeep.cli.loader import pull_reporter
-from emberkeep.cli.output import complain, printable, show, show_facts, texts
+from emberkeep.cli.model_loader import pull_reporter
 from emberkeep.config import Config, readable_size
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary

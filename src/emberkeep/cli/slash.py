@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from emberkeep.cli.console import align
 from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.memory import NOTHING_FOUND, describe
-from emberkeep.cli.output import align
 from emberkeep.cli.tools import gist
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, Message, Recollection

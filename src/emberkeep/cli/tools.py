@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from emberkeep.cli.console import ask_first, complain, printable, show, texts
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
-from emberkeep.cli.output import ask_first, complain, printable, show, texts
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
 from emberkeep.types import Caller, Json, Tool, ToolCall, private_namespace
@@ -52,7 +52,7 @@ _EXAMPLES: Mapping[str, Json] = {"integer": 1, "number": 1.5, "boolean": True, "
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ToolRow:
     definition: Tool
     group: str
     is_dangerous: bool
@@ -145,13 +145,13 @@ async def _call(box: ToolBox, name: str, given: list[str], user: str, *, may_run
     return outcome.text
 
 
-def _rows(config: Config) -> list[Row]:
+def _rows(config: Config) -> list[ToolRow]:
     from emberkeep.tools.toolbox import Choice
 
-    async def list_known(box: ToolBox) -> list[Row]:
+    async def list_known(box: ToolBox) -> list[ToolRow]:
         chat, server = (Choice(config.enable_tools, config.disable_tools, asks) for asks in (True, False))
         return [
-            Row(
+            ToolRow(
                 function.definition,
                 function.group,
                 function.is_dangerous,
@@ -188,7 +188,7 @@ def _with_tools(config: Config, work: Callable[[ToolBox], Awaitable[T]]) -> T:
 # ── as a person reads tools, and writes arguments ──
 
 
-def as_json(row: Row) -> dict[str, Json]:
+def as_json(row: ToolRow) -> dict[str, Json]:
     return {
         "name": row.name,
         "group": row.group,
@@ -200,7 +200,7 @@ def as_json(row: Row) -> dict[str, Json]:
     }
 
 
-def print_tools(rows: Sequence[Row]) -> None:
+def print_tools(rows: Sequence[ToolRow]) -> None:
     from rich.table import Table
 
     table = Table("tool", "group", "in chat", "in a server", "what it does", box=None, pad_edge=False)
@@ -209,7 +209,7 @@ def print_tools(rows: Sequence[Row]) -> None:
     show(table)
 
 
-def _cells(row: Row) -> list[Text]:
+def _cells(row: ToolRow) -> list[Text]:
     return texts(row.name, row.group, row.chat, row.server, gist(row.definition))
 
 
@@ -218,7 +218,7 @@ def gist(tool: Tool) -> str:
     return f"{tool.description.partition('. ')[0].rstrip('.')}."
 
 
-def print_tool(row: Row) -> None:
+def print_tool(row: ToolRow) -> None:
     danger = ", dangerous" if row.is_dangerous else ""
     where = f"in chat: {row.chat}, in a server: {row.server}"
     print(f"{printable(row.name)} (group {printable(row.group)}{danger}; {where})")

@@ -9,7 +9,7 @@ import pytest
 from emberkeep.api.answer import ChatFrames
 from emberkeep.api.errors import failure_of
 from emberkeep.backend.base import ModelCard
-from emberkeep.bench.client import Client, Exchange, completion_tokens, has_text, is_settled, parse_stream
+from emberkeep.bench.http_client import Client, Exchange, completion_tokens, has_text, is_settled, parse_stream
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.server.openai import new_envelope
 from emberkeep.types import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from emberkeep.cli.output import console
+from emberkeep.cli.console import console
 from emberkeep.config import Config, readable_size
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ PARTS = ("memory", "prompts", "transfer", "turns", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     parts: tuple[str, ...] = PARTS
     device: str = "auto"
     layers: int = 36
@@ -35,7 +35,7 @@ class Plan:
         talk = self.first_tokens + self.turns * (self.turn_tokens + self.answer_tokens)
         return max(*self.sizes, talk, self.decoded_after + self.steps) + self.answer_tokens
 
-    def quick(self) -> Plan:
+    def quick(self) -> Workload:
         return replace(
             self,
             layers=4,
