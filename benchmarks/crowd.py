@@ -20,7 +20,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping, Rate, Worth, worth
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
@@ -129,9 +129,8 @@ class _House:
         engine = FakeEngine(cells=2 * _CONTEXT, context=_CONTEXT, sequences=2)
         self.store = KvStore(
             engine.fingerprint,
-            warm_budget=budget,
-            cold=ChunkFiles(folder, engine.fingerprint),
-            cold_budget=budget,
+            Budgets(budget, budget),
+            ChunkFiles(folder, engine.fingerprint),
             keeping=Keeping(worth=policy),
         )
         self.store.costs.evaluate = _Unmeasured()

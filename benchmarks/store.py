@@ -16,7 +16,7 @@ from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.chunkfile import Description
-from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
 from emberkeep.kv.tree import ROOT, Made, chunk_key
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
@@ -99,15 +99,15 @@ def _seconds_to_open(root: Path) -> float:
 
 
 def _open(root: Path) -> KvStore:
-    return KvStore(_FINGERPRINT, warm_budget=_PLENTY, cold=ChunkFiles(root, _FINGERPRINT), cold_budget=_PLENTY)
+    return KvStore(_FINGERPRINT, Budgets(_PLENTY, _PLENTY), ChunkFiles(root, _FINGERPRINT))
 
 
 def _fill(root: Path, plan: Workload) -> list[TokenArray]:
     """Write the chunks; returns the beginnings of some conversations as prompts."""
     random = np.random.default_rng(0)
     prompts: list[TokenArray] = []
-    tier = ChunkFiles(root, _FINGERPRINT)
-    tier.open_rows()
+    files = ChunkFiles(root, _FINGERPRINT)
+    files.open_rows()
     batch: list[tuple[Description, memoryview]] = []
     for start in range(0, plan.chunks, plan.per_conversation):
         count = min(plan.per_conversation, plan.chunks - start)
@@ -116,10 +116,10 @@ def _fill(root: Path, plan: Workload) -> list[TokenArray]:
         if len(tokens) >= plan.tokens:
             prompts.append(tokens[: plan.tokens])
         if len(batch) >= _BATCH:
-            tier.write(batch)
+            files.write(batch)
             batch = []
-    tier.write(batch)
-    tier.close()
+    files.write(batch)
+    files.close()
     return prompts
 
 

@@ -1,8 +1,8 @@
 """trace: recorded requests against a store that holds a small part of them. How much is found again?
 
 A trace has one request per line: `{"input_length": 1100, "hash_ids": [0, 7, 8]}`. Each id stands for 512 tokens
-and everything before them; the last one for what is left. The store's own books match, add and evict; only the
-bytes are missing.
+and everything before them; the last one for what is left. The store's own ledger matches, adds and evicts; only
+the bytes are missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from emberkeep.bench.figures import ratios, series
 from emberkeep.bench.report import Result, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.books import LOW_WATER, Books
+from emberkeep.kv.ledger import Ledger
+from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, ChunkKey, path_to
 from emberkeep.types import EXACT
 
@@ -131,26 +132,26 @@ def _fits(visit: Visit, before: dict[int, tuple[int | None, int]]) -> bool:
 
 
 def found_by_the_store(visits: Sequence[Visit], capacity: int) -> int:
-    """Tokens that the store's books find when they hold no more than `capacity` blocks after a request."""
-    books = Books()
-    return sum(_served(books, visit, capacity) for visit in visits)
+    """Tokens that the store's ledger finds when it holds no more than `capacity` blocks after a request."""
+    ledger = Ledger()
+    return sum(_served(ledger, visit, capacity) for visit in visits)
 
 
-def _served(books: Books, visit: Visit, capacity: int) -> int:
-    books.clock += 1
+def _served(ledger: Ledger, visit: Visit, capacity: int) -> int:
+    ledger.tick += 1
     tokens = np.repeat(np.array(visit.blocks, np.int32), BLOCK)[: visit.tokens]
-    place = books.deepest(books.origin(EXACT), tokens)
+    place = ledger.tree.deepest(ledger.tree.origin(EXACT), tokens)
     for segment in path_to(place):
-        books.use(segment.chunk)
+        ledger.use(segment.chunk)
     chunk, take = place.chunk, place.used
     for begin in range(place.position, visit.tokens, BLOCK):
         key = ChunkKey(visit.blocks[begin // BLOCK].to_bytes(8))
         chunk = Chunk(key=key, parent=chunk, take=take, tokens=tokens[begin : begin + BLOCK], size=1)
         chunk.expires, take = inf, len(chunk.tokens)
-        books.add(chunk, memoryview(b""))
-        books.became_cold(chunk, 1)
-    if books.cold.chunks > capacity:
-        books.shrink_cold(capacity * LOW_WATER, 0)
+        ledger.add(chunk, memoryview(b""))
+        ledger.enter_file(chunk, 1)
+    if ledger.disk.chunks > capacity:
+        ledger.shrink_disk(capacity * LOW_WATER, 0)
     return place.position
 
 

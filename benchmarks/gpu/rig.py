@@ -18,7 +18,7 @@ from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.baseline import Shape, random_model
 from emberkeep.engine.hf.device import DeviceLimits
 from emberkeep.errors import EmberkeepError, EngineError
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
@@ -123,7 +123,7 @@ def open_rig(plan: Workload) -> Iterator[Rig]:
     thread = EngineThread()
     model = thread.submit(lambda: random_model(shape, plan.device)).result()
     engine = thread.submit(lambda: HfEngine(model, settings, "random")).result()
-    store = KvStore(engine.fingerprint, warm_budget=_STORED, cold=None, cold_budget=0)
+    store = KvStore(engine.fingerprint, Budgets(_STORED))
     loop = Scheduler(engine, store, SchedulerSettings(parallel=8, prefill_slice=plan.slice), thread=thread)
     try:
         yield Rig(shape, engine, loop, DeviceLimits(plan.device), model.weights_bytes)

@@ -132,7 +132,7 @@ def test_a_new_question_is_no_edit(backend):
 
 def test_the_expired_entry_is_named(backend):
     ask(backend, CHAT)
-    backend._store._clock._offset += 4000
+    backend._store._ledger.clock._offset += 4000
     backend.cache.gc()
     told = backend.cache.explain(CHAT)
     assert told.lookup.reason is MissReason.EXPIRED

@@ -136,7 +136,7 @@ def test_a_declared_prefix_is_there_after_a_restart_without_evaluation(house):
 def test_a_prefix_is_touched_before_it_expires_and_an_unused_one_is_not(house):
     backend, engine = house.open(ttl_short_s=300)
     until_warm(backend, [PREFIX])
-    clock = backend._store._clock
+    clock = backend._store._ledger.clock
     (before,) = backend.cache.entries()
     clock._offset += 239
     backend.warmer._prefixes[next(iter(backend.warmer._prefixes))].warmed_at -= 239
@@ -190,7 +190,7 @@ def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
     told = bill(backend, chat("When?", conversation_id="c"))
     backend._store.flush()
     assert backend.scheduler.idle_entries()
-    backend._store._clock._offset += 4000
+    backend._store._ledger.clock._offset += 4000
     backend.warmer.sweep()
     assert backend._store.stats()["warm"]["chunks"] == 0
     backend.scheduler.call(lambda: None).result()

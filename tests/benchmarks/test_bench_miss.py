@@ -9,7 +9,7 @@ from benchmarks.miss import largest_slices, leading
 from emberkeep.bench.bare import prefill
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending, Sequence
@@ -44,7 +44,7 @@ class UntilEnded:
 def test_the_bare_prefill_repeats_the_steps_of_the_scheduler() -> None:
     tokens = np.arange(32, 100, dtype=np.int32)
     scheduled, bare = RecordingEngine(), RecordingEngine()
-    store = KvStore(scheduled.fingerprint, warm_budget=1 << 30, cold=None, cold_budget=0)
+    store = KvStore(scheduled.fingerprint, Budgets(1 << 30))
     loop = Scheduler(scheduled, store, SchedulerSettings(parallel=1, prefill_slice=16))
     consumer = UntilEnded()
     sampler = Sampler(Sampling(temperature=0))

@@ -111,7 +111,7 @@ def test_every_stored_byte_is_of_the_tier_that_the_store_was_opened_for(hf_model
                 lookup = rig.run(prompt, closing=(), max_new=1).lookup
                 assert tier is FLASH or lookup.reused_tokens == lookup.hot_tokens
         rig.store.flush()
-        stored = {bytes(chunk.payload) for chunk in rig.store._books if len(chunk.tokens) == 128}
+        stored = {bytes(chunk.payload) for chunk in rig.store._ledger.tree if len(chunk.tokens) == 128}
     assert stored == {part for prompt in prompts for part in computed(opened(hf_model("llama")), prompt)}
     assert stored.isdisjoint(
         part for prompt in prompts for part in computed(opened(hf_model("llama"), tier=PLAIN), prompt)

@@ -134,7 +134,7 @@ def test_what_is_said_to_be_reproducible_is(open_engine, tmp_path: Path, seed: i
             rig.settle()
             begun = draw.choice(prompts)
             prompts.append([*begun[: draw.randint(1, len(begun))], *text(draw.randint(5, 300), seed=100 + number)])
-        chunks = list(rig.store._books)
+        chunks = list(rig.store._ledger.tree)
     promised = [chunk for chunk in chunks if chunk.made & Made.REPRODUCIBLE]
     assert len(chunks) > len(promised) >= 3  # those of the first prompt at least
     alone = open_engine("dense", cells=4096, batch=512)

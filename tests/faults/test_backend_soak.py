@@ -23,9 +23,9 @@ REMEMBERED = USERS // 8
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr("emberkeep.kv.books.MOST_ENTRIES", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.books.Ghosts", lambda: Ghosts(REMEMBERED))
+    monkeypatch.setattr("emberkeep.kv.entries.Ghosts", lambda: Ghosts(REMEMBERED))
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.chat.tokens._REMEMBERED_CHARS", 2000)
 

@@ -1,4 +1,4 @@
-"""Whatever system call fails, once or from then on: files, index and books agree when the disk is well again, the
+"""Whatever system call fails, once or from then on: files, index and ledger agree when the disk is well again, the
 budget holds, and what was readable is found."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from emberkeep.errors import StoreFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.types import Lineage
 from helpers.canaries import TOKENS, Canary, found_in
-from helpers.kv_building import check_books, chunk_files, load, new_store
+from helpers.kv_building import check_ledger, chunk_files, load, new_store
 
 EVERY = os.environ.get("EMBERKEEP_TEST_EVERY_CALL", "") == "1"
 SAMPLED = 10
@@ -31,8 +31,8 @@ CROWD = [Canary(number) for number in range(10, 22)]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr("emberkeep.kv.writer._PAUSE_S", 0.02)
-    monkeypatch.setattr("emberkeep.kv.housekeeping._RETRY_S", 0.0)
+    monkeypatch.setattr("emberkeep.kv.transfers._PAUSE_S", 0.02)
+    monkeypatch.setattr("emberkeep.kv.disk_tier._RETRY_S", 0.0)
 
 
 def filled(folder: Path) -> None:
@@ -44,7 +44,7 @@ def filled(folder: Path) -> None:
     SPOILT.keep(store, TOKENS)
     store.flush()
     match = store.match(Lineage(SPOILT.namespace), SPOILT.tokens)
-    path = store._cold._path(match.segments[1].chunk.key)
+    path = store._disk.files._path(match.segments[1].chunk.key)
     store.release(match)
     store.close()
     data = bytearray(path.read_bytes())
@@ -83,26 +83,25 @@ class Life:
 
 
 def check_agreement(folder: Path, store: KvStore, budget: int) -> None:
-    """Files, index and books tell the same, and all of it is counted."""
-    check_books(store)
-    books, cold = store._books, store._cold
-    assert cold is not None
-    waiting = [key for rows in books._orphans.values() for key in rows]
-    counted = {*(c.key for c in books if c.on_disk), *waiting, *books.leaving, *cold._strays}
+    """Files, index and ledger tell the same, and all of it is counted."""
+    check_ledger(store)
+    ledger, files = store._ledger, store._disk.files
+    waiting = [row.key for row in ledger.orphans]
+    counted = {*(c.key for c in ledger.tree if c.on_disk), *waiting, *ledger.to_remove, *files._strays}
     assert counted == {bytes.fromhex(path.stem) for path in chunk_files(folder)}
-    assert {row.key for row in cold.index.rows_after(0)} == counted - set(books.leaving)
-    cold.look_around()
+    assert {row.key for row in files.index.rows_after(0)} == counted - set(ledger.to_remove)
+    files.clean_up()
     on_disk = sum(path.stat().st_size for path in folder.glob("*/*/**/*") if path.is_file())
-    assert books.disk_bytes + cold.side_bytes == on_disk <= budget
-    assert cold.index._untold_rows == {} and cold.index._untold_removals == set()
+    assert ledger.disk_bytes + files.side_bytes == on_disk <= budget
+    assert files.index._untold_rows == {} and files.index._untold_removals == set()
 
 
 def heal(store: KvStore) -> None:
     """The disk is well again: whatever was owed is done when the store is next idle."""
     for _ in range(3):
-        with store._writer._changed:
-            store._writer._paused_until = 0.0
-        store._writer.wake()
+        with store._disk._writer._changed:
+            store._disk._writer._paused_until = 0.0
+        store._disk._writer.wake()
         store.flush()
 
 

@@ -34,8 +34,8 @@ def traces_in(store: KvStore, canary: Canary) -> list[str]:
     store.refresh()
     shown = [str(store.stats()), *(str(entry) for entry in store.catalogue.entries())]
     shown += map(str, store.catalogue.lineages())
-    shown += [str(ghost) for ghost in store._books.ghosts._by_key.values()]
-    shown += [str(vars(store._books.news))]
+    shown += [str(ghost) for ghost in store._ledger.entries.ghosts._by_key.values()]
+    shown += [str(vars(store._ledger.entries.changes))]
     return [text for text in shown if canary.user in text]
 
 
@@ -72,7 +72,7 @@ def test_what_hung_below_a_damaged_chunk_goes_with_its_user(tmp_path: Path, plac
     store = reopened(store, tmp_path)
     match = store.match(Lineage(ANN.namespace), ANN.tokens)
     store.release(match)
-    flip(store._cold._path(match.segments[1].chunk.key), place)
+    flip(store._disk.files._path(match.segments[1].chunk.key), place)
     load(store, ANN.tokens, namespace=ANN.namespace)
     store.catalogue.forget_user(ANN.user)
     assert_gone(tmp_path, ANN, store)
@@ -138,8 +138,8 @@ def test_what_is_being_written_just_then_goes_too(
 ) -> None:
     here, there = new_store(tmp_path), new_store(tmp_path)
     begun, forgetting = threading.Event(), threading.Thread(target=lambda: here.catalogue.forget_user(ANN.user))
-    begin = here._cold.forgotten.begin
-    monkeypatch.setattr(here._cold.forgotten, "begin", lambda user: (begin(user), begun.set())[0])
+    begin = here._disk.files.forgotten.begin
+    monkeypatch.setattr(here._disk.files.forgotten, "begin", lambda user: (begin(user), begun.set())[0])
 
     def meanwhile(real: Callable[..., Any], *, wait: bool) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -154,7 +154,7 @@ def test_what_is_being_written_just_then_goes_too(
     if moment == "staging":
         monkeypatch.setattr(chunkfile, "write", meanwhile(chunkfile.write, wait=True))
     else:  # where nobody can begin to forget: it has to wait for us
-        monkeypatch.setattr(there._cold, "_publish", meanwhile(there._cold._publish, wait=False))
+        monkeypatch.setattr(there._disk.files, "_publish", meanwhile(there._disk.files._publish, wait=False))
     ANN.keep(there, TOKENS)
     there.flush()
     forgetting.join()
@@ -167,10 +167,10 @@ def test_who_was_being_forgotten_when_a_process_died_is_gone_at_the_next_opening
     store = new_store(tmp_path)
     ANN.keep(store, TOKENS)
     store.flush()
-    store._cold.forgotten.begin(ANN.user)  # and then it was killed
+    store._disk.files.forgotten.begin(ANN.user)  # and then it was killed
     again = new_store(tmp_path)
     assert_gone(tmp_path, ANN, again)
-    assert again._cold.forgotten.unfinished() == []
+    assert again._disk.files.forgotten.unfinished() == []
     again.close()
     store.close()
 
@@ -221,7 +221,7 @@ def test_a_disk_that_refuses_is_said_aloud_and_tried_again(
         with pytest.raises(StoreFailed, match="Input/output error"):
             store.catalogue.forget_user(ANN.user)
         assert load(store, ANN.tokens, namespace=ANN.namespace) == 0
-    store._house._look_again_at = 0.0
+    store._disk._look_again_at = 0.0
     store.sweep()
     store.flush()
     assert_gone(tmp_path, ANN, store)
@@ -233,15 +233,15 @@ def test_rows_that_were_read_before_their_user_was_forgotten_are_not_entered_aft
     ANN.keep(there, TOKENS)
     there.flush()
     have_read, go_on = threading.Event(), threading.Event()
-    real = here._cold.new_rows
+    real = here._disk.files.index.new_rows
 
-    def news():
-        rows = real()
+    def news(*, everything: bool):
+        rows = real(everything=everything)
         have_read.set()
         assert go_on.wait(20)
         return rows
 
-    monkeypatch.setattr(here._cold, "new_rows", news)
+    monkeypatch.setattr(here._disk.files.index, "new_rows", news)
     reading = threading.Thread(target=here.refresh)
     reading.start()
     assert have_read.wait(20)
@@ -262,13 +262,13 @@ def test_rows_of_a_user_who_is_just_being_forgotten_are_not_entered(tmp_path, mo
     here, there = new_store(tmp_path), new_store(tmp_path)
     ANN.keep(there, TOKENS)
     there.flush()
-    real = here._cold.sweep
+    real = here._disk.files.sweep
 
     def sweep(whose):
         here.refresh()  # by another thread
         return real(whose)
 
-    monkeypatch.setattr(here._cold, "sweep", sweep)
+    monkeypatch.setattr(here._disk.files, "sweep", sweep)
     here.catalogue.forget_user(ANN.user)
     assert_gone(tmp_path, ANN, here, there)
     here.close()
@@ -383,7 +383,7 @@ class History:
 def test_whatever_happened_before_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr("emberkeep.kv.writer._PAUSE_S", 0.01)
+    monkeypatch.setattr("emberkeep.kv.transfers._PAUSE_S", 0.01)
     history = History(tmp_path, seed, monkeypatch)
     for _ in range(STEPS):
         history.step()

@@ -16,7 +16,7 @@ from emberkeep.kv.entries import Ghosts
 from emberkeep.kv.store import KvStore
 from emberkeep.types import EXACT, EntryKind, Label, Lineage, private_namespace
 from helpers.growth import descriptors, sizes_below, threads
-from helpers.kv_building import PIECES, check_books, new_store
+from helpers.kv_building import PIECES, check_ledger, new_store
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +34,13 @@ INDEX = 8 << 20
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr("emberkeep.kv.writer._PAUSE_S", 0.001)
-    monkeypatch.setattr("emberkeep.kv.writer._LOOK_AGAIN", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.books.MOST_ENTRIES", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.transfers._PAUSE_S", 0.001)
+    monkeypatch.setattr("emberkeep.kv.transfers._LOOK_AGAIN", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.index.GHOST_LIMIT", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.index._MOST_UNTOLD", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.books.Ghosts", lambda: Ghosts(REMEMBERED))
+    monkeypatch.setattr("emberkeep.kv.entries.Ghosts", lambda: Ghosts(REMEMBERED))
 
 
 def visit(store: KvStore, number: int) -> None:
@@ -147,4 +147,4 @@ def test_users_who_come_once_leave_nothing_that_grows(store: KvStore, tmp_path: 
     assert threads() <= running + 1
     assert bytes_on_disk(tmp_path) <= DISK
     assert sum(path.stat().st_size for path in tmp_path.glob("*/index.db*")) < INDEX
-    check_books(store)
+    check_ledger(store)

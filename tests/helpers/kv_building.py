@@ -11,8 +11,8 @@ import numpy as np
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine, FakeVocab
 from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.fetch import FetchState
-from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
+from emberkeep.kv.transfers import FetchState
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage
@@ -48,8 +48,8 @@ CHUNK_BYTES = len(exported(LONG, 0, 128))
 def new_store(
     folder: Path | None, *, warm: int = PLENTY, cold: int = PLENTY, fingerprint: bytes = FINGERPRINT
 ) -> KvStore:
-    tier = ChunkFiles(folder, fingerprint) if folder else None
-    return KvStore(fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
+    files = ChunkFiles(folder, fingerprint) if folder else None
+    return KvStore(fingerprint, Budgets(warm, cold), files)
 
 
 def reopened(store: KvStore, folder: Path, **budgets: int) -> KvStore:
@@ -132,28 +132,28 @@ def path_tokens(chunk: Chunk) -> TokenArray:
 
 def chunks_of(store: KvStore) -> list[Chunk]:
     with store._lock:
-        return list(store._books)
+        return list(store._ledger.tree)
 
 
-def check_books(store: KvStore) -> None:
+def check_ledger(store: KvStore) -> None:
     """Counters equal what they count, and every chunk can be reached from its root."""
     with store._lock:
-        books = store._books
-        chunks = list(books)
-        assert books.warm.bytes == sum(len(c.payload) for c in chunks if c.payload is not None)
-        assert books.cold.bytes == sum(c.bytes for c in chunks if c.on_disk)
+        ledger = store._ledger
+        chunks, entries = list(ledger.tree), ledger.entries
+        assert ledger.ram.tally.bytes == sum(len(c.payload) for c in chunks if c.payload is not None)
+        assert ledger.disk.bytes == sum(c.bytes for c in chunks if c.on_disk)
         assert all(c.pins >= 0 for c in chunks)
         assert all(c.on_disk or c.payload is not None for c in chunks)
-        assert all(root.branches for root in books._roots.values())
-        assert books.leaving_bytes == sum(books.leaving.values())
-        waiting = [row for rows in books._orphans.values() for row in rows.values()]
-        assert books._orphan_bytes == sum(row.bytes for row in waiting)
-        on_disk = [*(c.key for c in chunks if c.on_disk), *(row.key for row in waiting), *books.leaving]
+        assert all(root.branches for root in ledger.tree._roots.values())
+        assert ledger.to_remove_bytes == sum(ledger.to_remove.values())
+        waiting = list(ledger.orphans)
+        assert ledger.orphans.bytes == sum(row.bytes for row in waiting)
+        on_disk = [*(c.key for c in chunks if c.on_disk), *(row.key for row in waiting), *ledger.to_remove]
         assert len(on_disk) == len(set(on_disk))
-        assert books.unwritten <= {c.key for c in chunks}
-        ending = {(tail.chunk, entry.id) for entry in books.entries.values() for tail in entry.tails}
-        assert ending == {(key, id_) for key, ids_ in books._ending.items() for id_ in ids_}
-        reachable = [c for root in books._roots.values() for c in _below(root)]
+        assert ledger.unwritten <= {c.key for c in chunks}
+        ending = {(tail.chunk, entry.id) for entry in entries for tail in entry.tails}
+        assert ending == {(key, id_) for key, ids_ in entries._ending.items() for id_ in ids_}
+        reachable = [c for root in ledger.tree._roots.values() for c in _below(root)]
         assert {id(c) for c in reachable} == {id(c) for c in chunks}
 
 

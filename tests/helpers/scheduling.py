@@ -18,7 +18,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Rate
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending
@@ -129,8 +129,8 @@ class Rig:
         drain_s: float = 0.0,
     ) -> None:
         self.engine = engine or FakeEngine(cells=1 << 15)
-        tier = ChunkFiles(folder, self.engine.fingerprint) if folder else None
-        self.store = KvStore(self.engine.fingerprint, warm_budget=warm, cold=tier, cold_budget=cold)
+        files = ChunkFiles(folder, self.engine.fingerprint) if folder else None
+        self.store = KvStore(self.engine.fingerprint, Budgets(warm, cold), files)
         self.store.costs.evaluate = _Unmeasured()
         settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory)
         self.scheduler = Scheduler(self.engine, self.store, settings)
@@ -288,7 +288,7 @@ LONG = text(2000)
 
 
 def no_pins(rig: Rig) -> bool:
-    return all(chunk.pins == 0 for chunk in rig.store._books)
+    return all(chunk.pins == 0 for chunk in rig.store._ledger.tree)
 
 
 class _Unmeasured(Rate):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from emberkeep.kv.store import KvStore
-from helpers.kv_building import check_books, new_store
+from helpers.kv_building import check_ledger, new_store
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[KvStore]:
-    """A store on disk whose books are right at the end."""
+    """A store on disk whose ledger is right at the end."""
     store = new_store(tmp_path)
     yield store
-    check_books(store)
+    check_ledger(store)
     store.close()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from emberkeep.kv import chunkfile
-from emberkeep.kv.fetch import FetchState
+from emberkeep.kv.transfers import FetchState
 from emberkeep.types import EXACT, EntryKind, Label
 from helpers.kv_building import (
     LONG,
-    check_books,
+    check_ledger,
     chunk_files,
     exported,
     fetched,
@@ -43,7 +43,7 @@ def test_a_damaged_file_costs_what_follows_it_and_nothing_else(tmp_path, index):
     assert len(list(tmp_path.glob("*/quarantine/*"))) == 1
     put(store, LONG)
     store.flush()
-    check_books(store)
+    check_ledger(store)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
     again.close()
@@ -58,7 +58,7 @@ def test_a_file_that_vanishes_between_match_and_fetch_is_a_miss(tmp_path):
     assert states[:3] == [FetchState.READY, FetchState.READY, FetchState.GONE]
     assert FetchState.READY not in states[3:]
     assert store.counters.vanished_chunks == 1
-    check_books(store)
+    check_ledger(store)
     store.close()
 
 
@@ -105,7 +105,7 @@ def test_a_read_that_fails_in_a_way_that_may_pass_is_a_miss_now_and_found_again_
         assert load(store, LONG) == 0
     assert store.counters.unreadable_chunks == 1
     assert store.held_bytes() == held
-    check_books(store)
+    check_ledger(store)
     assert load(store, LONG) == 1000
     store.close()
 
@@ -117,11 +117,11 @@ def test_what_follows_a_damaged_file_is_found_again_when_that_was_computed_again
     damage(file_of(tmp_path, first.key))
     store.release(match)
     assert load(store, LONG) == 0
-    check_books(store)
+    check_ledger(store)
     store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
     assert load(store, LONG) == 1000
-    check_books(store)
+    check_ledger(store)
     store.close()
 
 
@@ -133,12 +133,12 @@ def test_a_damaged_file_that_cannot_be_put_away_counts_until_it_is_gone(tmp_path
         broken.setattr(Path, "rename", no_space)
         broken.setattr(Path, "unlink", no_space)
         assert load(store, LONG) == 0
-        check_books(store)
-        assert store._books.disk_bytes == path.stat().st_size
+        check_ledger(store)
+        assert store._ledger.disk_bytes == path.stat().st_size
     store.sweep()
     store.flush()
     assert not path.exists()
-    assert store._books.disk_bytes == 0
+    assert store._ledger.disk_bytes == 0
     store.close()
 
 
@@ -150,9 +150,9 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
         damage(file_of(tmp_path, chunks[place].key))
     reads = [store.fetch(chunk, lambda: None) for chunk in chunks]  # all at once, as a request does it
     store.release(match)
-    store._reader.close()
+    store._disk._reader.close()
     assert [read.state for read in reads[:3]] == [FetchState.READY, FetchState.DAMAGED, FetchState.DAMAGED]
-    check_books(store)
+    check_ledger(store)
     put(store, LONG)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
@@ -166,11 +166,11 @@ def test_what_is_computed_again_is_written_over_files_that_nobody_has_looked_at(
         damage(path)
     assert load(store, LONG) == 0  # which gives up at the first
     put(store, LONG)
-    check_books(store)
+    check_ledger(store)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
-    check_books(again)
+    check_ledger(again)
     again.close()
 
 
@@ -186,7 +186,7 @@ def test_what_begins_like_a_chunk_that_was_computed_again_is_looked_at_before_it
     end = put(store, LONG[:950])
     store.turn_ended(Label(EntryKind.CONVERSATION, "talk", "Hello."), end)
     store.flush()
-    check_books(store)
+    check_ledger(store)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == (950 if are_all_damaged else 1000)
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
@@ -204,7 +204,7 @@ def test_what_was_not_computed_again_is_found_once_somebody_has_looked_at_it(tmp
     store.flush()
     assert store.peek(EXACT, other, snapshots=False).tokens == 1000
     assert load(store, other) == 1000
-    check_books(store)
+    check_ledger(store)
     store.close()
 
 
@@ -214,16 +214,16 @@ def test_what_another_process_has_written_meanwhile_is_entered_once(tmp_path, mo
     damage(file_of(tmp_path, match.segments[0].chunk.key))
     store.release(match)
     assert load(store, LONG) == 0
-    look = store._house._look_at_orphans
-    monkeypatch.setattr(store._house, "_look_at_orphans", lambda: None)
+    look = store._disk._check_orphans
+    monkeypatch.setattr(store._disk, "_check_orphans", lambda: None)
     put(store, LONG[:128])
     store.flush()
-    waiting = store._books.reachable_orphans()
+    waiting = store._ledger.orphans_to_check()
     assert len(waiting) == 1
-    store._adopt(waiting)
-    check_books(store)
+    store._ledger.adopt(waiting)
+    check_ledger(store)
     look()
-    check_books(store)
+    check_ledger(store)
     assert load(store, LONG) == 1000
     store.close()
 
@@ -241,7 +241,7 @@ def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkey
     monkeypatch.setattr("emberkeep.kv.chunkfile.read", bad_sector)
     assert [load(store, LONG) for _ in range(6)] == [0] * 6
     assert first.exists()
-    monkeypatch.setattr("emberkeep.kv.fetch._BAD_SECTOR_S", 0.0)
+    monkeypatch.setattr("emberkeep.kv.transfers._BAD_SECTOR_S", 0.0)
     load(store, LONG)
     assert not first.exists()
     monkeypatch.setattr("emberkeep.kv.chunkfile.read", real)

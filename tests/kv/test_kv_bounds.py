@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from emberkeep.errors import StoreFailed
@@ -9,7 +11,7 @@ from emberkeep.kv import chunkfile
 from emberkeep.types import EXACT, EntryKind, Label, private_namespace
 from helpers.kv_building import (
     LONG,
-    check_books,
+    check_ledger,
     chunk_files,
     chunks_of,
     load,
@@ -26,7 +28,7 @@ def label(number: int) -> Label:
 
 
 def test_of_many_conversations_in_one_state_the_latest_and_the_pinned_keep_their_names(store, monkeypatch):
-    monkeypatch.setattr("emberkeep.kv.books.MOST_ENTRIES", 5)
+    monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", 5)
     cursor = put(store, LONG[:100])
     first = store.turn_ended(label(0), cursor)
     store.catalogue.pin(first.id, True)
@@ -39,24 +41,24 @@ def test_of_many_conversations_in_one_state_the_latest_and_the_pinned_keep_their
 def test_looking_for_somebody_leaves_nothing(store):
     for number in range(50):
         assert load(store, LONG, namespace=private_namespace(f"user {number}")) == 0
-    assert store._books._roots == {}
+    assert store._ledger.tree._roots == {}
 
 
 def test_files_are_limited_in_number_too(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr("emberkeep.kv.housekeeping.MOST_FILES", 10)
+    monkeypatch.setattr("emberkeep.kv.disk_tier.MOST_FILES", 10)
     store = new_store(tmp_path)
     for seed in range(25):
         put(store, prompt(20, seed=seed))
     store.flush()
     assert 5 <= len(chunk_files(tmp_path)) <= 10
-    check_books(store)
+    check_ledger(store)
     store.close()
 
 
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_path, monkeypatch, is_indexed):
-    monkeypatch.setattr("emberkeep.kv.housekeeping._RETRY_S", 0.0)
+    monkeypatch.setattr("emberkeep.kv.disk_tier._RETRY_S", 0.0)
     only_on_disk(tmp_path, LONG).close()
     size = sum(path.stat().st_size for path in chunk_files(tmp_path))
     if not is_indexed:
@@ -70,12 +72,12 @@ def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_pat
         broken.setattr(chunkfile, "read_description", refuse)
         store = new_store(tmp_path)
     assert load(store, LONG) == (1000 if is_indexed else 0)
-    assert store._books.disk_bytes + store._cold.side_bytes == size
+    assert store._ledger.disk_bytes + store._disk.files.side_bytes == size
     store.sweep()
     store.flush()
     assert load(store, LONG) == 1000
-    assert store._books.disk_bytes + store._cold.side_bytes == size == store.held_bytes()[1]
-    check_books(store)
+    assert store._ledger.disk_bytes + store._disk.files.side_bytes == size == store.held_bytes()[1]
+    check_ledger(store)
     store.close()
 
 
@@ -83,16 +85,16 @@ def test_unreachable_and_unreadable_files_go_before_anything_that_is_of_use(tmp_
     store = only_on_disk(tmp_path, LONG)
     match = store.match(EXACT, LONG)
     store.release(match)
-    store._cold._path(match.segments[0].chunk.key).unlink()
+    store._disk.files._path(match.segments[0].chunk.key).unlink()
     load(store, LONG)
-    size = store._books.disk_bytes
+    size = store._ledger.disk_bytes
     assert store.held_bytes()[1] == 0 < size
-    store._house._budget = size
+    store._disk._settings = replace(store._disk._settings, budget=size)
     put(store, prompt(128, seed=9))
     store.flush()
     assert len(chunk_files(tmp_path)) == 1
     assert load(store, prompt(128, seed=9)) == 128
-    check_books(store)
+    check_ledger(store)
     store.close()
 
 
@@ -101,7 +103,7 @@ def test_what_was_not_worth_writing_is_forgotten_with_its_state(tmp_path):
     for seed in range(30):
         put(store, prompt(60, seed=seed))
         store.flush()
-    assert len(store._books.unwritten) <= len(chunks_of(store)) < 10
+    assert len(store._ledger.unwritten) <= len(chunks_of(store)) < 10
     store.close()
 
 
@@ -114,10 +116,10 @@ def test_a_removal_that_fails_counts_and_is_tried_again(tmp_path, monkeypatch):
         with pytest.raises(StoreFailed, match="could not be removed"):
             store.catalogue.remove(entry.id)
         assert load(store, LONG) == 0
-        assert store._books.disk_bytes == sum(path.stat().st_size for path in chunk_files(tmp_path)) > 0
+        assert store._ledger.disk_bytes == sum(path.stat().st_size for path in chunk_files(tmp_path)) > 0
     store.sweep()
     store.flush()
-    assert chunk_files(tmp_path) == [] and store._books.disk_bytes == 0
+    assert chunk_files(tmp_path) == [] and store._ledger.disk_bytes == 0
     put(store, LONG)
     assert load(store, LONG) == 1000
     store.close()

@@ -6,7 +6,7 @@ from emberkeep.types import EXACT
 from helpers.kv_building import (
     CHUNK_BYTES,
     LONG,
-    check_books,
+    check_ledger,
     chunk_files,
     chunks_of,
     load,
@@ -23,10 +23,10 @@ def test_ram_stays_within_its_budget_and_the_rest_is_read_back(tmp_path):
     for tokens in prompts:
         put(store, tokens)
         store.flush()
-        assert store._books.warm.bytes <= 5 * CHUNK_BYTES
+        assert store._ledger.ram.tally.bytes <= 5 * CHUNK_BYTES
     assert [load(store, tokens) for tokens in prompts] == [400] * 6
-    assert store._books.warm.bytes <= 5 * CHUNK_BYTES
-    check_books(store)
+    assert store._ledger.ram.tally.bytes <= 5 * CHUNK_BYTES
+    check_ledger(store)
     store.close()
 
 
@@ -36,14 +36,14 @@ def test_without_a_disk_the_deepest_chunks_go_first():
     kept = load(store, LONG)
     assert 0 < kept <= 6 * 128
     assert kept % 128 == 0
-    check_books(store)
+    check_ledger(store)
 
 
 def test_a_ram_budget_too_small_for_one_chunk_keeps_nothing_and_ends():
     store = new_store(None, warm=CHUNK_BYTES // 2)
     put(store, LONG)
     assert chunks_of(store) == []
-    check_books(store)
+    check_ledger(store)
 
 
 def test_pinned_chunks_stay_in_ram(tmp_path):
@@ -66,7 +66,7 @@ def test_the_disk_stays_within_its_budget(tmp_path):
         store.flush()
         assert sum(path.stat().st_size for path in chunk_files(tmp_path)) <= budget
     assert store.counters.cold_evictions > 0
-    check_books(store)
+    check_ledger(store)
     files = {path.stem for path in chunk_files(tmp_path)}
     assert files == {chunk.key.hex() for chunk in chunks_of(store) if chunk.on_disk}
     store.close()

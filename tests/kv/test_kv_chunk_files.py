@@ -61,8 +61,8 @@ def test_two_tiers_on_one_folder_see_each_others_chunks(tier, tmp_path):
     other = ChunkFiles(tmp_path, FINGERPRINT)
     other.open_rows()
     tier.write([entry(0)])
-    assert [row.key for row in other.new_rows()] == [description(0).key]
-    assert other.new_rows() == []
+    assert [row.key for row in other.index.new_rows()] == [description(0).key]
+    assert other.index.new_rows() == []
     assert other.read(description(0)) == payload(description(0))
     other.close()
 

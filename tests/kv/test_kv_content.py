@@ -148,7 +148,7 @@ def test_a_phrase_that_is_everywhere_is_remembered_at_a_few_places_only():
     for number in range(30):
         put(store, np.concatenate([prompt(10, seed=number), PASSAGE]))
     found(store, np.concatenate([lead(9), PASSAGE]))
-    assert max(len(places) for places in store._books.content._places[""].values()) == 8
+    assert max(len(places) for places in store._ledger.content._places[""].values()) == 8
 
 
 def test_what_is_on_disk_is_found_after_a_restart(tmp_path):

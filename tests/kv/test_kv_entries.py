@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping, StoreClock
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.types import EXACT, SHARED, EntryKind, Label, Lineage, MissReason, Ttl, private_namespace
 from helpers.kv_building import (
     CHUNK_BYTES,
@@ -17,7 +17,7 @@ from helpers.kv_building import (
     LONG,
     PIECES,
     PLENTY,
-    check_books,
+    check_ledger,
     chunk_files,
     load,
     prompt,
@@ -61,18 +61,17 @@ def time() -> Time:
 
 
 def opened(folder: Path | None, time: Time, **more) -> KvStore:
-    tier = ChunkFiles(folder, FINGERPRINT) if folder else None
-    settings = {"warm_budget": PLENTY, "cold_budget": PLENTY, **more}
-    return KvStore(
-        FINGERPRINT, cold=tier, clock=lambda saved: StoreClock(saved, monotonic=time, wall=time), **settings
-    )
+    files = ChunkFiles(folder, FINGERPRINT) if folder else None
+    budgets = Budgets(more.pop("ram", PLENTY), more.pop("disk", PLENTY))
+    clock = lambda saved: StoreClock(saved, monotonic=time, wall=time)  # noqa: E731
+    return KvStore(FINGERPRINT, budgets, files, clock=clock, **more)
 
 
 @pytest.fixture
 def store(tmp_path: Path, time: Time):
     store = opened(tmp_path, time)
     yield store
-    check_books(store)
+    check_ledger(store)
     store.close()
 
 
@@ -194,9 +193,8 @@ def test_a_machine_whose_clock_jumps_loses_nothing(tmp_path, time):
 
     store = KvStore(
         FINGERPRINT,
-        warm_budget=PLENTY,
-        cold=ChunkFiles(tmp_path, FINGERPRINT),
-        cold_budget=PLENTY,
+        Budgets(PLENTY, PLENTY),
+        ChunkFiles(tmp_path, FINGERPRINT),
         clock=lambda saved: StoreClock(saved, monotonic=monotonic, wall=wall),
     )
     turn(store, LONG[:300], "travel")
@@ -206,7 +204,7 @@ def test_a_machine_whose_clock_jumps_loses_nothing(tmp_path, time):
     assert store.catalogue.gc().entries == 0
     store.close()
     # By the real clock, decades away from the one that was saved.
-    again = KvStore(FINGERPRINT, warm_budget=PLENTY, cold=ChunkFiles(tmp_path, FINGERPRINT), cold_budget=PLENTY)
+    again = KvStore(FINGERPRINT, Budgets(PLENTY, PLENTY), ChunkFiles(tmp_path, FINGERPRINT))
     assert listed(again)
     again.close()
 
@@ -245,7 +243,7 @@ def test_turns_are_counted_over_restarts(store, tmp_path, time):
 
 
 def test_a_pinned_entry_is_not_evicted_and_does_not_expire(tmp_path, time):
-    store = opened(tmp_path, time, cold_budget=12 * CHUNK_BYTES)
+    store = opened(tmp_path, time, disk=12 * CHUNK_BYTES)
     pinned = turn(store, LONG[:512], "pinned", ttl=Ttl.SHORT)
     assert store.catalogue.pin(pinned, True)
     for seed in range(20):
@@ -386,7 +384,7 @@ def test_an_operator_can_see_that_somebody_else_has_it(store):
 
 
 def test_what_was_evicted_is_remembered_with_its_hits(tmp_path, time):
-    store = opened(tmp_path, time, cold_budget=14 * CHUNK_BYTES)
+    store = opened(tmp_path, time, disk=14 * CHUNK_BYTES)
     turn(store, LONG[:512], "old")
     for _ in range(3):
         load(store, LONG[:512])
@@ -404,7 +402,7 @@ def test_what_was_evicted_is_remembered_with_its_hits(tmp_path, time):
     assert again.why_gone(reached, LONG) is MissReason.EVICTED
     put(again, LONG[:512])
     assert again.why_gone(again.advance(again.origin(EXACT), LONG), LONG) is None
-    back = [chunk.hits for chunk in again._books if chunk.came_back]
+    back = [chunk.hits for chunk in again._ledger.tree if chunk.came_back]
     assert back and min(back) == 3
     again.close()
 
@@ -455,7 +453,7 @@ def test_the_budget_is_counted_over_restarts(tmp_path, time):
 
 
 def test_what_was_evicted_unused_is_not_written_again_before_it_is_reused(tmp_path, time):
-    store = opened(tmp_path, time, cold_budget=14 * CHUNK_BYTES)
+    store = opened(tmp_path, time, disk=14 * CHUNK_BYTES)
     put(store, LONG[:512])
     store.flush()
     for seed in range(3):
@@ -475,10 +473,10 @@ def test_what_was_evicted_unused_is_not_written_again_before_it_is_reused(tmp_pa
 def test_a_chunk_that_is_queued_twice_is_written_once(tmp_path, time):
     store = opened(tmp_path, time)
     put(store, LONG[:128])
-    (chunk,) = store._books
-    with store._writer._changed:  # so that both are in one batch
-        store._writer._queue = [(chunk, None), (chunk, None)]
-        store._writer._changed.notify_all()
+    (chunk,) = store._ledger.tree
+    with store._disk._writer._changed:  # so that both are in one batch
+        store._disk._writer._queue = [(chunk, None), (chunk, None)]
+        store._disk._writer._changed.notify_all()
     store.flush()
     assert store.stats()["cold"]["last_error"] is None
     assert len(chunk_files(tmp_path)) == 1

@@ -55,7 +55,7 @@ def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
     for seed in range(20):
         put(store, prompt(300, seed=seed))
     store.flush()
-    store._writer._paused_until = 0.0
+    store._disk._writer._paused_until = 0.0
     put(store, prompt(20, seed=99))
     store.flush()
     assert store.stats()["cold"]["pending_chunks"] <= store.stats()["warm"]["chunks"]
@@ -72,7 +72,7 @@ def test_an_index_that_cannot_be_written_does_not_stop_the_writer(tmp_path, monk
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(store._cold, "remove", refuse)
+        broken.setattr(store._disk.files, "remove", refuse)
         put(store, LONG[:128])  # wants to remove the tail it supersedes
         store.flush()
     put(store, LONG)
@@ -88,7 +88,7 @@ def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monk
     store, real = new_store(tmp_path), chunkfile.write
 
     def forgotten_meanwhile(path, *rest):
-        store._books.forget(of_user(""))
+        store._ledger.forget(of_user(""))
         return real(path, *rest)
 
     with monkeypatch.context() as racing:
@@ -96,5 +96,5 @@ def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monk
         put(store, LONG[:128])
         store.flush()
     assert chunk_files(tmp_path) == []
-    assert PLENTY > store._books.cold.bytes == 0
+    assert PLENTY > store._ledger.disk.bytes == 0
     store.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emberkeep.kv.fetch import FetchState
+from emberkeep.kv.transfers import FetchState
 from emberkeep.types import EXACT
 from helpers.kv_building import (
     LONG,

@@ -41,7 +41,7 @@ def described(row: Row) -> Description:
 def everything_is_found(folder: Path) -> bool:
     store = new_store(folder)
     found = load(store, TOKENS)
-    sampled = {span for chunk in store._books for span in chunk.sampled}
+    sampled = {span for chunk in store._ledger.tree for span in chunk.sampled}
     store.close()
     return found == len(TOKENS) and sampled == {(3, 9)}
 

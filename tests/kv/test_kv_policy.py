@@ -2,13 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from emberkeep.kv.books import Books
 from emberkeep.kv.policy import CostModel, Rate, Rhythm, worth, worth_writing
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Segment, new_root
 from helpers.kv_building import ids
-
-LATER = 1000.0
-"""Until when chunks are wanted here; it is always 0 o'clock."""
 
 
 def a_chunk(*, tokens: int = 128, size: int = 1000, hits: int = 0, used: int = 0) -> Chunk:
@@ -70,63 +66,19 @@ def test_a_clock_behind_the_last_use_is_no_trouble():
 def test_the_rhythm_follows_what_it_hears():
     rhythm = Rhythm()
     for _ in range(10_000):
-        rhythm.heard(300)
+        rhythm.observe(300)
     assert rhythm.lookups == pytest.approx(300, rel=0.01)
     for _ in range(10_000):
-        rhythm.heard(0)
+        rhythm.observe(0)
     assert rhythm.lookups == pytest.approx(1, rel=0.01)
 
 
 def test_one_that_comes_back_after_a_week_changes_little():
     rhythm = Rhythm()
     for _ in range(10_000):
-        rhythm.heard(2)
-    rhythm.heard(1_000_000)
+        rhythm.observe(2)
+    rhythm.observe(1_000_000)
     assert rhythm.lookups < 2.1
-
-
-# ── in the books ──
-
-
-def grown(books: Books, name: str, length: int, *, hits: int = 0) -> list[Chunk]:
-    """A conversation of `length` chunks on disk, a byte each."""
-    chunks = [books.root("")]
-    for number in range(length):
-        key = ChunkKey(f"{name}{number}".encode())
-        chunk = Chunk(key=key, parent=chunks[-1], take=len(chunks[-1].tokens), tokens=ids(ord(name), 1), size=1)
-        chunk.expires = LATER
-        books.add(chunk, memoryview(b"x"))
-        books.became_cold(chunk, 1)
-        for _ in range(hits):
-            books.use(chunk)
-        chunks.append(chunk)
-    return chunks[1:]
-
-
-def test_a_conversation_nobody_came_back_to_goes_whole_before_the_end_of_one_that_is_continued():
-    books = Books()
-    proven, alone = grown(books, "p", 3, hits=2), grown(books, "a", 5)
-    assert books.shrink_cold(3, 0) == alone[::-1]
-    assert set(books) == set(proven)
-
-
-def test_what_nobody_wants_any_more_goes_before_what_is_worth_least():
-    books = Books()
-    (proven,), (fresh,) = grown(books, "p", 1, hits=5), grown(books, "f", 1)
-    proven.expires = -1.0
-    assert books.shrink_cold(1, 0) == [proven]
-    assert fresh in books
-
-
-def test_a_chunk_that_is_stored_again_keeps_its_history_and_sets_the_rhythm():
-    books = Books()
-    grown(books, "a", 1, hits=2)
-    before = books.rhythm.lookups
-    books.clock += 500
-    books.shrink_cold(0, 0)
-    (back,) = grown(books, "a", 1)
-    assert (back.hits, back.came_back) == (2, True)
-    assert books.rhythm.lookups > before
 
 
 # ── worth writing ──

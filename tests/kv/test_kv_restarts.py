@@ -9,7 +9,7 @@ import numpy as np
 from emberkeep.types import EXACT
 from helpers.kv_building import (
     LONG,
-    check_books,
+    check_ledger,
     chunk_files,
     chunks_of,
     load,
@@ -25,7 +25,7 @@ def test_everything_is_found_again_after_a_restart(store, tmp_path):
     again = reopened(store, tmp_path)
     assert load(again, LONG) == load(again, LONG, namespace="alice") == 1000
     assert {chunk.sampled for chunk in chunks_of(again)} == {((1, 4),), ()}
-    check_books(again)
+    check_ledger(again)
     again.close()
 
 
@@ -59,7 +59,7 @@ def test_a_second_store_on_the_folder_learns_of_new_chunks(store, tmp_path):
     assert load(other, LONG) == 0
     other.refresh()
     assert load(other, LONG) == 1000
-    check_books(other)
+    check_ledger(other)
     other.close()
 
 
@@ -73,7 +73,7 @@ def test_two_stores_may_compute_the_same_prompt(store, tmp_path):
     other.refresh()
     for one in (store, other):
         for chunk in chunks_of(one):
-            chunk.payload, one._books.warm.bytes = None, one._books.warm.bytes - len(chunk.payload)
+            chunk.payload, one._ledger.ram.tally.bytes = None, one._ledger.ram.tally.bytes - len(chunk.payload)
         assert load(one, LONG) == 1000
         assert one.counters.damaged_chunks == 0
     other.close()
@@ -86,7 +86,7 @@ def test_chunks_evicted_by_another_process_are_a_miss(store, tmp_path):
         path.unlink()
     assert load(again, LONG) == 0
     assert again.counters.vanished_chunks == 1
-    check_books(again)
+    check_ledger(again)
     put(again, LONG)
     assert load(again, LONG) == 1000
     again.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
-from helpers.kv_building import CHUNK_TOKENS, check_books, chunks_of, exported, load, new_store, right_bytes
+from helpers.kv_building import CHUNK_TOKENS, check_ledger, chunks_of, exported, load, new_store, right_bytes
 
 ROUNDS = 30
 
@@ -66,7 +66,7 @@ def use(store: KvStore, worker: int) -> None:
 
 
 @pytest.mark.parametrize("cold_budget", [25_000, 1 << 30])
-def test_threads_leave_right_books_and_right_payloads(tmp_path, cold_budget):
+def test_threads_leave_a_right_ledger_and_right_payloads(tmp_path, cold_budget):
     store = new_store(tmp_path, warm=6 * CHUNK_TOKENS * CELL, cold=cold_budget)
     failures: list[BaseException] = []
 
@@ -83,7 +83,7 @@ def test_threads_leave_right_books_and_right_payloads(tmp_path, cold_budget):
         thread.join()
     store.flush()
     assert failures == []
-    check_books(store)
+    check_ledger(store)
     assert all(chunk.pins == 0 for chunk in chunks_of(store))
     assert all(chunk.payload == right_bytes(chunk) for chunk in chunks_of(store) if chunk.payload is not None)
     for number in range(6):
@@ -108,7 +108,7 @@ actions = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(actions, st.integers(1, 8), st.sampled_from([12_000, 1 << 30]))
-def test_any_history_leaves_right_books_and_right_payloads(tmp_path_factory, history, warm_chunks, cold_budget):
+def test_any_history_leaves_a_right_ledger_and_right_payloads(tmp_path_factory, history, warm_chunks, cold_budget):
     folder, warm = tmp_path_factory.mktemp("kv"), warm_chunks * CHUNK_TOKENS * CELL
     store = new_store(folder, warm=warm, cold=cold_budget)
     for action, number, length in history:
@@ -129,7 +129,7 @@ def test_any_history_leaves_right_books_and_right_payloads(tmp_path_factory, his
         else:
             store.close()
             store = new_store(folder, warm=warm, cold=cold_budget)
-        check_books(store)
+        check_ledger(store)
     store.flush()
-    check_books(store)
+    check_ledger(store)
     store.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from emberkeep.kv.fetch import FetchState
+from emberkeep.kv.transfers import FetchState
 from emberkeep.types import EXACT
 from helpers.kv_building import (
     LONG,
-    check_books,
+    check_ledger,
     chunk_files,
     chunks_of,
     exported,
@@ -75,8 +75,8 @@ def test_a_tail_stays_when_what_supersedes_it_is_lost_before_it_is_written(tmp_p
         broken.setattr("emberkeep.kv.chunkfile.write", no_space)
         longer = put(store, LONG[:128])
         store.flush()
-    store._books.drop(longer.chunk, None)  # as if RAM had run short
-    store._writer._paused_until = 0.0
+    store._ledger.drop(longer.chunk, None)  # as if RAM had run short
+    store._disk._writer._paused_until = 0.0
     put(store, prompt(20, seed=1))
     store.flush()
     assert load(store, LONG) == 50
@@ -94,10 +94,10 @@ def test_a_tail_that_is_built_on_while_its_successor_is_written_stays(tmp_path, 
     part = prompt(20, seed=3)
     whole = np.concatenate([LONG[:50], part])
     store.insert(tail, part, exported(whole, 50, 70), (), fork=False)
-    store._writer._paused_until = 0.0
+    store._disk._writer._paused_until = 0.0
     put(store, prompt(20, seed=1))
     store.flush()
     assert load(store, whole) == 70
     assert load(store, LONG) == 128
-    check_books(store)
+    check_ledger(store)
     store.close()

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.kv.tree import Chunk, Cursor, Segment, chunk_key, descend, new_root, path_to
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, RadixTree, Segment, chunk_key, descend, new_root, path_to
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import EXACT
+from emberkeep.types import EXACT, SHARED, Lineage
 from helpers.kv_building import ids
 
 TOKEN = st.integers(1, 3)
@@ -100,3 +100,39 @@ def test_a_detached_chunk_is_not_found_and_leaves_its_parent_a_leaf():
 def test_common_prefix_counts_equal_leading_tokens(a, b):
     expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_prefix(ids(*a), ids(*b)) == expected
+
+
+# ── the whole tree ──
+
+
+def test_taking_out_a_chunk_takes_what_is_below_it_and_the_root_of_an_owner_who_has_nothing_left():
+    tree = RadixTree()
+    above = Chunk(key=ChunkKey(b"a"), parent=tree.root("ann"), take=0, tokens=ids(1, 2), lineage=Lineage("ann"))
+    below = Chunk(key=ChunkKey(b"b"), parent=above, take=1, tokens=ids(3), lineage=Lineage("ann"))
+    tree.add(above)
+    tree.add(below)
+    assert tree.deepest(tree.origin(Lineage("ann")), ids(1, 3)).chunk is below
+    assert tree.take_out(above) == [above, below]
+    assert list(tree) == [] and tree.root("ann") is not above.parent
+
+
+def test_a_chunk_that_was_stored_anew_is_another_one():
+    tree = RadixTree()
+    before = Chunk(key=ChunkKey(b"a"), parent=tree.root(""), take=0, tokens=ids(1))
+    tree.add(before)
+    tree.take_out(before)
+    again = Chunk(key=ChunkKey(b"a"), parent=tree.root(""), take=0, tokens=ids(1))
+    tree.add(again)
+    assert again in tree and before not in tree
+
+
+def test_from_the_beginning_what_is_shared_is_found_where_it_goes_further():
+    tree = RadixTree()
+    own = Chunk(key=ChunkKey(b"o"), parent=tree.root("ann"), take=0, tokens=ids(1, 2), lineage=Lineage("ann"))
+    shared = Chunk(
+        key=ChunkKey(b"s"), parent=tree.root(SHARED), take=0, tokens=ids(1, 2, 3), lineage=Lineage(SHARED)
+    )
+    tree.add(own)
+    tree.add(shared)
+    assert tree.deepest(tree.origin(Lineage("ann")), ids(1, 2, 3)).chunk is shared
+    assert tree.deepest(tree.origin(Lineage("ann")), ids(1, 2, 4)).chunk is own

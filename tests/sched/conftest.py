@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
-from helpers.kv_building import check_books
+from helpers.kv_building import check_ledger
 from helpers.scheduling import SLICE, Rig
 
 
@@ -17,7 +17,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def rig(tmp_path: Path, engine: FakeEngine) -> Iterator[Rig]:
-    """A loop in small slices over a store on disk whose books are right at the end."""
+    """A loop in small slices over a store on disk whose ledger is right at the end."""
     with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
         yield rig
-    check_books(rig.store)
+    check_ledger(rig.store)

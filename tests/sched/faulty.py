@@ -24,7 +24,7 @@ from emberkeep.kv.entries import EntryKind
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types import EXACT, Admitted, Approximation, Label, Lineage, Plan, Repair, Sampling, TokenLogprob
-from helpers.kv_building import check_books
+from helpers.kv_building import check_ledger
 from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, prompt_of, reference, text
 
 ERRORS = (EngineError("injected"), RuntimeError("injected"), MemoryError("injected"))
@@ -33,7 +33,7 @@ NOT_ASKED_BY_THE_LOOP: dict[type, set[str]] = {
     Engine: {"stats", "close"},
     KvStore: {
         *("peek", "peek_elsewhere", "touch", "other_model", "replay", "refresh", "readahead", "sweep"),
-        *("flush", "close", "stats", "notice_forgotten", "on_forget", "follow"),
+        *("flush", "close", "stats", "notice_forgotten", "on_forget", "follow", "transact", "complete_load"),
     },
 }
 """Other threads ask these, or no job is there when the loop does. All others have to come up in a crowd."""
@@ -306,7 +306,7 @@ def leaks(rig: Rig) -> list[str]:
     rig.scheduler.call(look).result(5)
     found += [] if no_pins(rig) else ["pins"]
     found += [] if reads_end(rig) else ["fetches"]
-    check_books(rig.store)
+    check_ledger(rig.store)
     return found
 
 

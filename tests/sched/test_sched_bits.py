@@ -10,7 +10,7 @@ from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.store import CHUNK_TOKENS
 from emberkeep.types import Lineage, Repair, private_namespace
-from helpers.kv_building import check_books, chunks_of
+from helpers.kv_building import check_ledger, chunks_of
 from helpers.scheduling import CLOSING, PROMPT, Rig, reference, text
 
 PACKED = {bits: Lineage(bits=bits) for bits in (8, 4)}
@@ -22,7 +22,7 @@ EXACT_BYTES = 12
 def rig(tmp_path: Path):
     with Rig(tmp_path) as rig:
         yield rig
-        check_books(rig.store)
+        check_ledger(rig.store)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -88,14 +88,14 @@ def test_a_job_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypa
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
         reading, go_on = threading.Event(), threading.Event()
-        read = rig.store._cold.read
+        read = rig.store._disk.files.read
 
         def slow(expected):
             reading.set()
             assert go_on.wait(PATIENCE)
             return read(expected)
 
-        monkeypatch.setattr(rig.store._cold, "read", slow)
+        monkeypatch.setattr(rig.store._disk.files, "read", slow)
         recorder = Recorder()
         job = rig.sequence(PROMPT, recorder)
         rig.scheduler.submit(job)

@@ -16,7 +16,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.sequence import EndReason
 from emberkeep.types import Lineage, Sampling
-from helpers.kv_building import check_books, chunk_files
+from helpers.kv_building import check_ledger, chunk_files
 from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, prompt_of, reference, text
 
 LEAD, OLD, KEPT = text(50, seed=1), text(300, seed=2), text(260, seed=3)
@@ -41,7 +41,7 @@ def rig(tmp_path: Path):
         yield rig
         rig.settle()
         assert no_pins(rig)
-        check_books(rig.store)
+        check_ledger(rig.store)
 
 
 def first_turn(rig: Rig) -> list[int]:

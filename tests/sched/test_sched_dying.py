@@ -9,7 +9,7 @@ import pytest
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.engine_thread import EngineThread
-from helpers.kv_building import check_books
+from helpers.kv_building import check_ledger
 from helpers.scheduling import PATIENCE, PROMPT, Gate, Recorder, Rig, no_pins, reference, text
 
 SKELETON = ["_take_commands", "_has_work", "_act_when_idle", "_admit", "_step", "after_step", "_check_slots"]
@@ -52,7 +52,7 @@ def test_everybody_who_waits_hears_of_it_and_nobody_comes_in(tmp_path, name: str
     rig.close()
     with Rig(tmp_path) as again:
         assert again.run(PROMPT).answer == reference(PROMPT)
-        check_books(again.store)
+        check_ledger(again.store)
 
 
 def test_a_loop_that_was_closed_has_not_failed(tmp_path) -> None:
@@ -121,8 +121,8 @@ def test_a_disk_that_never_answers_is_not_waited_for(stored, monkeypatch) -> Non
     monkeypatch.setattr("emberkeep.sched.sequence.PATIENCE_S", 0.05)
     answers = threading.Event()
     with Rig(stored) as rig:
-        read = rig.store._cold.read
-        monkeypatch.setattr(rig.store._cold, "read", lambda *about: answers.wait(PATIENCE) and read(*about))
+        read = rig.store._disk.files.read
+        monkeypatch.setattr(rig.store._disk.files, "read", lambda *about: answers.wait(PATIENCE) and read(*about))
         told = rig.run(PROMPT)
         assert told.answer == reference(PROMPT)
         assert told.lookup.cold_tokens == 0
@@ -131,7 +131,7 @@ def test_a_disk_that_never_answers_is_not_waited_for(stored, monkeypatch) -> Non
 
 def test_a_read_that_cannot_be_taken_in_is_heard_of(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
-        monkeypatch.setattr(rig.store._books, "became_warm", breaks(MemoryError()))
+        monkeypatch.setattr(rig.store._ledger, "enter_payload", breaks(MemoryError()))
         told = rig.run(PROMPT)
         assert told.answer == reference(PROMPT)
         assert told.lookup.cold_tokens == 0
@@ -141,7 +141,7 @@ def test_a_read_that_cannot_be_taken_in_is_heard_of(stored, monkeypatch) -> None
 
 def test_a_read_that_fails_in_any_way_is_heard_of(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
-        monkeypatch.setattr(rig.store._cold, "read", breaks(RuntimeError("a bug")))
+        monkeypatch.setattr(rig.store._disk.files, "read", breaks(RuntimeError("a bug")))
         assert rig.run(PROMPT).answer == reference(PROMPT)
         monkeypatch.undo()
         rig.scheduler.forget({""}).result(PATIENCE)
@@ -150,7 +150,7 @@ def test_a_read_that_fails_in_any_way_is_heard_of(stored, monkeypatch) -> None:
 
 def test_a_read_that_cannot_begin_fails_one_request(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
-        monkeypatch.setattr(rig.store._reader._threads, "submit", breaks(RuntimeError("no more threads")))
+        monkeypatch.setattr(rig.store._disk._reader._threads, "submit", breaks(RuntimeError("no more threads")))
         assert isinstance(rig.run(PROMPT).error, EngineError)
         monkeypatch.undo()
         told = rig.run(PROMPT)
@@ -161,7 +161,7 @@ def test_a_read_that_cannot_begin_fails_one_request(stored, monkeypatch) -> None
 
 def test_room_that_cannot_be_made_leaves_no_pin(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
-        monkeypatch.setattr(rig.store, "_make_room", breaks(MemoryError()))
+        monkeypatch.setattr(rig.store._ledger, "shrink_ram", breaks(MemoryError()))
         rig.start(PROMPT, Recorder()).wait()
         monkeypatch.undo()
         rig.settle()
@@ -178,7 +178,7 @@ def test_the_engines_thread_survives_what_it_is_given() -> None:
 
 def test_a_lookup_that_fails_pins_nothing(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
-        monkeypatch.setattr(rig.store._books, "use", breaks(MemoryError()))
+        monkeypatch.setattr(rig.store._ledger, "use", breaks(MemoryError()))
         assert isinstance(rig.run(PROMPT).error, EngineError)
         monkeypatch.undo()
         assert no_pins(rig)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
-from helpers.kv_building import check_books
+from helpers.kv_building import check_ledger
 from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
 
 SHARED = text(140)
@@ -77,7 +77,7 @@ def test_any_history_gives_the_answers_of_a_fresh_engine(tmp_path_factory, histo
                 recorder.wait()
                 talk.history = [*prompt, *recorder.tokens, *CLOSING]
         _check(rig, checks)
-        check_books(rig.store)
+        check_ledger(rig.store)
     finally:
         rig.close()
 

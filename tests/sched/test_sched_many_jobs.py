@@ -25,8 +25,10 @@ def test_others_run_while_one_loads(tmp_path, monkeypatch):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
-        go_on, read = threading.Event(), rig.store._cold.read
-        monkeypatch.setattr(rig.store._cold, "read", lambda expected: go_on.wait(PATIENCE) and read(expected))
+        go_on, read = threading.Event(), rig.store._disk.files.read
+        monkeypatch.setattr(
+            rig.store._disk.files, "read", lambda expected: go_on.wait(PATIENCE) and read(expected)
+        )
         loading = rig.start(PROMPT)
         other = text(100, seed=6)
         assert rig.start(other).answer == reference(other)
@@ -71,8 +73,10 @@ def test_a_job_that_loads_for_too_long_fails_when_nothing_else_happens(tmp_path,
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
-        go_on, read = threading.Event(), rig.store._cold.read
-        monkeypatch.setattr(rig.store._cold, "read", lambda expected: go_on.wait(PATIENCE) and read(expected))
+        go_on, read = threading.Event(), rig.store._disk.files.read
+        monkeypatch.setattr(
+            rig.store._disk.files, "read", lambda expected: go_on.wait(PATIENCE) and read(expected)
+        )
         loading = rig.start(PROMPT, deadline=monotonic() + 0.05)
         assert isinstance(loading.wait().error, DeadlineExceeded)
         go_on.set()

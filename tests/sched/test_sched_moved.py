@@ -14,7 +14,7 @@ from emberkeep.engine.base import Blended, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import EXACT, Approximation, Lineage, MissReason, Repair
-from helpers.kv_building import check_books, chunk_files, chunks_of
+from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Gate, Recorder, Rig, no_pins, reference, text
 
 LEAD = text(50, seed=1)
@@ -39,7 +39,7 @@ def rig(tmp_path: Path):
         yield rig
         rig.settle()
         assert no_pins(rig)
-        check_books(rig.store)
+        check_ledger(rig.store)
 
 
 # ── what is reused ──
@@ -423,7 +423,7 @@ def test_exact_answers_are_exact_whatever_approximate_requests_do(
         rig.settle()
         assert no_pins(rig)
         assert sources_are_exact(rig)
-        check_books(rig.store)
+        check_ledger(rig.store)
     finally:
         rig.close()
 

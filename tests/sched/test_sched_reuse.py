@@ -8,7 +8,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import EXACT, MissReason
-from helpers.kv_building import check_books, chunk_files
+from helpers.kv_building import check_ledger, chunk_files
 from helpers.scheduling import (
     CLOSING,
     GREEDY,
@@ -28,7 +28,7 @@ PROMPT = text(700)
 def rig(tmp_path: Path):
     with Rig(tmp_path) as rig:
         yield rig
-        check_books(rig.store)
+        check_ledger(rig.store)
 
 
 def evaluated_by(rig: Rig, *args, **kwargs) -> int:
@@ -139,7 +139,7 @@ def test_sixteen_conversations_over_one_prefix_cost_its_evaluation_once(tmp_path
             [*prompt, *r.tokens, *CLOSING] for prompt, r in zip(prompts, recorders, strict=True)
         )
         assert rig.engine.evaluated_tokens <= 1.02 * unique
-        stored = sum(chunk.payload.nbytes for chunk in rig.store._books)
+        stored = sum(chunk.payload.nbytes for chunk in rig.store._ledger.tree)
         assert stored <= 1.05 * unique * rig.engine.capabilities.kv_bytes_per_token
 
 
@@ -229,7 +229,7 @@ def test_without_ram_and_disk_for_the_state_answers_are_still_right():
     with Rig(None, warm=4000) as rig:
         for _ in range(2):
             assert rig.run(PROMPT).answer == reference(PROMPT)
-        check_books(rig.store)
+        check_ledger(rig.store)
 
 
 @pytest.mark.parametrize("index", [0, 2, 5])
@@ -270,7 +270,7 @@ def test_state_the_engine_refuses_is_recomputed_and_counted(tmp_path):
         match = rig.store.match(EXACT, rig.sequence(PROMPT).tokens)
         chunk = match.segments[1].chunk
         chunk.payload = memoryview(bytes(12 * 128))
-        rig.store._books.warm.bytes += len(chunk.payload)
+        rig.store._ledger.ram.tally.bytes += len(chunk.payload)
         rig.store.release(match)
         answer = rig.run(PROMPT)
         assert answer.answer == reference(PROMPT)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import MissReason
-from helpers.kv_building import check_books, chunk_files
+from helpers.kv_building import check_ledger, chunk_files
 from helpers.scheduling import CLOSING, Rig, reference, text
 
 PROMPT = text(700)
@@ -36,7 +36,7 @@ def unit(request) -> KvUnit:
 def rig(tmp_path: Path, unit: KvUnit):
     with Rig(tmp_path, engine(unit)) as rig:
         yield rig
-        check_books(rig.store)
+        check_ledger(rig.store)
 
 
 def test_the_next_turn_goes_on_where_the_last_one_ended(rig, unit):
@@ -95,7 +95,7 @@ def test_a_lost_snapshot_costs_an_evaluation_and_no_answer(tmp_path, unit):
     with Rig(tmp_path, engine(unit)) as rig:
         first = rig.run(PROMPT)
         rig.store.flush()
-        (snapshot,) = [c for c in rig.store._books if c.is_snapshot]
+        (snapshot,) = [c for c in rig.store._ledger.tree if c.is_snapshot]
         name = snapshot.key.hex()
     (path,) = [file for file in chunk_files(tmp_path) if file.stem == name]
     path.write_bytes(path.read_bytes()[:-3])
@@ -144,4 +144,4 @@ def test_any_history_of_branches_gives_the_answers_of_a_fresh_engine(tmp_path_fa
             told = rig.run(prompt, max_new=4, borders=frozenset(borders))
             assert told.answer == fresh(unit, prompt, max_new=4)
             text_so_far = [*prompt, *told.answer, *CLOSING]
-        check_books(rig.store)
+        check_ledger(rig.store)

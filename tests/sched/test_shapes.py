@@ -47,7 +47,7 @@ def test_runs_say_what_a_list_of_positions_says(steps, start, end):
 
 
 def kinds(rig: Rig) -> list[tuple[int, int, Made]]:
-    return sorted((chunk.start, chunk.end, chunk.made) for chunk in rig.store._books)
+    return sorted((chunk.start, chunk.end, chunk.made) for chunk in rig.store._ledger.tree)
 
 
 @pytest.fixture

@@ -467,7 +467,7 @@ def test_what_was_compared_is_told_by_the_steps_that_computed_it(alone: Served) 
 def test_wrong_state_is_found(alone: Served) -> None:
     alone.chat(user("Is this really what was computed?"), conversation_id="c")
     entry, another = alone.entry_of("c"), prompt(1000)
-    for chunk in alone.backend._store._books:
+    for chunk in alone.backend._store._ledger.tree:
         assert chunk.payload is not None
         chunk.payload = exported(another, chunk.start, chunk.end)
     report = alone.post("/v1/cache/verify", ids=[entry["id"]])

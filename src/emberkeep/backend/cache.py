@@ -11,9 +11,8 @@ from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.verify import Verifier
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.catalogue import spelled
 from emberkeep.kv.forgotten import of_user
-from emberkeep.kv.tree import Cursor
+from emberkeep.kv.tree import Cursor, tokens_to
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.session.conversation import Conversations
 from emberkeep.token_arrays import TokenArray
@@ -69,7 +68,7 @@ class StoreCache:
         entry, tail = self._entry(entry_id), self._store.catalogue.tail(entry_id)
         if tail is None:
             raise _unknown(entry_id)
-        return entry, spelled(tail).tolist(), tail.lineage
+        return entry, tokens_to(tail).tolist(), tail.lineage
 
     def pin(self, entry_id: str, pinned: bool) -> CacheEntry:
         if not self._store.catalogue.pin(self._entry(entry_id).id, pinned):

@@ -1,10 +1,10 @@
-"""The cold tier: one verified file per chunk under a byte budget.
+"""The folder of a store: one verified file per chunk.
 
     <root>/<store>/chunks/ab/ab….kv    a chunk, named by its key: no outside name ever becomes a path
                    index.db            a cache of the files' descriptions
                    quarantine/         files that failed verification, for a person to look at
                    tmp/<owner>/        files being written; removed once their owner is dead
-                   in-use              lock: shared by everybody who has the store open
+                   in-use              lock: shared by all processes that have the store open
                    opening, evict      locks: held alone while opening, and by the one evictor
     <root>/forgotten.json              users of whom nothing may be left, for every process and store
 
@@ -42,7 +42,7 @@ log = logging.getLogger("emberkeep.kv")
 INDEX = "index.db"
 CHUNKS, QUARANTINE, TMP = "chunks", "quarantine", "tmp"
 OWNER = "owner"
-_CHUNK_NAME = re.compile(r"[0-9a-f]{64}\.kv").fullmatch
+_is_chunk_name = re.compile(r"[0-9a-f]{64}\.kv").fullmatch
 _MOST_STRAYS = 1024
 _STRAYS_AT_ONCE = 64
 
@@ -73,12 +73,12 @@ class ChunkFiles:
     def __init__(self, root: Path, fingerprint: bytes) -> None:
         self.root = root
         self.folder = root / store_name(fingerprint)
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._chunks = self.folder / CHUNKS
         self._tmp = self.folder / TMP / uuid.uuid4().hex
         self._locks: list[int] = []
         self._strays: dict[ChunkKey, int] = {}
-        """Files of which nobody knows what they are: reading them failed, in a way that may pass."""
+        """Files that may be anything: reading them failed, in a way that may pass."""
         self._unfinished_bytes = self._foreign_bytes = 0
         """Of files in `tmp`, and of files among the chunks that are no chunks, as of the last look."""
         try:
@@ -96,12 +96,12 @@ class ChunkFiles:
         except BaseException:
             self._let_go()
             raise
-        self._buffers = Buffers()
+        self.buffers = Buffers()
 
     def open_rows(self) -> tuple[list[Row], int]:
         """Every chunk on disk, and how many files were damaged. Brings index and files into agreement."""
-        self.look_around()
-        self.forgotten.owe(*self.forgotten.unfinished())
+        self.clean_up()
+        self.forgotten.owed = self.forgotten.unfinished()
         self.finish_forgetting()
         try:
             rows, damaged = self._reconcile()
@@ -110,11 +110,7 @@ class ChunkFiles:
             self.index.start_over()
             rows, damaged = self._reconcile()
         self.index.follow(rows)
-        return self._allowed(rows), damaged
-
-    def new_rows(self, *, everything: bool = False) -> list[Row]:
-        """Chunks that other processes (or we) added since the last call."""
-        return self._allowed(self.index.new_rows(everything=everything))
+        return self.forgotten.allowed(rows), damaged
 
     def write(
         self,
@@ -123,7 +119,7 @@ class ChunkFiles:
     ) -> Written:
         """Make chunks durable. Some may be in their places when others could not be written.
 
-        `is_wanted` is asked last of all, while nobody can begin to forget: what is not wanted leaves no trace.
+        `is_wanted` is asked last of all, while no process can begin to forget: what is not wanted leaves no trace.
         """
         staged: list[tuple[Description, Path, int]] = []
         sizes: dict[ChunkKey, int] = {}
@@ -154,13 +150,13 @@ class ChunkFiles:
 
     def read(self, expected: Description) -> memoryview:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
-        return chunkfile.read(self._path(expected.key), expected, self._buffers)
+        return chunkfile.read(self._path(expected.key), expected, self.buffers)
 
     def look_at(self, row: Row) -> Found:
         """Read a chunk's file and verify it; a damaged one is put out of reach, if it can be."""
         identity = (row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made)
         try:
-            self.read(Description(self._fingerprint, *identity))
+            self.read(Description(self.fingerprint, *identity))
         except Damaged as reason:
             log.info("quarantined %s.kv: %s", row.key.hex(), reason)
             return Found.DAMAGED if self.quarantine(row.key) else Found.UNREADABLE
@@ -170,13 +166,6 @@ class ChunkFiles:
             log.warning("cannot read %s.kv: %s", row.key.hex(), error)
             return Found.UNREADABLE
         return Found.WHOLE
-
-    def get_ready(self, size: int, limit: int, readers: int) -> None:
-        """Prepare memory, up to `limit` bytes, for `readers` threads that read files of `size`.
-
-        Call it when nothing is urgent.
-        """
-        self._buffers.refill(size, limit, readers)
 
     def remove(self, keys: Iterable[ChunkKey]) -> tuple[set[ChunkKey], OSError | None]:
         """Those whose files are gone, and why others are not."""
@@ -217,7 +206,7 @@ class ChunkFiles:
         strays = sum(list(self._strays.values()))
         return self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes + strays
 
-    def look_around(self) -> None:
+    def clean_up(self) -> None:
         """Count what is no chunk, and remove what dead processes have left."""
         with suppress(OSError):
             self._sweep_tmp()
@@ -229,17 +218,16 @@ class ChunkFiles:
         some = list(self._strays)[:_STRAYS_AT_ONCE]
         return self._adopt(some) if some else ([], 0)
 
-    def drop_strays(self) -> bool:
-        """Their room is needed. False: there are none, or they cannot be removed."""
+    def drop_strays(self) -> None:
+        """Their room is needed."""
         gone, _ = self.remove(list(self._strays))
         for key in gone:
             self._strays.pop(key, None)
-        return bool(gone)
 
     # ── forgetting ──
 
     def sweep(self, whose: Whose) -> int:
-        """Leave no byte of theirs in any store under the root: files, whoever wrote them, rows, and what SQLite
+        """Leave no byte of theirs in any store under the root: files of any process, rows, and what SQLite
         keeps of deleted rows. Returns the bytes of files.
 
         Raises OSError when something may be left: what could be removed is gone all the same.
@@ -254,13 +242,13 @@ class ChunkFiles:
                 self._erase_rows(folder, whose)
             except OSError as error:
                 failed = error
-        self.look_around()
+        self.clean_up()
         if failed is not None:
             raise failed
         return swept
 
     def finish_forgetting(self) -> None:
-        """Sweep again for those for whom somebody began to, and was killed or failed. Never raises."""
+        """Sweep again for users for whom a process began to, and was killed or failed. Never raises."""
         for forgetting, whose in list(self.forgotten.owed):
             try:
                 self.sweep(whose)
@@ -276,17 +264,12 @@ class ChunkFiles:
         if not path.exists():
             return
         last_used = path.stat()
-        index = Index(path, self._fingerprint)
+        index = Index(path, self.fingerprint)
         try:
             index.erase(whose)
         finally:
             index.close()
         os.utime(path, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
-
-    def _allowed(self, rows: list[Row]) -> list[Row]:
-        """Without those of users whose files could not all be removed yet."""
-        owed = self.forgotten.owed
-        return [row for row in rows if not any(row.namespace in whose for _, whose in owed)] if owed else rows
 
     @contextmanager
     def evicting(self) -> Iterator[bool]:
@@ -352,7 +335,7 @@ class ChunkFiles:
         target.parent.mkdir(mode=0o700, exist_ok=True)
         try:
             temporary.rename(target)
-        except IsADirectoryError:  # somebody has put a folder there
+        except IsADirectoryError:  # a folder stands there
             delete(target)
             temporary.rename(target)
 
@@ -373,7 +356,7 @@ class ChunkFiles:
         found, foreign = set(), 0
         for folder in list_folder(self._chunks):
             for entry in list_folder(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else (folder,):
-                if is_chunk_name(entry.name) and not entry.is_symlink():
+                if _is_chunk_name(entry.name) and not entry.is_symlink():
                     found.add(ChunkKey(bytes.fromhex(entry.name[:-3])))
                 elif not entry.is_dir(follow_symlinks=False):
                     foreign += entry.stat(follow_symlinks=False).st_size
@@ -386,7 +369,7 @@ class ChunkFiles:
         for key in keys:
             try:
                 description, size = chunkfile.read_description(self._path(key))
-                if description.key != key or description.fingerprint != self._fingerprint:
+                if description.key != key or description.fingerprint != self.fingerprint:
                     raise Damaged("it stands under another chunk's name")
                 described.append((description, size))
             except FileNotFoundError:
@@ -550,10 +533,6 @@ def delete(path: Path) -> None:
 # ── what belongs to a user, by what the files themselves say ──
 
 
-def is_chunk_name(name: str) -> bool:
-    return _CHUNK_NAME(name) is not None
-
-
 def sweep_files(folder: Path, whose: Container[str]) -> int:
     """Delete their files in the store in `folder`; returns the bytes that went.
 
@@ -589,7 +568,7 @@ def _candidates(folder: Path) -> Iterator[tuple[Path, bool]]:
     for inner in list_folder(folder / CHUNKS):
         for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
             if entry.is_file(follow_symlinks=False):
-                yield Path(entry.path), is_chunk_name(entry.name)
+                yield Path(entry.path), _is_chunk_name(entry.name) is not None
     for entry in list_folder(folder / QUARANTINE):
         yield Path(entry.path), True
     for inner in list_folder(folder / TMP):

@@ -15,7 +15,7 @@ description, which a reader compares in full with the chunk it is looking for.
 Whole files come into RAM at the speed of the disk. What the kernel has cached is copied from there. The rest is
 read past its cache, into a few bounce buffers that are used over and over: where the disk is a virtual one, memory
 that it has not written to before halves its speed, and a copy out of the bounce buffer costs less than that.
-Memory that nobody has touched yet makes the copy slow in turn, so some of it is kept ready.
+Memory that was never touched makes the copy slow in turn, so some of it is kept ready.
 """
 
 from __future__ import annotations
@@ -37,7 +37,19 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from emberkeep.kv.tree import MADE, Chunk, ChunkKey, Made, Span, chunk_key, pack_fields, token_bytes, unpack_fields
+from emberkeep.kv.tree import (
+    MADE,
+    Chunk,
+    ChunkKey,
+    Made,
+    Span,
+    chunk_key,
+    pack_fields,
+    pack_spans,
+    token_bytes,
+    unpack_fields,
+    unpack_spans,
+)
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage
 
@@ -110,16 +122,6 @@ class Description:
     def has_its_key(self) -> bool:
         key = chunk_key(self.fingerprint, Lineage.parse(self.namespace), self.parent, self.take, self.tokens)
         return key == self.key
-
-
-def pack_spans(spans: tuple[Span, ...]) -> bytes:
-    return np.array(spans, "<u4").tobytes()
-
-
-def unpack_spans(data: bytes) -> tuple[Span, ...]:
-    """Raises ValueError."""
-    # Most chunks have none, and opening a store reads a hundred thousand.
-    return tuple((int(a), int(b)) for a, b in np.frombuffer(data, "<u4").reshape(-1, 2)) if data else ()
 
 
 def describe(chunk: Chunk, fingerprint: bytes) -> Description:
@@ -227,11 +229,11 @@ def namespace_of(path: Path) -> str | None:
 def _open(path: Path) -> int:
     """Raises Damaged and FileNotFoundError where that will not pass, and any other OSError where it may."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for somebody to write to it.
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise FileNotFoundError(*error.args) from error  # a link of somebody's, or a file where a folder was
+            raise FileNotFoundError(*error.args) from error  # a foreign link, or a file where a folder was
         if error.errno == errno.ENXIO:
             raise Damaged("it is not a file") from error
         raise
@@ -313,7 +315,7 @@ class Buffers:
 
     @contextmanager
     def bounce_buffer(self, size: int) -> Iterator[memoryview]:
-        """At least `size` bytes, a multiple of the page size, whose contents nobody needs afterwards."""
+        """At least `size` bytes, a multiple of the page size, whose contents are not needed afterwards."""
         bounce = self._pop(self._bounce, size) or _fresh(size)
         try:
             yield bounce

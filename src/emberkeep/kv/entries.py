@@ -1,7 +1,7 @@
 """What a person would call the store's contents: conversations and prefixes, over the chunks that hold them.
 
 An entry says where its latest states end (a ring of tails), how many turns it has had and how long it is wanted.
-It owns no chunk: equal prefixes are stored once, whoever uses them.
+It owns no chunk: equal prefixes are stored once, for all that use them.
 
 A ghost is what the store remembers of a chunk that is gone: why it went, and how often it had been reused. It lets
 a miss be explained ("evicted", "expired"), and lets a chunk that comes back keep its history: one that is evicted
@@ -14,14 +14,28 @@ import hashlib
 import json
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, chunk_key, pack_fields, token_bytes
+from emberkeep.kv.tree import (
+    ROOT,
+    Chunk,
+    ChunkKey,
+    Cursor,
+    RadixTree,
+    chunk_key,
+    held_at,
+    pack_fields,
+    token_bytes,
+)
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
 
 RING = 8
 """Tails remembered per entry: the branches that a client may come back to."""
+
+MOST_ENTRIES = 50_000
+"""Many may end in one chunk: what they are called takes more room than their state then. About 1 kB each."""
 
 EntryId = str
 
@@ -73,12 +87,12 @@ class Entry:
         lost = set(gone)
         self.tails = deque((tail for tail in self.tails if tail.chunk not in lost), RING)
 
-    def tails_moved(self, source: ChunkKey, target: ChunkKey) -> None:
+    def move_tail(self, source: ChunkKey, target: ChunkKey) -> None:
         """`target` begins where `source` did, with its tokens."""
         moved = (replace(tail, chunk=target) if tail.chunk == source else tail for tail in self.tails)
         self.tails = deque(moved, RING)
 
-    def move_tails(self, gone: Mapping[ChunkKey, Chunk]) -> None:
+    def end_before(self, gone: Mapping[ChunkKey, Chunk]) -> None:
         """End before chunks that are gone."""
         moved = []
         for tail in self.tails:
@@ -94,6 +108,169 @@ class Entry:
 
     def pack_tails(self) -> str:
         return json.dumps([[t.chunk.hex(), t.used, t.turn, t.tick] for t in self.tails])
+
+
+class Entries:
+    """All entries, the chunks that they end in, the ghosts, and what of this the index does not know yet.
+
+    No locks and no I/O: `KvStore` calls it with its lock held.
+    """
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._entries: OrderedDict[EntryId, Entry] = OrderedDict()
+        """The latest used last."""
+        self._ending: dict[ChunkKey, set[EntryId]] = {}
+        """Which entries have a tail in a chunk."""
+        self._maybe_empty: set[EntryId] = set()
+        self.ghosts = Ghosts()
+        self.changes = UnsavedChanges()
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, id_: EntryId) -> Entry | None:
+        return self._entries.get(id_)
+
+    def tail_of(self, entry: Entry) -> Cursor | None:
+        """Where its latest state that still exists ends."""
+        for tail in reversed(entry.tails):
+            if (chunk := self._tree.get(tail.chunk)) and tail.used <= len(chunk.tokens):
+                return Cursor(chunk, tail.used, entry.lineage)
+        return None
+
+    def turn_ended(self, label: Label, cursor: Cursor, tick: int, now: float) -> Entry:
+        """A request has left its state at `cursor`."""
+        entry = Entry.new(label, cursor.lineage)
+        entry = self._entries.setdefault(entry.id, entry)
+        self._entries.move_to_end(entry.id)
+        with self._changing_tails(entry):
+            ends = {tail.chunk for tail in entry.tails}
+            entry.forget_tails(key for key in ends if key not in self._tree.by_key)
+            entry.turn_ended(label, cursor, tick, now)
+        self._shorten()
+        return entry
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Those of a store that is being opened: of those whose chunks are gone nothing stays."""
+        for entry in sorted(entries, key=lambda entry: entry.used_at):
+            self._entries[entry.id] = entry
+            self._note_tails(entry)
+        self._maybe_empty = set(self._entries)
+        self.forget_empty()
+        self._shorten()
+        self._apply_pins()
+
+    def pin(self, entry: Entry, pinned: bool) -> None:
+        entry.is_pinned = pinned
+        self.changes.entries[entry.id] = entry
+        for chunk in self._held_by(entry):
+            chunk.is_pinned = pinned
+        if not pinned:
+            self._apply_pins()  # other entries may hold on to the same chunks
+
+    def forget(self, entry: Entry) -> None:
+        self._unnote_tails(entry)
+        self._entries.pop(entry.id, None)
+        self.changes.forget_entry(entry.id)
+
+    def forget_empty(self) -> None:
+        """Entries whose last chunk is gone are not listed any more. Looks only at those that lost one."""
+        suspects, self._maybe_empty = self._maybe_empty, set()
+        for entry in [entry for id_ in suspects if (entry := self._entries.get(id_))]:
+            if self.tail_of(entry) is None:
+                self.forget(entry)
+
+    def forget_chunk(self, chunk: Chunk) -> None:
+        """A chunk has left the tree."""
+        self.changes.used.pop(chunk.key, None)
+        self._maybe_empty |= self._ending.get(chunk.key, set())
+
+    def ending_in(self, key: ChunkKey) -> list[Entry]:
+        return [self._entries[id_] for id_ in self._ending.get(key, ())]
+
+    def ends_at(self, chunk: Chunk, used: int) -> bool:
+        """Some entry ends in `chunk`, at or after that many of its tokens."""
+        tails = (tail for entry in self.ending_in(chunk.key) for tail in entry.tails)
+        return any(tail.chunk == chunk.key and tail.used >= used for tail in tails)
+
+    def end_before(self, gone: Mapping[ChunkKey, Chunk]) -> None:
+        """Entries that ended in these chunks end before them now."""
+        for entry in {entry.id: entry for key in gone for entry in self.ending_in(key)}.values():
+            with self._changing_tails(entry):
+                entry.end_before(gone)
+
+    def inherit(self, entry: Entry, tail: Chunk, heir: Chunk | None) -> None:
+        """`heir` begins with the tokens of `tail`, in which `entry` ended."""
+        others = [self._tree.get(known.chunk) for known in entry.tails if known.chunk != tail.key]
+        with self._changing_tails(entry):
+            if heir is None or any(chunk and chunk.is_at_or_below(heir) for chunk in others):
+                entry.forget_tails([tail.key])  # another turn of it went on from there
+            else:
+                entry.move_tail(tail.key, heir.key)
+                heir.expires = max(heir.expires, tail.expires)
+                heir.is_pinned |= entry.is_pinned
+
+    def remember(self, ghost: Ghost) -> None:
+        self.ghosts.add([ghost])
+        self.changes.ghosts.append(ghost)
+
+    def forget_lineages(self, lineages: Container[Lineage], *, index_knows: bool) -> None:
+        """Every trace. `index_knows`: the index is right about them, and need not be told."""
+        for entry in [entry for entry in self if entry.lineage in lineages]:
+            self.forget(entry)
+            if index_knows:
+                self.changes.forgotten.remove(entry.id)
+        self.ghosts.forget(lineages)
+        self.changes.forget_ghosts(lineages)
+
+    def take_changes(self) -> UnsavedChanges:
+        """What the index is about to be told."""
+        changes, self.changes = self.changes, UnsavedChanges()
+        return changes
+
+    def put_back(self, unsaved: UnsavedChanges) -> None:
+        """The index would not take it."""
+        self.changes.put_back(unsaved, self._entries, self._tree.by_key)
+
+    def _shorten(self) -> None:
+        """The least recently used go, unless they are pinned; their state stays, without a name."""
+        while len(self._entries) > MOST_ENTRIES:
+            oldest = next((entry for entry in self._entries.values() if not entry.is_pinned), None)
+            if oldest is None:
+                return
+            self.forget(oldest)
+
+    def _apply_pins(self) -> None:
+        for entry in self._entries.values():
+            for chunk in self._held_by(entry) if entry.is_pinned else ():
+                chunk.is_pinned = True
+
+    def _held_by(self, entry: Entry) -> Iterator[Chunk]:
+        cursor = self.tail_of(entry)
+        return held_at(cursor) if cursor else iter(())
+
+    @contextmanager
+    def _changing_tails(self, entry: Entry) -> Iterator[None]:
+        """Around every change of an entry's tails."""
+        self._unnote_tails(entry)
+        yield
+        self._note_tails(entry)
+        self.changes.entries[entry.id] = entry
+
+    def _note_tails(self, entry: Entry) -> None:
+        for tail in entry.tails:
+            self._ending.setdefault(tail.chunk, set()).add(entry.id)
+
+    def _unnote_tails(self, entry: Entry) -> None:
+        for key in {tail.chunk for tail in entry.tails}:
+            ids = self._ending.get(key, set())
+            ids.discard(entry.id)
+            if not ids:
+                self._ending.pop(key, None)
 
 
 def unpack_tails(packed: str) -> deque[Tail]:
@@ -131,7 +308,7 @@ class Ghost:
     take: int
     length: int
     opening: bytes
-    """Hash of its first tokens: which they were is nobody's business any more."""
+    """Hash of its first tokens: which they were must not be known any more."""
     reason: MissReason
     hits: int
     last_used: int

@@ -1,11 +1,11 @@
 """Who was forgotten: one small record for every store under a root, which each process on it reads before it
 serves or writes.
 
-    forgetting              the record, with the lock held alone; then the files, whoever wrote them
+    forgetting              the record, with the lock held alone; then the files, of any process
     writing                 the lock held with others: the record, then a file's rename and its row
 
-So a file is in its place before its user is in the record, and whoever forgets finds it; or its writer finds the
-user in the record, and gives it up. The record holds digests under a salt of its own, and no name.
+So a file is in its place before its user is in the record, and the process that forgets finds it; or its writer
+finds the user in the record, and gives it up. The record holds digests under a salt of its own, and no name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import threading
@@ -22,27 +23,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emberkeep.errors import StoreFailed
 from emberkeep.files import private_folder, replace_file
-from emberkeep.types import SHARED, Removed, owner_of, user_of
+from emberkeep.types import SHARED, owner_of, user_of
 
 if TYPE_CHECKING:
-    from emberkeep.kv.books import Books
     from emberkeep.kv.chunk_files import ChunkFiles
     from emberkeep.kv.index import Row
-    from emberkeep.kv.policy import StoreCounters
+    from emberkeep.kv.ledger import Transact
+
+log = logging.getLogger("emberkeep.kv")
 
 RECORD = "forgotten.json"
 LOCK = "forgotten.lock"
 
 LIMIT = 1024
-"""Users in the record. A process that has missed more than these gives up what it holds of anybody."""
+"""Users in the record. A process that has missed more than these gives up what it holds of any user."""
 _MOST_UNFINISHED = 4 * LIMIT
 _LARGEST = 1 << 20
 
 
 class Whose:
-    """The namespaces of some users, whatever their salts and marks. What is shared is nobody's."""
+    """The namespaces of some users, whatever their salts and marks. What is shared belongs to no user."""
 
     def __init__(self, is_one: Callable[[str], bool]) -> None:
         """`is_one`: of the users."""
@@ -57,12 +58,12 @@ class Whose:
             return False  # no user's namespace looks like this
 
 
-EVERYBODY = Whose(lambda user: True)
-NOBODY = Whose(lambda user: False)
+ALL_USERS = Whose(lambda user: True)
+NO_USER = Whose(lambda user: False)
 
 
 def of_user(user: str) -> Whose:
-    """`user` "" is everybody who gave no name."""
+    """`user` "" stands for all who gave no name."""
     return Whose(lambda other: other == user)
 
 
@@ -106,7 +107,7 @@ class Record:
         return replace(self, listed=tuple(done))
 
     def _trimmed(self) -> Record:
-        """What is not finished stays longer: somebody has to finish it."""
+        """What is not finished stays longer: a process has to finish it."""
         old, new = self.listed[:-LIMIT], self.listed[-LIMIT:]
         unfinished = [forgetting for forgetting in old if not forgetting.is_done][-_MOST_UNFINISHED:]
         dropped = [forgetting.seq for forgetting in old if forgetting not in unfinished]
@@ -132,7 +133,7 @@ class Forgotten:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Until the block ends nobody begins to forget. Several may hold it at once."""
+        """Until the block ends no process begins to forget. Several may hold it at once."""
         with self._locked(fcntl.LOCK_SH):
             yield
 
@@ -140,17 +141,17 @@ class Forgotten:
         """Nobody was forgotten since `know`. One system call."""
         return self._version() == self._seen_version
 
-    def news(self) -> tuple[Whose | None, Callable[[], None]]:
+    def newly_forgotten(self) -> tuple[Whose | None, Callable[[], None]]:
         """Who was forgotten since the last time, and what to call when they are: until then this tells the same.
 
-        `EVERYBODY`, where more were than are listed, or the record was begun anew.
+        `ALL_USERS`, where more were than are listed, or the record was begun anew.
         """
         version, record = self._version(), self._read()
         if record is None:
-            return (EVERYBODY if self._seen_id else None), lambda: self._know(version, None)
+            return (ALL_USERS if self._seen_id else None), lambda: self._know(version, None)
         whose: Whose | None = None
         if self._seen_id not in ("", record.id) or (record.id == self._seen_id and self._seen < record.floor):
-            whose = EVERYBODY
+            whose = ALL_USERS
         elif new := [f for f in record.listed if record.id != self._seen_id or f.seq > self._seen]:
             whose = record.whose(new)
         return whose, lambda: self._know(version, record)
@@ -170,12 +171,17 @@ class Forgotten:
                 self._write(record.with_done(forgetting))
         self.owed = [owed for owed in self.owed if owed[0].digest != forgetting.digest]
 
-    def owe(self, *unfinished: tuple[Forgetting, Whose]) -> None:
+    def allowed(self, rows: list[Row]) -> list[Row]:
+        """Without those of users whose files could not all be removed yet."""
+        owed = self.owed
+        return [row for row in rows if not any(row.namespace in whose for _, whose in owed)] if owed else rows
+
+    def owe(self, forgetting: Forgetting, whose: Whose) -> None:
         """Their files could not all be removed."""
-        self.owed = [*self.owed, *unfinished]
+        self.owed.append((forgetting, whose))
 
     def unfinished(self) -> list[tuple[Forgetting, Whose]]:
-        """Those whose files somebody began to remove and did not finish."""
+        """Those whose files a process began to remove and did not finish."""
         record = self._read()
         return [(f, record.whose([f])) for f in record.listed if not f.is_done] if record else []
 
@@ -195,7 +201,7 @@ class Forgotten:
         return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _read(self) -> Record | None:
-        """None where there is none, or one that nobody can read: the next forgetting begins it anew."""
+        """None where there is none, or one that cannot be read: the next forgetting begins it anew."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -225,7 +231,7 @@ class Forgotten:
 
 def _going(record: Record | None) -> Whose:
     unfinished = [f for f in record.listed if not f.is_done] if record else []
-    return record.whose(unfinished) if record and unfinished else NOBODY
+    return record.whose(unfinished) if record and unfinished else NO_USER
 
 
 def _packed(record: Record) -> dict[str, Any]:
@@ -246,128 +252,78 @@ def _unpacked(data: Any) -> Record:
     return Record(str(data["id"]), str(data["salt"]), int(data["last"]), int(data["floor"]), listed)
 
 
-# ── forgetting ──
+# ── here ──
 
 
 class Forgetter:
-    """Safe to use from any thread. Methods block on disk; `lock`, the store's, is never held meanwhile."""
+    """Lets go of users whom any process on this folder has forgotten. Safe to use from any thread; blocks on
+    disk."""
 
-    def __init__(
-        self, books: Books, lock: threading.Lock, cold: ChunkFiles | None, counters: StoreCounters
-    ) -> None:
-        self._books = books
-        self._lock = lock
-        self._cold = cold
-        self._counters = counters
+    def __init__(self, files: ChunkFiles | None, transact: Transact) -> None:
+        self._files = files
+        self._transact = transact
         self._noticing = threading.Lock()
-        self.settle: Callable[[], None] = lambda: None
-        """Waits until nothing that was known before is being written any more."""
-        self.remove_leaving: Callable[[], None] = lambda: None
-        """Removes the files that the books have let go of."""
-        self.adopt: Callable[[list[Row]], None] = lambda rows: None
-        """Enters chunks that are on disk."""
-        self.on_forget: Callable[[Container[str]], None] = lambda namespaces: None
-        """Called for everybody who is forgotten, by whomever. Must be quick, and must not call the store."""
+        self.on_forget: Callable[[Container[str]], None] = lambda owners: None
+        """Called for all who are forgotten, by any process. Must be quick, and must not call the store."""
 
     def notice(self) -> None:
-        """Let go of whoever was forgotten by any process on this folder. One system call unless there are some.
+        """Let go of everyone who was forgotten meanwhile. One system call unless there are some.
 
-        Raises OSError: then nobody knows.
+        Raises OSError: then it is not known who was.
         """
-        if self._cold is None or self._cold.forgotten.is_known():
+        if self._files is None or self._files.forgotten.is_known():
             return
         with self._noticing:
-            self._notice(self._cold)
+            self._notice(self._files)
 
-    def adopt_unless_forgotten(self, read: Callable[[], list[Row]]) -> None:
+    def refresh(self) -> None:
+        """Learn what other processes stored, and whom they forgot. Reads the index. Never raises."""
+        if (files := self._files) is None:
+            return
+        try:
+            self.adopt(lambda: self._new_rows(files))
+        except OSError as error:
+            log.warning("cannot read what others have stored: %s", error)
+
+    def adopt(self, read: Callable[[], list[Row]]) -> None:
         """Enter the chunks that `read` finds on disk, and nothing of those who are forgotten meanwhile.
 
         Raises OSError.
         """
-        if self._cold is None:
+        if self._files is None:
             return
         with self._noticing:  # else what was read might be entered after its user was let go
-            self._notice(self._cold)
-            going = self._cold.forgotten.going
+            self._notice(self._files)
+            going = self._files.forgotten.going
             rows = read()
-            self.adopt(rows if going is NOBODY else [row for row in rows if row.namespace not in going])
+            allowed = rows if going is NO_USER else [row for row in rows if row.namespace not in going]
+            self._transact(lambda ledger: ledger.adopt(allowed))
 
-    def _notice(self, cold: ChunkFiles) -> None:
-        if cold.forgotten.is_known():
-            return
-        whose, known = cold.forgotten.news()
-        if whose is EVERYBODY:
-            self._begin_anew(cold)
-        elif whose is not None:
-            self._let_go(whose)
-        known()
-
-    def forget(self, user: str) -> Removed:
-        """Leave nothing of `user`. Raises StoreFailed when something may be left in a file: what was possible is
-        done, and what was not is tried again."""
-        whose = of_user(user)
-        removed = self._held_by(whose)
-        if self._cold is None:
-            self._let_go(whose)
-            return removed
-        try:
-            swept = self._forget_on_disk(self._cold, user, whose)
-        except OSError as error:
-            self._let_go(whose)
-            raise StoreFailed(
-                f"Not everything of that user could be removed from the disk ({error.strerror or error}): "
-                "what is left is not used any more; ask again when the disk is well."
-            ) from error
-        return Removed(removed.entries, removed.tokens, max(removed.bytes, swept))
-
-    def _forget_on_disk(self, cold: ChunkFiles, user: str, whose: Whose) -> int:
-        """Raises OSError."""
-        swept = 0
-        try:
-            forgetting = cold.forgotten.begin(user)
-        except OSError:
-            # A full disk: what goes first makes the room to say so.
-            self._let_go(whose)
-            swept = cold.sweep(whose)
-            forgetting = cold.forgotten.begin(user)
-        try:
-            self.notice()
-            self.settle()
-            try:
-                swept += cold.sweep(whose)
-            finally:
-                self.remove_leaving()  # most of it is gone by now
-            cold.forgotten.done(forgetting)
-        except OSError:
-            cold.forgotten.owe((forgetting, whose))
-            raise
-        return swept
-
-    def _held_by(self, whose: Whose) -> Removed:
-        with self._lock:
-            theirs = {lineage for lineage in self._books.lineages() if lineage.owner in whose}
-            chunks = [chunk for chunk in self._books if chunk.lineage in theirs]
-            self._counters.removed_chunks += len(chunks)
-            return Removed(
-                entries=sum(entry.lineage in theirs for entry in self._books.entries.values()),
-                tokens=sum(len(chunk.tokens) for chunk in chunks),
-                bytes=sum(chunk.bytes for chunk in chunks),
-            )
-
-    def _let_go(self, whose: Whose) -> None:
-        with self._lock:
-            self._books.forget(whose)
-        if self._cold is not None:
-            self._cold.index.forget_untold(whose)
+    def let_go(self, whose: Whose) -> None:
+        """Drop everything of theirs that this process knows."""
+        self._transact(lambda ledger: ledger.forget(whose))
+        if self._files is not None:
+            self._files.index.forget_untold(whose)
         self.on_forget(whose)
 
-    def _begin_anew(self, cold: ChunkFiles) -> None:
-        """Nobody can tell any more who was forgotten: what the others have left on disk is all that there is."""
-        with self._lock:
-            self._books.forget(EVERYBODY, files_stay=True)
-        cold.index.forget_untold(EVERYBODY)
-        rows, notes = cold.new_rows(everything=True), cold.index.notes()
-        self.adopt(rows)
-        with self._lock:
-            self._books.restore_entries(notes.entries)
-        self.on_forget(EVERYBODY)
+    def _new_rows(self, files: ChunkFiles, *, everything: bool = False) -> list[Row]:
+        return files.forgotten.allowed(files.index.new_rows(everything=everything))
+
+    def _notice(self, files: ChunkFiles) -> None:
+        if files.forgotten.is_known():
+            return
+        whose, known = files.forgotten.newly_forgotten()
+        if whose is ALL_USERS:
+            self._begin_anew(files)
+        elif whose is not None:
+            self.let_go(whose)
+        known()
+
+    def _begin_anew(self, files: ChunkFiles) -> None:
+        """It cannot be told any more who was forgotten: what the others have left on disk is all that there is."""
+        self._transact(lambda ledger: ledger.forget(ALL_USERS, files_stay=True))
+        files.index.forget_untold(ALL_USERS)
+        rows, notes = self._new_rows(files, everything=True), files.index.notes()
+        self._transact(lambda ledger: ledger.adopt(rows))
+        self._transact(lambda ledger: ledger.entries.restore(notes.entries))
+        self.on_forget(ALL_USERS)

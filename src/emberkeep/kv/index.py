@@ -19,9 +19,9 @@ import apsw
 import numpy as np
 import xxhash
 
-from emberkeep.kv.chunkfile import Description, pack_spans, unpack_spans
+from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, UnsavedChanges, Uses, unpack_tails
-from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, token_bytes
+from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, pack_spans, token_bytes, unpack_spans
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
 
@@ -192,7 +192,7 @@ class Index:
 
     def erase(self, whose: Container[str]) -> None:
         """Delete what is known of them, and write the file anew: SQLite overwrites what it deletes, but not what
-        it has moved before. Raises OSError, also while somebody still reads the old bytes."""
+        it has moved before. Raises OSError, also while another program still reads the old bytes."""
         for table in ("chunk", "entry", "gone"):
             named = self._namespaces(table)
             self._write(f"DELETE FROM {table} WHERE namespace = ?", [(name,) for name in named if name in whose])
@@ -287,8 +287,8 @@ class SharedIndex:
         self._index.start_over()
 
     def add(self, added: Iterable[tuple[Description, int]]) -> None:
-        """Only while nobody can begin to forget. Never raises: the index is a cache, and what it refuses now it is
-        told with the next change."""
+        """Only while no process can begin to forget. Never raises: the index is a cache, and what it refuses now
+        it is told with the next change."""
         with self._lock:
             self._untold_rows |= {description.key: (description, size) for description, size in added}
             try:

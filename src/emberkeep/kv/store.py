@@ -1,4 +1,4 @@
-"""The KV store: the tree, the warm and the cold tier behind it, and the threads that move bytes.
+"""The KV store: the one door to the ledger, the RAM tier and the disk tier.
 
 Lookups and inserts are tree work under one short lock; no lock is ever held over I/O. Reads and writes run on
 the store's own threads. Failing disks make the store smaller, never a request fail.
@@ -11,29 +11,21 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from emberkeep.kv.books import Books
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.content import Moved, to_pieces
+from emberkeep.kv.disk_tier import DiskSettings, DiskTier
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.fetch import Fetch, Fetched, FetchState, Reader
-from emberkeep.kv.forgotten import Forgetter
-from emberkeep.kv.housekeeping import Housekeeping
-from emberkeep.kv.index import Row
-from emberkeep.kv.policy import (
-    CostModel,
-    Keeping,
-    Saved,
-    StoreClock,
-    StoreCounters,
-    WriteBudget,
-)
-from emberkeep.kv.replay import Replayed, spelled_chunks, stored_spelling
+from emberkeep.kv.forgotten import Forgetter, Whose
+from emberkeep.kv.ledger import Ledger
+from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreClock, StoreCounters, WriteBudget
+from emberkeep.kv.text_walk import Replayed, chunks_along, stored_ids
+from emberkeep.kv.transfers import Fetch, Fetched, FetchState
 from emberkeep.kv.tree import (
     Chunk,
     ChunkKey,
@@ -41,16 +33,16 @@ from emberkeep.kv.tree import (
     Made,
     Match,
     Peek,
+    RadixTree,
     Segment,
     Span,
-    chunk_key,
     last_snapshot,
+    new_chunk,
     path_to,
     tail_inside,
 )
-from emberkeep.kv.writer import Writer
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import SHARED, Approximation, Label, Lineage, MissReason, Ttl
+from emberkeep.types import SHARED, Approximation, Label, Lineage, MissReason
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -59,17 +51,27 @@ _PATIENCE_S = 60.0
 
 _NO_TOKENS = np.empty(0, np.int32)
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that the store may hold."""
+
+    ram: int
+    disk: int = 0
+    """For all stores under the same root together."""
+
 
 class KvStore:
-    """`cold` may be None: then everything lives in RAM only. Safe to use from any thread."""
+    """Without `files` everything lives in RAM only. Safe to use from any thread."""
 
     def __init__(
         self,
         fingerprint: bytes,
+        budgets: Budgets,
+        files: ChunkFiles | None = None,
         *,
-        warm_budget: int,
-        cold: ChunkFiles | None,
-        cold_budget: int,
         keeping: Keeping | None = None,
         about: Mapping[str, Any] | None = None,
         clock: Callable[[Saved | None], StoreClock] = StoreClock,
@@ -79,80 +81,39 @@ class KvStore:
         self.costs = CostModel()
         self.counters = StoreCounters()
         self.keeping = keeping or Keeping()
-        self._cold = cold
-        self._warm_budget = warm_budget
-        self._cold_budget = cold_budget
+        self._budgets = budgets
         self._lock = threading.Lock()
+        self._ledger = Ledger(self.keeping, budgets.ram, self.counters, clock(None))
         self._fits_engine = True
-        self._books = Books(self.keeping.worth)
-        self._clock = clock(None)
-        self._writes = WriteBudget(self.keeping.writes_per_day)
         self._fetches: dict[ChunkKey, Fetch] = {}
-        self._reader: Reader | None = None
-        self._writer: Writer | None = None
-        self._house: Housekeeping | None = None
-        self._forgetter = Forgetter(self._books, self._lock, cold, self.counters)
-        if cold is not None:
+        self._forgetter = Forgetter(files, self.transact)
+        self._disk: DiskTier | None = None
+        if files is not None:
             try:
-                self._open(cold, clock, {"fingerprint": fingerprint, **(about or {})})
+                self._disk = self._open(files, clock, {"fingerprint": fingerprint, **(about or {})})
             except BaseException:
-                cold.close()
+                files.close()
                 raise
-        self.catalogue = Catalogue(
-            self._books,
-            self._lock,
-            lambda: self._clock.now(),
-            self.keeping.ttl,
-            self.counters,
-            forgetter=self._forgetter,
-        )
+        self.catalogue = Catalogue(self.transact, self._remove_files, self._forget)
 
     def _open(
-        self, cold: ChunkFiles, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]
-    ) -> None:
+        self, files: ChunkFiles, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]
+    ) -> DiskTier:
+        ledger = self._ledger
         with no_garbage_collection():  # it would look at a hundred thousand new objects again and again
-            rows, damaged = cold.open_rows()
-            notes = cold.index.notes()
+            rows, damaged = files.open_rows()
+            notes = files.index.notes()
             if "clock" in notes.meta:
-                self._clock = clock(Saved(notes.meta["clock"], notes.meta["wall"]))
-            self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
-        self._writes = WriteBudget(
-            self.keeping.writes_per_day, notes.meta.get("write_day", 0), notes.meta.get("written", 0)
-        )
-        self._books.ghosts.add(notes.ghosts)
-        self._books.restore_entries(notes.entries)
+                ledger.clock = clock(Saved(notes.meta["clock"], notes.meta["wall"]))
+            ledger.adopt(rows)
+        day, written = notes.meta.get("write_day", 0), notes.meta.get("written", 0)
+        ledger.writes = WriteBudget(self.keeping.writes_per_day, day, written)
+        ledger.entries.ghosts.add(notes.ghosts)
+        ledger.entries.restore(notes.entries)
         self.counters.damaged_chunks += damaged
-        self._reader = Reader(
-            cold,
-            self.fingerprint,
-            typical_size=max((row.bytes for row in rows), default=0),
-            ready_bytes=self._warm_budget // 16,
-            on_done=self._fetched,
-        )
-        self._house = Housekeeping(
-            self._books,
-            self._lock,
-            cold,
-            self._clock,
-            self.counters,
-            self._writes,
-            budget=self._cold_budget,
-            about=about,
-            notice=self._forgetter.notice,
-            refresh=self.refresh,
-            adopt=self._forgetter.adopt_unless_forgotten,
-        )
-        self._writer = Writer(
-            cold,
-            self.fingerprint,
-            is_worth_it=self._house.is_worth_it,
-            is_wanted=self._house.is_wanted,
-            on_durable=self._became_durable,
-            on_idle=self._house.tidy,
-        )
-        self._forgetter.settle = self._writer.settle
-        self._forgetter.remove_leaving = self._house.remove_leaving
-        self._forgetter.adopt = self._adopt
+        settings = DiskSettings(self._budgets.disk, self._budgets.ram // 16, about)
+        largest = max((row.bytes for row in rows), default=0)
+        return DiskTier(files, self, self._forgetter, self.counters, settings, largest)
 
     def follow(self, fingerprint: bytes) -> None:
         """The engine computes with `fingerprint` from now on, and holds nothing that it computed before.
@@ -167,6 +128,11 @@ class KvStore:
         """Whether what the engine computes now may be stored here."""
         return self._fits_engine
 
+    def transact(self, change: Callable[[Ledger], T]) -> T:
+        """Run `change` with the store's lock held. It must be short, and must not block."""
+        with self._lock:
+            return change(self._ledger)
+
     # ── lookup ──
 
     def match(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool = False) -> Match:
@@ -175,17 +141,17 @@ class KvStore:
         Never blocks on disk.
         """
         with self._lock:
-            self._books.clock += 1
+            self._ledger.tick += 1
             self.counters.lookups += 1
-            cursor = self._deepest(self._books.origin(lineage), tokens)
+            cursor = self._deepest(self._tree.origin(lineage), tokens)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             segments = path_to(cursor)
             if snapshots:
                 end = snapshot.start if snapshot else 0
                 segments = tuple(Segment(s.chunk, s.start, min(s.end, end)) for s in segments if s.start < end)
             match = Match(cursor, segments, snapshot)
-            late = self._take(match.chunks)
-        self._write_after_all(late)
+            late = self._ledger.acquire(match.chunks)
+        self._store_late(late)
         return match
 
     def match_elsewhere(
@@ -198,21 +164,21 @@ class KvStore:
         with self._lock:
             if not self._fits_engine:
                 return ()
-            found = self._books.content.find(lineage.owner, tokens, begin, approximation.sinks)
+            found = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
             pieces = to_pieces(found, approximation)
-            late = self._take([chunk for piece in pieces for chunk in piece.chunks])
-        self._write_after_all(late)
+            late = self._ledger.acquire([chunk for piece in pieces for chunk in piece.chunks])
+        self._store_late(late)
         return pieces
 
     def peek(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Peek:
         """What `match` would find; nothing is used or pinned by looking."""
         with self._lock:
-            cursor = self._deepest(self._books.origin(lineage), tokens)
+            cursor = self._deepest(self._tree.origin(lineage), tokens)
             segments = path_to(cursor)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
-            warm = sum(max(min(s.end, end) - s.start, 0) for s in segments if s.chunk.payload is not None)
-            return Peek(cursor, end, warm)
+            in_ram = sum(max(min(s.end, end) - s.start, 0) for s in segments if s.chunk.payload is not None)
+            return Peek(cursor, end, in_ram)
 
     def peek_elsewhere(
         self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
@@ -221,7 +187,7 @@ class KvStore:
         with self._lock:
             if not self._fits_engine:
                 return 0
-            found = self._books.content.find(lineage.owner, tokens, begin, approximation.sinks)
+            found = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
         return sum(piece.end - piece.start for piece in to_pieces(found, approximation))
 
     def touch(self, label: Label, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> bool:
@@ -248,7 +214,7 @@ class KvStore:
 
     def other_model(self, sources: Sequence[str]) -> str | None:
         """The name of a model whose own store holds something that begins with the same text. Blocks on disk."""
-        return self._cold.other_model(sources) if self._cold else None
+        return self._disk.files.other_model(sources) if self._disk else None
 
     def release(self, match: Match | Moved) -> None:
         """Unpin. Must be called exactly once per match; when it raises, nothing was unpinned."""
@@ -257,14 +223,14 @@ class KvStore:
             for chunk in chunks:
                 chunk.pins -= 1
             try:
-                self._make_room()
-            except Exception:  # whoever comes next makes room
+                self._ledger.shrink_ram()
+            except Exception:  # the next lookup makes room
                 log.exception("cannot make room in RAM")
 
     def why_gone(self, cursor: Cursor, tokens: TokenArray) -> MissReason | None:
         """Why nothing follows `cursor` though it once did, if that is so."""
         with self._lock:
-            ghost = self._books.ghosts.after(self.fingerprint, cursor, tokens)
+            ghost = self._ledger.entries.ghosts.after(self.fingerprint, cursor, tokens)
             return ghost.reason if ghost else None
 
     def stored_after(self, cursor: Cursor) -> TokenArray:
@@ -288,20 +254,15 @@ class KvStore:
     ) -> Replayed:
         """The ids stored after `cursor` for `text[start:end]`, and that end, one of `borders`."""
         with self._lock:
-            return stored_spelling(cursor, text, start, borders, pieces, specials)
+            return stored_ids(cursor, text, start, borders, pieces, specials)
 
     def refresh(self) -> None:
         """Learn what other processes stored, and whom they forgot. Reads the index: call it outside the engine's
         thread."""
-        if self._cold is None:
-            return
-        try:
-            self._forgetter.adopt_unless_forgotten(self._cold.new_rows)
-        except OSError as error:
-            log.warning("cannot read what others have stored: %s", error)
+        self._forgetter.refresh()
 
     def notice_forgotten(self) -> None:
-        """Let go of whoever another process on this folder has forgotten. One system call unless there is one."""
+        """Let go of users whom another process on this folder has forgotten: one system call if there are none."""
         try:
             self._forgetter.notice()
         except OSError as error:
@@ -319,12 +280,12 @@ class KvStore:
         """
         with self._lock:
             roots = {lineage.owner, SHARED}
-            origins = [Cursor(self._books.root(root), 0, lineage) for root in roots]
-            likely = [chunk for origin in origins for chunk in spelled_chunks(origin, text, pieces)]
-            cold = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self._fetches]
-            for chunk in cold:
+            origins = [Cursor(self._tree.root(root), 0, lineage) for root in roots]
+            likely = [chunk for origin in origins for chunk in chunks_along(origin, text, pieces)]
+            missing = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self._fetches]
+            for chunk in missing:
                 self._start_fetch(chunk)
-            return {chunk.key for chunk in cold}
+            return {chunk.key for chunk in missing}
 
     def fetch(self, chunk: Chunk, notify: Callable[[], None]) -> Fetch:
         """Bring a pinned chunk's payload into RAM; `notify` is called once, from any thread, when it is there.
@@ -334,7 +295,7 @@ class KvStore:
         with self._lock:
             if chunk.payload is not None:
                 return Fetch(chunk, FetchState.READY)
-            if chunk not in self._books:
+            if chunk not in self._tree:
                 return Fetch(chunk, FetchState.GONE)
             fetch = self._start_fetch(chunk)
             fetch.waiting.append(notify)
@@ -347,16 +308,16 @@ class KvStore:
 
     def reject(self, chunk: Chunk) -> None:
         """The engine refused this chunk's bytes: treat its file as damaged."""
-        is_there = chunk.on_disk and self._cold is not None and not self._cold.quarantine(chunk.key)
+        is_there = chunk.on_disk and self._disk is not None and not self._disk.files.quarantine(chunk.key)
         with self._lock:
             self.counters.damaged_chunks += 1
-            self._books.lose(chunk, is_there=is_there)
+            self._ledger.lose(chunk, is_there=is_there)
 
     # ── storing ──
 
     def origin(self, lineage: Lineage) -> Cursor:
         with self._lock:
-            return self._books.origin(lineage)
+            return self._tree.origin(lineage)
 
     def advance(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
         """Move `cursor` along everything already stored for `tokens`."""
@@ -394,24 +355,25 @@ class KvStore:
         beginning.
         """
         tokens = np.array(tokens, np.int32)  # a copy: the caller's may be a view of what it goes on writing
-        chunk = self._new_chunk(cursor, tokens, payload, tuple(sampled), made)
+        chunk = new_chunk(self.fingerprint, cursor, tokens, len(payload), made)
+        chunk.sampled = tuple(sampled)
         with self._lock:
-            if not self._fits_engine or cursor.chunk not in self._books:
-                return self._books.origin(cursor.lineage)
-            chunk.parent = self._books.anchored(cursor.chunk)
-            if known := self._books.get(chunk.key):
+            if not self._fits_engine or cursor.chunk not in self._tree:
+                return self._tree.origin(cursor.lineage)
+            chunk.parent = self._tree.anchor(cursor.chunk)
+            if known := self._tree.get(chunk.key):
                 known.is_fork |= fork
                 return cursor.moved(known, len(tokens))
             chunk.is_fork = fork
-            self._add(chunk, payload)
+            self._ledger.insert(chunk, payload)
             replaced = tail_inside(chunk)
-            self._make_room()
-            if chunk not in self._books:
-                return self._books.origin(cursor.lineage)
-        if self._writer:
-            self._writer.put(chunk, replaced)
-        elif replaced:
-            self._retire(replaced)
+            self._ledger.shrink_ram()
+            if chunk not in self._tree:
+                return self._tree.origin(cursor.lineage)
+            if replaced and self._disk is None:
+                self._ledger.supersede(replaced)
+        if self._disk:
+            self._disk.store(chunk, replaced)
         return cursor.moved(chunk, len(tokens))
 
     def has_snapshot(self, cursor: Cursor) -> bool:
@@ -421,151 +383,89 @@ class KvStore:
 
     def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> None:
         """Add the state at exactly `cursor`. Does nothing where there is one, or no room for it."""
-        chunk = self._new_chunk(cursor, _NO_TOKENS, payload, (), made)
+        chunk = new_chunk(self.fingerprint, cursor, _NO_TOKENS, len(payload), made)
         with self._lock:
-            if not self._fits_engine or cursor.chunk not in self._books or self._books.get(chunk.key):
+            if not self._fits_engine or cursor.chunk not in self._tree or self._tree.get(chunk.key):
                 return
-            chunk.parent = self._books.anchored(cursor.chunk)
-            self._add(chunk, payload)
-            self._make_room()
-            is_kept = chunk in self._books
-        if self._writer and is_kept:
-            self._writer.put(chunk, None)
+            chunk.parent = self._tree.anchor(cursor.chunk)
+            self._ledger.insert(chunk, payload)
+            self._ledger.shrink_ram()
+            is_kept = chunk in self._tree
+        if self._disk and is_kept:
+            self._disk.store(chunk, None)
 
     def turn_ended(self, label: Label, cursor: Cursor) -> Entry | None:
         """A request has left its state at `cursor`. None when there is nothing there any more."""
         with self._lock:
-            if cursor.chunk.is_root or cursor.chunk not in self._books:
+            if cursor.chunk.is_root or cursor.chunk not in self._tree:
                 return None
-            entry = self._books.turn_ended(label, cursor, self._clock.now(), self.keeping.ttl)
-            self._books.forget_empty_entries()
-            stale = entry.stale_tails(self.keeping.cold_after)
-            self.counters.cooled_by_turns += sum(self._books.cool_branch(tail) for tail in stale)
-        if self._writer:
-            self._writer.wake()
+            entry = self._ledger.turn_ended(label, cursor)
+        if self._disk:
+            self._disk.wake()
         return entry
 
     def sweep(self) -> int:
-        """Give back the RAM of what nobody has wanted for its TTL; returns how many chunks left it. Blocks on disk
-        for a moment."""
+        """Give back the RAM of what no request has wanted for its TTL; returns how many chunks left it. Blocks on
+        disk for a moment."""
         self.notice_forgotten()
         with self._lock:
-            idle = self._books.cool_expired(self._clock.now())
+            idle = self._ledger.ram.free_expired(self._ledger.clock.now())
             self.counters.cooled_when_idle += idle
-        if self._writer:
-            self._writer.wake()
+        if self._disk:
+            self._disk.wake()
         return idle
 
     # ── life ──
 
     def flush(self) -> None:
         """Block until everything inserted so far is on disk (or the disk has refused it)."""
-        if self._writer:
-            self._writer.flush()
+        if self._disk:
+            self._disk.flush()
 
     def close(self) -> None:
         """Write what is left and let go of the folder. Nothing may be called afterwards."""
-        if self._reader and self._writer and self._house and self._cold:
-            self._reader.close()
-            self._writer.close()
-            self._house.save_notes()
-            self._house.remove_leaving()
-            self._cold.close()
+        if self._disk:
+            self._disk.close()
 
     def held_bytes(self) -> tuple[int, int]:
         """In RAM and on disk."""
         with self._lock:
-            return self._books.warm.bytes, self._books.cold.bytes
+            return self._ledger.ram.tally.bytes, self._ledger.disk.bytes
 
     def stats(self) -> dict[str, object]:
         """Cheap: nothing is walked."""
         with self._lock:
-            books, counters = self._books, self.counters
+            ledger, counters = self._ledger, self.counters
+            files = self._disk.files if self._disk else None
+            other_bytes = ledger.disk_bytes - ledger.disk.bytes + (files.side_bytes if files else 0)
             return {
-                "folder": self._cold.folder.name if self._cold else None,
+                "folder": files.folder.name if files else None,
                 "lookups": counters.lookups,
                 "inserted_chunks": counters.inserted_chunks,
-                "entries": len(books.entries),
-                "ghosts": len(books.ghosts),
+                "entries": len(ledger.entries),
+                "ghosts": len(ledger.entries.ghosts),
                 "evictions": counters.evictions(),
                 "warm": {
-                    **asdict(books.warm),
-                    "budget": self._warm_budget,
+                    **asdict(ledger.ram.tally),
+                    "budget": self._budgets.ram,
                     "read_seconds": round(counters.import_seconds, 6),
                 },
                 "cold": {
-                    **asdict(books.cold),
-                    "budget": self._cold_budget,
-                    "read_chunks": counters.read_chunks,
-                    "read_bytes": counters.read_bytes,
-                    "read_seconds": round(counters.read_seconds, 6),
-                    "damaged_chunks": counters.damaged_chunks,
-                    "vanished_chunks": counters.vanished_chunks,
-                    "unreadable_chunks": counters.unreadable_chunks,
-                    "other_bytes": books.disk_bytes
-                    - books.cold.bytes
-                    + (self._cold.side_bytes if self._cold else 0),
-                    "written_today_bytes": self._writes.spent,
-                    "daily_write_budget": self._writes.limit,
-                    "unwritten_chunks": len(books.unwritten),
-                    **(self._writer.stats() if self._writer else {}),
+                    **asdict(ledger.disk),
+                    "budget": self._budgets.disk,
+                    **counters.reads(),
+                    "other_bytes": other_bytes,
+                    "written_today_bytes": ledger.writes.spent,
+                    "daily_write_budget": ledger.writes.limit,
+                    "unwritten_chunks": len(ledger.unwritten),
+                    **(self._disk.stats() if self._disk else {}),
                 },
             }
 
-    # ── inside, with the lock held ──
+    # ── for the disk tier, on its threads ──
 
-    def _deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
-        return self._books.deepest(cursor, tokens) if self._fits_engine else self._books.origin(cursor.lineage)
-
-    def _take(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Use and pin; returns those that were not worth writing so far."""
-        listed = list(chunks)
-        for chunk in listed:
-            self._books.use(chunk)
-        late = [chunk for chunk in listed if chunk.key in self._books.unwritten]
-        for chunk in listed:  # last: nobody would ever unpin them if something failed after it
-            chunk.pins += 1
-        return late
-
-    def _start_fetch(self, chunk: Chunk) -> Fetch:
-        fetch = self._fetches.get(chunk.key)
-        if fetch is None:
-            assert self._reader is not None
-            fetch = Fetch(chunk)
-            self._reader.start(fetch)
-            self._fetches[chunk.key] = fetch  # `_fetched` waits for the lock
-        return fetch
-
-    def _make_room(self) -> None:
-        self.counters.warm_evictions += self._books.shrink_warm(self._warm_budget)
-
-    def _wanted_until(self, ttl: Ttl) -> float:
-        return self._clock.now() + self.keeping.ttl[ttl]
-
-    def _new_chunk(
-        self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: tuple[Span, ...], made: Made
-    ) -> Chunk:
-        parent, lineage = cursor.chunk, cursor.lineage
-        return Chunk(
-            key=chunk_key(self.fingerprint, lineage, parent.key, cursor.used, tokens),
-            parent=parent,
-            take=cursor.used,
-            tokens=tokens,
-            sampled=sampled,
-            made=made,
-            size=len(payload),
-            lineage=lineage,
-        )
-
-    def _add(self, chunk: Chunk, payload: memoryview) -> None:
-        self._books.add(chunk, payload)
-        chunk.expires = self._wanted_until(Ttl.SHORT)  # until somebody says what it is
-        self.counters.inserted_chunks += 1
-
-    # ── inside, on the store's own threads ──
-
-    def _fetched(self, fetch: Fetch, result: Fetched) -> None:
-        """Whoever waits for it hears of it, whatever goes wrong here: a payload that is not there is noticed."""
+    def complete_load(self, fetch: Fetch, result: Fetched) -> None:
+        """Tell the requests that wait for it, whatever goes wrong here: a payload that is not there is noticed."""
         try:
             self._take_in(fetch.chunk, result)
         except Exception:
@@ -575,55 +475,65 @@ class KvStore:
             notify()
 
     def _take_in(self, chunk: Chunk, result: Fetched) -> None:
-        counters = self.counters
         below: list[ChunkKey] = []
         with self._lock:
             del self._fetches[chunk.key]
             if result.payload is not None:
-                counters.read_chunks += 1
-                counters.read_bytes += len(result.payload)
-                counters.read_seconds += result.seconds
+                self.counters.read(len(result.payload), result.seconds)
                 self.costs.read.measure(len(result.payload), result.seconds)
-                self._books.became_warm(chunk, result.payload)
-                self._make_room()
+                self._ledger.enter_payload(chunk, result.payload)
+                self._ledger.shrink_ram()
             else:
-                counters.damaged_chunks += result.state is FetchState.DAMAGED
-                counters.vanished_chunks += result.state is FetchState.GONE
-                counters.unreadable_chunks += result.state is FetchState.UNREADABLE
+                self.counters.damaged_chunks += result.state is FetchState.DAMAGED
+                self.counters.vanished_chunks += result.state is FetchState.GONE
+                self.counters.unreadable_chunks += result.state is FetchState.UNREADABLE
                 if result.state is not FetchState.UNREADABLE:
-                    below = self._books.lose(chunk, is_there=result.is_there)
-        if below and self._cold:
-            missing = self._cold.missing(below)
-            with self._lock:
-                self._books.lose_orphans(missing)
+                    below = self._ledger.lose(chunk, is_there=result.is_there)
+        if below and self._disk:
+            missing = self._disk.files.missing(below)
+            self.transact(lambda ledger: ledger.orphans.drop(missing))
 
-    def _became_durable(self, sizes: dict[ChunkKey, int], replaced: list[Chunk]) -> None:
-        assert self._house is not None
-        self._house.became_durable(sizes)
-        with self._lock:
-            self._make_room()
-        for tail in replaced:
-            self._retire(tail)
+    # ── inside ──
 
-    def _retire(self, tail: Chunk) -> None:
-        """Remove a tail that a longer chunk now contains, unless somebody builds on it or is reading it."""
-        with self._lock:
-            if tail.pins or not tail.is_leaf or tail.is_fork or tail not in self._books:
-                return
-            self._books.supersede(tail)
-        if self._house:
-            self._house.remove_leaving()
+    @property
+    def _tree(self) -> RadixTree:
+        return self._ledger.tree
 
-    def _adopt(self, rows: list[Row]) -> None:
-        with self._lock:
-            self._books.adopt(rows, self._wanted_until(Ttl.EXTENDED))
+    def _deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
+        """With the lock held."""
+        return self._tree.deepest(cursor, tokens) if self._fits_engine else self._tree.origin(cursor.lineage)
 
-    def _write_after_all(self, chunks: Iterable[Chunk]) -> None:
+    def _start_fetch(self, chunk: Chunk) -> Fetch:
+        """With the lock held."""
+        fetch = self._fetches.get(chunk.key)
+        if fetch is None:
+            assert self._disk is not None
+            fetch = Fetch(chunk)
+            self._disk.load(fetch)
+            self._fetches[chunk.key] = fetch  # `complete_load` waits for the lock
+        return fetch
+
+    def _store_late(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that were not worth writing have been reused: they are now. Never raises: they are pinned."""
         for chunk in chunks:
-            if self._writer:
-                with suppress(MemoryError):  # the next who reuses it writes it
-                    self._writer.put(chunk, None)
+            if self._disk:
+                with suppress(MemoryError):  # the next lookup that reuses it writes it
+                    self._disk.store(chunk, None)
+
+    def _remove_files(self) -> None:
+        if self._disk:
+            self._disk.remove_files()
+
+    def _forget(self, user: str, whose: Whose) -> int:
+        """Leave nothing of `user`, here and in any file; returns the bytes of files. Raises OSError."""
+        if self._disk is None:
+            self._forgetter.let_go(whose)
+            return 0
+        try:
+            return self._disk.forget(user, whose)
+        except OSError:
+            self._forgetter.let_go(whose)
+            raise
 
 
 @contextmanager

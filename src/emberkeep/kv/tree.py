@@ -9,7 +9,7 @@ stop anywhere. Matching compares every token. The tree holds no locks: its store
 A snapshot is a chunk of no tokens: the state after exactly the tokens above it that cannot be cut by token. It
 hangs where it was taken, beside the chunks that go on from there.
 
-Each owner has a root. What hangs below `SHARED`'s root may belong to anybody: a user's own text after a prefix
+Each owner has a root. What hangs below `SHARED`'s root may belong to any owner: a user's own text after a prefix
 that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else. What is
 approximate hangs below the exact state that it goes on from, with a lineage that only those see who ask for it.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import lru_cache
@@ -31,7 +31,7 @@ from typing import NewType
 import numpy as np
 
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import EXACT, Lineage
+from emberkeep.types import EXACT, SHARED, Lineage
 
 ChunkKey = NewType("ChunkKey", bytes)
 
@@ -52,13 +52,13 @@ class Made(IntFlag):
 
     UNKNOWN = 0
     GIVEN = 1
-    """A client sent its prompt as ids: where it was not sampled, it need not be as the tokenizer spells."""
+    """A client sent its prompt as ids: where it was not sampled, the tokenizer may make other ids of its text."""
     WIDE = 2
     """Tokens of it were computed in steps with many rows of their sequence."""
     NARROW = 4
     """Tokens of it were computed in steps with few: decoding, short turns, slices beside the answers of others."""
     REPRODUCIBLE = 8
-    """All of it, and all that it was computed from, is of wide steps of an engine that held nothing else: whoever
+    """All of it, and all that it was computed from, is of wide steps of an engine that held nothing else: who
     does the same again gets the same bytes."""
 
     @property
@@ -120,7 +120,7 @@ class Chunk:
         self.made = made
         self.bytes = size
         self.payload: memoryview | None = None
-        """The warm copy."""
+        """The copy in RAM."""
         self.on_disk = False
         self.is_fork = False
         """Other sequences branch off at its end, so it is not replaced when its own conversation grows."""
@@ -160,6 +160,22 @@ class Chunk:
     @property
     def is_snapshot(self) -> bool:
         return self.parent is not None and not len(self.tokens)
+
+    @property
+    def ends_text(self) -> bool:
+        """Nothing but state at positions inside it hangs below it."""
+        return all(child.is_snapshot for child in self.children())
+
+    @property
+    def may_go(self) -> bool:
+        """Nothing hangs below it, no lookup uses it, and no one asked that it be kept."""
+        return self.is_leaf and not self.pins and not self.is_pinned
+
+    def is_at_or_below(self, ancestor: Chunk) -> bool:
+        chunk = self
+        while chunk is not ancestor and chunk.parent is not None:
+            chunk = chunk.parent
+        return chunk is ancestor
 
     @property
     def saved_tokens(self) -> int:
@@ -256,6 +272,84 @@ class Match:
         return [*chunks, self.snapshot] if self.snapshot else chunks
 
 
+class RadixTree:
+    """Every chunk of the store, by its place and by its key; each owner who has something here has a root.
+
+    No locks and no I/O: `KvStore` calls it with its lock held.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[str, Chunk] = {}
+        self._chunks: dict[ChunkKey, Chunk] = {}
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._chunks.values())
+
+    def __contains__(self, chunk: Chunk) -> bool:
+        """By identity: a chunk that was dropped and stored anew is another one under the same key."""
+        return chunk.is_root or self._chunks.get(chunk.key) is chunk
+
+    @property
+    def by_key(self) -> Mapping[ChunkKey, Chunk]:
+        return self._chunks
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        return self._chunks.get(key)
+
+    def root(self, owner: str) -> Chunk:
+        """Where the state of an owner begins: what is approximate grows on what is not. One under which nothing
+        hangs is not remembered: who hangs something there asks again."""
+        return self._roots.get(owner) or new_root(owner)
+
+    def origin(self, lineage: Lineage) -> Cursor:
+        return Cursor(self.root(lineage.owner), 0, lineage)
+
+    def anchor(self, parent: Chunk) -> Chunk:
+        """The chunk to hang something under: for a root, the one that is in use now."""
+        return self.root(parent.lineage.owner) if parent.is_root else parent
+
+    def deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
+        """The deepest place at or below `cursor` that holds `tokens`; from the beginning, also what is shared."""
+        cursor = cursor.moved(self.anchor(cursor.chunk), cursor.used)
+        if cursor.chunk not in self:
+            cursor = self.origin(cursor.lineage)
+        best = descend(cursor, tokens)
+        if cursor.position == 0 and cursor.chunk.lineage.owner != SHARED:
+            shared = descend(Cursor(self.root(SHARED), 0, cursor.lineage), tokens)
+            best = max(best, shared, key=lambda place: place.position)
+        return best
+
+    def add(self, chunk: Chunk) -> None:
+        """Hang it under its parent."""
+        assert chunk.parent is not None
+        if chunk.parent.is_root:
+            self._roots[chunk.parent.lineage.owner] = chunk.parent
+        self._chunks[chunk.key] = chunk
+        chunk.attach()
+
+    def take_out(self, chunk: Chunk) -> list[Chunk]:
+        """Take a chunk and everything below it out; returns those that were in."""
+        chunk.detach()
+        parent = chunk.parent
+        if parent is not None and parent.is_root and parent.is_leaf:
+            self._roots.pop(parent.lineage.owner, None)
+        gone: list[Chunk] = []
+        todo = [chunk]
+        while todo:
+            victim = todo.pop()
+            todo += victim.children()
+            if self._chunks.pop(victim.key, None) is not None:
+                gone.append(victim)
+        return gone
+
+
+def new_chunk(fingerprint: bytes, cursor: Cursor, tokens: TokenArray, size: int, made: Made) -> Chunk:
+    """What goes on at `cursor` with `tokens` (none: a snapshot). The tree stays as it is."""
+    parent, lineage = cursor.chunk, cursor.lineage
+    key = chunk_key(fingerprint, lineage, parent.key, cursor.used, tokens)
+    return Chunk(key=key, parent=parent, take=cursor.used, tokens=tokens, made=made, size=size, lineage=lineage)
+
+
 def new_root(owner: str) -> Chunk:
     root = Chunk(key=ROOT, lineage=Lineage(owner), parent=None, take=0, tokens=np.empty(0, np.int32))
     root.is_fork = True
@@ -263,7 +357,7 @@ def new_root(owner: str) -> Chunk:
 
 
 def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:
-    """The deepest place at or below `cursor` whose path spells `tokens` (the whole prompt, from 0)."""
+    """The deepest place at or below `cursor` whose path holds `tokens` (the whole prompt, from 0)."""
     best = cursor
     todo = [cursor]
     while todo:
@@ -311,6 +405,21 @@ def path_to(cursor: Cursor) -> tuple[Segment, ...]:
     return tuple(reversed(segments))
 
 
+def held_at(cursor: Cursor) -> Iterator[Chunk]:
+    """The chunks that make up the state at `cursor`, with the snapshots taken inside them."""
+    for segment in path_to(cursor):
+        yield segment.chunk
+        for snapshot in segment.chunk.children():
+            if snapshot.is_snapshot and snapshot.start <= segment.end and cursor.sees(snapshot):
+                yield snapshot
+
+
+def tokens_to(cursor: Cursor) -> TokenArray:
+    """All tokens up to `cursor`. Chunks do not change, so no lock is needed."""
+    parts = [s.chunk.tokens[: s.end - s.start] for s in path_to(cursor)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
 # ── tails: chunks that end a turn, and are replaced by longer ones when the conversation grows ──
 
 
@@ -331,6 +440,14 @@ def tail_inside(chunk: Chunk) -> Chunk | None:
         if is_inside and (replaced is None or size > len(replaced.tokens)):
             replaced = sibling
     return replaced
+
+
+def sibling_with(tail: Chunk) -> Chunk | None:
+    """The chunk beside `tail`, which is out of the tree, that begins with its tokens."""
+    assert tail.parent is not None
+    beside = tail.parent.branches.get(tail.take, {}).get(int(tail.tokens[0]), ())
+    begins = (c for c in beside if common_prefix(c.tokens, tail.tokens) == len(tail.tokens))
+    return next((c for c in begins if c.lineage == tail.lineage), None)
 
 
 def _merged(spans: tuple[Span, ...]) -> tuple[Span, ...]:
@@ -389,3 +506,13 @@ def store_name(fingerprint: bytes) -> str:
 
 def token_bytes(tokens: TokenArray) -> bytes:
     return tokens.astype("<i4", copy=False).tobytes()
+
+
+def pack_spans(spans: tuple[Span, ...]) -> bytes:
+    return np.array(spans, "<u4").tobytes()
+
+
+def unpack_spans(data: bytes) -> tuple[Span, ...]:
+    """Raises ValueError."""
+    # Most chunks have none, and opening a store reads a hundred thousand.
+    return tuple((int(a), int(b)) for a, b in np.frombuffer(data, "<u4").reshape(-1, 2)) if data else ()

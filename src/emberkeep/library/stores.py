@@ -11,7 +11,7 @@ from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.chunk_files import INDEX, ChunkFiles, Found, stores_under
 from emberkeep.kv.index import read_meta
 from emberkeep.kv.policy import Keeping
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
 from emberkeep.types import CacheEntry, Json, Removed, Ttl
 
@@ -50,17 +50,17 @@ def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[Stor
 
 def check_files(folder: StoreFolder, on_progress: Callable[[int, int], None]) -> Checked:
     """Read everything in a store; `on_progress` gets the bytes so far and in all. Raises OSError."""
-    cold = ChunkFiles(folder.path.parent, folder.fingerprint)
+    files = ChunkFiles(folder.path.parent, folder.fingerprint)
     try:
-        rows, damaged = cold.open_rows()
+        rows, damaged = files.open_rows()
         done, total = 0, sum(row.bytes for row in rows)
         for row in rows:
-            damaged += cold.look_at(row) in (Found.DAMAGED, Found.UNREADABLE)
+            damaged += files.look_at(row) in (Found.DAMAGED, Found.UNREADABLE)
             done += row.bytes
             on_progress(done, total)
         return Checked(len(rows), damaged)
     finally:
-        cold.close()
+        files.close()
 
 
 class ClosedStore:
@@ -73,9 +73,8 @@ class ClosedStore:
         self.folder = folder
         self._store = KvStore(
             folder.fingerprint,
-            warm_budget=0,
-            cold=ChunkFiles(folder.path.parent, folder.fingerprint),
-            cold_budget=sys.maxsize,
+            Budgets(ram=0, disk=sys.maxsize),
+            ChunkFiles(folder.path.parent, folder.fingerprint),
             keeping=Keeping(ttl),
         )
 

@@ -20,7 +20,7 @@ from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.models.adapter import check_adapter
 from emberkeep.models.digest import model_digest, weights_digest
 from emberkeep.models.gguf import read_header
@@ -147,15 +147,10 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
     """Without a usable folder the store lives in RAM: serving goes on."""
     keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
 
-    def store(cold: ChunkFiles | None) -> KvStore:
-        return KvStore(
-            fingerprint,
-            warm_budget=config.ram_budget,
-            cold=cold,
-            cold_budget=config.disk_budget,
-            keeping=keeping,
-            about=about,
-        )
+    budgets = Budgets(config.ram_budget, config.disk_budget)
+
+    def store(files: ChunkFiles | None) -> KvStore:
+        return KvStore(fingerprint, budgets, files, keeping=keeping, about=about)
 
     if config.disk_budget:
         try:

@@ -12,8 +12,8 @@ from emberkeep.engine.base import Blended, Engine, Outcome, Rows
 from emberkeep.engine.base import Piece as EnginePiece
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
-from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.transfers import FetchState
 from emberkeep.sched.sequence import Piece, Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.types import Approximation, MissReason, Repair

@@ -22,8 +22,8 @@ from emberkeep.engine.base import Engine, Outcome, Payload
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.fetch import FetchState
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.transfers import FetchState
 from emberkeep.kv.tree import Chunk, Match, place_at
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift

@@ -11,8 +11,8 @@ from collections.abc import Container, Sequence, Set
 
 import numpy as np
 
-from emberkeep.kv.replay import Replayed, stored_spelling
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.text_walk import Replayed, stored_ids
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Span
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage, Vocab
@@ -89,7 +89,7 @@ class RecentAnswers:
             if not len(ids) <= spelled.sampled[0][0] <= furthest:
                 continue
             if lineage.sees(spelled.lineage) and _begins_with(spelled.tokens, ids):
-                found = stored_spelling(Cursor(spelled, len(ids), lineage), text, start, borders, pieces)
+                found = stored_ids(Cursor(spelled, len(ids), lineage), text, start, borders, pieces)
                 if found[0]:
                     return found
         return (), start

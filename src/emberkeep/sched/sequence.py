@@ -16,7 +16,7 @@ from emberkeep.chat.prompt import Prompt, Splice, Stable, label_of
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry, EntryId
-from emberkeep.kv.fetch import Fetch
+from emberkeep.kv.transfers import Fetch
 from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span, place_at
 from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray

@@ -1,9 +1,9 @@
 """Token ids found again by their text.
 
-A model does not always spell a text the way the tokenizer would. When a client sends an assistant's text back,
-the ids that were really sampled must be used, or the stored state behind them is lost. They are in the
-tree: this walks it by the bytes of its tokens instead of by their ids. What the tokenizer once spelled is
-there as well, and comparing bytes is many times quicker than tokenising.
+A model does not always sample the ids that the tokenizer would make of the same text. When a client sends an
+assistant's text back, the ids that were really sampled must be used, or the stored state behind them is lost. They
+are in the tree: this walks it by the bytes of its tokens instead of by their ids. What was once tokenized is there
+as well, and comparing bytes is many times quicker than tokenizing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Sequence, Set
 from emberkeep.kv.tree import Chunk, Cursor
 
 Replayed = tuple[tuple[int, ...], int]
-"""Ids, and where the text that they spell ends."""
+"""Ids, and where their text ends."""
 
 
-def stored_spelling(
+def stored_ids(
     cursor: Cursor,
     text: bytes,
     start: int,
@@ -27,9 +27,9 @@ def stored_spelling(
     """Ids stored after `cursor` for `text` from `start` to one of `borders`, or ((), start).
 
     Sampled ones first. A template's own words may stand before the answer (in ChatML the role), up to the first
-    border. What was sampled may go on over borders, because a model can spell a special token's text with
-    ordinary tokens. Of several spellings the one with the most sampled tokens wins: when a crash has left only
-    the beginning of an answer, the tokenizer's spelling of the same text branches off from it.
+    border. What was sampled may go on over borders, because a model can write a special token's text in
+    ordinary tokens. Of several ways the one with the most sampled tokens wins: when a crash has left only the
+    beginning of an answer, the tokenizer's ids of the same text branch off from it.
 
     Else the tokenizer's own: up to the first border, when a token of `specials` follows there in the tree too.
     Such a token is where the tokenizer begins anew, so it was asked for exactly this text.
@@ -51,12 +51,12 @@ def stored_spelling(
             run = chunk.tokens[index:stop].tolist()
             if max(run, default=len(pieces)) >= len(pieces):
                 break  # the end, or a foreign file: no prompt of this model has such tokens
-            spelled = b"".join([pieces[token] for token in run])
-            is_theirs = not sampled and offset + len(spelled) <= first_border
-            if not spelled or not (is_sampled or is_theirs) or not text.startswith(spelled, offset):
+            written = b"".join([pieces[token] for token in run])
+            is_theirs = not sampled and offset + len(written) <= first_border
+            if not written or not (is_sampled or is_theirs) or not text.startswith(written, offset):
                 break
             ids += run
-            offset, index, sampled = offset + len(spelled), stop, sampled + len(run) * is_sampled
+            offset, index, sampled = offset + len(written), stop, sampled + len(run) * is_sampled
     return best
 
 
@@ -80,7 +80,7 @@ def _run(chunk: Chunk, index: int, specials: Set[int]) -> tuple[int, bool]:
     return next((index + 1 + i for i, token in enumerate(rest) if token in specials), stop), False
 
 
-def spelled_chunks(origin: Cursor, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
+def chunks_along(origin: Cursor, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
     """Chunks below `origin`, a root, whose text lies along the beginning of `text`: what a lookup of its tokens
     will most likely want.
 

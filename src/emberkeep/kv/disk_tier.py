@@ -1,0 +1,316 @@
+"""The disk tier: chunks in files under a byte budget, and the threads that read and write them.
+
+It decides what is worth writing, makes room, removes what the ledger has let go of, and saves what only the index
+knows. It reaches the ledger through its store, for a moment each time, and never while it waits for the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Protocol, TypeVar
+
+from emberkeep.kv.chunk_files import ChunkFiles, Found
+from emberkeep.kv.chunkfile import most_bytes
+from emberkeep.kv.forgotten import Forgetter, Whose
+from emberkeep.kv.index import Row
+from emberkeep.kv.ledger import Ledger
+from emberkeep.kv.policy import StoreCounters
+from emberkeep.kv.transfers import Fetch, Fetched, Reader, Writer
+from emberkeep.kv.tree import Chunk, ChunkKey
+
+log = logging.getLogger("emberkeep.kv")
+
+T = TypeVar("T")
+
+MOST_FILES = 250_000
+"""Chunks on disk, however small they are: each takes 1.5 kB of RAM, and 20 µs when the store is opened."""
+_RETRY_S = 10.0
+"""How long files that could not be removed or read are left alone."""
+_MOST_FAILURES = 16
+"""Of removals one after the other: a disk that refuses these refuses the others."""
+
+
+class TierOwner(Protocol):
+    """What the disk tier asks of its store, on its own threads."""
+
+    def transact(self, change: Callable[[Ledger], T]) -> T:
+        """Run `change` while nothing else looks at the ledger. It must be short, and must not block."""
+
+    def complete_load(self, fetch: Fetch, result: Fetched) -> None:
+        """A read that was started has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    budget: int
+    """Bytes, for all stores under the same root together."""
+    ready_bytes: int
+    """How much memory may be prepared for reading."""
+    about: Mapping[str, Any]
+    """Written into the store's folder, for people and tools that come without the model."""
+
+
+class DiskTier:
+    """Safe to use from any thread. Methods block on disk unless they say otherwise."""
+
+    def __init__(
+        self,
+        files: ChunkFiles,
+        owner: TierOwner,
+        forgetter: Forgetter,
+        counters: StoreCounters,
+        settings: DiskSettings,
+        typical_size: int,
+    ) -> None:
+        """`typical_size`: of the files that will be read."""
+        self.files = files
+        self._owner = owner
+        self._forgetter = forgetter
+        self._counters = counters
+        self._settings = settings
+        self._other_stores: int | None = None
+        """Bytes of other fingerprints' stores; None until looked at."""
+        self._removing = threading.Lock()
+        self._look_again_at = 0.0
+        self._unreadable: set[ChunkKey] = set()
+        """Orphans that could not be read, until `_look_again_at`."""
+        self._reader = Reader(
+            files, typical_size=typical_size, ready_bytes=settings.ready_bytes, on_done=owner.complete_load
+        )
+        self._writer = Writer(files, self)
+
+    # ── for the store ──
+
+    def load(self, fetch: Fetch) -> None:
+        """Read a chunk's file, then tell the store. Returns at once; called under the store's lock."""
+        self._reader.start(fetch)
+
+    def store(self, chunk: Chunk, replaces: Chunk | None) -> None:
+        """Write a chunk later, if it is worth it; then the tail inside it goes. Returns at once."""
+        self._writer.put(chunk, replaces)
+
+    def wake(self) -> None:
+        """There is something to tidy, if nothing to write. Returns at once."""
+        self._writer.wake()
+
+    def flush(self) -> None:
+        """Block until everything that was to be written is, or the disk has refused it."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left and let go of the folder."""
+        self._reader.close()
+        self._writer.close()
+        self._save_notes()
+        self.remove_files()
+        self.files.close()
+
+    def stats(self) -> dict[str, object]:
+        """Does not block."""
+        return self._writer.stats()
+
+    def forget(self, user: str, whose: Whose) -> int:
+        """Leave no byte of a user in any file, of any process; returns the bytes that went.
+
+        Raises OSError when something may be left: it is tried again.
+        """
+        swept = 0
+        forgotten = self.files.forgotten
+        try:
+            forgetting = forgotten.begin(user)
+        except OSError:
+            # A full disk: what goes first makes the room to say so.
+            self._forgetter.let_go(whose)
+            swept = self.files.sweep(whose)
+            forgetting = forgotten.begin(user)
+        try:
+            self._forgetter.notice()
+            self._writer.settle()
+            try:
+                swept += self.files.sweep(whose)
+            finally:
+                self.remove_files()  # most of it is gone by now
+            forgotten.done(forgetting)
+        except OSError:
+            forgotten.owe(forgetting, whose)
+            raise
+        return swept
+
+    def remove_files(self) -> None:
+        """Remove the files that the ledger has let go of. What cannot be removed counts, and is tried again."""
+        if not self._owner.transact(lambda ledger: bool(ledger.to_remove)):
+            return
+        with self._removing:  # a key may come back between two who remove it
+            keys = self._owner.transact(lambda ledger: list(ledger.to_remove))
+            failures = 0
+            for begin in range(0, len(keys), _MOST_FAILURES):
+                some = keys[begin : begin + _MOST_FAILURES]
+                gone, error = self.files.remove(some)
+                self._forget_files(gone)
+                if error is not None:
+                    log.warning("a file of the store cannot be removed: %s", error)
+                    failures += len(some) - len(gone)
+                if failures >= _MOST_FAILURES:
+                    return
+
+    def _forget_files(self, gone: set[ChunkKey]) -> None:
+        self._owner.transact(lambda ledger: ledger.forget_files(gone))
+
+    # ── for the writer, on its thread ──
+
+    def is_worth_writing(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
+        """Whether to write a chunk. `batch`: what is about to be written with it, in bytes."""
+        is_worth_it = (
+            self._owner.transact(lambda ledger: ledger.may_write(chunk, batch))
+            and self._is_free(chunk.key)
+            and self._make_room(most_bytes(chunk) + sum(batch.values()), chunk)
+        )
+        if not is_worth_it:
+            self._owner.transact(lambda ledger: ledger.skip_write(chunk))
+        return is_worth_it
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        """Whether a file that is written should come into its place, while no user can be forgotten.
+
+        Raises OSError.
+        """
+        self._forgetter.notice()
+        return self._owner.transact(lambda ledger: ledger.is_wanted(key))
+
+    def complete_store(self, sizes: Mapping[ChunkKey, int], replaced: list[Chunk]) -> None:
+        """Enter what was written; what is not wanted any more is removed again, and so are tails inside it."""
+        self._owner.transact(lambda ledger: ledger.enter_files(sizes))
+        self.remove_files()
+        self._owner.transact(Ledger.shrink_ram)
+        for tail in replaced:
+            self._retire(tail)
+
+    def _retire(self, tail: Chunk) -> None:
+        self._owner.transact(lambda ledger: ledger.supersede(tail))
+        self.remove_files()
+
+    def tidy(self) -> None:
+        """Whenever there is nothing to write. Raises OSError."""
+        self._forgetter.notice()
+        self.remove_files()
+        self._check_orphans()
+        self._look_at_strays()
+        self._make_room(0)
+        # Uses alone wait for company: while a prompt is evaluated there are new ones all the time.
+        if self._owner.transact(lambda ledger: ledger.entries.changes.is_pressing):
+            self._save_notes()
+
+    # ── inside ──
+
+    def _is_free(self, key: ChunkKey) -> bool:
+        """No old file stands in its place."""
+        if self._owner.transact(lambda ledger: key in ledger.to_remove):
+            self.remove_files()
+        return self._owner.transact(lambda ledger: key not in ledger.to_remove)
+
+    def _check_orphans(self) -> None:
+        """Chunks below one that was damaged and computed again: are they any better? Parents come first."""
+        while rows := self._orphans_to_check():
+            for row in rows:
+                found = self.files.look_at(row)
+                self._counters.damaged_chunks += found is Found.DAMAGED
+                self._counters.vanished_chunks += found is Found.GONE
+                if found is Found.UNREADABLE:
+                    self._unreadable.add(row.key)
+                else:
+                    self._settle_orphan(row, is_whole=found is Found.WHOLE)
+
+    def _orphans_to_check(self) -> list[Row]:
+        return [row for row in self._owner.transact(Ledger.orphans_to_check) if row.key not in self._unreadable]
+
+    def _settle_orphan(self, row: Row, *, is_whole: bool) -> None:
+        self._owner.transact(lambda ledger: ledger.settle_orphan(row, is_whole=is_whole))
+
+    def _look_at_strays(self) -> None:
+        """Try again what failed in a way that may pass."""
+        if monotonic() < self._look_again_at:
+            return
+        self._look_again_at = monotonic() + _RETRY_S
+        self._unreadable.clear()
+        if owed := self.files.forgotten.owed:
+            # What has come back since goes with the rest.
+            self._owner.transact(lambda ledger: ledger.forget_all(whose for _, whose in owed))
+            self.files.finish_forgetting()
+            self.remove_files()
+        self._forgetter.adopt(self._read_strays)
+
+    def _read_strays(self) -> list[Row]:
+        rows, damaged = self.files.adopt_strays()
+        self._counters.damaged_chunks += damaged
+        return rows
+
+    def _make_room(self, incoming: int, newcomer: Chunk | None = None) -> bool:
+        """Evict until so many bytes more fit into the budget; False when they cannot, or not without giving up
+        what is worth more than the `newcomer`.
+
+        While another process evicts, this one trusts it to.
+        """
+        if self._other_stores is not None and self._fits(incoming):
+            return True
+        self._forgetter.refresh()
+        with self.files.evicting() as alone:
+            if not alone:
+                return True
+            self.files.clean_up()
+            self._remove_orphans(lost_ones_too=False)
+            own = self._owner.transact(Ledger.disk_usage).bytes + self.files.side_bytes
+            allowed = max(self._settings.budget - incoming - own, 0)
+            self._other_stores = self.files.shrink_other_stores(allowed)
+            if not self._fits(incoming):
+                self._remove_orphans(lost_ones_too=True)
+                self.files.drop_strays()
+            self._evict(incoming, newcomer)
+        return self._fits(incoming)
+
+    def _remove_orphans(self, *, lost_ones_too: bool) -> None:
+        self._owner.transact(lambda ledger: ledger.give_up_orphans(lost_ones_too=lost_ones_too))
+        self.remove_files()
+
+    def _fits(self, incoming: int) -> bool:
+        usage = self._owner.transact(Ledger.disk_usage)
+        return usage.chunks < MOST_FILES and usage.bytes <= self._room(incoming)
+
+    def _room(self, incoming: int) -> int:
+        """Bytes of the budget for files that the ledger knows."""
+        return self._settings.budget - incoming - self.files.side_bytes - (self._other_stores or 0)
+
+    def _evict(self, incoming: int, newcomer: Chunk | None) -> None:
+        """Nothing while the budget holds; else down to its low-water mark, deepest first."""
+        stuck = self._owner.transact(Ledger.disk_usage).to_remove
+        while not self._fits(incoming):
+            if not self._evict_some(self._room(incoming), newcomer):
+                return
+            self.remove_files()
+            if self._owner.transact(Ledger.disk_usage).to_remove > stuck:
+                return  # a disk that gives nothing back: evicting more would only lose it
+
+    def _evict_some(self, room: int, newcomer: Chunk | None) -> int:
+        return self._owner.transact(lambda ledger: ledger.evict(room, MOST_FILES, newcomer))
+
+    def _save_notes(self) -> None:
+        """Never raises."""
+        try:
+            with self.files.forgotten.held():  # no process can begin to forget meanwhile
+                self._forgetter.notice()
+                self._tell_index()
+        except OSError as error:
+            log.warning("cannot save when chunks were last used: %s", error)
+
+    def _tell_index(self) -> None:
+        unsaved = self._owner.transact(Ledger.take_unsaved)
+        if unsaved is None:
+            return
+        try:
+            self.files.index.save_notes(unsaved.changes, unsaved.uses, {**unsaved.meta, **self._settings.about})
+        except BaseException:
+            self._owner.transact(lambda ledger: ledger.put_back(unsaved))
+            raise

@@ -1,0 +1,514 @@
+"""The store's ledger: which chunks exist, where their bytes are, and what has to go when room is short.
+
+No locks and no I/O: `KvStore` calls everything here with its lock held.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any, Protocol, TypeVar
+
+from emberkeep.kv.content import ContentIndex
+from emberkeep.kv.entries import Entries, Entry, UnsavedChanges, Uses, ghost_of
+from emberkeep.kv.index import Row
+from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCounters, WriteBudget, worth_writing
+from emberkeep.kv.ram_tier import RamTier, Tally
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with
+from emberkeep.types import Label, Lineage, MissReason, Ttl
+
+T = TypeVar("T")
+
+
+class Transact(Protocol):
+    """How the store's parts reach the ledger."""
+
+    def __call__(self, change: Callable[[Ledger], T]) -> T:
+        """Run `change` while nothing else looks at the ledger. It must be short, and must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """What the files that are known take."""
+
+    bytes: int
+    chunks: int
+    """Those that a lookup can reach."""
+    to_remove: int
+    """Files that nothing leads to any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """What the index is to be told."""
+
+    changes: UnsavedChanges
+    uses: list[tuple[ChunkKey, Uses]]
+    meta: dict[str, Any]
+
+
+class Ledger:
+    """The tree, the RAM tier, the entries, and which files there are."""
+
+    def __init__(
+        self,
+        keeping: Keeping | None = None,
+        ram_budget: int = sys.maxsize,
+        counters: StoreCounters | None = None,
+        clock: StoreClock | None = None,
+    ) -> None:
+        self.keeping = keeping or Keeping()
+        self.counters = counters or StoreCounters()
+        self.clock = clock or StoreClock()
+        self.writes = WriteBudget(self.keeping.writes_per_day)
+        self.rhythm = Rhythm()
+        self.tick = 0
+        """Goes up with every lookup: the order of uses, whatever the machine's clock does."""
+        self.tree = RadixTree()
+        self.ram = RamTier(ram_budget)
+        self.entries = Entries(self.tree)
+        self.disk = Tally()
+        self.orphans = Orphans()
+        self.to_remove: dict[ChunkKey, int] = {}
+        """Bytes of files that are still there and that nothing here leads to any more."""
+        self.to_remove_bytes = 0
+        self.unwritten: set[ChunkKey] = set()
+        """In RAM only, because they were not worth writing when their turn came."""
+        self._content: ContentIndex | None = None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of every file that is known, whether a lookup can reach it or not."""
+        return self.disk.bytes + self.to_remove_bytes + self.orphans.bytes
+
+    def disk_usage(self) -> DiskUsage:
+        return DiskUsage(self.disk_bytes, self.disk.chunks, len(self.to_remove))
+
+    def lineages(self) -> list[Lineage]:
+        """Of all who have something here."""
+        waiting = (Lineage.parse(row.namespace) for row in self.orphans)
+        entered = (entry.lineage for entry in self.entries)
+        return [*{*(chunk.lineage for chunk in self.tree), *waiting, *entered, *self.entries.ghosts.lineages()}]
+
+    @property
+    def content(self) -> ContentIndex:
+        """Made when it is first asked for, and kept up from then on: who never asks pays nothing."""
+        if self._content is None:
+            self._content = ContentIndex(self.tree)
+        return self._content
+
+    # ── using ──
+
+    def acquire(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Use and pin; returns those that were not worth writing so far."""
+        listed = list(chunks)
+        for chunk in listed:
+            self.use(chunk)
+        late = [chunk for chunk in listed if chunk.key in self.unwritten]
+        for chunk in listed:  # last: nothing would ever unpin them if something failed after it
+            chunk.pins += 1
+        return late
+
+    def use(self, chunk: Chunk) -> None:
+        self.rhythm.observe(self.tick - chunk.last_used)
+        chunk.hits += 1
+        chunk.last_used = self.tick
+        self.entries.changes.used[chunk.key] = chunk
+
+    def turn_ended(self, label: Label, cursor: Cursor) -> Entry:
+        """A request has left its state at `cursor`: it is wanted for its TTL from now on. What the entry has left
+        alone for some turns gives back its RAM."""
+        now = self.clock.now()
+        entry = self.entries.turn_ended(label, cursor, self.tick, now)
+        for chunk in held_at(cursor):
+            chunk.expires = max(chunk.expires, now + self.keeping.ttl[entry.ttl])
+            chunk.is_pinned |= entry.is_pinned
+            self.entries.changes.used[chunk.key] = chunk
+        self.entries.forget_empty()
+        for tail in entry.stale_tails(self.keeping.cold_after):
+            self.counters.cooled_by_turns += self.ram.free_branch(self.tree.get(tail.chunk), tail.tick)
+        return entry
+
+    # ── coming ──
+
+    def insert(self, chunk: Chunk, payload: memoryview) -> None:
+        """Enter a chunk that a request has just computed."""
+        self.add(chunk, payload)
+        chunk.expires = self.wanted_until(Ttl.SHORT)  # until a turn ends in it
+        self.counters.inserted_chunks += 1
+
+    def add(self, chunk: Chunk, payload: memoryview) -> None:
+        """Enter a chunk that has just been computed; it is in RAM only.
+
+        A file of it that waits for its parent is given up: something above it was damaged, it may be no better.
+        """
+        assert chunk.parent is not None
+        chunk.last_used = self.tick
+        if row := self.orphans.take(chunk.parent.key, chunk.key):
+            self.discard_file(row.key, row.bytes)
+        if ghost := self.entries.ghosts.take(chunk.key):
+            chunk.hits, chunk.came_back, chunk.was_written = ghost.hits, True, ghost.was_written
+            self.rhythm.observe(self.tick - ghost.last_used)
+        self.ram.put(chunk, payload)
+        self._enter(chunk)
+
+    def enter_payload(self, chunk: Chunk, payload: memoryview) -> None:
+        """A chunk's file was read."""
+        if chunk.payload is None and chunk in self.tree:
+            self.ram.put(chunk, payload)
+        elif chunk.payload is None:
+            chunk.payload = payload  # it has gone meanwhile, and a request waits for it
+
+    def may_write(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
+        """Whether the SSD should wear for a chunk. `batch`: what is about to be written with it, in bytes."""
+        assert chunk.parent is not None
+        # A chunk is of no use on disk without those before it.
+        reachable = chunk.parent.is_root or chunk.parent.on_disk or chunk.parent.key in batch
+        spent = self.writes.spent + sum(batch.values())
+        return reachable and worth_writing(chunk, spent, self.writes.limit)
+
+    def skip_write(self, chunk: Chunk) -> None:
+        """It was not worth it."""
+        if chunk in self.tree:
+            self.unwritten.add(chunk.key)
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        """Whether a file that is written should come into its place."""
+        return self.tree.get(key) is not None and key not in self.to_remove
+
+    def enter_files(self, sizes: Mapping[ChunkKey, int]) -> None:
+        """Enter the files that were written; those of chunks that have gone meanwhile are to be removed."""
+        self.writes.spend(sum(sizes.values()))
+        for key, size in sizes.items():
+            self.unwritten.discard(key)
+            if chunk := self.tree.get(key):
+                self.enter_file(chunk, size)
+                self.entries.changes.used[key] = chunk
+            else:
+                self.discard_file(key, size)
+
+    def enter_file(self, chunk: Chunk, size: int) -> None:
+        if not chunk.on_disk:
+            chunk.on_disk = True
+            chunk.bytes = size
+            self.disk.add(chunk, size)
+
+    def adopt(self, rows: Iterable[Row]) -> None:
+        """Enter chunks that are on disk; those whose parent is not known yet wait for it."""
+        wanted_until = self.wanted_until(Ttl.EXTENDED)  # for chunks of which only the file is known
+        known = self.tree.by_key
+        todo = list(rows)[::-1]  # the oldest is taken first: parents come before their children
+        while todo:
+            row = todo.pop()
+            if row.key in known or row.key in self.to_remove:
+                continue
+            owner = Lineage.parse(row.namespace).owner
+            parent = self.tree.root(owner) if row.parent == ROOT else known.get(row.parent)
+            if parent is None:
+                self.orphans.add(row)
+                continue
+            if row.take <= len(parent.tokens):
+                self._hang(row, parent, wanted_until)
+            else:
+                self.discard_file(row.key, row.bytes)  # nothing leads to it, and nothing ever will
+            todo += self.orphans.take_all(row.key)
+
+    def orphans_to_check(self) -> list[Row]:
+        """Those whose parent is there again. Their files may be as damaged as its was: they have to be read."""
+        return self.orphans.below(self.tree.by_key)
+
+    def settle_orphan(self, row: Row, *, is_whole: bool) -> None:
+        """An orphan's file was read: it is entered, or it is there no more."""
+        parent = self.tree.get(row.parent)
+        if parent is None or not self.orphans.take(row.parent, row.key):
+            return
+        if is_whole and row.take <= len(parent.tokens):
+            self._hang(row, parent, parent.expires)
+        elif is_whole:
+            self.discard_file(row.key, row.bytes)
+
+    def give_up_orphans(self, *, lost_ones_too: bool) -> None:
+        """Let chunks go that no lookup can reach because their parent was gone when the store was opened, or was
+        lost since then."""
+        for parent in self.orphans.parents(self.tree.by_key, lost_ones_too=lost_ones_too):
+            for row in self.orphans.take_all(parent):
+                self.discard_file(row.key, row.bytes)
+
+    # ── going ──
+
+    def drop(self, chunk: Chunk, reason: MissReason | None) -> list[Chunk]:
+        """Take a chunk and everything below it out of the store; returns them. Their files are to be removed.
+
+        Without a reason it leaves no trace: something else holds its tokens.
+        """
+        gone = self._take_out(chunk)
+        for victim in gone:
+            if reason is not None:
+                self.entries.remember(ghost_of(victim, reason))
+            if victim.on_disk:
+                self.discard_file(victim.key, victim.bytes)
+        return gone
+
+    def supersede(self, tail: Chunk) -> None:
+        """Drop a tail that a longer chunk contains, unless a chunk builds on it or a lookup uses it: entries that
+        ended in it end inside that one from now on."""
+        if tail.pins or not tail.is_leaf or tail.is_fork or tail not in self.tree:
+            return
+        ending = self.entries.ending_in(tail.key)
+        self.drop(tail, None)
+        heir = sibling_with(tail)
+        for entry in ending:
+            self.entries.inherit(entry, tail, heir)
+
+    def lose(self, chunk: Chunk, *, is_there: bool) -> list[ChunkKey]:
+        """A chunk's file is missing or damaged. What hangs below it waits on disk until it is computed again:
+        returns that.
+
+        `is_there`: it is damaged and could not be put out of reach.
+        """
+        if chunk not in self.tree:
+            self._lose_orphan(chunk, is_there=is_there)
+            return []
+        below = [victim for victim in self._take_out(chunk) if victim.on_disk and victim is not chunk]
+        for victim in below:
+            self.orphans.add(_row_of(victim), is_lost=True)
+        if chunk.on_disk and is_there:
+            self.discard_file(chunk.key, chunk.bytes)
+        return [victim.key for victim in below]
+
+    def _lose_orphan(self, chunk: Chunk, *, is_there: bool) -> None:
+        """It was being read when one above it was found damaged, and is no better."""
+        assert chunk.parent is not None
+        row = self.orphans.take(chunk.parent.key, chunk.key)
+        if row is not None and is_there:
+            self.discard_file(row.key, row.bytes)
+
+    def remove_entry(self, entry: Entry) -> list[Chunk]:
+        """Forget an entry and drop what no other builds on; returns those chunks.
+
+        Of a chunk in which others end earlier they lose their part too: a chunk cannot be split, and what was to
+        be removed must not stay.
+        """
+        self.entries.forget(entry)
+        gone: list[Chunk] = []
+        for tail in entry.tails:
+            chunk, used = self.tree.get(tail.chunk), tail.used
+            while chunk and not chunk.is_root and chunk.ends_text and not self.entries.ends_at(chunk, used):
+                parent, take = chunk.parent, chunk.take
+                gone += self.drop(chunk, MissReason.REMOVED)
+                chunk, used = parent, take
+        self.entries.end_before({chunk.key: chunk for chunk in gone})
+        return gone
+
+    def forget_all(self, users: Iterable[Container[str]]) -> None:
+        for whose in users:
+            self.forget(whose)
+
+    def forget(self, whose: Container[str], *, files_stay: bool = False) -> None:
+        """Drop everything of these owners, traces included.
+
+        `files_stay`: another process looks after them, and the index is right about them.
+        """
+        theirs = {lineage for lineage in self.lineages() if lineage.owner in whose}
+        for chunk in [chunk for chunk in self.tree if chunk.lineage in theirs]:
+            for victim in self._take_out(chunk) if chunk in self.tree else ():
+                if victim.on_disk and not files_stay:
+                    self.discard_file(victim.key, victim.bytes)
+        for row in [row for row in self.orphans if Lineage.parse(row.namespace) in theirs]:
+            self.orphans.take(row.parent, row.key)
+            if not files_stay:
+                self.discard_file(row.key, row.bytes)
+        self.entries.forget_lineages(theirs, index_knows=files_stay)
+
+    def shrink_ram(self) -> None:
+        """Bring RAM under its budget."""
+        self.counters.warm_evictions += self.ram.shrink(
+            self._worth, lambda chunk: self.drop(chunk, MissReason.EVICTED)
+        )
+
+    def evict(self, room: int, most_files: int, newcomer: Chunk | None) -> int:
+        """Drop chunks on disk until all files that are known fit into `room` bytes, down to the low-water mark;
+        likewise for their number. Nothing while they fit; returns how many were dropped."""
+        now = self.clock.now()
+        allowed = room - self.to_remove_bytes - self.orphans.bytes
+        target = allowed * LOW_WATER if self.disk.bytes > allowed else allowed
+        most = int(most_files * LOW_WATER) if self.disk.chunks >= most_files else most_files
+        victims = self.shrink_disk(target, now, newcomer, most_chunks=most)
+        expired = sum(chunk.expires <= now for chunk in victims)
+        self.counters.expired_evictions += expired
+        self.counters.cold_evictions += len(victims) - expired
+        return len(victims)
+
+    def shrink_disk(
+        self, target: float, now: float, newcomer: Chunk | None = None, *, most_chunks: int = sys.maxsize
+    ) -> list[Chunk]:
+        """Drop leaves that no lookup uses and no one pinned, expired ones first, then by worth, down to `target`
+        bytes and `most_chunks`.
+
+        With a `newcomer`, only what is worth less than it goes. A parent that becomes a leaf is weighed with the
+        rest. Returns what was dropped.
+        """
+        victims: list[Chunk] = []
+        if self.disk.bytes <= target and self.disk.chunks <= most_chunks:
+            return victims
+
+        def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
+            return chunk.expires > now, self._worth(chunk), chunk.key, chunk
+
+        limit = (True, self._worth(newcomer)) if newcomer else (True, float("inf"))
+        heap = [ranked(chunk) for chunk in self.tree if chunk.on_disk and chunk.may_go]
+        heapify(heap)
+        while heap and heap[0][:2] < limit and (self.disk.bytes > target or self.disk.chunks > most_chunks):
+            is_wanted, _, _, chunk = heappop(heap)
+            victims.append(chunk)
+            self.drop(chunk, MissReason.EVICTED if is_wanted else MissReason.EXPIRED)
+            parent = chunk.parent
+            if parent and not parent.is_root and parent.on_disk and parent.may_go:
+                heappush(heap, ranked(parent))
+        return victims
+
+    def drop_expired(self) -> list[Chunk]:
+        """Drop everything that is not wanted any more, leaves first."""
+        now = self.clock.now()
+        victims: list[Chunk] = []
+        while expired := [chunk for chunk in self.tree if chunk.expires <= now and chunk.may_go]:
+            for chunk in expired:
+                victims += self.drop(chunk, MissReason.EXPIRED)
+        return victims
+
+    def discard_file(self, key: ChunkKey, size: int) -> None:
+        """There is a file that nothing here leads to: it is to be removed. It counts until it is gone."""
+        self.to_remove_bytes += size - self.to_remove.get(key, 0)
+        self.to_remove[key] = size
+
+    def forget_files(self, keys: Iterable[ChunkKey]) -> None:
+        """Their files are gone."""
+        for key in keys:
+            self.to_remove_bytes -= self.to_remove.pop(key, 0)
+
+    # ── what the index does not know yet ──
+
+    def take_unsaved(self) -> Unsaved | None:
+        """What the index is to be told, if anything: `put_back` when it would not take it."""
+        self.entries.forget_empty()
+        if self.entries.changes.is_empty:
+            return None
+        changes = self.entries.take_changes()
+        clock, (day, written) = self.clock.saved(), self.writes.saved()
+        meta = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written}
+        return Unsaved(changes, changes.uses(), meta)
+
+    def put_back(self, unsaved: Unsaved) -> None:
+        self.entries.put_back(unsaved.changes)
+
+    # ── inside ──
+
+    def wanted_until(self, ttl: Ttl) -> float:
+        return self.clock.now() + self.keeping.ttl[ttl]
+
+    def _worth(self, chunk: Chunk) -> float:
+        return self.keeping.worth(chunk, self.tick, self.rhythm.lookups)
+
+    def _enter(self, chunk: Chunk) -> None:
+        self.tree.add(chunk)
+        if self._content is not None:
+            self._content.add([chunk])
+
+    def _take_out(self, chunk: Chunk) -> list[Chunk]:
+        gone = self.tree.take_out(chunk)
+        for victim in gone:
+            self.ram.free(victim)
+            if self._content is not None:
+                self._content.remove(victim)
+            if victim.on_disk:
+                self.disk.take(victim, victim.bytes)
+            self.unwritten.discard(victim.key)
+            self.entries.forget_chunk(victim)
+        return gone
+
+    def _hang(self, row: Row, parent: Chunk, wanted_until: float) -> None:
+        self.orphans.take(row.parent, row.key)  # another process may have written it meanwhile
+        chunk = Chunk(
+            key=row.key,
+            parent=parent,
+            take=row.take,
+            tokens=row.tokens,
+            sampled=row.sampled,
+            made=row.made,
+            size=row.bytes,
+            lineage=Lineage.parse(row.namespace),
+        )
+        chunk.last_used, chunk.hits = row.last_used, row.hits
+        chunk.expires = row.expires or wanted_until
+        self.tick = max(self.tick, row.last_used)
+        self.enter_file(chunk, row.bytes)
+        self._enter(chunk)
+
+
+class Orphans:
+    """Files on disk by the parent without which no lookup can reach them."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._below: dict[ChunkKey, dict[ChunkKey, Row]] = {}
+        self._lost: set[ChunkKey] = set()
+        """Those parents that were lost since the store was opened, and may well be computed again."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return (row for rows in self._below.values() for row in rows.values())
+
+    def below(self, chunks: Container[ChunkKey]) -> list[Row]:
+        """Those whose parent is among `chunks`."""
+        return [row for parent, rows in self._below.items() if parent in chunks for row in rows.values()]
+
+    def parents(self, chunks: Container[ChunkKey], *, lost_ones_too: bool) -> list[ChunkKey]:
+        """For whom some wait; unless `lost_ones_too`, those who are not among `chunks` and will not come back."""
+        if lost_ones_too:
+            return list(self._below)
+        return [key for key in self._below if key not in self._lost and key not in chunks]
+
+    def add(self, row: Row, *, is_lost: bool = False) -> None:
+        """`is_lost`: its parent may well be computed again."""
+        rows = self._below.setdefault(row.parent, {})
+        if row.key not in rows:
+            rows[row.key] = row
+            self.bytes += row.bytes
+        if is_lost:
+            self._lost.add(row.parent)
+
+    def take(self, parent: ChunkKey, key: ChunkKey) -> Row | None:
+        """One that waited for its parent, if it did."""
+        rows = self._below.get(parent, {})
+        row = rows.pop(key, None)
+        if row is not None:
+            self.bytes -= row.bytes
+            if not rows:
+                self._forget(parent)
+        return row
+
+    def take_all(self, parent: ChunkKey) -> list[Row]:
+        """Those that waited for it."""
+        rows = self._below.get(parent)
+        if rows is None:
+            return []
+        self.bytes -= sum(row.bytes for row in rows.values())
+        self._forget(parent)
+        return list(rows.values())
+
+    def drop(self, missing: Container[ChunkKey]) -> None:
+        """Their files are not there either."""
+        for row in [row for row in self if row.key in missing]:
+            self.take(row.parent, row.key)
+
+    def _forget(self, parent: ChunkKey) -> None:
+        del self._below[parent]
+        self._lost.discard(parent)
+
+
+def _row_of(chunk: Chunk) -> Row:
+    assert chunk.parent is not None
+    place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
+    uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
+    return Row(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)

@@ -1,0 +1,341 @@
+"""The threads that move chunks between disk and RAM: readers, and the one that makes chunks durable.
+
+Each chunk is read once, however many wait for it, and written with others, a batch at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from time import monotonic, perf_counter
+from typing import Protocol
+
+from emberkeep.kv.chunk_files import ChunkFiles, Written
+from emberkeep.kv.chunkfile import Damaged, Description, describe, most_bytes
+from emberkeep.kv.tree import Chunk, ChunkKey
+
+log = logging.getLogger("emberkeep.kv")
+
+_THREADS = 3
+_QUIET_S = 1.0
+"""After a load the processor belongs to the answer: memory for the next one is prepared later."""
+_BAD_SECTOR_READS = 4
+_BAD_SECTOR_S = 300.0
+"""A file that answers with nothing but I/O errors so often and for so long will not get better."""
+_MOST_FAILING = 1024
+_BATCH = 16
+_LOOK_AGAIN = 1024
+"""Chunks in the queue beyond which those that have nothing to write any more are taken out."""
+_PAUSE_S = 10.0
+"""How long a disk that refused a write is left alone."""
+
+
+class FetchState(Enum):
+    PENDING = "pending"
+    READY = "ready"  # `chunk.payload` is set, and stays while the chunk is pinned and in the store
+    DAMAGED = "damaged"  # failed verification; the chunk has left the store
+    GONE = "gone"  # its file has disappeared; the chunk has left the store
+    UNREADABLE = "unreadable"  # its file cannot be read just now; the chunk stays
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One read, shared by all requests that wait for it."""
+
+    chunk: Chunk
+    state: FetchState = FetchState.PENDING
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What came of a read."""
+
+    state: FetchState
+    payload: memoryview | None
+    seconds: float
+    is_there: bool = False
+    """Its file is damaged, and could not be put out of reach."""
+
+
+class Reader:
+    """`on_done` is called on a reader's thread for every fetch that was started."""
+
+    def __init__(
+        self,
+        files: ChunkFiles,
+        *,
+        typical_size: int,
+        ready_bytes: int,
+        on_done: Callable[[Fetch, Fetched], None],
+    ) -> None:
+        """`ready_bytes`: how much memory may be prepared for files of `typical_size`."""
+        self._files = files
+        self._on_done = on_done
+        self._typical_size = typical_size
+        self._ready_bytes = ready_bytes
+        self._failing: dict[ChunkKey, tuple[int, float]] = {}
+        """How often a file could not be read since when."""
+        self._threads = ThreadPoolExecutor(_THREADS, "kv-read")
+        self._preparing: threading.Timer | None = None
+        # Now and not beside the first request, which may be here the moment we are.
+        all_started = threading.Barrier(_THREADS + 1)
+        for _ in range(_THREADS):
+            self._threads.submit(all_started.wait)
+        all_started.wait()
+        self._get_ready()
+
+    def start(self, fetch: Fetch) -> None:
+        """Returns at once. Called under the store's lock."""
+        self._typical_size = max(self._typical_size, fetch.chunk.bytes)
+        self._threads.submit(self._run, fetch)
+        self._get_ready_later()
+
+    def close(self) -> None:
+        """Blocks until the reads under way are done."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+            self._preparing.join()
+        self._threads.shutdown(wait=True)
+
+    def _run(self, fetch: Fetch) -> None:
+        begin = perf_counter()
+        try:
+            state, payload, is_there = self._read(fetch.chunk)
+        except Exception:  # the requests that wait for it must be told
+            log.exception("cannot read %s.kv", fetch.chunk.key.hex())
+            state, payload, is_there = FetchState.UNREADABLE, None, False
+        self._on_done(fetch, Fetched(state, payload, perf_counter() - begin, is_there))
+
+    def _get_ready(self) -> None:
+        self._files.buffers.refill(self._typical_size, self._ready_bytes, _THREADS)
+
+    def _get_ready_later(self) -> None:
+        if self._preparing is not None and self._preparing.is_alive():
+            return
+        self._preparing = threading.Timer(_QUIET_S, self._get_ready)
+        self._preparing.daemon = True
+        try:
+            self._preparing.start()
+        except RuntimeError as error:  # no thread to be had: then the next load prepares its memory itself
+            log.info("no memory is prepared: %s", error)
+            self._preparing = None
+
+    def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None, bool]:
+        """Only what is missing or fails its check is given up: every other error may pass."""
+        try:
+            payload = self._files.read(describe(chunk, self._files.fingerprint))
+            self._failing.pop(chunk.key, None)
+            return FetchState.READY, payload, True
+        except Damaged as reason:
+            log.warning("quarantined %s.kv: %s", chunk.key.hex(), reason)
+            return FetchState.DAMAGED, None, not self._files.quarantine(chunk.key)
+        except FileNotFoundError as error:
+            log.info("%s.kv is gone: %s", chunk.key.hex(), error)
+            return FetchState.GONE, None, False
+        except (OSError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EIO and self._is_bad_for_good(chunk.key):
+                log.warning("quarantined %s.kv: %s, for minutes now", chunk.key.hex(), error)
+                return FetchState.DAMAGED, None, not self._files.quarantine(chunk.key)
+            log.warning("cannot read %s.kv just now: %s", chunk.key.hex(), error)
+            return FetchState.UNREADABLE, None, False
+
+    def _is_bad_for_good(self, key: ChunkKey) -> bool:
+        """Else a bad sector in a prefix that many share would cost each of them its whole prompt for ever."""
+        count, since = self._failing.get(key, (0, monotonic()))
+        self._failing[key] = count + 1, since
+        while len(self._failing) > _MOST_FAILING:
+            self._failing.pop(next(iter(self._failing)), None)
+        return count + 1 >= _BAD_SECTOR_READS and monotonic() - since >= _BAD_SECTOR_S
+
+
+class WriteDecisions(Protocol):
+    """What the writer asks and tells, on its own thread. All may block on disk, and raise OSError."""
+
+    def is_worth_writing(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
+        """`batch`: what is about to be written with it, in bytes."""
+
+    def is_wanted(self, key: ChunkKey) -> bool:
+        """Whether a file that is written should come into its place, while no user can be forgotten."""
+
+    def complete_store(self, sizes: Mapping[ChunkKey, int], replaced: list[Chunk]) -> None:
+        """These files are in their places. `replaced`: tails that are inside chunks of theirs."""
+
+    def tidy(self) -> None:
+        """There is nothing to write."""
+
+
+class Writer:
+    """Queues chunks and writes them. Safe to use from any thread."""
+
+    def __init__(self, files: ChunkFiles, decisions: WriteDecisions) -> None:
+        self._files = files
+        self._decisions = decisions
+        self._queue: list[tuple[Chunk, Chunk | None]] = []
+        self._look_again = _LOOK_AGAIN
+        self._changed = threading.Condition()
+        self._busy = False
+        self._in_hand = 0
+        self._batches = 0
+        self._woken = False
+        self._closing = False
+        self._paused_until = 0.0
+        self.written_chunks = 0
+        self.written_bytes = 0
+        self.write_seconds = 0.0
+        self.refused_chunks = 0
+        self.last_error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
+        self._thread.start()
+
+    def put(self, chunk: Chunk, replaces: Chunk | None) -> None:
+        """Queue a chunk. Returns at once."""
+        with self._changed:
+            self._queue.append((chunk, replaces))
+            if len(self._queue) > self._look_again:
+                self._queue = _with_payload(self._queue)
+                self._look_again = max(_LOOK_AGAIN, 2 * len(self._queue))
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """There is something to tidy, if nothing to write."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Block until the queue is empty and the disk has answered."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (not (self._queue or self._woken) or self._is_paused) and not self._busy
+            )
+
+    def settle(self) -> None:
+        """Block until what is being written just now is, or is given up."""
+        with self._changed:
+            batch = self._batches
+            self._changed.wait_for(lambda: not self._busy or self._batches != batch)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def stats(self) -> dict[str, object]:
+        return {
+            "written_chunks": self.written_chunks,
+            "written_bytes": self.written_bytes,
+            "write_seconds": round(self.write_seconds, 6),
+            "refused_chunks": self.refused_chunks,
+            "pending_chunks": len(self._queue) + self._in_hand,
+            "last_error": self.last_error,
+        }
+
+    def _run(self) -> None:
+        _give_way()
+        while self._has_work():
+            batch = self._next_batch()
+            try:
+                self._write(batch)
+                if not self._queue:
+                    self._attempt(self._decisions.tidy)
+            except MemoryError as error:
+                self._refused(batch, error)
+            except Exception as error:
+                log.exception("a batch was not written: the next one may fare better")
+                self.last_error = repr(error)
+                self.refused_chunks += len(batch)
+            with self._changed:
+                self._busy = False
+                self._in_hand = 0
+                self._batches += 1
+                self._changed.notify_all()
+
+    @property
+    def _is_paused(self) -> bool:
+        return monotonic() < self._paused_until and not self._closing
+
+    def _has_work(self) -> bool:
+        """Waits for some; False when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._woken or self._closing)
+            while self._is_paused:
+                self._changed.wait(self._paused_until - monotonic())
+            self._busy = bool(self._queue or self._woken)
+            self._woken = False
+            return self._busy
+
+    def _next_batch(self) -> list[tuple[Chunk, Chunk | None]]:
+        with self._changed:
+            batch, self._queue = self._queue[:_BATCH], self._queue[_BATCH:]
+            self._in_hand = len(batch)
+            return batch
+
+    def _write(self, batch: list[tuple[Chunk, Chunk | None]]) -> None:
+        if not batch:
+            return
+        begin = perf_counter()
+        try:
+            entries = self._entries(batch)
+            written = self._files.write(entries, self._decisions.is_wanted) if entries else Written({})
+        except OSError as error:
+            self._refused(batch, error)
+            return
+        self.write_seconds += perf_counter() - begin
+        sizes = written.sizes
+        self.written_chunks += len(sizes)
+        self.written_bytes += sum(sizes.values())
+        replaced = [tail for chunk, tail in batch if tail and chunk.key in sizes]
+        self._attempt(lambda: self._decisions.complete_store(sizes, replaced))
+        if written.error is not None:
+            self._refused([item for item in batch if item[0].key not in sizes], written.error)
+
+    def _entries(self, batch: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Description, memoryview]]:
+        """What is still worth writing: evicted chunks have lost their payload by now."""
+        entries = []
+        sizes: dict[ChunkKey, int] = {}
+        for chunk, _ in batch:
+            payload = chunk.payload
+            is_new = not chunk.on_disk and chunk.key not in sizes  # one that is reused may be queued again
+            if payload is not None and is_new and self._decisions.is_worth_writing(chunk, sizes):
+                sizes[chunk.key] = most_bytes(chunk)
+                entries.append((describe(chunk, self._files.fingerprint), payload))
+        return entries
+
+    def _refused(self, batch: list[tuple[Chunk, Chunk | None]], error: OSError | MemoryError) -> None:
+        """Leave the disk alone for a while, then try again: a chunk is no use without those before it."""
+        self.refused_chunks += len(batch)
+        self.last_error = str(error) or repr(error)
+        with self._changed:
+            self._paused_until = monotonic() + _PAUSE_S
+            if not self._closing:
+                # Evicted chunks have nothing left to write: a broken disk must not make the queue grow for ever.
+                self._queue = _with_payload(batch + self._queue)
+        log.warning("cannot write to the store, serving goes on from RAM: %s", error)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            self.last_error = str(error)
+            log.warning("cannot tidy the store: %s", error)
+
+
+def _with_payload(queue: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Chunk, Chunk | None]]:
+    return [item for item in queue if item[0].payload is not None]
+
+
+def _give_way() -> None:
+    """Let this thread give way to those that compute. On Linux a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
