@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.backend.base import ModelCard
+from emberkeep.backend.choices import Permit, Permits
 from emberkeep.backend.local import LocalBackend
-from emberkeep.backend.permits import Permit, Permits
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import InvalidField, Overloaded, RateLimited

@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.types.alternatives import alternatives
+from emberkeep.text import alternatives
 
 WORDS = st.text("ab<\n.", max_size=5)
 

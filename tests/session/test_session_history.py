@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.session.history import read_history
+from emberkeep.session.view import read_history
 from emberkeep.types import Message, ToolCall
 
 TALK = [

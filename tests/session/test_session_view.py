@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.session.archiving import archived
-from emberkeep.session.history import read_history
-from emberkeep.session.texts import notice
-from emberkeep.session.view import Gone, Inserted, View, read_view
+from emberkeep.session.recall import archived, notice
+from emberkeep.session.view import Gone, Inserted, View, read_history, read_view
 from emberkeep.types import Message, Note, NoteKind, Recall, ToolCall, ToolUse
 
 

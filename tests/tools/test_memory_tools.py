@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.memory.memory import Memory
-from emberkeep.session.asking import SEARCH
+from emberkeep.session.recall import SEARCH
 from emberkeep.tools.memory_tools import memory_tools
 from emberkeep.types import Json, private_namespace
 from helpers.remembering import PLENTY, turn

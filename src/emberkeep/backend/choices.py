@@ -1,4 +1,5 @@
-"""The choices of one request: tokens in on the engine's thread, events out for the task that reads them.
+"""The choices of one request: tokens in on the engine's thread, events out for the task that reads them; and the
+permits that say how many requests there may be.
 
 Events are handed over once per step, all together, just before the engine computes and lets go of the interpreter:
 the readers then work while it computes, and neither waits for the other.
@@ -7,15 +8,15 @@ the readers then work while it computes, and neither waits for the other.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from emberkeep.backend.permits import Permit
 from emberkeep.chat.output import TextStream
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import EmberkeepError, Overloaded, RateLimited
 from emberkeep.sched.sequence import Ending, EndReason
 from emberkeep.types import Completed, Event, Finished, FinishReason, Progress, Timings, TokenLogprob, Usage
 
@@ -194,3 +195,73 @@ class Channel(Generic[T]):
 def _set_all(events: list[asyncio.Event]) -> None:
     for event in events:
         event.set()
+
+
+_RETRY_AFTER_S = 2
+
+
+class Permits:
+    """Safe to use from any thread. Requests that name no user are those of one user."""
+
+    def __init__(self, limit: int, per_user: int | None = None) -> None:
+        self._limit = limit
+        self._per_user = per_user
+        self._held = 0
+        self._held_by: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def acquire(self, user: str, choices: int | None = None) -> Permit:
+        """For a request of `user` with that many choices; None: until it is released.
+
+        Raises RateLimited, Overloaded.
+        """
+        with self._lock:
+            self._check(user)
+            self._held += 1
+            self._held_by[user] += 1
+        return Permit(self, user, choices)
+
+    def give_back(self, permit: Permit) -> None:
+        """Twice is harmless: a request may end while its last choice ends on the engine's thread."""
+        with self._lock:
+            if not permit.is_held:
+                return
+            permit.is_held = False
+            self._held -= 1
+            self._held_by[permit.user] -= 1
+            if not self._held_by[permit.user]:
+                del self._held_by[permit.user]
+
+    def _check(self, user: str) -> None:
+        if self._per_user is not None and self._held_by[user] >= self._per_user:
+            raise RateLimited(
+                f"Requests of one user are limited to {self._per_user} at a time: "
+                "try again when one of them is done.",
+                retry_after=_RETRY_AFTER_S,
+            )
+        if self._held >= self._limit:
+            raise Overloaded(
+                f"{self._held} requests are being served or waiting already: try again in a moment.",
+                retry_after=_RETRY_AFTER_S,
+            )
+
+
+class Permit:
+    """Released when every choice is over, however slowly its client reads, or when the request ends."""
+
+    def __init__(self, permits: Permits, user: str, choices: int | None) -> None:
+        self.user = user
+        self.is_held = True
+        self._permits = permits
+        self._choices = choices
+
+    def choice_over(self) -> None:
+        """Called by one thread at a time."""
+        if self._choices is None:
+            return
+        self._choices -= 1
+        if self._choices == 0:
+            self.release()
+
+    def release(self) -> None:
+        self._permits.give_back(self)

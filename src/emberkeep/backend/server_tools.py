@@ -16,7 +16,7 @@ from typing import Protocol
 
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
-from emberkeep.session.asking import SEARCH
+from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import Caller, Event, Message, Outcome, Recall, Request, Tool, ToolCall, Usage
 

@@ -38,8 +38,8 @@ from emberkeep.chat.tokens import SEAM
 from emberkeep.chat.traits import CallWriting, Traits, find_traits
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
+from emberkeep.text import alternatives
 from emberkeep.types import Json, Message, Tool, Vocab
-from emberkeep.types.alternatives import alternatives
 
 CHATML = (
     "{% for message in messages %}"

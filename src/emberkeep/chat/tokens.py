@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
+from emberkeep.text import alternatives
 from emberkeep.types import Vocab
-from emberkeep.types.alternatives import alternatives
 
 Replay = Callable[[Sequence[int], bytes, int, Set[int]], tuple[tuple[int, ...], int]]
 """(ids before, the whole text, a start, borders) to the ids that were really sampled for the text from that start,

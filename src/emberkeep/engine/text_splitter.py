@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from emberkeep.types.alternatives import alternatives
+from emberkeep.text import alternatives
 
 MAX_MATCH = 1 << 15
 """How many characters one match of a pre-tokenizer may span."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.choices import Permits
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.backend.permits import Permits
 from emberkeep.config import DEFAULT_MODEL, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes

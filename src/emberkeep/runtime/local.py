@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.choices import Permits
 from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.local import LocalBackend, LocalSettings
-from emberkeep.backend.permits import Permits
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls

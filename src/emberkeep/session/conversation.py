@@ -16,9 +16,8 @@ from time import perf_counter
 
 from emberkeep.chat.prompt import Prompt, PromptBuilder, splice_between
 from emberkeep.errors import ContextExceeded
-from emberkeep.session.history import read_history
 from emberkeep.session.sessions import Sessions
-from emberkeep.session.view import Gone, View
+from emberkeep.session.view import Gone, View, read_history
 from emberkeep.types import Fit, Lineage, Message, Request
 
 _CLOSE_ENOUGH = 1.15

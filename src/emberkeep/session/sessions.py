@@ -17,12 +17,9 @@ from time import perf_counter
 from emberkeep.chat.messages import leaving_turns
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
-from emberkeep.session.archiving import archived
-from emberkeep.session.asking import NOTHING, search
-from emberkeep.session.history import read_history
-from emberkeep.session.texts import fitting, notice, quoted
+from emberkeep.session.recall import NOTHING, archived, fitting, notice, quoted, search
 from emberkeep.session.tool_results import exchange_messages, fit_results, room_for_results, shorten_results
-from emberkeep.session.view import Gone, Inserted, View, read_gone, read_view
+from emberkeep.session.view import Gone, Inserted, View, read_gone, read_history, read_view
 from emberkeep.types import (
     Eviction,
     Json,

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from emberkeep.errors import ToolFailed
 from emberkeep.memory.memory import Memory
-from emberkeep.session.asking import SEARCH, search
+from emberkeep.session.recall import SEARCH, search
 from emberkeep.tools.function import ToolFunction, tool, tools_of
 from emberkeep.tools.runner import in_thread
 from emberkeep.types import Caller, Json

@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
-from emberkeep.types.asking import (
-    Approximation,
-    Image,
-    Json,
-    JsonFormat,
-    Message,
-    ReasoningFormat,
-    Recall,
-    Request,
-    Role,
-    Sampling,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    Ttl,
-)
-from emberkeep.types.cost import (
+from emberkeep.types.cache import CacheEntry, EntryKind, EntryText, Explanation, Label, Removed, Verified, Warmed
+from emberkeep.types.events import (
     Admitted,
+    CallEnded,
+    Caller,
+    CallStarted,
+    Completed,
+    Decision,
     Divergence,
+    Event,
     Eviction,
+    Exchanged,
+    Finished,
+    FinishReason,
     Fit,
     LookupRecord,
     MissReason,
+    Outcome,
+    PermissionAsked,
     Plan,
-    Timings,
-    Usage,
-    expectation,
-)
-from emberkeep.types.events import (
-    Completed,
-    Event,
-    Finished,
-    FinishReason,
     Progress,
     ReasoningDelta,
     TextDelta,
+    Timings,
     TokenLogprob,
     ToolCallDelta,
     ToolEvent,
+    Usage,
+    expectation,
     merge_usage,
-)
-from emberkeep.types.json_depth import exceeds_depth
-from emberkeep.types.keeping import (
-    CacheEntry,
-    EntryKind,
-    EntryText,
-    Explanation,
-    Label,
-    Removed,
-    Verified,
-    Warmed,
-)
-from emberkeep.types.lineage import (
-    EXACT,
-    EXACT_BITS,
-    SHARED,
-    Lineage,
-    Repair,
-    owner_of,
-    private_namespace,
-    user_of,
 )
 from emberkeep.types.memory import (
     Fact,
@@ -76,20 +45,38 @@ from emberkeep.types.memory import (
     Turn,
 )
 from emberkeep.types.models import (
+    DEPTH_HEADER,
+    HOPS_HEADER,
     AttentionTier,
     ExpertStats,
     LayerExperts,
+    RemoteModel,
     Vocab,
 )
-from emberkeep.types.remote import DEPTH_HEADER, HOPS_HEADER, RemoteModel
-from emberkeep.types.tools import (
-    CallEnded,
-    Caller,
-    CallStarted,
-    Decision,
-    Exchanged,
-    Outcome,
-    PermissionAsked,
+from emberkeep.types.request import (
+    EXACT,
+    EXACT_BITS,
+    SHARED,
+    Approximation,
+    Image,
+    Json,
+    JsonFormat,
+    Lineage,
+    Message,
+    ReasoningFormat,
+    Recall,
+    Repair,
+    Request,
+    Role,
+    Sampling,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    Ttl,
+    exceeds_depth,
+    owner_of,
+    private_namespace,
+    user_of,
 )
 
 __all__ = [

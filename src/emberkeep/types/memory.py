@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from emberkeep.types.asking import Json, Message
+from emberkeep.types.request import Json, Message
 
 
 @dataclass(frozen=True, slots=True)

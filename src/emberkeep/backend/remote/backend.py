@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from time import monotonic
 
 from emberkeep.backend.base import ModelCard, closable
+from emberkeep.backend.choices import Permits
 from emberkeep.backend.deadline import with_deadline
-from emberkeep.backend.permits import Permits
 from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.fitter import FittedChat, RemoteFitter
 from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from emberkeep.types.asking import Ttl
-from emberkeep.types.cost import LookupRecord
-from emberkeep.types.lineage import EXACT_BITS, Repair
+from emberkeep.types.events import LookupRecord
+from emberkeep.types.request import EXACT_BITS, Repair, Ttl
 
 
 class EntryKind(StrEnum):

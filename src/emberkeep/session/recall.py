@@ -1,0 +1,139 @@
+"""What the model is told about messages that it does not see, and the tool with which it searches them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from time import localtime, strftime, time
+
+from emberkeep.errors import MemoryFailed
+from emberkeep.memory.memory import Memory
+from emberkeep.session.view import Inserted, View
+from emberkeep.types import Message, Recall, Recollection, Tool, ToolUse, Turn
+
+_HOW = {
+    Recall.OFF: "they are archived",
+    Recall.TOOL: "the tool search_memory finds them",
+    Recall.AUTO: "what matters of them is quoted where it is needed",
+}
+
+
+def notice(count: int, recall: Recall, *, is_archived: bool) -> str:
+    how = _HOW[recall] if is_archived else "they cannot be read any more"
+    messages = "message of this conversation has" if count == 1 else "messages of this conversation have"
+    return f"[{count} earlier {messages} left the context: {how}.]\n\n"
+
+
+def quoted(found: Sequence[Recollection]) -> str:
+    """What stands before the user's message for what was recalled."""
+    return f"[Earlier in this conversation:\n{listed(found)}]\n\n"
+
+
+def listed(found: Sequence[Recollection]) -> str:
+    return "".join(_entry(one) for one in found)
+
+
+def _entry(found: Recollection) -> str:
+    when = strftime("%Y-%m-%d", localtime(found.at))
+    said = [("user", found.user_text), ("assistant", found.assistant_text)]
+    said += [(f"tool {use.name}({use.arguments})", use.result) for use in found.tool_uses]
+    return "".join(f"{when} {who}: {text.strip()}\n" for who, text in said if text.strip())
+
+
+def fitting(found: Sequence[Recollection], room: int, count: Callable[[str], int]) -> list[Recollection]:
+    """As many as fit, the best first; of one that is too long the passage that matched."""
+    taken: list[Recollection] = []
+    for one in found:
+        passage = replace(one, user_text=one.highlight.replace("**", ""), assistant_text="", tool_uses=())
+        for candidate in (one, passage):
+            if count(quoted([*taken, candidate])) <= room:
+                taken.append(candidate)
+                break
+    return taken
+
+
+MOST_RESULTS = 10
+_RESULTS = 3
+_QUERY_CHARS = 2000
+_CHARS = 4000
+"""Of all results together: they stay in the context."""
+
+NOTHING = "Nothing was found: try other words."
+
+SEARCH = Tool(
+    "search_memory",
+    "Search earlier messages of your conversations with this user that are not in the context any more.",
+    {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "Words that the messages should contain."},
+            "max_results": {"type": "integer", "minimum": 1, "maximum": MOST_RESULTS},
+        },
+        "required": ["query"],
+    },
+)
+
+
+def search(memory: Memory, owner: str, arguments: str) -> str:
+    """What the model is told. `arguments` is what it wrote, whatever that is. Never raises."""
+    try:
+        query, most = _read(arguments)
+    except ValueError as error:
+        return f"The call was not understood: {error}."
+    try:
+        found = memory.search(owner, query, max_results=most)
+    except MemoryFailed as error:
+        return f"Memory could not be searched: {error}"
+    if not found:
+        return NOTHING
+    return listed(fitting(found, _CHARS, len)).strip()
+
+
+def _read(arguments: str) -> tuple[str, int]:
+    """Raises ValueError."""
+    try:
+        asked = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("its arguments must be JSON") from error
+    query = asked.get("query") if isinstance(asked, dict) else None
+    if not isinstance(query, str) or not query.strip():
+        raise ValueError("it needs a query")
+    most = asked.get("max_results", _RESULTS)
+    is_number = isinstance(most, int) and not isinstance(most, bool)
+    return query[:_QUERY_CHARS], min(max(most, 1), MOST_RESULTS) if is_number else _RESULTS
+
+
+def archived(view: View, groups: Iterable[frozenset[int]]) -> list[Turn]:
+    """One turn for each group of spoken messages, with what tools were called here in it."""
+    now = time()
+    return [_turn(view, sorted(group), now) for group in groups if group]
+
+
+def _turn(view: View, places: list[int], now: float) -> Turn:
+    history = view.history
+    messages = [history.messages[history.spoken[i]] for i in places]
+    ours = [message for i in places for message in view.inserted.get(i, Inserted()).after]
+    return Turn(
+        key=history.keys[places[-1]],
+        conversation=history.conversation,
+        at=now,
+        user_text=_said(messages, "user"),
+        assistant_text=_said(messages, "assistant"),
+        tool_uses=(*_tool_uses(messages), *(use for use in _tool_uses(ours) if use.name != SEARCH.name)),
+    )
+
+
+def _said(messages: list[Message], role: str) -> str:
+    return "\n\n".join(m.content for m in messages if m.role == role and m.content)
+
+
+def _tool_uses(messages: list[Message]) -> tuple[ToolUse, ...]:
+    """Calls with their results, by id, or in turn where results came without ids."""
+    results = {m.tool_call_id: m.content for m in messages if m.role == "tool" and m.tool_call_id is not None}
+    unnamed = iter([m.content for m in messages if m.role == "tool" and m.tool_call_id is None])
+    calls = [call for m in messages for call in m.tool_calls]
+    return tuple(
+        ToolUse(call.name, call.arguments, results[call.id] if call.id in results else next(unnamed, ""))
+        for call in calls
+    )
