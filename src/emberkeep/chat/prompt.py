@@ -222,8 +222,9 @@ class PromptBuilder:
         return len(self._tokenizer.encode(text, before=self.lead(text)))
 
     def constraint(self, request: Request) -> Constraint | None:
-        """What the answer must look like. Raises RequestError."""
-        return self._grammars.constraint_for(request)
+        """What the answer must look like; None when anything goes. Raises RequestError."""
+        is_free = request.format is None and request.tool_choice.mode in ("auto", "none")
+        return None if is_free else self._grammars.constraint_for(request)
 
     # ── its parts ──
 

@@ -166,7 +166,7 @@ def _rows(config: Config) -> list[ToolRow]:
 
 def _with_tools(config: Config, work: Callable[[ToolBox], Awaitable[T]]) -> T:
     """Raises ConfigError."""
-    from emberkeep.runtime.remembering import open_memory_or_none
+    from emberkeep.runtime.memory import open_memory_or_none
     from emberkeep.runtime.tools import open_toolbox
 
     async def done() -> T:

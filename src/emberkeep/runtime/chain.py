@@ -6,21 +6,19 @@ configuration file, or with `--backend`. A key that happens to be in the environ
 
 from __future__ import annotations
 
-import asyncio
 import os
 from dataclasses import replace
 from functools import partial
 
-from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.choices import Permits
+from emberkeep.backend.base import Backend
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.config import DEFAULT_MODEL, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.local import open_local
-from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
+from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
-from emberkeep.types import ReasoningFormat, RemoteModel
+from emberkeep.types import RemoteModel
 
 AUTO = "auto"
 LOCAL = "local"
@@ -62,11 +60,6 @@ def _chain(config: Config) -> list[RemoteModel | None]:
     return [None if name == LOCAL else _named(config, remotes, name) for name in named_backends(config)]
 
 
-def named_backends(config: Config) -> list[str]:
-    """Those that were chosen by name, in their order."""
-    return list(dict.fromkeys(name.strip() for name in config.backend.split(",") if name.strip()))
-
-
 def _automatic(remotes: Remotes) -> list[RemoteModel | None]:
     listed = remotes.list()
     if not listed:
@@ -94,43 +87,4 @@ def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
 def _link(config: Config, remote: RemoteModel | None) -> Link:
     if remote is None:
         return Link(LOCAL, partial(open_local, config))
-    return Link(remote.name, partial(open_remote, config, remote))
-
-
-def open_remote(config: Config, remote: RemoteModel) -> Backend:
-    """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError."""
-    from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
-    from emberkeep.backend.remote.base import Provider, RemoteAbout
-    from emberkeep.backend.remote.service import translate_faults
-    from emberkeep.backend.remote.vendors import default_context, open_provider, with_defaults
-
-    async def asked(provider: Provider) -> RemoteAbout:
-        try:
-            return await provider.about()
-        finally:
-            await provider.close()
-
-    with translate_faults(remote.name):
-        # A client belongs to the event loop that used it first: this one is for asking, another for answers.
-        about = asyncio.run(asked(open_provider(remote, os.environ)))
-    model = with_defaults(remote).model or next(iter(about.models), "")
-    context = remote.ctx or about.context or default_context(remote)
-    card = ModelCard(
-        model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,), remote=remote.name
-    )
-    memory = open_memory_or_none(config)
-    return RemoteBackend(
-        card,
-        open_provider(replace(remote, model=model), os.environ),
-        open_sessions(config, memory, context),
-        RemoteSettings(
-            retries=config.remote_retries,
-            max_tokens=remote.max_tokens,
-            tool_rounds=config.tool_turns + 1,
-            deadline_s=config.deadline_s,
-            reasoning=ReasoningFormat(config.reasoning),
-            raw_tools=config.notools,
-        ),
-        tools=server_tools(config, memory),
-        permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
-    )
+    return Link(remote.name, partial(open_remote, config, remote, server_tools))

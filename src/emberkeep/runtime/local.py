@@ -27,8 +27,8 @@ from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.runtime.memory import open_memory_or_none, open_sessions
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
-from emberkeep.runtime.remembering import open_memory_or_none, open_sessions
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.sched.engine_thread import EngineThread

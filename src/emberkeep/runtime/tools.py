@@ -38,7 +38,7 @@ def _sources(config: Config) -> list[ToolSource]:
 
         sources.append(open_clients(config))
     if config.consult_depth:
-        from emberkeep.runtime.consulting import open_consultants
+        from emberkeep.runtime.consultants import open_consultants
 
         sources += open_consultants(config)
     return sources

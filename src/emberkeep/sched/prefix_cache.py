@@ -52,9 +52,10 @@ class PrefixCache:
         self._wake = wake
         self.shift = ContextShift(engine, store, slots)
         self.blend = CacheBlend(engine, store, slots, wake)
-        self._unit = engine.capabilities.kv_unit
+        self._has_ranges = engine.capabilities.kv_unit.has_ranges
+        self._has_snapshots = engine.capabilities.kv_unit.has_snapshots
         # A layout that the engine does not know cannot be exported at all.
-        self._can_export = not self._unit.has_snapshots or engine.capabilities.snapshot_bytes > 0
+        self._can_export = not self._has_snapshots or engine.capabilities.snapshot_bytes > 0
 
     # ── acquire ──
 
@@ -82,7 +83,7 @@ class PrefixCache:
         splice = self.shift.useful(sequence) if sequence.prompt.splice else None
         wanted = self.shift.source(splice) if splice else sequence.wanted
         hot = self._slots.computed_match(sequence.prompt.lineage, wanted)
-        match = self._store.match(sequence.prompt.lineage, wanted, snapshots=self._unit.has_snapshots)
+        match = self._store.match(sequence.prompt.lineage, wanted, snapshots=self._has_snapshots)
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
         if is_better or sequence.request.from_store:
             hot = HotMatch(None, 0)
@@ -200,7 +201,7 @@ class PrefixCache:
         useful = tuple(s for s in match.segments if s.end > sequence.computed)
         if match.snapshot and match.snapshot.start > sequence.computed:
             return self._whole(sequence, match, match.snapshot)
-        if self._unit.has_snapshots:
+        if self._has_snapshots:
             return []
         chosen = useful if sequence.request.from_store else self._store.costs.worth_loading(useful)
         if len(chosen) < len(useful):
@@ -209,7 +210,7 @@ class PrefixCache:
 
     def _whole(self, sequence: Sequence, match: Match, snapshot: Chunk) -> list[tuple[Chunk, int]]:
         """Everything up to a snapshot, or nothing."""
-        ranges = [(s.chunk, s.end) for s in match.segments] if self._unit.has_ranges else []
+        ranges = [(s.chunk, s.end) for s in match.segments] if self._has_ranges else []
         chunks = [*ranges, (snapshot, snapshot.start)]
         must_load = sequence.request.from_store
         if must_load or self._store.costs.is_worth_loading([chunk for chunk, _ in chunks], snapshot.start):
@@ -251,7 +252,7 @@ class PrefixCache:
     def _give_up_loading(self, sequence: Sequence) -> None:
         """What was loaded so far stays, unless it is of no use without the rest."""
         sequence.loads.clear()
-        if self._unit.has_snapshots:
+        if self._has_snapshots:
             sequence.nothing_loaded()
         # An import that failed has promised to change nothing; where it did, that is gone now.
         self._engine.trim(sequence.slot, sequence.computed)
@@ -295,7 +296,7 @@ class PrefixCache:
     def _falls_short(self, sequence: Sequence, match: Match) -> bool:
         """The tokens are known, but their state can be resumed only at an earlier place."""
         restored = max(match.snapshot.start if match.snapshot else 0, sequence.computed)
-        return self._unit.has_snapshots and restored < match.tokens
+        return self._has_snapshots and restored < match.tokens
 
     def _text(self, tokens: TokenArray) -> str:
         pieces = self._engine.vocab.pieces
@@ -311,7 +312,7 @@ class PrefixCache:
         """
         if not self._keeps(sequence):
             return
-        if self._unit.has_snapshots:
+        if self._has_snapshots:
             if sequence.computed in sequence.prompt.borders:
                 self.commit_all(sequence)
         elif sequence.unsaved >= CHUNK_TOKENS:
@@ -323,7 +324,7 @@ class PrefixCache:
             return
         if sequence.unsaved > 0:
             self._store_up_to(sequence, sequence.computed, tail=True, fork=False)
-        if self._unit.has_snapshots and sequence.computed:
+        if self._has_snapshots and sequence.computed:
             self._store_snapshot(sequence)
 
     def commit_fork(self, sequence: Sequence, position: int) -> None:
@@ -332,7 +333,7 @@ class PrefixCache:
         Ending a chunk there keeps the branches from each storing the shared part of it.
         """
         is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
-        if is_worth_it and self._keeps(sequence) and not self._unit.has_snapshots:
+        if is_worth_it and self._keeps(sequence) and not self._has_snapshots:
             self._store_up_to(sequence, position, tail=True, fork=True)
 
     def commit_turn(self, sequence: Sequence) -> Entry | None:

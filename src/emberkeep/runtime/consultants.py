@@ -11,8 +11,9 @@ from time import perf_counter
 from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
+from emberkeep.memory.memory import Memory
 from emberkeep.models.remotes import Remotes
-from emberkeep.runtime.chain import named_backends, open_remote
+from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.model_tools import Consulted, ModelTools
 from emberkeep.types import Caller, Completed, RemoteModel, Request, TextDelta, Usage
@@ -63,5 +64,9 @@ class Consultants:
     async def _backend(self, remote: RemoteModel) -> Backend:
         async with self._opening:
             if remote.name not in self._opened:
-                self._opened[remote.name] = await asyncio.to_thread(open_remote, self._config, remote)
+                self._opened[remote.name] = await asyncio.to_thread(open_remote, self._config, remote, _no_tools)
             return self._opened[remote.name]
+
+
+def _no_tools(config: Config, memory: Memory | None) -> None:
+    """Of those that a model which is asked by another one would have."""

@@ -1,0 +1,62 @@
+"""A model that runs somewhere else: from a Config to its backend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.choices import Permits
+from emberkeep.backend.server_tools import HostTools
+from emberkeep.config import Config
+from emberkeep.memory.memory import Memory
+from emberkeep.runtime.memory import open_memory_or_none, open_sessions
+from emberkeep.types import ReasoningFormat, RemoteModel
+
+
+def named_backends(config: Config) -> list[str]:
+    """Those that were chosen by name, in their order."""
+    return list(dict.fromkeys(name.strip() for name in config.backend.split(",") if name.strip()))
+
+
+def open_remote(
+    config: Config, remote: RemoteModel, open_tools: Callable[[Config, Memory | None], HostTools | None]
+) -> Backend:
+    """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError."""
+    from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
+    from emberkeep.backend.remote.base import Provider, RemoteAbout
+    from emberkeep.backend.remote.service import translate_faults
+    from emberkeep.backend.remote.vendors import default_context, open_provider, with_defaults
+
+    async def asked(provider: Provider) -> RemoteAbout:
+        try:
+            return await provider.about()
+        finally:
+            await provider.close()
+
+    with translate_faults(remote.name):
+        # A client belongs to the event loop that used it first: this one is for asking, another for answers.
+        about = asyncio.run(asked(open_provider(remote, os.environ)))
+    model = with_defaults(remote).model or next(iter(about.models), "")
+    context = remote.ctx or about.context or default_context(remote)
+    card = ModelCard(
+        model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,), remote=remote.name
+    )
+    memory = open_memory_or_none(config)
+    return RemoteBackend(
+        card,
+        open_provider(replace(remote, model=model), os.environ),
+        open_sessions(config, memory, context),
+        RemoteSettings(
+            retries=config.remote_retries,
+            max_tokens=remote.max_tokens,
+            tool_rounds=config.tool_turns + 1,
+            deadline_s=config.deadline_s,
+            reasoning=ReasoningFormat(config.reasoning),
+            raw_tools=config.notools,
+        ),
+        tools=open_tools(config, memory),
+        permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
+    )
