@@ -360,7 +360,7 @@ def test_a_private_tail_below_a_shared_prefix_survives_a_restart_in_private(stor
     again.close()
 
 
-def test_one_users_text_is_not_spelled_with_anothers_tokens(store):
+def test_one_users_text_does_not_become_anothers_tokens(store):
     put(store, LONG[:256], namespace=SHARED)
     put(store, LONG[:400], namespace=ALICE, sampled=((0, 128),))
     text = b"".join(PIECES[token] for token in LONG[256:400])

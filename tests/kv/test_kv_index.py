@@ -8,7 +8,7 @@ import pytest
 
 from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.entries import Uses
-from emberkeep.kv.index import Index, Row, Unreadable
+from emberkeep.kv.index import ChunkRow, Index, Unreadable
 from helpers.kv_building import FINGERPRINT, chunk_files, load, new_store, prompt, put
 
 TOKENS = prompt(300)
@@ -32,7 +32,7 @@ def rows(folder: Path) -> int:
     return len(Index(database(folder), FINGERPRINT).rows_after(0))
 
 
-def described(row: Row) -> Description:
+def described(row: ChunkRow) -> Description:
     return Description(
         FINGERPRINT, row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made
     )

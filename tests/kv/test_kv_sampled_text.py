@@ -15,11 +15,11 @@ from helpers.kv_building import (
 
 
 def test_sampled_tokens_are_replayed_by_their_text(store):
-    spelled_by_letters = np.array([ord(c) for c in "the then"], np.int32)
-    put(store, np.concatenate([LONG[:100], spelled_by_letters]), sampled=((100, 108),))
+    letter_ids = np.array([ord(c) for c in "the then"], np.int32)
+    put(store, np.concatenate([LONG[:100], letter_ids]), sampled=((100, 108),))
     cursor = store.advance(store.origin(EXACT), LONG[:100])
-    assert replayed(store, cursor, b"the then", PIECES) == tuple(spelled_by_letters)
-    assert replayed(store, cursor, b"the", PIECES) == tuple(spelled_by_letters[:3])
+    assert replayed(store, cursor, b"the then", PIECES) == tuple(letter_ids)
+    assert replayed(store, cursor, b"the", PIECES) == tuple(letter_ids[:3])
     assert replayed(store, cursor, b"then", PIECES) == ()
     assert replayed(store, store.origin(EXACT), b"the then", PIECES) == ()
 

@@ -20,7 +20,7 @@ def grow(cursor: Cursor, tokens: TokenArray) -> Chunk:
     return chunk
 
 
-def spelled(cursor: Cursor) -> list[int]:
+def tokens_before(cursor: Cursor) -> list[int]:
     parts = [segment.chunk.tokens[: segment.end - segment.start] for segment in path_to(cursor)]
     return np.concatenate([*parts, ids()]).tolist()
 
@@ -41,19 +41,19 @@ def trees(draw):
 @given(trees(), st.lists(TOKEN, max_size=14))
 def test_descend_finds_the_deepest_place_that_spells_the_prompt(places, tokens):
     found = descend(places[0], ids(*tokens))
-    reachable = [place for place in places if spelled(place) == tokens[: place.position]]
+    reachable = [place for place in places if tokens_before(place) == tokens[: place.position]]
     assert found.position == max(place.position for place in reachable)
-    assert spelled(found) == tokens[: found.position]
+    assert tokens_before(found) == tokens[: found.position]
 
 
 @settings(max_examples=150)
 @given(trees(), st.lists(TOKEN, max_size=8), st.data())
 def test_descend_from_a_place_in_the_tree_stays_below_it(places, rest, data):
     begin = data.draw(st.sampled_from(places))
-    tokens = [*spelled(begin), *rest]
+    tokens = [*tokens_before(begin), *rest]
     found = descend(begin, ids(*tokens))
     assert found.position >= begin.position
-    assert spelled(found) == tokens[: found.position]
+    assert tokens_before(found) == tokens[: found.position]
 
 
 @settings(max_examples=150)

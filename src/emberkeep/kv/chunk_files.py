@@ -33,8 +33,8 @@ from pathlib import Path
 from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Buffers, Damaged, Description, namespace_of
-from emberkeep.kv.forgotten import Forgotten, Whose
-from emberkeep.kv.index import Index, Row, SharedIndex, Unreadable, model_with, row_of
+from emberkeep.kv.forgotten import ForgottenRecord, Whose
+from emberkeep.kv.index import ChunkRow, Index, SharedIndex, Unreadable, model_with, row_of
 from emberkeep.kv.tree import ChunkKey, store_name
 
 log = logging.getLogger("emberkeep.kv")
@@ -86,7 +86,7 @@ class ChunkFiles:
             self._locks.append(_hold(self._tmp, OWNER, fcntl.LOCK_EX))
             private_folder(self._chunks)
             self._quarantine = Quarantine(self.folder / QUARANTINE)
-            self.forgotten = Forgotten(root)
+            self.forgotten = ForgottenRecord(root)
             # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
             opening = _lock(self.folder / "opening", fcntl.LOCK_EX)
             try:
@@ -98,7 +98,7 @@ class ChunkFiles:
             raise
         self.buffers = Buffers()
 
-    def open_rows(self) -> tuple[list[Row], int]:
+    def open_rows(self) -> tuple[list[ChunkRow], int]:
         """Every chunk on disk, and how many files were damaged. Brings index and files into agreement."""
         self.clean_up()
         self.forgotten.owed = self.forgotten.unfinished()
@@ -152,7 +152,7 @@ class ChunkFiles:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
         return chunkfile.read(self._path(expected.key), expected, self.buffers)
 
-    def look_at(self, row: Row) -> Found:
+    def look_at(self, row: ChunkRow) -> Found:
         """Read a chunk's file and verify it; a damaged one is put out of reach, if it can be."""
         identity = (row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made)
         try:
@@ -213,7 +213,7 @@ class ChunkFiles:
         self._quarantine.trim()
         self._unfinished_bytes = bytes_below(self._tmp.parent)
 
-    def adopt_strays(self) -> tuple[list[Row], int]:
+    def adopt_strays(self) -> tuple[list[ChunkRow], int]:
         """Look again at files that could not be read, a few at a time: chunks, and how many were damaged."""
         some = list(self._strays)[:_STRAYS_AT_ONCE]
         return self._adopt(some) if some else ([], 0)
@@ -339,7 +339,7 @@ class ChunkFiles:
             delete(target)
             temporary.rename(target)
 
-    def _reconcile(self) -> tuple[list[Row], int]:
+    def _reconcile(self) -> tuple[list[ChunkRow], int]:
         # The index first: a file that another process adds in between is then seen twice, not never.
         rows = self.index.rows_after(0)
         on_disk = self._scan()
@@ -363,7 +363,7 @@ class ChunkFiles:
         self._foreign_bytes = foreign
         return found
 
-    def _adopt(self, keys: Iterable[ChunkKey]) -> tuple[list[Row], int]:
+    def _adopt(self, keys: Iterable[ChunkKey]) -> tuple[list[ChunkRow], int]:
         """Add files that the index does not know; returns them, and how many were damaged."""
         described, damaged = [], 0
         for key in keys:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from emberkeep.kv.chunk_files import ChunkFiles, Found
 from emberkeep.kv.chunkfile import most_bytes
 from emberkeep.kv.forgotten import Forgetter, Whose
-from emberkeep.kv.index import Row
+from emberkeep.kv.index import ChunkRow
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import StoreCounters
 from emberkeep.kv.transfers import Fetch, Fetched, Reader, Writer
@@ -224,10 +224,10 @@ class DiskTier:
                 else:
                     self._settle_orphan(row, is_whole=found is Found.WHOLE)
 
-    def _orphans_to_check(self) -> list[Row]:
+    def _orphans_to_check(self) -> list[ChunkRow]:
         return [row for row in self._owner.transact(Ledger.orphans_to_check) if row.key not in self._unreadable]
 
-    def _settle_orphan(self, row: Row, *, is_whole: bool) -> None:
+    def _settle_orphan(self, row: ChunkRow, *, is_whole: bool) -> None:
         self._owner.transact(lambda ledger: ledger.settle_orphan(row, is_whole=is_whole))
 
     def _look_at_strays(self) -> None:
@@ -243,7 +243,7 @@ class DiskTier:
             self.remove_files()
         self._forgetter.adopt(self._read_strays)
 
-    def _read_strays(self) -> list[Row]:
+    def _read_strays(self) -> list[ChunkRow]:
         rows, damaged = self.files.adopt_strays()
         self._counters.damaged_chunks += damaged
         return rows

@@ -28,7 +28,7 @@ from emberkeep.types import SHARED, owner_of, user_of
 
 if TYPE_CHECKING:
     from emberkeep.kv.chunk_files import ChunkFiles
-    from emberkeep.kv.index import Row
+    from emberkeep.kv.index import ChunkRow
     from emberkeep.kv.ledger import Transact
 
 log = logging.getLogger("emberkeep.kv")
@@ -114,7 +114,7 @@ class Record:
         return replace(self, floor=max([self.floor, *dropped]), listed=(*unfinished, *new))
 
 
-class Forgotten:
+class ForgottenRecord:
     """What one process knows of the record. Safe to use from any thread. Methods block on disk, raise OSError."""
 
     def __init__(self, root: Path) -> None:
@@ -171,7 +171,7 @@ class Forgotten:
                 self._write(record.with_done(forgetting))
         self.owed = [owed for owed in self.owed if owed[0].digest != forgetting.digest]
 
-    def allowed(self, rows: list[Row]) -> list[Row]:
+    def allowed(self, rows: list[ChunkRow]) -> list[ChunkRow]:
         """Without those of users whose files could not all be removed yet."""
         owed = self.owed
         return [row for row in rows if not any(row.namespace in whose for _, whose in owed)] if owed else rows
@@ -285,7 +285,7 @@ class Forgetter:
         except OSError as error:
             log.warning("cannot read what others have stored: %s", error)
 
-    def adopt(self, read: Callable[[], list[Row]]) -> None:
+    def adopt(self, read: Callable[[], list[ChunkRow]]) -> None:
         """Enter the chunks that `read` finds on disk, and nothing of those who are forgotten meanwhile.
 
         Raises OSError.
@@ -306,7 +306,7 @@ class Forgetter:
             self._files.index.forget_untold(whose)
         self.on_forget(whose)
 
-    def _new_rows(self, files: ChunkFiles, *, everything: bool = False) -> list[Row]:
+    def _new_rows(self, files: ChunkFiles, *, everything: bool = False) -> list[ChunkRow]:
         return files.forgotten.allowed(files.index.new_rows(everything=everything))
 
     def _notice(self, files: ChunkFiles) -> None:

@@ -82,7 +82,7 @@ _BUSY_MS = 5000
 T = TypeVar("T")
 
 
-class Row(NamedTuple):
+class ChunkRow(NamedTuple):
     """A chunk on disk. A tuple, because opening a store makes a hundred thousand."""
 
     seq: int
@@ -100,9 +100,9 @@ class Row(NamedTuple):
     expires: float
 
 
-def row_of(d: Description, size: int) -> Row:
+def row_of(d: Description, size: int) -> ChunkRow:
     """A chunk of which only the file is known."""
-    return Row(0, d.key, d.namespace, d.parent, d.take, d.start, d.tokens, d.sampled, d.made, size, 0, 0, 0.0)
+    return ChunkRow(0, d.key, d.namespace, d.parent, d.take, d.start, d.tokens, d.sampled, d.made, size, 0, 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Index:
         self._delete()
         self._db = _translated(lambda: _open(self._path))
 
-    def rows_after(self, seq: int) -> list[Row]:
+    def rows_after(self, seq: int) -> list[ChunkRow]:
         """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
         sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, made, identity,
                         bytes, last_used, hits, expires
@@ -232,13 +232,13 @@ class Index:
         if values:
             _translated(run)
 
-    def _row(self, values: tuple[Any, ...]) -> Row:
+    def _row(self, values: tuple[Any, ...]) -> ChunkRow:
         seq, key, namespace, parent, take, start, tokens, sampled, made, check, *rest = values
         if _check(key, namespace, parent, take, tokens) != check:
             raise Unreadable("the store's index: a row is not as it was written")
         ids = np.frombuffer(tokens, "<i4")
         spans = unpack_spans(sampled) if sampled else ()
-        return Row(seq, key, namespace, parent, take, start, ids, spans, MADE[made % len(MADE)], *rest)
+        return ChunkRow(seq, key, namespace, parent, take, start, ids, spans, MADE[made % len(MADE)], *rest)
 
 
 class SharedIndex:
@@ -261,13 +261,13 @@ class SharedIndex:
         self._seen_seq = 0
         self._seen_version = -1
 
-    def follow(self, rows: Iterable[Row]) -> None:
+    def follow(self, rows: Iterable[ChunkRow]) -> None:
         """`rows` are known: from here on `new_rows` tells what is added. Raises OSError."""
         self._following = Index(self._path, self._fingerprint)
         self._seen_seq = max((row.seq for row in rows), default=0)
         self._seen_version = self._following.version()
 
-    def new_rows(self, *, everything: bool = False) -> list[Row]:
+    def new_rows(self, *, everything: bool = False) -> list[ChunkRow]:
         """What any process added since the last call. Raises OSError."""
         with self._following_lock:
             version = self._following.version()
@@ -278,7 +278,7 @@ class SharedIndex:
             self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
             return rows
 
-    def rows_after(self, seq: int) -> list[Row]:
+    def rows_after(self, seq: int) -> list[ChunkRow]:
         """Raises Unreadable, OSError."""
         return self._index.rows_after(seq)
 

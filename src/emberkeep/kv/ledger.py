@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from emberkeep.kv.content import ContentIndex
 from emberkeep.kv.entries import Entries, Entry, UnsavedChanges, Uses, ghost_of
-from emberkeep.kv.index import Row
+from emberkeep.kv.index import ChunkRow
 from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCounters, WriteBudget, worth_writing
 from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with
@@ -195,7 +195,7 @@ class Ledger:
             chunk.bytes = size
             self.disk.add(chunk, size)
 
-    def adopt(self, rows: Iterable[Row]) -> None:
+    def adopt(self, rows: Iterable[ChunkRow]) -> None:
         """Enter chunks that are on disk; those whose parent is not known yet wait for it."""
         wanted_until = self.wanted_until(Ttl.EXTENDED)  # for chunks of which only the file is known
         known = self.tree.by_key
@@ -215,11 +215,11 @@ class Ledger:
                 self.discard_file(row.key, row.bytes)  # nothing leads to it, and nothing ever will
             todo += self.orphans.take_all(row.key)
 
-    def orphans_to_check(self) -> list[Row]:
+    def orphans_to_check(self) -> list[ChunkRow]:
         """Those whose parent is there again. Their files may be as damaged as its was: they have to be read."""
         return self.orphans.below(self.tree.by_key)
 
-    def settle_orphan(self, row: Row, *, is_whole: bool) -> None:
+    def settle_orphan(self, row: ChunkRow, *, is_whole: bool) -> None:
         """An orphan's file was read: it is entered, or it is there no more."""
         parent = self.tree.get(row.parent)
         if parent is None or not self.orphans.take(row.parent, row.key):
@@ -428,7 +428,7 @@ class Ledger:
             self.entries.forget_chunk(victim)
         return gone
 
-    def _hang(self, row: Row, parent: Chunk, wanted_until: float) -> None:
+    def _hang(self, row: ChunkRow, parent: Chunk, wanted_until: float) -> None:
         self.orphans.take(row.parent, row.key)  # another process may have written it meanwhile
         chunk = Chunk(
             key=row.key,
@@ -452,14 +452,14 @@ class Orphans:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._below: dict[ChunkKey, dict[ChunkKey, Row]] = {}
+        self._below: dict[ChunkKey, dict[ChunkKey, ChunkRow]] = {}
         self._lost: set[ChunkKey] = set()
         """Those parents that were lost since the store was opened, and may well be computed again."""
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ChunkRow]:
         return (row for rows in self._below.values() for row in rows.values())
 
-    def below(self, chunks: Container[ChunkKey]) -> list[Row]:
+    def below(self, chunks: Container[ChunkKey]) -> list[ChunkRow]:
         """Those whose parent is among `chunks`."""
         return [row for parent, rows in self._below.items() if parent in chunks for row in rows.values()]
 
@@ -469,7 +469,7 @@ class Orphans:
             return list(self._below)
         return [key for key in self._below if key not in self._lost and key not in chunks]
 
-    def add(self, row: Row, *, is_lost: bool = False) -> None:
+    def add(self, row: ChunkRow, *, is_lost: bool = False) -> None:
         """`is_lost`: its parent may well be computed again."""
         rows = self._below.setdefault(row.parent, {})
         if row.key not in rows:
@@ -478,7 +478,7 @@ class Orphans:
         if is_lost:
             self._lost.add(row.parent)
 
-    def take(self, parent: ChunkKey, key: ChunkKey) -> Row | None:
+    def take(self, parent: ChunkKey, key: ChunkKey) -> ChunkRow | None:
         """One that waited for its parent, if it did."""
         rows = self._below.get(parent, {})
         row = rows.pop(key, None)
@@ -488,7 +488,7 @@ class Orphans:
                 self._forget(parent)
         return row
 
-    def take_all(self, parent: ChunkKey) -> list[Row]:
+    def take_all(self, parent: ChunkKey) -> list[ChunkRow]:
         """Those that waited for it."""
         rows = self._below.get(parent)
         if rows is None:
@@ -507,8 +507,8 @@ class Orphans:
         self._lost.discard(parent)
 
 
-def _row_of(chunk: Chunk) -> Row:
+def _row_of(chunk: Chunk) -> ChunkRow:
     assert chunk.parent is not None
     place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
     uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
-    return Row(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)
+    return ChunkRow(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)

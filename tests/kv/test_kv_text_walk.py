@@ -1,4 +1,4 @@
-"""One text, several stored spellings: which of them is used again."""
+"""One text, stored in several token ids: which of them are used again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END = VOCAB.specials["<|im_end|>"]
 HE = VOCAB.tokenize("he")
 
 
-def test_of_several_spellings_the_one_that_was_sampled_is_replayed() -> None:
+def test_of_several_ids_for_a_text_those_that_were_sampled_are_replayed() -> None:
     """A crash left the first letter of an answer, and both ways to go on from it were stored later."""
     store = new_store(None)
     begun = ids(*QUESTION, LETTERS[0])
@@ -44,7 +44,7 @@ def test_a_chunk_knows_what_any_of_its_siblings_knew_was_sampled() -> None:
 
 
 def test_what_was_sampled_may_go_on_over_the_borders_of_a_text() -> None:
-    """A model can spell a special token with ordinary ones; what comes after the answer was not sampled."""
+    """A model can write a special token in ordinary ones; what comes after the answer was not sampled."""
     store = new_store(None)
     answer, closing = list(b"yes</tool>"), [VOCAB.specials["<|im_end|>"]]
     whole = ids(*b"assistant:", *answer, *closing, *b"next")
@@ -73,30 +73,30 @@ def stretch(store, text: str) -> tuple[int, ...]:
     return found
 
 
-def test_what_the_tokenizer_spelled_once_is_not_tokenised_again() -> None:
+def test_what_was_tokenized_once_is_not_tokenised_again() -> None:
     store = new_store(None)
     text = "then there is the other one. " * 20
-    spelled = VOCAB.tokenize(text)
-    put(store, ids(*spelled, END, *b"\n"))
-    assert stretch(store, text) == tuple(spelled)
+    tokenized = VOCAB.tokenize(text)
+    put(store, ids(*tokenized, END, *b"\n"))
+    assert stretch(store, text) == tuple(tokenized)
 
 
 def test_a_border_may_be_where_a_chunk_ends() -> None:
     store = new_store(None)
-    spelled = VOCAB.tokenize("the" * 64)
-    assert len(spelled) == CHUNK_TOKENS
-    put(store, ids(*spelled, END))
-    assert stretch(store, "the" * 64) == tuple(spelled)
+    tokenized = VOCAB.tokenize("the" * 64)
+    assert len(tokenized) == CHUNK_TOKENS
+    put(store, ids(*tokenized, END))
+    assert stretch(store, "the" * 64) == tuple(tokenized)
 
 
-def test_the_beginning_of_a_longer_text_may_have_been_spelled_differently() -> None:
+def test_the_beginning_of_a_longer_text_may_have_other_ids() -> None:
     store = new_store(None)
     put(store, ids(*VOCAB.tokenize("neat"), END))
     put(store, ids(*VOCAB.tokenize("nea")))
     assert stretch(store, "nea") == ()
 
 
-def test_ids_that_a_client_sent_are_no_spelling_of_a_text() -> None:
+def test_ids_that_a_client_sent_are_not_those_of_a_text() -> None:
     store = new_store(None)
     put(store, ids(*b"then", END), made=Made.GIVEN)
     assert stretch(store, "then") == ()
@@ -113,7 +113,7 @@ def test_a_special_token_that_a_client_sent_is_no_border_of_a_text() -> None:
     assert stretch(store, cut) == ()
 
 
-def test_a_sampled_spelling_goes_before_the_tokenizers() -> None:
+def test_sampled_ids_go_before_the_tokenizers() -> None:
     store = new_store(None)
     put(store, ids(*VOCAB.tokenize("then"), END))
     put(store, ids(*b"then", END), sampled=((0, 4),))
