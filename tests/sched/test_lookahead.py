@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made
-from emberkeep.sched.replay import RecentAnswers, StoredText
+from emberkeep.sched.prefix_cache import RecentAnswers, StoredText
 from emberkeep.types import EXACT, Lineage
 from helpers.kv_building import exported, new_store, prompt, put
 

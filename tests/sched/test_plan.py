@@ -5,8 +5,8 @@ import pytest
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Cursor, new_root
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.schedule import Planner
 from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.slots import Planner
 from emberkeep.types import EXACT, Request
 from helpers.scheduling import GREEDY, Recorder, prompt_of
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.schedule import WaitingQueue
 from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.slots import WaitingQueue
 from emberkeep.types import Request
 from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of, text
 

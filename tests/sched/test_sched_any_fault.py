@@ -31,9 +31,8 @@ from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.schedule import Planner
 from emberkeep.sched.sequence import Output
-from emberkeep.sched.slots import Affinity
+from emberkeep.sched.slots import Affinity, Planner
 from helpers.scheduling import Rig
 
 CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "2")))

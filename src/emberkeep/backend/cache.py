@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
-from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.verify import Verifier
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
@@ -22,6 +21,7 @@ from emberkeep.types import (
     EntryText,
     Explanation,
     Lineage,
+    Lineages,
     LookupRecord,
     MissReason,
     Removed,

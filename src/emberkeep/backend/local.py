@@ -25,7 +25,6 @@ import numpy as np
 from emberkeep.backend.base import ModelCard, closable
 from emberkeep.backend.cache import Explainer, StoreCache
 from emberkeep.backend.choices import Channel, Choice, Full, Item, Outbox, Permit, Permits, until_completed
-from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.server_tools import HostTools, ServerTools
@@ -55,6 +54,7 @@ from emberkeep.types import (
     Fit,
     Json,
     Lineage,
+    Lineages,
     LookupRecord,
     MissReason,
     ReasoningFormat,

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -92,6 +93,10 @@ class Precache:
             log.warning("a prefix was not warmed: %s", failure)
             error = str(failure)
         name = entry_id(lineage, label_of(prefix))
+        if error is None:
+            with suppress(EmberkeepError):  # it is being closed
+                # The answer is told a moment before the end of its turn is stored.
+                await asyncio.wrap_future(self._scheduler.call(lambda: None))
         entry = await asyncio.to_thread(self._store.catalogue.entry, name)
         if entry is None and error is None:
             error = "It was evaluated, but there is no room to keep it: raise ram_budget."

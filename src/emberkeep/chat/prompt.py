@@ -6,11 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from emberkeep.chat.grammar import Constraint, Grammars
 from emberkeep.chat.messages import (
     CacheKeys,
     Place,
@@ -27,6 +26,9 @@ from emberkeep.chat.tokens import PromptTokenizer, TokenizedText
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import EXACT, Admitted, EntryKind, Label, Lineage, Message, Request, Tool, Vocab
+
+if TYPE_CHECKING:  # its library is loaded when a request wants it
+    from emberkeep.chat.grammar import Constraint, Grammars
 
 _REMEMBERED_PREFIXES = 64
 _BORDERS = 4
@@ -145,7 +147,8 @@ class PromptBuilder:
         self.context = context
         self._wants_borders = wants_borders
         self._tokenizer = PromptTokenizer(vocab)
-        self._grammars = Grammars(vocab, template.writing)
+        self._writing = template.writing
+        self._grammars: Grammars | None = None
         self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
         self._stable_ids: OrderedDict[str, TokenArray] = OrderedDict()
 
@@ -223,8 +226,13 @@ class PromptBuilder:
 
     def constraint(self, request: Request) -> Constraint | None:
         """What the answer must look like; None when anything goes. Raises RequestError."""
-        is_free = request.format is None and request.tool_choice.mode in ("auto", "none")
-        return None if is_free else self._grammars.constraint_for(request)
+        if request.format is None and request.tool_choice.mode in ("auto", "none"):
+            return None
+        if self._grammars is None:
+            from emberkeep.chat.grammar import Grammars
+
+            self._grammars = Grammars(self._vocab, self._writing)
+        return self._grammars.constraint_for(request)
 
     # ── its parts ──
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.choices import Permits
-from emberkeep.backend.lineages import Lineages
 from emberkeep.backend.local import LocalBackend, LocalSettings
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
@@ -34,7 +33,7 @@ from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, ReasoningFormat, Repair
+from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, Lineages, ReasoningFormat, Repair
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource

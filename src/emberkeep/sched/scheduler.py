@@ -36,11 +36,9 @@ from emberkeep.sched.engine_thread import (
     insist,
     promised,
 )
-from emberkeep.sched.prefix_cache import PrefixCache
-from emberkeep.sched.replay import RecentAnswers, StoredText
-from emberkeep.sched.schedule import Planner, WaitingQueue
+from emberkeep.sched.prefix_cache import PrefixCache, RecentAnswers, StoredText
 from emberkeep.sched.sequence import EndReason, Output, Phase, Sequence
-from emberkeep.sched.slots import Slots
+from emberkeep.sched.slots import Planner, Slots, WaitingQueue
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Json, Lineage, Progress, Vocab
 
