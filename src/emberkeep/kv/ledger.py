@@ -435,11 +435,10 @@ class Ledger:
             parent=parent,
             take=row.take,
             tokens=row.tokens,
-            sampled=row.sampled,
-            made=row.made,
             size=row.bytes,
             lineage=Lineage.parse(row.namespace),
         )
+        chunk.sampled, chunk.made = row.sampled, row.made
         chunk.last_used, chunk.hits = row.last_used, row.hits
         chunk.expires = row.expires or wanted_until
         self.tick = max(self.tick, row.last_used)

@@ -104,8 +104,6 @@ class Chunk:
         parent: Chunk | None,
         take: int,
         tokens: TokenArray,
-        sampled: tuple[Span, ...] = (),
-        made: Made = Made.UNKNOWN,
         size: int = 0,
         lineage: Lineage = EXACT,
     ) -> None:
@@ -115,9 +113,9 @@ class Chunk:
         self.take = take
         self.start: int = parent.start + take if parent else 0
         self.tokens = tokens
-        self.sampled = sampled
+        self.sampled: tuple[Span, ...] = ()
         """Ranges of `tokens` (relative) that the model sampled."""
-        self.made = made
+        self.made = Made.UNKNOWN
         self.bytes = size
         self.payload: memoryview | None = None
         """The copy in RAM."""
@@ -347,7 +345,9 @@ def new_chunk(fingerprint: bytes, cursor: Cursor, tokens: TokenArray, size: int,
     """What goes on at `cursor` with `tokens` (none: a snapshot). The tree stays as it is."""
     parent, lineage = cursor.chunk, cursor.lineage
     key = chunk_key(fingerprint, lineage, parent.key, cursor.used, tokens)
-    return Chunk(key=key, parent=parent, take=cursor.used, tokens=tokens, made=made, size=size, lineage=lineage)
+    chunk = Chunk(key=key, parent=parent, take=cursor.used, tokens=tokens, size=size, lineage=lineage)
+    chunk.made = made
+    return chunk
 
 
 def new_root(owner: str) -> Chunk:

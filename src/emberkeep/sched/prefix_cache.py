@@ -465,9 +465,10 @@ class RecentAnswers:
 
     def add(self, lineage: Lineage, tokens: TokenArray, answer: Span) -> None:
         """`tokens` is a whole sequence, of which [answer) was sampled."""
-        spelled = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), sampled=(answer,), lineage=lineage)
+        stored = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
+        stored.sampled = (answer,)
         # One assignment of a new tuple: readers need no lock.
-        self._latest_first = (spelled, *self._latest_first[: self._limit - 1])
+        self._latest_first = (stored, *self._latest_first[: self._limit - 1])
 
     def forget(self, owners: Container[str]) -> None:
         """On the engine's thread: what is added later is of answers that were not being written before."""
