@@ -32,7 +32,7 @@ from emberkeep.types import (
 _EXCERPT_TOKENS = 12
 _SHOWN_CHARS = 64
 _NOTICEABLE = 16
-"""Tokens that somebody else must have in common with a prompt for that to be an explanation."""
+"""Tokens that another user must have in common with a prompt for that to be an explanation."""
 
 
 class StoreCache:
@@ -224,8 +224,8 @@ _GONE = {
 }
 
 
-def _with_hot(entry: CacheEntry, resting: Mapping[str, int]) -> CacheEntry:
-    return replace(entry, hot_tokens=min(resting.get(entry.id, 0), entry.tokens))
+def _with_hot(entry: CacheEntry, hot: Mapping[str, int]) -> CacheEntry:
+    return replace(entry, hot_tokens=min(hot.get(entry.id, 0), entry.tokens))
 
 
 def _sources(prompt: Prompt) -> list[str]:

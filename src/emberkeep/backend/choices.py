@@ -164,7 +164,7 @@ class Outbox:
         """Wake every reader: one wake-up per event loop. Cheap when there is nothing new."""
         while self._fresh:
             loop, events = next(iter(self._fresh.items()))
-            with suppress(RuntimeError):  # the event loop is closed: nobody reads any more
+            with suppress(RuntimeError):  # the event loop is closed, and with it the reader
                 loop.call_soon_threadsafe(_set_all, events)
             del self._fresh[loop]  # not before: should that fail, it is tried again
 

@@ -46,7 +46,7 @@ class _Prefix:
     lineage: Lineage
     is_declared: bool
     asked_at: float
-    """When somebody last used it."""
+    """When a request last used it."""
     warmed_at: float
 
 
@@ -126,7 +126,7 @@ class Precache:
             is_prefix=True,
             conversation_id=None,
             max_tokens=0,
-            user=SHARED,  # nobody asked for it: it counts against nobody's limit
+            user=SHARED,  # no user asked for it: it counts against no user's limit
         )
         now, key = monotonic(), (lineage, _name(keys))
         with self._changed:
@@ -144,7 +144,7 @@ class Precache:
                 del self._prefixes[key]
 
     def stop(self) -> None:
-        """Nobody waits for what is being warmed: it is given up, and what was computed of it is kept."""
+        """No client waits for what is being warmed: it is given up, and what was computed of it is kept."""
         with self._changed:
             self._closing = True
             self._give_up()
@@ -164,7 +164,7 @@ class Precache:
                     self._changed.wait(self._settings.sweep_s)
 
     def sweep(self) -> None:
-        """Warm what is about to fall out, then let go of what nobody wants any more."""
+        """Warm what is about to fall out, then let go of what is not wanted any more."""
         for prefix in self._due():
             if self._closing:
                 return

@@ -1,6 +1,6 @@
 """Who answers: the backends that a Config names, in the order in which they stand in for each other.
 
-A conversation leaves this machine only for a model that somebody has named: by `emberkeep api add`, in the
+A conversation leaves this machine only for a model that its user has named: by `emberkeep api add`, in the
 configuration file, or with `--backend`. A key that happens to be in the environment names none.
 """
 
@@ -31,7 +31,7 @@ def open_backend(config: Config) -> Backend:
     Raises ConfigError, ModelError, EngineError, RemoteError.
     """
     chain = _chain(config)
-    # Where another one stands in at once, nobody waits for the first to come back.
+    # Where another one stands in at once, the first is not waited for.
     patient = config if len(chain) == 1 else replace(config, remote_retries=0)
     links = [_link(patient, one) for one in chain]
     return links[0].open() if len(links) == 1 else FallbackBackend(links)

@@ -36,7 +36,7 @@ class Consultants:
         self._opening = asyncio.Lock()
 
     async def start(self) -> None:
-        """Nothing to do before somebody asks."""
+        """Nothing to do before a model asks."""
 
     def functions(self) -> Sequence[ToolFunction]:
         return self._functions

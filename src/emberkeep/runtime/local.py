@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("emberkeep")
 
 _DEFAULT_CONTEXT = 32_768
-"""Cap on a context nobody asked for: models that allow a million tokens exist, machines for them less so."""
+"""Cap on a context that was not asked for: models that allow a million tokens exist, machines for them less so."""
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
 

@@ -14,7 +14,7 @@ from emberkeep.types import Recall
 log = logging.getLogger("emberkeep")
 
 _RECALL_TOKENS = 512
-"""Most that is quoted of what has left a conversation, unless somebody asked for more."""
+"""Most that is quoted of what has left a conversation, unless the configuration asks for more."""
 
 
 def open_memory(config: Config) -> Memory | None:

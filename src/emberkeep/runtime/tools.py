@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_toolbox(config: Config, *, memory: Memory | None, asks: bool) -> ToolBox:
-    """`asks`: somebody can be asked before a dangerous tool runs. Nothing is started. Raises ConfigError."""
+    """`asks`: a person can be asked before a dangerous tool runs. Nothing is started. Raises ConfigError."""
     from emberkeep.tools.registry import built_in
     from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
 

@@ -85,7 +85,7 @@ class Room:
     margin: float
     """What is predicted may be wrong by this share."""
     free_ram: int | None
-    """None: nobody knows, so it is not looked at."""
+    """None: it is not known, and not looked at."""
     store_room: int
     """Bytes by which the store can still grow: what comes beyond them replaces something."""
     kv_bytes_per_token: int

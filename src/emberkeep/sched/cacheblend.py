@@ -76,7 +76,7 @@ class CacheBlend:
         assert sequence.approximation is not None
         end, taken = self._slice(sequence, sequence.approximation, room)
         pieces = [_engine_piece(piece, payload) for piece in taken if (payload := piece.chunk.payload) is not None]
-        if len(pieces) < len(taken):  # somebody has removed them
+        if len(pieces) < len(taken):  # they were removed meanwhile
             self._keep_only(sequence, lambda piece: piece.chunk.payload is not None)
             return None
         rows = Rows(sequence.slot, sequence.computed, sequence.tokens[sequence.computed : end], False)

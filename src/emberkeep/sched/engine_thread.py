@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def promised(action: Callable[[], T]) -> tuple[Future[T], Callable[[], None]]:
-    """A future, and what somebody else has to call to fulfil it."""
+    """A future, and what another thread has to call to fulfil it."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -106,7 +106,7 @@ class Inbox:
         self._refusal: Callable[[], EmberkeepError] | None = None
         """What those hear who come when it is shut."""
         self._door = threading.Lock()
-        """Held while somebody enters, so that none comes in behind the one who shuts."""
+        """Held while a command enters, so that none comes in after it was shut."""
 
     @property
     def is_shut(self) -> bool:

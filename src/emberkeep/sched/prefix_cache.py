@@ -465,10 +465,10 @@ class RecentAnswers:
 
     def add(self, lineage: Lineage, tokens: TokenArray, answer: Span) -> None:
         """`tokens` is a whole sequence, of which [answer) was sampled."""
-        stored = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
-        stored.sampled = (answer,)
+        known = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
+        known.sampled = (answer,)
         # One assignment of a new tuple: readers need no lock.
-        self._latest_first = (stored, *self._latest_first[: self._limit - 1])
+        self._latest_first = (known, *self._latest_first[: self._limit - 1])
 
     def forget(self, owners: Container[str]) -> None:
         """On the engine's thread: what is added later is of answers that were not being written before."""
@@ -485,13 +485,13 @@ class RecentAnswers:
         pieces: Items[bytes],
     ) -> Replayed:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
-        # What comes before an answer is spelled with at most a token a byte.
+        # What comes before an answer has at most a token a byte.
         furthest = len(ids) + min((border for border in borders if border > start), default=start) - start
-        for spelled in self._latest_first:
-            if not len(ids) <= spelled.sampled[0][0] <= furthest:
+        for known in self._latest_first:
+            if not len(ids) <= known.sampled[0][0] <= furthest:
                 continue
-            if lineage.sees(spelled.lineage) and _begins_with(spelled.tokens, ids):
-                found = stored_ids(Cursor(spelled, len(ids), lineage), text, start, borders, pieces)
+            if lineage.sees(known.lineage) and _begins_with(known.tokens, ids):
+                found = stored_ids(Cursor(known, len(ids), lineage), text, start, borders, pieces)
                 if found[0]:
                     return found
         return (), start

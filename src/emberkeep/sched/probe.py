@@ -93,7 +93,7 @@ def _reading(measure: Callable[[], float], otherwise: Reading) -> Reading:
     threading.Thread(target=run, name="probe", daemon=True).start()
     try:
         return Reading(future.result(_EACH_S), measured=True)
-    except Exception:  # whatever it is, somebody waits for the model
+    except Exception:  # whatever it is, a person waits for the model
         return otherwise
 
 

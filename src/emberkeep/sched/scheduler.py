@@ -129,7 +129,7 @@ class Scheduler:
     ) -> None:
         """`thread`: the one that opened the engine, where that matters; the scheduler ends it when it closes.
 
-        `after_step` is called on the engine's thread whenever outputs may have heard something new.
+        `after_step` is called on the engine's thread whenever outputs may have something new.
         """
         self.after_step = after_step
         self._engine = engine
@@ -705,7 +705,7 @@ class Scheduler:
         return bool(self._slots.active) or len(self._waiting) > 0 or not self._inbox.is_empty
 
     def _end_everything(self) -> None:
-        """Everybody who waits hears that it is over, and nobody comes in any more."""
+        """Every request that waits is told that it is over, and none comes in any more."""
         self._inbox.shut(self._over)
         while (late := self._inbox.take()) is not None:
             if isinstance(late, Sequence):

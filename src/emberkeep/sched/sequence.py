@@ -1,4 +1,4 @@
-"""One sequence: a prompt and its answer, from waiting for a slot to resting in the engine for its next turn."""
+"""One sequence: a prompt and its answer, from waiting for a slot to staying in the engine for its next turn."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Phase(Enum):
     FULL = "full"  # the answer can go on when messages have left the context
     EVALUATING = "evaluating"  # prompt or answer
     CLOSING = "closing"  # answered; the end of the turn is still to be evaluated
-    IDLE = "idle"  # in the engine, ready to be continued or copied; nobody waits for it
+    IDLE = "idle"  # in the engine, ready to be continued or copied; no client waits for it
 
 
 class EndReason(Enum):
@@ -190,7 +190,7 @@ class Sequence:
         self.request = request
         self.sampler = sampler
         self.output: Output | None = output
-        """None: its answer is over, or nobody waits for it any more."""
+        """None: its answer is over, or its client is gone."""
         self.approximation = approximation
         self.submitted = monotonic() if arrived is None else arrived
         self.deadline = self.submitted + request.deadline_s if request.deadline_s is not None else None
@@ -290,7 +290,8 @@ class Sequence:
 
     @property
     def is_apart(self) -> bool:
-        """It takes its steps by itself: one that it took with others failed, and nobody knows because of whom."""
+        """It takes its steps by itself: one that it took with others failed, and it is not known because of
+        which."""
         return self.computed < self._apart_until and self.is_runnable
 
     @property
@@ -528,7 +529,7 @@ class Sequence:
     # ── ending ──
 
     def close(self, closing: Iterable[int]) -> None:
-        """It is answered: from here on nobody waits for it, and the turn's last tokens are evaluated."""
+        """It is answered: from here on no client waits for it, and the turn's last tokens are evaluated."""
         self.output = None
         self.phase = Phase.CLOSING
         self.tokens.extend(closing)
@@ -601,7 +602,7 @@ _Run = tuple[int, Made]
 
 class Shapes:
     """In what steps the positions from 0 on were computed: an engine rounds differently in those of few rows and
-    those of many. What nobody told is taken to be narrow."""
+    those of many. What is not known is taken to be narrow."""
 
     def __init__(self, runs: Iterable[_Run] = ()) -> None:
         self._runs = list(runs)

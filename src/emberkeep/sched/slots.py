@@ -48,7 +48,7 @@ class Slots:
         self._whole_only = engine.capabilities.kv_unit.has_snapshots
         self._by_slot: dict[int, Sequence] = {}
         self.stuck: set[int] = set()
-        """Slots that the engine could not empty. Whatever is in there is used by nobody."""
+        """Slots that the engine could not empty. What is in there is not used."""
 
     @property
     def active(self) -> list[Sequence]:
@@ -117,9 +117,9 @@ class Slots:
             self.stuck.add(slot)
 
     def clear_the_way(self, avoid: Sequence | None) -> None:
-        """Before new work: give up resting sequences (not `avoid`), which the store has as well.
+        """Before new work: give up idle sequences (not `avoid`), which the store has as well.
 
-        Attention walks over every used cell, whoever's it is: 8,192 tokens at rest make a decode step 1.5 times
+        Attention walks over every used cell: 8,192 idle tokens make a decode step 1.5 times
         and prompt evaluation twice as long, and their reload takes two such steps.
         """
         for sequence in self.idle:

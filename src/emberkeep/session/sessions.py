@@ -49,7 +49,7 @@ talk, a question more than 0.5 against what answers it, and everything that is q
 
 
 def about_tokens(text: str) -> int:
-    """Where nobody knows: by bytes, of which scripts with more characters have more for each."""
+    """Where it is not known: by bytes, of which scripts with more characters have more for each."""
     return len(text.encode("utf-8", "surrogatepass")) // 3
 
 
@@ -291,11 +291,11 @@ class Sessions:
                     self._told.discard(place)
 
     def exchanged(
-        self, request: Request, bill: Usage, said: str, calls: Sequence[ToolCall], results: Sequence[str]
+        self, request: Request, usage: Usage, said: str, calls: Sequence[ToolCall], results: Sequence[str]
     ) -> None:
         """From now on the conversation has these calls and their results, which its client does not know of.
 
-        `bill`: of the answer that made them; `said`: what the client has of what the model said in the same
+        `usage`: of the answer that made them; `said`: what the client has of what the model said in the same
         breath. Only within `answering`. Never raises.
         """
         view = self.view(request)
@@ -303,7 +303,7 @@ class Sessions:
         known = view.inserted.get(place, Inserted())
         more = exchange_messages(said.rstrip(), calls, results)
         given = len(view.messages) - len(known.after)
-        room = room_for_results(view.messages, given, bill, self.policy.context, self._count)
+        room = room_for_results(view.messages, given, usage, self.policy.context, self._count)
         after = fit_results((*known.after, *more), room, self._count)
         put = replace(known, after=after, said=known.said + said)
         self._written(_owner(request), view, [], put.note(view.history.keys[place]))

@@ -93,7 +93,7 @@ class Warmed:
     ttl: Ttl | None = None
     """How long it is kept ready after its last use; None where it is not stored."""
     error: str | None = None
-    """Why it is not ready after all. Nobody has to care: the next request evaluates it."""
+    """Why it is not ready after all. The next request evaluates it instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class MissReason(StrEnum):
     TOOLS = "changed_tools"  # the same, inside the definitions of tools
     EVICTED = "evicted"  # it was stored, and its room was needed
     EXPIRED = "expired"  # it was stored, outlived its TTL, and was removed
-    REMOVED = "removed"  # somebody removed it
+    REMOVED = "removed"  # a request removed it
     OTHER_USER = "other_user"  # it is stored, for another user
     OTHER_MODEL = "other_model"  # it is stored, for another model or engine
     NO_SNAPSHOT = "no_snapshot"  # this model's state can be resumed only where it was snapshotted
@@ -167,7 +167,7 @@ class LookupRecord:
 
     @property
     def narrow_tokens(self) -> int:
-        """Of the reused ones, how many were computed in steps of few rows, or nobody knows in which."""
+        """Of the reused ones, how many were computed in steps of few rows, or in unknown ones."""
         return self.reused_tokens - self.wide_tokens
 
 
@@ -226,7 +226,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class PermissionAsked:
-    """The call waits until somebody has decided."""
+    """The call waits until a person has decided."""
 
     call: ToolCall
     group: str

@@ -48,7 +48,7 @@ class Note:
 
 class MemoryKind(StrEnum):
     TURN = "turn"
-    ANSWER = "answer"  # a question and its answer that somebody stored
+    ANSWER = "answer"  # a question and its answer that a user stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class Lineage:
     @staticmethod
     @lru_cache(maxsize=4096)
     def parse(name: str) -> Lineage:
-        """The inverse of `str`. What is no name of ours becomes an owner whom nobody is: nothing sees it."""
+        """The inverse of `str`. What is no name of ours becomes an owner that no user is: nothing sees it."""
         marks, _, owner = name[1:].partition("~")
         if not name.startswith("~"):
             return Lineage(name)
@@ -278,7 +278,7 @@ class Request:
     kv_bits: int | None = None
     """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
     is_prefix: bool = False
-    """Nobody waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
+    """No client waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
     conversation_id: str | None = None
     cache_key: str | None = None
     """OpenAI's `prompt_cache_key`: names a conversation when nothing else does."""
@@ -288,7 +288,7 @@ class Request:
     """The engine's slot that the client would like best."""
     want_progress: bool = False
     in_pieces: bool = True
-    """False: nobody looks at an answer before its end, so its events may come late and all together."""
+    """False: its client reads the answer when it is whole, so its events may come late and all together."""
     deadline_s: float | None = None
 
 
