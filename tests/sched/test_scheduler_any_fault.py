@@ -10,18 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty import (
-    ERRORS,
-    SHARED,
-    Crowd,
-    Faults,
-    answers_again,
-    crowd_of,
-    leaks,
-    methods,
-    new_rig,
-    prepare,
-)
 
 from emberkeep.engine.base import Engine, KvUnit, Rows
 from emberkeep.errors import EngineError, StepFailed
@@ -33,6 +21,18 @@ from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Output
 from emberkeep.sched.slots import Affinity, Planner
+from helpers.faulty_crowd import (
+    ERRORS,
+    SHARED,
+    Crowd,
+    Faults,
+    answers_again,
+    crowd_of,
+    leaks,
+    methods,
+    new_rig,
+    prepare,
+)
 from helpers.scheduling import Rig
 
 CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "2")))
