@@ -19,9 +19,9 @@ import numpy as np
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.content import Moved, to_pieces
-from emberkeep.kv.disk_tier import DiskSettings, DiskTier
+from emberkeep.kv.disk_tier import DiskSettings, DiskTier, Forgetter
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.forgotten import Forgetter, Whose
+from emberkeep.kv.forgotten import Whose
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreClock, StoreCounters, WriteBudget
 from emberkeep.kv.text_walk import Replayed, chunks_along, stored_ids
