@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from emberkeep.chat.messages import leaving_turns, without
+from emberkeep.chat.messages import leaving_turns
 from emberkeep.types import Message, ToolCall
 
 SYSTEM = Message("system", "Be brief.")
@@ -54,11 +54,3 @@ def test_a_call_that_is_not_answered_yet_stays():
 def test_without_a_user_nothing_leaves():
     assert left(SYSTEM, answer("Hello!")) == []
     assert left() == []
-
-
-def test_what_is_left_is_in_order():
-    messages = (SYSTEM, user("1"), answer("1"), user("2"), answer("2"), user("3"))
-    turns = leaving_turns(messages)
-    assert without(messages, []) == messages
-    assert without(messages, turns[:1]) == (SYSTEM, *messages[3:])
-    assert without(messages, turns) == (SYSTEM, user("3"))

@@ -218,3 +218,12 @@ def test_calls_that_the_client_knows_nothing_of_are_archived_too_but_not_what_me
     (turn,) = archived(asked, asked.leaving())
     assert turn.tool_uses == (ToolUse("look", "{}", "seven metres"),)
     assert (turn.user_text, turn.assistant_text) == ("a", "b")
+
+
+def test_what_is_left_without_a_notice_is_in_order():
+    messages = (Message("system", "Be kind."), user("1"), said("1"), user("2"), said("2"), user("3"))
+    whole = view(*messages)
+    turns = whole.leaving()
+    assert whole.without([]).messages == messages
+    assert whole.without(turns[:1]).messages == (messages[0], *messages[3:])
+    assert whole.without(turns).messages == (messages[0], user("3"))

@@ -351,11 +351,6 @@ def leaving_turns(messages: Sequence[Message]) -> list[frozenset[int]]:
     return [leaving for turn in turns if (leaving := _leaving(messages, turn))]
 
 
-def without(messages: Sequence[Message], turns: Sequence[frozenset[int]]) -> tuple[Message, ...]:
-    gone = frozenset[int]().union(*turns)
-    return tuple(message for i, message in enumerate(messages) if i not in gone)
-
-
 def _exchanges(messages: Sequence[Message], turn: range) -> list[range]:
     """Tool calls of one turn, each with what follows up to the next ones."""
     calls = [i for i in turn if messages[i].tool_calls]

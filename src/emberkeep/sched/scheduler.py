@@ -125,13 +125,10 @@ class Scheduler:
         settings: SchedulerSettings,
         *,
         thread: EngineThread | None = None,
-        after_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """`thread`: the one that opened the engine, where that matters; the scheduler ends it when it closes.
-
-        `after_step` is called on the engine's thread whenever outputs may have something new.
-        """
-        self.after_step = after_step
+        """`thread`: the one that opened the engine, where that matters; the scheduler ends it when it closes."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called on the engine's thread when outputs may have something new. Set before anything is submitted."""
         self._engine = engine
         self.store = store
         store.follow(engine.fingerprint)

@@ -46,11 +46,11 @@ def read_history(messages: Sequence[Message], conversation_id: str | None) -> Hi
 def _chain(messages: Iterator[Message], seed: str) -> Iterator[bytes]:
     key = hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     for message in messages:
-        key = hashlib.blake2b(_spelled(message), digest_size=16, key=key).digest()
+        key = hashlib.blake2b(_packed_fields(message), digest_size=16, key=key).digest()
         yield key
 
 
-def _spelled(message: Message) -> bytes:
+def _packed_fields(message: Message) -> bytes:
     """Every field that clients send back; each with its length, so that no two messages look alike."""
     fields = [message.role, message.content, message.tool_call_id or "", message.name or ""]
     fields += [part for call in message.tool_calls for part in (call.id, call.name, call.arguments)]
