@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberkeep.chat.tokens import PromptTokenizer, _Fragments
+from emberkeep.chat.prompt import PromptTokenizer, _Fragments
 from emberkeep.types import Vocab
 from helpers.byte_vocab import TinyVocab
 

@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.Ghosts", lambda: Ghosts(REMEMBERED))
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
-    monkeypatch.setattr("emberkeep.chat.tokens._REMEMBERED_CHARS", 2000)
+    monkeypatch.setattr("emberkeep.chat.prompt._REMEMBERED_CHARS", 2000)
 
 
 def asked(number: int) -> Request:

@@ -17,9 +17,8 @@ import pytest
 from emberkeep.backend.remote.service import Service
 from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.backend.tool_loop import MOST_CALLS
-from emberkeep.chat.prompt import PromptBuilder
+from emberkeep.chat.prompt import PromptBuilder, PromptTokenizer
 from emberkeep.chat.template import ChatTemplate, SeamedTemplate
-from emberkeep.chat.tokens import PromptTokenizer
 from emberkeep.cli.console import complain
 from emberkeep.config import Config, public_values
 from emberkeep.config.tables import parse_servers

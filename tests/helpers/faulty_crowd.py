@@ -33,7 +33,17 @@ NOT_ASKED_BY_THE_LOOP: dict[type, set[str]] = {
     Engine: {"stats", "close"},
     KvStore: {
         *("peek", "peek_elsewhere", "touch", "other_model", "replay", "refresh", "readahead", "sweep"),
-        *("flush", "close", "stats", "notice_forgotten", "on_forget", "follow", "transact", "complete_load"),
+        *(
+            "flush",
+            "close",
+            "stats",
+            "notice_forgotten",
+            "on_forget",
+            "follow",
+            "transact",
+            "complete_load",
+            "ram_room",
+        ),
     },
 }
 """Other threads ask these, or no job is there when the loop does. All others have to come up in a crowd."""

@@ -11,8 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from emberkeep.chat.messages import CacheKeys
-from emberkeep.chat.prompt import Prompt, Stable
-from emberkeep.chat.tokens import TokenizedText
+from emberkeep.chat.prompt import Prompt, Stable, TokenizedText
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.chat.tokens import PromptTokenizer
+from emberkeep.chat.prompt import PromptTokenizer
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made
 from emberkeep.sched.prefix_cache import RecentAnswers, StoredText

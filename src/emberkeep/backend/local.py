@@ -186,13 +186,13 @@ class LocalBackend:
                     yield TextDelta(index, prompt.text)
             if prompt.keys.stable and request.is_kept:
                 running = [sequence for sequence, _ in sequences]
-                await asyncio.to_thread(self._note_stable, request, prompt, running, asked_at)
+                await asyncio.to_thread(self._note_stable, request, prompt, running)
             async for event in until_completed(channel, len(sequences)):
                 if isinstance(event, Full):
                     sequence, _ = sequences[event.index]
                     conversation = await asyncio.to_thread(self._make_room, sequence, conversation)
                 elif isinstance(event, Completed):
-                    lookup = await self._explained(request, prompt, event.lookup, asked_at)
+                    lookup = await self._note_answer(request, prompt, event.lookup, asked_at)
                     yield replace(event, lookup=lookup, fit=_timed(conversation.fit, lookup))
                 else:
                     yield event
@@ -300,24 +300,25 @@ class LocalBackend:
         snapshots = self.scheduler.kv_unit.has_snapshots
         return self._store.peek(prompt.lineage, prompt.tokens, snapshots=snapshots).warm_tokens
 
-    def _note_stable(self, request: Request, prompt: Prompt, sequences: list[Sequence], asked_at: float) -> None:
+    def _note_stable(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> None:
         """Off the critical path: the prompt is being evaluated meanwhile."""
         stable = self._prompts.stable(request, prompt)
         for sequence in sequences:
             sequence.stable = stable
-        self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
-        if self._forgotten.since(asked_at, request.namespace):
-            self.warmer.forget({request.namespace})
 
-    async def _explained(
+    async def _note_answer(
         self, request: Request, prompt: Prompt, lookup: LookupRecord, asked_at: float
     ) -> LookupRecord:
-        """With the part of the request in which it left what was stored."""
+        """Remember a request that was answered; returns its lookup with the part of the request in which it left
+        what was stored."""
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
             lookup = await asyncio.to_thread(self._explainer.located, request, prompt, lookup)
         self._lookups.add(request, lookup)
+        if prompt.keys.stable and request.is_kept:
+            self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
         if self._forgotten.since(asked_at, request.namespace):
             self._lookups.forget({request.namespace})
+            self.warmer.forget({request.namespace})
         return lookup
 
     def _forget(self, owners: Container[str]) -> Future[None]:

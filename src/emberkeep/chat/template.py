@@ -34,7 +34,6 @@ import markupsafe
 from emberkeep.chat.messages import system_in_first_user, tools_as_text, values_for
 from emberkeep.chat.render_worker import ANSWER_HEADER, QUESTION_HEADER, AnswerKind, Question
 from emberkeep.chat.sandbox import MAX_OUTPUT, MAX_SECONDS, MORE_SECONDS_PER_MESSAGE, JinjaTemplate, stop_error
-from emberkeep.chat.tokens import SEAM
 from emberkeep.chat.traits import CallWriting, Traits, find_traits
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
@@ -49,6 +48,9 @@ CHATML = (
 )
 
 NO_ARGS: Final[Mapping[str, Json]] = MappingProxyType({})
+
+SEAM = "\ufdd0"
+"""A character that Unicode keeps for programs' own use: no token goes over it, and it has none itself."""
 
 _QUOTED = ("user", "tool")
 """Who speaks for others. The system's words are the owner's, and an assistant's are the model's own tokens."""

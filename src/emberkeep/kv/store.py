@@ -432,6 +432,11 @@ class KvStore:
         with self._lock:
             return self._ledger.ram.tally.bytes, self._ledger.disk.bytes
 
+    def ram_room(self) -> int:
+        """Bytes of RAM by which the store can still grow."""
+        with self._lock:
+            return max(self._budgets.ram - self._ledger.ram.tally.bytes, 0)
+
     def stats(self) -> dict[str, object]:
         """Cheap: nothing is walked."""
         with self._lock:

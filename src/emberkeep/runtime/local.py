@@ -138,7 +138,7 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
         engine.capabilities,
         largest_slice=largest_slice,
         margin=config.memory_margin,
-        store_room=lambda: max(config.ram_budget - store.held_bytes()[0], 0),
+        store_room=store.ram_room,
     )
 
 
