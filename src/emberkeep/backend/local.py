@@ -216,12 +216,12 @@ class LocalBackend:
         answer must look like. Blocks for milliseconds. Raises RequestError: ContextExceeded or TooLarge for what
         does not fit."""
         try:
-            conversation = self._admit(self._conversations.open(request, lineage))
+            conversation = self._plan_memory(self._conversations.open(request, lineage))
         except (ContextExceeded, TooLarge) as error:
             conversation = self._truncate(request, lineage, error)
         return conversation, self._prompts.constraint(request)
 
-    def _admit(self, conversation: Conversation) -> Conversation:
+    def _plan_memory(self, conversation: Conversation) -> Conversation:
         """With a plan for its memory. Raises TooLarge."""
         admission, prompt, lineage = self._settings.admission, conversation.prompt, conversation.lineage
         if admission is None:
@@ -246,7 +246,7 @@ class LocalBackend:
             limit = error.suggested_max_tokens if isinstance(error, TooLarge) else self.scheduler.context
             for shorter in self._conversations.truncations(request, lineage, limit):
                 with suppress(TooLarge):
-                    return self._truncated_to(self._admit(shorter), error.prompt_tokens)
+                    return self._truncated_to(self._plan_memory(shorter), error.prompt_tokens)
         with self._counting:
             self._refused += isinstance(error, TooLarge)
         raise error

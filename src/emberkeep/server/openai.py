@@ -41,7 +41,7 @@ def openai_routes(backend: Backend) -> APIRouter:
         hops = check_hops(http)
         request = await make_of_body(http, body.to_request)
         request = replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops)
-        return await _answer(http, backend, body, [request], _CHAT)
+        return await _respond(http, backend, body, [request], _CHAT)
 
     @router.post(
         "/v1/completions", responses=STREAMS, openapi_extra=takes(CompletionBody, prompt="Once upon a time")
@@ -50,7 +50,7 @@ def openai_routes(backend: Backend) -> APIRouter:
         body = await read_body(http, CompletionBody)
         check_model(body.model, backend.card)
         requests = await make_of_body(http, body.to_requests)
-        return await _answer(http, backend, body, requests, _TEXT)
+        return await _respond(http, backend, body, requests, _TEXT)
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -79,7 +79,7 @@ _CHAT = _Shape("chatcmpl", ChatFrames, Answer.chat_json)
 _TEXT = _Shape("cmpl", TextFrames, Answer.text_json)
 
 
-async def _answer(
+async def _respond(
     http: HttpRequest, backend: Backend, body: GenerationBody, requests: Sequence[Request], shape: _Shape
 ) -> Response:
     """Raises what the backend raises before the first event, and ClientGone."""
