@@ -60,10 +60,10 @@ def ask(backend: LocalBackend, request: Request) -> Completed:
         assert isinstance(last, Completed)
         return last
 
-    bill = asyncio.run(generate())
+    completed = asyncio.run(generate())
     while backend.scheduler.stats()["active"]:  # its turn is being closed
         backend.scheduler.call(lambda: None).result()
-    return bill
+    return completed
 
 
 def edited(index: int, text: str) -> Request:

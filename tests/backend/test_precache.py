@@ -74,7 +74,7 @@ def chat(*texts: str, namespace: str = "", system: str = SYSTEM, **more) -> Requ
     )
 
 
-def bill(backend: LocalBackend, request: Request) -> Completed:
+def completed(backend: LocalBackend, request: Request) -> Completed:
     async def ask() -> Completed:
         [*_, last] = [event async for event in backend.generate(request)]
         assert isinstance(last, Completed)
@@ -117,7 +117,7 @@ def test_the_first_request_of_a_conversation_evaluates_only_its_own_tokens(house
     until_warm(backend, [PREFIX])
     warmed = engine.evaluated_tokens
     assert warmed > len(SYSTEM) // 3
-    first = bill(backend, chat("When is it open?", namespace=ALICE))
+    first = completed(backend, chat("When is it open?", namespace=ALICE))
     assert first.usage.cached_tokens == warmed
     assert first.usage.prompt_tokens - warmed < 40
 
@@ -130,7 +130,7 @@ def test_a_declared_prefix_is_there_after_a_restart_without_evaluation(house):
     backend, engine = house.open()
     until_warm(backend, [PREFIX])
     assert engine.evaluated_tokens == 0
-    assert bill(backend, chat("When?")).usage.cached_tokens == warmed
+    assert completed(backend, chat("When?")).usage.cached_tokens == warmed
 
 
 def test_a_prefix_is_touched_before_it_expires_and_an_unused_one_is_not(house):
@@ -169,7 +169,7 @@ def test_a_prefix_that_was_lost_is_evaluated_again(house):
 
 def test_the_prefix_of_an_open_conversation_is_kept_and_of_a_closed_one_let_go(house):
     backend, _ = house.open(ttl_long_s=3600)
-    bill(backend, chat("When?", namespace=ALICE))
+    completed(backend, chat("When?", namespace=ALICE))
     ((key, prefix),) = backend.warmer._prefixes.items()
     assert key[0] == Lineage(ALICE)
     assert prefix.request.messages == (Message("system", SYSTEM),)
@@ -181,13 +181,13 @@ def test_the_prefix_of_an_open_conversation_is_kept_and_of_a_closed_one_let_go(h
 def test_only_so_many_conversations_are_looked_after(house):
     backend, _ = house.open(tracked_conversations=3)
     for number in range(6):
-        bill(backend, chat("When?", system=f"{number} {SYSTEM}"))
+        completed(backend, chat("When?", system=f"{number} {SYSTEM}"))
     assert [p.request.messages[0].content[0] for p in backend.warmer._prefixes.values()] == ["3", "4", "5"]
 
 
 def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
     backend, _ = house.open()
-    told = bill(backend, chat("When?", conversation_id="c"))
+    told = completed(backend, chat("When?", conversation_id="c"))
     backend._store.flush()
     assert backend.scheduler.idle_entries()
     backend._store._ledger.clock._offset += 4000
@@ -195,7 +195,7 @@ def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
     assert backend._store.stats()["warm"]["chunks"] == 0
     backend.scheduler.call(lambda: None).result()
     assert backend.scheduler.idle_entries() == {}
-    again = bill(backend, chat("When?", conversation_id="c"))
+    again = completed(backend, chat("When?", conversation_id="c"))
     assert again.lookup.cold_tokens == again.usage.cached_tokens > told.usage.prompt_tokens * 0.8
 
 
@@ -225,5 +225,5 @@ def test_warming_never_fails_for_a_busy_engine(house):
 def test_a_users_warm_prefix_is_not_anothers(house):
     backend, _ = house.open()
     asyncio.run(backend.warmer.warm(Request(messages=(Message("system", SYSTEM),), namespace=ALICE)))
-    assert bill(backend, chat("When?", namespace=private_namespace("bob"))).usage.cached_tokens == 0
-    assert bill(backend, chat("When?", namespace=ALICE)).usage.cached_tokens > len(SYSTEM) // 3
+    assert completed(backend, chat("When?", namespace=private_namespace("bob"))).usage.cached_tokens == 0
+    assert completed(backend, chat("When?", namespace=ALICE)).usage.cached_tokens > len(SYSTEM) // 3

@@ -54,7 +54,7 @@ def test_the_next_turn_still_has_the_call_and_its_result(client, engine):
     before = client.say("When did the Zephyr come?")
     answer = client.say("Thanks.")
     assert answer.prompt.startswith(before.prompt + "It came at noon.<|im_end|>")
-    assert answer.lookup.reused_tokens > answer.bill.usage.prompt_tokens - 40
+    assert answer.lookup.reused_tokens > answer.completed.usage.prompt_tokens - 40
 
 
 def test_the_same_question_in_another_chat_is_looked_up_anew(harbour, engine, tmp_path):

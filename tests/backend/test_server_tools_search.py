@@ -78,7 +78,7 @@ def test_the_next_turn_has_the_search_and_its_results_at_the_same_place(harbour,
     answer = client.say("Thanks.")
     assert answer.prompt.startswith(before.prompt + "It is called Zephyr.<|im_end|>")
     assert answer.prompt.count("Let me see.") == 1
-    assert answer.lookup.reused_tokens > answer.bill.usage.prompt_tokens - 40
+    assert answer.lookup.reused_tokens > answer.completed.usage.prompt_tokens - 40
 
 
 def test_the_same_in_another_process(tmp_path, engine):
@@ -91,7 +91,7 @@ def test_the_same_in_another_process(tmp_path, engine):
             scripted.will_say(*([ASK_ZEPHYR] if not client_messages else []), "It is called Zephyr.")
             answer = client.say(text)
     assert "Nothing was found" in answer.prompt
-    assert answer.lookup.cold_tokens > answer.bill.usage.prompt_tokens - 60
+    assert answer.lookup.cold_tokens > answer.completed.usage.prompt_tokens - 60
 
 
 def test_several_searches_in_a_row_and_several_at_once(harbour, engine):
@@ -153,7 +153,7 @@ def test_a_search_leaves_the_context_with_its_question(harbour, engine):
     engine.will_say("Let me see. " + ASK_ZEPHYR, "It is called Zephyr.")
     client.say("What is my boat called?")
     while "A fine name." in (answer := client.say(line(len(client.messages)), max_tokens=4)).prompt:
-        assert answer.bill.usage.prompt_tokens <= 1536
+        assert answer.completed.usage.prompt_tokens <= 1536
     assert "Let me see." not in answer.prompt
     assert "the tool search_memory finds them" in answer.prompt
     assert {"Let me see.", "It is called Zephyr."} <= set(harbour.archived_texts())
@@ -231,7 +231,7 @@ def test_a_request_is_explained_with_the_tool_that_it_will_have(harbour):
     client.messages.pop()
     told = harbour.backend.cache.explain(client.request())
     assert told.lookup.reason is MissReason.NONE
-    assert told.lookup.prompt_tokens == answer.bill.usage.prompt_tokens
+    assert told.lookup.prompt_tokens == answer.completed.usage.prompt_tokens
 
 
 def test_a_prefix_is_warmed_with_the_tool_that_its_conversations_will_have(harbour):
@@ -249,7 +249,7 @@ def test_all_rounds_together_have_the_tokens_that_were_asked_for(harbour, engine
     client = Client(harbour, max_tokens=120)
     engine.will_say(ASK_ZEPHYR, "x" * 200)
     answer = client.say("What is my boat called?")
-    assert answer.bill.usage.completion_tokens == 120
+    assert answer.completed.usage.completion_tokens == 120
     assert answer.reason is FinishReason.LENGTH
     assert 0 < len(answer.text) < 60
 

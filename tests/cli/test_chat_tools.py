@@ -77,9 +77,9 @@ def sink(ship: str) -> str:
 
 def calling(name: str, text: str = "", **arguments: object) -> list[Step]:
     said: list[Step] = [TextDelta(0, text)] if text else []
-    bill = Completed(Usage(10, 5), Timings(predicted_n=5, predicted_ms=10), LookupRecord())
+    completed = Completed(Usage(10, 5), Timings(predicted_n=5, predicted_ms=10), LookupRecord())
     call = ToolCallDelta(0, 0, "c1", name, json.dumps(arguments))
-    return [*said, call, Finished(0, FinishReason.TOOL_CALLS), bill]
+    return [*said, call, Finished(0, FinishReason.TOOL_CALLS), completed]
 
 
 def interrupt() -> None:

@@ -122,7 +122,7 @@ with Harbour(Path(sys.argv[1]), recall="off") as harbour:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     evictions = [e for i in range(10) for e in client.say(line(i, words=60)).evictions]
     assert any(e.error for e in evictions), evictions
-    assert client.say("Hm.").bill.usage.prompt_tokens < 768
+    assert client.say("Hm.").completed.usage.prompt_tokens < 768
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     client.say("Well.")
     gone = harbour.backend._sessions.view(client.request()).gone.spoken

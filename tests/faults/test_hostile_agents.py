@@ -129,13 +129,13 @@ def test_a_file_that_a_tool_reads_cannot_speak_as_the_system(harbour: Harbour, e
 # ── models that call without end ─────────────────────────────────────────────────────────────────
 
 
-def bill(*counts: Any) -> Completed:
+def completed_with(*counts: Any) -> Completed:
     return Completed(Usage(*counts), Timings(), LookupRecord())
 
 
 def calling(calls: list[Step]) -> Callable[[Request], list[Step]]:
     """These calls, and then an answer."""
-    first = [*calls, Finished(0, FinishReason.TOOL_CALLS), bill(10, 3)]
+    first = [*calls, Finished(0, FinishReason.TOOL_CALLS), completed_with(10, 3)]
     return lambda request: said("done") if any(m.role == "tool" for m in request.messages) else first
 
 
@@ -194,8 +194,8 @@ def test_json_that_is_mostly_blanks_when_it_is_laid_out_is_refused() -> None:
         ((5, 1, 500, 99), Usage(5, 1, 5, 1)),
     ],
 )
-def test_a_bill_that_cannot_be_is_not_added_up(counts: Any, believed: Usage) -> None:
-    script: list[Step] = [TextDelta(0, "x"), Finished(0, FinishReason.STOP), bill(*counts)]
+def test_impossible_usage_is_not_added_up(counts: Any, believed: Usage) -> None:
+    script: list[Step] = [TextDelta(0, "x"), Finished(0, FinishReason.STOP), completed_with(*counts)]
     backend = remote(ScriptedProvider(lambda request: script))
     *_, completed = read(backend, ASK)
     assert isinstance(completed, Completed)

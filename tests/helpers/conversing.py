@@ -83,18 +83,18 @@ class Answer:
         return self.prompts[-1]
 
     @property
-    def bill(self) -> Completed:
-        bill = self.events[-1]
-        assert isinstance(bill, Completed)
-        return bill
+    def completed(self) -> Completed:
+        last = self.events[-1]
+        assert isinstance(last, Completed)
+        return last
 
     @property
     def lookup(self) -> LookupRecord:
-        return self.bill.lookup
+        return self.completed.lookup
 
     @property
     def evictions(self) -> tuple[Eviction, ...]:
-        return self.bill.fit.evictions
+        return self.completed.fit.evictions
 
     @property
     def text(self) -> str:

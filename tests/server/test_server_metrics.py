@@ -79,7 +79,7 @@ def outcomes(samples: Samples) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_counted_with_its_bill(stream: bool) -> None:
+def test_an_answer_is_counted_with_its_usage(stream: bool) -> None:
     site = Site()
     site.ask(stream=stream)
     samples = site.scrape()

@@ -38,7 +38,7 @@ def test_old_turns_leave_down_to_the_low_water_mark_and_are_archived(harbour):
     (eviction,) = answer.evictions
     assert eviction.archived
     assert eviction.messages == eviction.out == 2 * len(harbour.archived())
-    assert answer.bill.usage.prompt_tokens <= 1.15 * 0.5 * CONTEXT
+    assert answer.completed.usage.prompt_tokens <= 1.15 * 0.5 * CONTEXT
     assert answer.prompt.startswith(
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n[{eviction.out} earlier "
     )
@@ -54,7 +54,7 @@ def test_the_same_messages_stay_out_and_the_prompt_only_grows(harbour):
         answer = client.say(line(number))
         assert answer.prompt.startswith(first.prompt)
         assert not answer.evictions
-        assert answer.lookup.reused_tokens > 0.8 * answer.bill.usage.prompt_tokens
+        assert answer.lookup.reused_tokens > 0.8 * answer.completed.usage.prompt_tokens
         first = answer
 
 
@@ -74,7 +74,7 @@ def test_the_answer_may_be_as_short_as_it_likes_the_room_for_it_is_kept_free(har
     """Where nobody knows how long it becomes an eighth of the context is."""
     client = Client(harbour, max_tokens=None, stop=("e",))
     for number in range(30):
-        assert client.say(line(number)).bill.usage.prompt_tokens <= CONTEXT - CONTEXT // 8
+        assert client.say(line(number)).completed.usage.prompt_tokens <= CONTEXT - CONTEXT // 8
 
 
 def test_a_tool_call_leaves_with_its_result(harbour):
@@ -314,7 +314,7 @@ def test_any_conversation_goes_on_and_nothing_is_lost(shared_harbour, turns, is_
         answer = client.say(line(1000 * number + i, words), max_tokens=max_tokens, stop=("e",))
         assert answer.prompt.startswith(f"<|im_start|>system\n{SYSTEM}")
         assert client.messages[-2].content in answer.prompt
-        assert answer.bill.usage.prompt_tokens <= CONTEXT
+        assert answer.completed.usage.prompt_tokens <= CONTEXT
         if is_exact:
             assert not answer.lookup.is_approximate
         shown_out = told_out(answer)

@@ -34,9 +34,9 @@ def test_an_answer_goes_on_when_the_context_is_full(harbour):
     client = halfway(harbour)
     answer = client.say("Tell me everything.", max_tokens=300)
     assert answer.reason is FinishReason.LENGTH
-    assert answer.bill.usage.completion_tokens == len(answer.ids) == 300
-    assert answer.bill.usage.prompt_tokens + 300 > CONTEXT
-    assert answer.bill.usage.prompt_tokens == harbour_tokens(harbour, answer.prompt)
+    assert answer.completed.usage.completion_tokens == len(answer.ids) == 300
+    assert answer.completed.usage.prompt_tokens + 300 > CONTEXT
+    assert answer.completed.usage.prompt_tokens == harbour_tokens(harbour, answer.prompt)
     assert len(answer.evictions) >= 1
     assert all(eviction.archived for eviction in answer.evictions)
     assert answer.evictions[-1].out == len(harbour.archived_texts())
@@ -55,7 +55,7 @@ def test_the_next_turn_goes_on_from_there(harbour):
     assert not again.evictions
     assert f"[{answer.evictions[-1].out} earlier messages" in again.prompt
     assert answer.text in again.prompt
-    assert again.lookup.reused_tokens > again.bill.usage.prompt_tokens - 40
+    assert again.lookup.reused_tokens > again.completed.usage.prompt_tokens - 40
 
 
 def test_an_answer_without_a_limit_ends_when_nothing_else_may_leave(harbour):
@@ -97,7 +97,7 @@ def test_several_answers_at_once_end_where_the_context_ends(harbour):
         [event for event in answer.events if isinstance(event, TextDelta) and event.index == i] for i in (0, 1)
     ]
     assert all(texts)
-    assert answer.bill.usage.completion_tokens < 600
+    assert answer.completed.usage.completion_tokens < 600
     assert harbour.archived() == []
 
 
@@ -106,7 +106,7 @@ def test_where_nothing_may_leave_the_answer_ends_where_the_context_ends(harbour)
     answer = client.say("Tell me everything.", max_tokens=300, evict=False)
     assert answer.reason is FinishReason.LENGTH
     assert not answer.evictions
-    assert answer.bill.usage.prompt_tokens + len(answer.ids) <= CONTEXT
+    assert answer.completed.usage.prompt_tokens + len(answer.ids) <= CONTEXT
 
 
 def test_a_client_that_leaves_meanwhile_leaves_nothing_wrong_behind(harbour):

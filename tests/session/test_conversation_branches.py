@@ -42,7 +42,7 @@ def test_a_regenerated_answer_sees_what_the_first_one_saw(harbour):
     again = client.go_on()
     assert again.prompt == first.prompt
     assert not again.evictions
-    assert again.lookup.reused_tokens == again.bill.usage.prompt_tokens - 1
+    assert again.lookup.reused_tokens == again.completed.usage.prompt_tokens - 1
 
 
 def test_a_short_branch_that_fits_is_shown_whole_and_exact(harbour):
@@ -178,7 +178,7 @@ def test_the_same_conversation_finds_its_cut_state(harbour):
     client = shortened(harbour)
     answer = harbour.ask(client.request())
     assert answer.lookup.is_approximate
-    assert answer.lookup.reused_tokens == answer.bill.usage.prompt_tokens - 1
+    assert answer.lookup.reused_tokens == answer.completed.usage.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("name", ["plain", "named"])
@@ -186,7 +186,7 @@ def test_another_conversation_with_the_same_words_does_not(harbour, name):
     client = shortened(harbour, conversation_id="one")
     other = same_prompt(harbour, client, conversation_id="two" if name == "named" else None)
     answer = harbour.ask(other)
-    assert answer.bill.usage.prompt_tokens == harbour.ask(client.request()).bill.usage.prompt_tokens
+    assert answer.completed.usage.prompt_tokens == harbour.ask(client.request()).completed.usage.prompt_tokens
     assert not answer.lookup.is_approximate
     assert answer.ids == harbour.fresh(answer)
 
@@ -233,7 +233,7 @@ def test_a_shortened_conversation_is_explained_as_it_would_be_answered(harbour):
     told = harbour.backend.cache.explain(client.request())
     assert told.lookup.reason is MissReason.NONE
     answer = harbour.ask(client.request())
-    assert told.lookup.prompt_tokens == answer.bill.usage.prompt_tokens
+    assert told.lookup.prompt_tokens == answer.completed.usage.prompt_tokens
     assert told.lookup.reused_tokens == answer.lookup.reused_tokens
 
 
@@ -262,7 +262,7 @@ def test_requests_of_one_conversation_at_once_archive_everything_once(harbour):
         requests += [client.request(), client.request()]
         client.messages.pop()
     answers = harbour.ask_together(requests)
-    assert all(answer.bill.usage.prompt_tokens < 700 for answer in answers)
+    assert all(answer.completed.usage.prompt_tokens < 700 for answer in answers)
     assert texts_once(harbour)
     assert {turn["user_text"] for turn in harbour.archived()} == {line(i) for i in range(len(harbour.archived()))}
 
@@ -299,5 +299,5 @@ def test_a_second_process_goes_on_with_the_same_messages_out_and_with_the_state(
         assert not answer.evictions
         assert answer.prompt.startswith(before.prompt)
         assert answer.prompt.count(SYSTEM) == 1
-        assert answer.lookup.cold_tokens > 0.8 * answer.bill.usage.prompt_tokens
+        assert answer.lookup.cold_tokens > 0.8 * answer.completed.usage.prompt_tokens
         assert answer.lookup.is_approximate

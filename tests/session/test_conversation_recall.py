@@ -43,7 +43,7 @@ def test_the_best_of_what_left_stands_right_before_the_question(harbour):
     assert asked == "What is my boat called?"
     assert quote.startswith("[Earlier in this conversation:\n")
     assert "My boat is called Zephyr." in quote
-    assert answer.bill.fit.recalled >= 1
+    assert answer.completed.fit.recalled >= 1
     assert answer.prompt.count("Zephyr") == 1
 
 
@@ -70,7 +70,7 @@ def test_it_stays_where_it_is_on_later_turns(harbour):
     for text in ("Thanks.", "What else?"):
         answer = client.say(text)
         assert answer.prompt.startswith(before.prompt)
-        assert answer.lookup.reused_tokens > 0.7 * answer.bill.usage.prompt_tokens
+        assert answer.lookup.reused_tokens > 0.7 * answer.completed.usage.prompt_tokens
         before = answer
 
 
@@ -141,7 +141,7 @@ def test_nothing_comes_back_where_nothing_matches(harbour):
     client = told_a_secret(harbour)
     answer = client.say("Quelle heure est-il?")
     assert question(answer) == "Quelle heure est-il?"
-    assert answer.bill.fit.recalled == 0
+    assert answer.completed.fit.recalled == 0
 
 
 def test_nothing_comes_back_while_nothing_has_left(harbour):
@@ -173,7 +173,7 @@ def test_what_comes_back_never_makes_a_prompt_too_long(harbour):
             break
         answer = client.say(text)
         client.messages[-2:] = []
-        assert answer.bill.usage.prompt_tokens < CONTEXT
+        assert answer.completed.usage.prompt_tokens < CONTEXT
         assert question(answer).endswith(text)
     assert words > 90
 
@@ -183,7 +183,7 @@ def test_the_same_where_more_may_come_back_than_there_is_room_for(tmp_path):
         client = Client(harbour)
         for number in range(14):
             answer = client.say(line(number, words=30))
-            assert answer.bill.usage.prompt_tokens < CONTEXT
+            assert answer.completed.usage.prompt_tokens < CONTEXT
 
 
 def test_a_memory_that_cannot_be_read_is_no_reason_to_fail(harbour, monkeypatch):

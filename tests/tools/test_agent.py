@@ -134,7 +134,7 @@ def test_a_call_runs_and_the_model_goes_on_with_its_result() -> None:
     assert not any(isinstance(event, ToolCallDelta) for event in events)
 
 
-def test_the_end_comes_once_and_the_bill_is_of_all_rounds() -> None:
+def test_the_end_comes_once_and_the_usage_is_of_all_rounds() -> None:
     model = Model(calling(("depth", {"pier": 1})), answer("Five metres."))
     events = act(model, box(depth))
     assert [event for event in events if isinstance(event, Finished)] == [Finished(0, FinishReason.STOP)]

@@ -79,7 +79,7 @@ def sent(request: Request, **settings: Any) -> Any:
     return with_provider(use, **settings)
 
 
-def test_thoughts_and_text_come_in_pieces_and_end_with_the_bill() -> None:
+def test_thoughts_and_text_come_in_pieces_and_end_with_the_usage() -> None:
     last = ended(completion_tokens=5, reasoning_tokens=20, cached_prompt_text_tokens=8)
 
     events = ask(HELLO, [chunk(reasoning_content="Hm."), chunk(content="Good"), chunk(content=" day"), last])

@@ -83,7 +83,7 @@ def about(**settings: Any) -> RemoteAbout:
     return with_provider(use, **settings)  # type: ignore[no-any-return]
 
 
-def test_thoughts_and_text_come_in_pieces_and_end_with_the_bill() -> None:
+def test_thoughts_and_text_come_in_pieces_and_end_with_the_usage() -> None:
     events = ask(HELLO, answer({"thinking": "Hm."}, {"content": "Good"}, {"content": " day"}))
 
     assert events[:3] == [ReasoningDelta(0, "Hm."), TextDelta(0, "Good"), TextDelta(0, " day")]

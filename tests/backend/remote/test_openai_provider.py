@@ -87,7 +87,7 @@ def sent(request: Request, **settings: Any) -> Any:
     return with_provider(use, **settings)
 
 
-def test_text_comes_in_pieces_and_ends_with_the_bill() -> None:
+def test_text_comes_in_pieces_and_ends_with_the_usage() -> None:
     usage = {
         "prompt_tokens": 12,
         "completion_tokens": 30,

@@ -54,7 +54,7 @@ def ask(server: Running, request: Request) -> list[Event]:
     return using(server, lambda provider: events_of(provider, request))  # type: ignore[no-any-return]
 
 
-def test_text_and_its_bill_arrive(server: Running) -> None:
+def test_text_and_its_usage_arrive(server: Running) -> None:
     server.backend.reset(*says("Good", " day"))
 
     events = ask(server, HELLO)

@@ -57,7 +57,7 @@ def failing(*errors: Exception) -> ScriptedProvider:
     return ScriptedProvider(script)
 
 
-def test_events_pass_and_the_bill_says_who_and_how_long() -> None:
+def test_events_pass_and_the_last_one_says_which_model_and_how_long() -> None:
     provider = ScriptedProvider(lambda request: said("Hello to you.", 12, 5))
     *events, completed = read(remote(provider), HELLO)
     assert text(events) == "Hello to you."

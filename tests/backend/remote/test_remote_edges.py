@@ -229,7 +229,7 @@ def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.Mo
 # ── usage ──
 
 
-def test_the_bill_of_several_choices_has_the_tokens_of_all() -> None:
+def test_the_usage_of_several_choices_has_the_tokens_of_all() -> None:
     completed = Completed(Usage(10, 7, 4, 2), Timings(), LookupRecord())
     provider = ScriptedProvider(lambda request: [Finished(0, FinishReason.STOP), completed])
     *_, last = read(remote(provider), replace(HELLO, n=3))
@@ -238,7 +238,7 @@ def test_the_bill_of_several_choices_has_the_tokens_of_all() -> None:
     assert last.timings.predicted_n == 21
 
 
-def test_the_bill_of_several_rounds_has_the_tokens_of_all_and_says_who() -> None:
+def test_the_usage_of_several_rounds_has_the_tokens_of_all() -> None:
     provider = rounds(calling("depth", '{"pier": 1}'), said("Five.", 30, 10))
     *_, last = read(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
     assert isinstance(last, Completed)
@@ -302,7 +302,7 @@ def test_what_a_provider_does_wrong_is_its_fault_and_its_words_are_not_repeated(
     assert "sk-secret" not in str(caught.value)
 
 
-def test_an_answer_without_a_bill_is_none() -> None:
+def test_an_answer_without_usage_is_an_error() -> None:
     provider = ScriptedProvider(lambda request: said("Hello.")[:-1])
     with pytest.raises(RemoteError, match="without its usage"):
         read(remote(provider), HELLO)
