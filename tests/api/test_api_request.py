@@ -272,7 +272,7 @@ def test_a_slot_can_be_wished_for(asked: int | None, wanted: int | None) -> None
     ],
     ids=str,
 )
-def test_the_user_is_whoever_is_named_with_ids_first(fields: dict[str, str], user: str) -> None:
+def test_the_user_is_taken_from_ids_before_names(fields: dict[str, str], user: str) -> None:
     request = request_of(**fields, cache_salt="s")
     assert request.user == user
     assert user_of(request.namespace) == user

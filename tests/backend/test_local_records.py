@@ -36,5 +36,5 @@ def test_only_requests_that_came_before_are_forgotten_with_their_user() -> None:
     assert not forgotten.since(before, BOB.namespace)
     assert not forgotten.since(monotonic() + 1, ANN.namespace)
     for _ in range(300):
-        forgotten.add(of_user("somebody"))
+        forgotten.add(of_user("a user"))
     assert forgotten.since(before, BOB.namespace)

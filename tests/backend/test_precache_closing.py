@@ -15,7 +15,7 @@ from helpers.scheduling import PATIENCE, Gate
 PREFIX = Request(prompt="harbour " * 400, is_prefix=True, max_tokens=0)
 
 
-def test_nobody_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> None:
+def test_no_request_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> None:
     engine = FakeEngine()
     gate = Gate(engine)
     config = Config(data_dir=tmp_path, drain_s=PATIENCE, prefill_slice=128)

@@ -214,7 +214,7 @@ def test_the_tool_is_offered_only_where_it_may_be_called(harbour, fields):
     assert "search_memory" not in harbour.ask(client.request(**fields)).prompt
 
 
-def test_a_conversation_in_which_nobody_has_asked_anything_has_nothing_to_search_for(harbour, engine):
+def test_a_conversation_without_a_question_has_nothing_to_search_for(harbour, engine):
     engine.will_say(ASK_ZEPHYR)
     answer = harbour.ask(Request(messages=(Message("system", "Begin."),), max_tokens=LONG))
     assert "search_memory" not in answer.prompt

@@ -99,7 +99,7 @@ def test_a_conversation_that_goes_on_alone_is_never_lost():
 
 
 @given(traces(), st.integers(1, 20))
-def test_nobody_finds_more_than_belady(visits, capacity):
+def test_no_policy_finds_more_than_belady(visits, capacity):
     best = found_by_belady(visits, capacity)
     assert found_by_the_store(visits, capacity) <= best
     assert by_lru(visits, capacity) <= best

@@ -31,7 +31,7 @@ def test_turns_leave_whole_and_the_last_one_stays():
     assert left(SYSTEM, user("1"), answer("1"), user("2"), answer("2")) == [[1, 2]]
 
 
-def test_what_an_assistant_said_before_anybody_asked_may_leave():
+def test_what_an_assistant_said_before_the_first_question_may_leave():
     assert left(answer("Hello!"), user("1"), answer("1"), user("2")) == [[0], [1, 2]]
 
 

@@ -112,7 +112,7 @@ def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: template._Poo
     assert len(pids(pool)) == 1
 
 
-def test_everybody_gets_the_answer_to_what_they_asked(pool: template._Pool) -> None:
+def test_every_caller_gets_the_answer_to_its_own_question(pool: template._Pool) -> None:
     def ask(i: int) -> bool:
         text = f"{i} " * (1 + i * 37 % 400)
         return ECHO.render({"text": text}, 20.0) == text
@@ -186,7 +186,7 @@ def test_an_interrupted_question_leaves_no_answer_behind(
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(template._Worker, "_answer", interrupt)
-        ECHO.render({"text": "somebody else's"}, 2.0)
+        ECHO.render({"text": "another caller's"}, 2.0)
     assert ECHO.render({"text": "b"}, 2.0) == "b"
     assert pool._taken == 0
 

@@ -221,7 +221,7 @@ def test_everything_of_a_user_is_removed_in_every_models_store(data_dir: Path) -
     assert [(entry["model"], entry["user"]) for entry in listed()] == [("two", None), ("one", None)]
 
 
-def test_nobodys_everything_is_removed_where_nobody_can_be_asked(data_dir: Path) -> None:
+def test_nothing_is_removed_without_yes_where_there_is_no_terminal(data_dir: Path) -> None:
     keep(data_dir, "Which ships are here?", user="alice")
     assert "say --yes" in refused("rm", "--user", "alice")
     assert len(listed()) == 1

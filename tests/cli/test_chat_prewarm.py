@@ -63,7 +63,7 @@ def test_nothing_is_made_ready_for_a_pipe_whose_first_line_is_here(
     assert len(backend.requests) == 1
 
 
-def test_what_cannot_be_made_ready_does_not_keep_anybody_from_chatting(
+def test_what_cannot_be_made_ready_does_not_keep_the_user_from_chatting(
     backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(prefixes: list[Request]) -> None:

@@ -309,7 +309,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_whoever_comes_back_sees_what_was_said_last(
+def test_a_user_who_comes_back_sees_what_was_said_last(
     backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ok("--system", "Be kind.", input="one\ntwo\nthree\n\x1b[2Jfour\n")

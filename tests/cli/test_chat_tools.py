@@ -217,7 +217,7 @@ def test_a_conversation_with_calls_can_be_saved_continued_and_taken_along(tmp_pa
         (["yes", "no"], 2, 1),
     ],
 )
-def test_a_dangerous_call_waits_for_somebody(
+def test_a_dangerous_call_waits_for_the_user(
     answers: list[str | type[BaseException]], questions: int, sunk: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rounds = [calling("sink", ship="Ark"), answer("One."), calling("sink", ship="Argo"), answer("Two.")]
@@ -281,7 +281,7 @@ def names(config: Config) -> list[str]:
         return [function.name for function in acting.functions()] if acting else []
 
 
-def test_where_nobody_can_be_asked_dangerous_tools_have_to_be_enabled(tmp_path: Path) -> None:
+def test_without_a_terminal_dangerous_tools_have_to_be_enabled(tmp_path: Path) -> None:
     assert not sys.stdin.isatty()
     config = Config(data_dir=tmp_path, tools_root=tmp_path)
     harmless = names(config)

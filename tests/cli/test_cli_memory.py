@@ -256,7 +256,7 @@ def test_one_conversation_is_forgotten_archived_and_saved(data_dir: Path) -> Non
     assert len(found("tree")) == 1
 
 
-def test_nothing_is_forgotten_where_nobody_can_be_asked(data_dir: Path) -> None:
+def test_nothing_is_forgotten_without_a_terminal(data_dir: Path) -> None:
     archive(data_dir, BOAT)
     assert "say --yes" in refused("forget", "--conversation", "c1")
     assert len(found("boat")) == 1
@@ -271,7 +271,7 @@ def test_at_a_terminal_it_is_asked(data_dir: Path, monkeypatch: pytest.MonkeyPat
     assert len(found("boat", "--user", "alice")) == left
 
 
-def test_forgetting_nobody_in_particular_is_wrong_usage() -> None:
+def test_forgetting_without_naming_a_user_is_wrong_usage() -> None:
     assert run("forget", "--yes").exit_code == 2
 
 

@@ -139,7 +139,7 @@ def test_who_answers_and_whose_key_is_missing(tmp_path: Path, monkeypatch: pytes
     found = findings(tmp_path, backends=(far, near))["answers"]
     assert found.level is Level.WARN
     assert found.text.startswith("local, then near; the key of far is not set")
-    assert findings(tmp_path, backend="nobody")["answers"].level is Level.FAIL
+    assert findings(tmp_path, backend="unknown")["answers"].level is Level.FAIL
 
 
 def test_a_server_whose_program_is_missing_is_told(tmp_path: Path) -> None:

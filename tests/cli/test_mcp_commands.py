@@ -58,7 +58,7 @@ def test_a_change_is_shown_and_approved(setting):
     assert "Nothing of good waits for approval." in setting.run("approve", "good").stdout
 
 
-def test_nothing_is_approved_where_nobody_can_be_asked(setting):
+def test_nothing_is_approved_without_a_terminal(setting):
     setting.run("list")
     setting.says({**TOOL, "description": "Other."})
     refused = setting.run("approve", "good")

@@ -156,7 +156,7 @@ def test_a_tool_that_is_switched_off_does_not_run() -> None:
     assert "switched off" in refused("run", "read_file", "path=notes.txt", "--disable-tools", "files")
 
 
-def test_a_dangerous_tool_does_not_run_where_nobody_can_be_asked(folder: Path) -> None:
+def test_a_dangerous_tool_does_not_run_without_a_terminal(folder: Path) -> None:
     assert refused("run", "delete_file", "path=notes.txt") == (
         'Run delete_file with {"path": "notes.txt"}? Nobody can be asked here: say --yes.'
     )

@@ -81,7 +81,7 @@ def test_a_missing_file_is_not_taken_for_a_text(tmp_path, missing):
         prefixes(missing, cwd=tmp_path)
 
 
-def test_declared_prefixes_are_shared_and_count_against_nobody(tmp_path):
+def test_declared_prefixes_are_shared_and_count_against_no_user(tmp_path):
     tool = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
     flags = {"warm": [{"system": "Be brief.", "ttl": "long"}, {"prompt": "Once"}, {"tools": [tool]}]}
     system, raw, tools = declared_prefixes(load_config(flags, env={}, cwd=tmp_path).config)

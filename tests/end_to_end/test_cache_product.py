@@ -1,4 +1,4 @@
-"""Prefixes that are ready before anybody asks, and users who do not see each other, in a real server."""
+"""Prefixes that are ready before the first request, and users who do not see each other, in a real server."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_the_result_of_a_tool_goes_back_into_the_conversation(client: openai.Ope
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
-        client.chat.completions.create(**{**GREEDY, "model": "gpt-nobody"})
+        client.chat.completions.create(**{**GREEDY, "model": "gpt-unknown"})
     assert refused.value.code == "model_not_found"
 
 

@@ -128,8 +128,8 @@ def test_a_taken_port_is_named_with_the_way_out(model: Path, tmp_path: Path) -> 
 def test_a_model_that_is_not_there_is_named_with_the_way_out(tmp_path: Path) -> None:
     with serve(tmp_path / "none.gguf", tmp_path) as server:
         assert "none.gguf" in last_words(server)
-    with serve("nobody-has-this", tmp_path) as server:
-        assert "--name nobody-has-this" in last_words(server)
+    with serve("no-such-model", tmp_path) as server:
+        assert "--name no-such-model" in last_words(server)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 100, 0.5, 0.999])

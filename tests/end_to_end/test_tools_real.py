@@ -317,7 +317,7 @@ def test_leaving_stops_the_work_of_both(small: ServerProcess, front: ServerProce
 def test_a_server_that_is_killed_in_the_middle_of_an_answer(
     smollm2: Path, small: ServerProcess, tmp_path: Path
 ) -> None:
-    """That answer is lost, and the client is told; the next one is given by somebody else."""
+    """That answer is lost, and the client is told; the next one is given by another server."""
     with serve(smollm2, tmp_path / "doomed") as doomed:
         register(tmp_path, "doomed", doomed.url)
         register(tmp_path, "spare", small.url)

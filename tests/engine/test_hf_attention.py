@@ -62,7 +62,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
 
 @contextmanager
 def scattered(engine: Engine) -> Iterator[None]:
-    """No two free blocks lie together: every second one belongs to somebody."""
+    """No two free blocks lie together: every second one is in use."""
     guests = range(100, 100 + engine.stats()["pool"]["blocks"])
     assert engine.evaluate([Rows(guest, 0, TOKENS[:1], False) for guest in guests]) is Outcome.DONE
     for guest in guests:

@@ -107,7 +107,7 @@ def test_state_comes_back_bit_by_bit(opened, dtype):
     np.testing.assert_array_equal(*decode(engine, [0, 1], 300))
 
 
-def test_memory_that_nobody_holds_is_used_again(opened):
+def test_memory_that_is_not_held_is_used_again(opened):
     engine = opened()
     fill(engine, 0, 128)
     addresses = set()

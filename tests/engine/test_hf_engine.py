@@ -61,7 +61,7 @@ def test_as_many_tokens_fit_as_there_are_cells_however_they_are_shared_out(open_
     assert engine.evaluate(batch) is Outcome.DONE
 
 
-def test_a_batch_without_room_for_all_of_it_extends_nobody(open_hf):
+def test_a_batch_without_room_for_all_of_it_extends_no_sequence(open_hf):
     engine = open_hf(cells=2 * BLOCK, sequences=2)
     evaluate(engine, 0, 0, 40)
     used = pool(engine)["used_blocks"]
@@ -98,7 +98,7 @@ def evaluate_in_slices(engine: HfEngine) -> np.ndarray:
     return evaluate(engine, 1, 50, 60)
 
 
-def test_a_step_that_fails_changes_nobody(open_hf):
+def test_a_step_that_fails_changes_no_sequence(open_hf):
     """Such as a token that the model does not have."""
     engine = open_hf()
     evaluate(engine, 0, 0, 50)

@@ -102,7 +102,7 @@ class Sharing(RuleBasedStateMachine):
             self.content(table).extend(values)
 
     @invariant()
-    def everybody_reads_what_they_wrote(self) -> None:
+    def every_sequence_reads_what_it_wrote(self) -> None:
         memory = self.memory.keys[0].numpy().ravel()
         for table, content in self.expected.values():
             assert table.length == len(content)

@@ -100,7 +100,7 @@ def test_packed_state_goes_on_nearly_as_the_exact_one(open_hf, bits):
     assert 0 < np.abs(near - exact).max() < {8: 0.05, 4: 0.6}[bits] * np.abs(exact).max()
 
 
-def test_bits_that_nobody_offers_are_refused(open_hf):
+def test_bits_that_are_not_offered_are_refused(open_hf):
     engine = open_hf()
     evaluate(engine, 0, 0, 20)
     assert engine.capabilities.packs == {16, 8, 4}

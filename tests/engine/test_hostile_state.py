@@ -138,7 +138,7 @@ def test_payloads_of_other_kinds_of_models_are_refused(open_engine, kind):
     assert np.isfinite(evaluate(engine, 0, 0, 20, TOKENS)).all()
 
 
-def test_a_layout_that_nobody_knows_is_not_kept(open_engine, monkeypatch):
+def test_an_unknown_layout_is_not_kept(open_engine, monkeypatch):
     def unknown(*_: object) -> None:
         raise EngineError("unknown")
 

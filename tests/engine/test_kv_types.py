@@ -94,7 +94,7 @@ def test_what_is_held_in_fewer_bits_is_not_packed_again(open_engine, kv_type) ->
 
 @pytest.mark.parametrize(("kv_type", "near"), [("q8_0", 0.2), ("q4_0", 2.5)])
 def test_whole_heads_of_64_are_moved_as_far_as_their_bits_allow(tmp_path, monkeypatch, kv_type, near) -> None:
-    """A single layer, so that nothing knows of what was cut; and nobody else's keys are touched."""
+    """A single layer, so that no state depends on what was removed; and no other sequence's keys are touched."""
     monkeypatch.setattr(tiny_gguf, "LAYERS", 1)
     model = LlamaModel(tiny_gguf.wide(tmp_path / "wide.gguf"))
     settings = LlamaSettings(context=1024, cells=1024, sequences=4, batch=64, threads=1, kv_type=kv_type)

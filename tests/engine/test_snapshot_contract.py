@@ -197,7 +197,7 @@ def test_ranges_without_their_snapshot_are_not_evaluated(make):
 
 
 def test_a_snapshot_of_other_tokens_gives_other_answers(make):
-    """Engines cannot know: whoever stores state must compare all tokens."""
+    """Engines cannot know: the store must compare all tokens."""
     source, engine = make(), make()
     evaluate(source, 0, 0, 30)
     evaluate(source, 1, 0, 30, OTHER)

@@ -1,4 +1,4 @@
-"""Cutting something out of the middle: what follows moves up, and nobody else notices.
+"""A splice removes a range in the middle: what follows moves up, and no other sequence is affected.
 
 With one layer, keys and values depend on nothing but the token and its place. A spliced sequence is then what a
 fresh evaluation of its tokens gives, which proves that everything stands, and was rotated, where it belongs.

@@ -99,7 +99,7 @@ def test_runs_are_cut_at_the_same_places_however_they_end(text: str, more: str) 
     [(Run(re.compile("[^a][^a]+"), 1024), ("🎉" * 1000 + "a") * 1000), (RUNS[0], (" " * 200 + "a") * 5000)],
     ids=["emoji", "blanks"],
 )
-def test_looking_for_runs_that_are_just_too_short_keeps_nobody_waiting(run: Run, text: str) -> None:
+def test_looking_for_runs_that_are_just_too_short_is_quick(run: Run, text: str) -> None:
     longest = longest_wait_while(lambda: TextSplitter(runs=[run]).pieces(text))
     assert longest < 0.5, f"another thread waited {longest:.2f} s"
 

@@ -25,7 +25,7 @@ def fill(harbour: Harbour, is_broken: bool) -> None:
     writer.pragma("max_page_count", writer.pragma("page_count") if is_broken else 1 << 20)
     with suppress(MemoryFailed):
         for number in range(1000 if is_broken else 0):
-            harbour.memory.archive("somebody else", [turn(f"junk {number}")])
+            harbour.memory.archive("another user", [turn(f"junk {number}")])
 
 
 def make_read_only(harbour: Harbour, is_broken: bool) -> None:

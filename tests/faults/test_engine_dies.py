@@ -1,4 +1,4 @@
-"""A server whose engine has failed tells everybody, and ends so that a supervisor can start it anew."""
+"""A server whose engine has failed tells every client, and ends so that a supervisor can start it anew."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_health_is_503_and_says_why_to_those_who_may_know(tmp_path: Path, api_ke
 
 
 @pytest.mark.slow
-def test_the_process_ends_with_a_sentence_and_everybody_hears_of_it(tmp_path: Path) -> None:
+def test_the_process_ends_with_a_sentence_and_every_client_is_told(tmp_path: Path) -> None:
     arguments = ("serve", "--port", "0", "--data-dir", str(tmp_path), "--parallel", "2")
     with ServerProcess(str(_SERVER), *arguments) as server, ThreadPoolExecutor() as pool:
         url = f"{server.url}/v1/chat/completions"

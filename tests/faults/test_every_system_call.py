@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(folder: Path) -> None:
-    """What a process has left that is gone: four users, of one of whom a file is damaged."""
+    """What a process has left that is gone: four users, and one of them has a damaged file."""
     store = new_store(folder)
     STAYS.keep(store, TOKENS)
     GROWS.keep(store, 150)

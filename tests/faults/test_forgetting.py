@@ -153,7 +153,7 @@ def test_what_is_being_written_just_then_goes_too(
 
     if moment == "staging":
         monkeypatch.setattr(chunkfile, "write", meanwhile(chunkfile.write, wait=True))
-    else:  # where nobody can begin to forget: it has to wait for us
+    else:  # where no other process can begin to forget: it has to wait for us
         monkeypatch.setattr(there._disk.files, "_publish", meanwhile(there._disk.files._publish, wait=False))
     ANN.keep(there, TOKENS)
     there.flush()
@@ -177,7 +177,7 @@ def test_who_was_being_forgotten_when_a_process_died_is_gone_at_the_next_opening
 
 def test_a_lost_record_costs_ram_and_nothing_else(tmp_path: Path) -> None:
     here, there = new_store(tmp_path), new_store(tmp_path)
-    here.catalogue.forget_user("nobody")
+    here.catalogue.forget_user("another user")
     there.refresh()
     ANN.keep(there, TOKENS)
     there.flush()
@@ -193,7 +193,7 @@ def test_a_lost_record_costs_ram_and_nothing_else(tmp_path: Path) -> None:
     there.close()
 
 
-def test_a_full_disk_does_not_keep_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_is_forgotten_on_a_full_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_store(tmp_path)
     ANN.keep(store, TOKENS)
     store.flush()

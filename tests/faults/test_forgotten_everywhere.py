@@ -49,7 +49,7 @@ def settled(server: ServerProcess) -> None:
 
 
 def shown_by(server: ServerProcess) -> list[str]:
-    """Whatever can be asked for without naming anybody, and each entry that is listed."""
+    """Whatever can be asked for without naming a user, and each entry that is listed."""
     paths = json.loads(server.http.get(f"{server.url}/openapi.json").text)["paths"]
     asked = [path for path, methods in paths.items() if "get" in methods and "{" not in path]
     asked += [f"/v1/memory/facts?user_id={USER}", f"/v1/memory/conversations?user_id={USER}"]
@@ -101,7 +101,7 @@ def test_nothing_of_a_deleted_user_is_shown_or_stored_by_any_server_of_the_folde
         for talk in talks:
             talk.join()
         for server in (here, there):
-            server.chat([{"role": "user", "content": "Somebody else."}], max_tokens=4)
+            server.chat([{"role": "user", "content": "Another user."}], max_tokens=4)
             settled(server)
             assert shown_by(server) == []
         assert found_in(tmp_path) == []

@@ -232,7 +232,7 @@ def test_what_is_no_text_is_no_answer(event: Step) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compatible", "anthropic", "gemini", "ollama", "trtllm"])
-def test_a_conversation_is_not_sent_on_to_somebody_else(kind: str) -> None:
+def test_a_conversation_is_not_sent_on_to_another_host(kind: str) -> None:
     paths = ("/v1/chat/completions", "/v1/messages", "/api/chat", "/kv_cache_events")
 
     async def ask() -> list[bytes]:

@@ -205,7 +205,7 @@ def test_the_word_in_the_environment_is_enough_where_the_limit_is_not_there(toke
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 40, 1 << 30])
-def test_the_mark_is_a_limit_that_nobody_else_has(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_the_mark_is_a_limit_that_no_other_process_has(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, resource.RLIM_INFINITY))
     marks = {ProcessMark().blocks for _ in range(50)}
     assert len(marks) > 40

@@ -159,7 +159,7 @@ def test_redirects_come_to_an_end() -> None:
 
 
 def test_a_name_that_means_something_else_the_second_time_gains_nothing() -> None:
-    """The first answer is allowed and dialled; that there is a second one, nobody asks for."""
+    """The first answer is allowed and dialled; the second one is not asked for."""
 
     async def asking() -> tuple[int, int]:
         async with Loopback({"/": answer(b"mine")}) as first:

@@ -16,7 +16,7 @@ from helpers.storm import Client, Tally
 @pytest.mark.slow
 def test_the_second_server_finds_what_the_first_has_just_stored(tmp_path: Path) -> None:
     with start(tmp_path) as first, start(tmp_path) as second:
-        ask(second, "somebody-else")
+        ask(second, "another-user")
         ask(first, "ann")
         first.wait_until_stored()
         assert is_all_reused(ask(second, "ann"))

@@ -70,7 +70,7 @@ def _moving() -> Any:
 
 
 def same_prompt(store: KvStore, number: int) -> None:
-    """Another conversation of somebody who always says the same: its state is there already."""
+    """Another conversation of a user who always says the same: its state is there already."""
     tokens = np.arange(32, 72, dtype=np.int32)
     store.release(store.match(EXACT, tokens))
     cursor = store.insert(store.origin(EXACT), tokens, PAYLOAD, (), fork=True)

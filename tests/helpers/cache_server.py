@@ -79,7 +79,7 @@ class Served:
         return response.json()["removed"]
 
     def wait_until_left(self) -> None:
-        """Wait until no request has a place, which it gives back when nobody reads its events any more."""
+        """Wait until no request holds a slot; it releases its slot when its events are read no more."""
         deadline = monotonic() + PATIENCE
         while self.backend._permits._held:
             assert monotonic() < deadline
@@ -109,7 +109,7 @@ def served(folder: Path, engine: FakeEngine | None = None, **settings: Json) -> 
 
 
 def send_raw(port: int, path: str, **body: Json) -> socket.socket:
-    """A request whose answer nobody waits for."""
+    """A request whose answer is not waited for."""
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"

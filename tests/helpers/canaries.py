@@ -17,7 +17,7 @@ from helpers.kv_building import exported, prompt
 
 TOKENS = 420
 _WINDOW = 6
-"""Tokens in a row that nobody else has."""
+"""Tokens in a row that no other user has."""
 _HEAD = 8
 """Bytes, which every trace has."""
 

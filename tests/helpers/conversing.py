@@ -193,7 +193,7 @@ class Harbour:
     def fresh(self, answer: Answer, **more: Json) -> list[int]:
         """What a model says to the same prompt that knows nothing of what was cut, moved or stored."""
         more = {"max_tokens": 2, "sampling": GREEDY, **more}
-        alone = Request(prompt=answer.prompt_ids, namespace="nobody", use_cache=False, is_kept=False, **more)
+        alone = Request(prompt=answer.prompt_ids, namespace="no user", use_cache=False, is_kept=False, **more)
         return self.ask(alone).ids
 
     def archived(self, owner: str = "") -> list[dict[str, Json]]:
@@ -240,7 +240,7 @@ class Client:
 
 
 def line(number: int, words: int = 10) -> str:
-    """Something to say that nobody has said before."""
+    """A text that is in no other conversation."""
     rng = np.random.default_rng(number)
     names = ["anchor", "barge", "cargo", "dock", "eddy", "ferry", "gull", "hull", "inlet", "jetty", "keel", "lamp"]
     return f"Remark {number}: " + " ".join(rng.choice(names, words)) + "."

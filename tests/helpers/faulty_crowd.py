@@ -176,7 +176,7 @@ class Crowd:
         return self.asked[-1]
 
     def add_cancelled(self, prompt: list[int]) -> None:
-        """Cancelled by whoever reads it, after its first token."""
+        """Cancelled by its reader, after its first token."""
         asked = self.add(prompt, Quitting(lambda: self.rig.scheduler.cancel(asked.sequence)), max_new=40)
         asked.is_cancelled, asked.expected = True, answer_of(self.rig, prompt, GREEDY, 40)
 

@@ -96,7 +96,7 @@ class ServerProcess:
         return self.http.get(f"{self.url}/v1/stats").json()
 
     def wait_until_stored(self) -> None:
-        """The writer gives way to whoever computes, and answering is computing."""
+        """The writer gives way to computation, and answering is computation."""
         deadline = monotonic() + START_S
         while monotonic() < deadline:
             stats = self.stats()

@@ -18,7 +18,7 @@ def start(data_dir: Path, *options: str) -> ServerProcess:
 
 
 def ask(server: ServerProcess, user: str, *, weights: str = "fake") -> Reply:
-    """One question of about 600 tokens that nobody else asks; its answer must be right."""
+    """One question of about 600 tokens that no other client asks; its answer must be right."""
     messages = [said("system", f"You are {user}'s own helper. " * 20), said("user", "What is it?")]
     reply = server.chat([message.json() for message in messages], user_id=user, max_tokens=_MAX_TOKENS)
     (prompt,) = spellings(messages)

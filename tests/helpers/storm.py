@@ -110,7 +110,7 @@ class Client:
         raise httpx.RemoteProtocolError("the stream ended without its last words")
 
     def _partly(self, messages: list[Said], text: str) -> Ids:
-        """The ids behind the beginning of an answer, whose usage nobody saw."""
+        """The ids behind the beginning of an answer that ended before its usage came."""
         answers = (greedy(prompt, _MAX_TOKENS, bias=BIAS) for prompt in spellings(messages))
         found = next((answer for answer in answers if text_of(answer).startswith(text)), None)
         assert found is not None, f"{text!r} is the beginning of no right answer"

@@ -127,7 +127,7 @@ def sliding_window(path: Path, *, seed: int = 0) -> Path:
 
 
 def moe(path: Path, *, seed: int = 0, template: str | None = None) -> Path:
-    """Mixtral's shape, with a router that anybody can predict: see `chosen_experts`."""
+    """Mixtral's shape, with a router that is easy to predict: see `chosen_experts`."""
     metadata = {
         **_attention_metadata(),
         "expert_count": EXPERTS,

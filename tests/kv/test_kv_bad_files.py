@@ -160,7 +160,7 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
     again.close()
 
 
-def test_what_is_computed_again_is_written_over_files_that_nobody_has_looked_at(tmp_path):
+def test_what_is_computed_again_is_written_over_files_that_were_not_read(tmp_path):
     store = only_on_disk(tmp_path, LONG)
     for path in chunk_files(tmp_path):
         damage(path)
@@ -193,7 +193,7 @@ def test_what_begins_like_a_chunk_that_was_computed_again_is_looked_at_before_it
     again.close()
 
 
-def test_what_was_not_computed_again_is_found_once_somebody_has_looked_at_it(tmp_path):
+def test_what_was_not_computed_again_is_found_once_its_file_was_read(tmp_path):
     other = prompt(1000, seed=7, start=LONG[:300])
     store = only_on_disk(tmp_path, LONG, other)
     match = store.match(EXACT, LONG)

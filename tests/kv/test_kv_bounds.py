@@ -38,7 +38,7 @@ def test_of_many_conversations_in_one_state_the_latest_and_the_pinned_keep_their
     assert names == ["talk 0", "talk 16", "talk 17", "talk 18", "talk 19"]
 
 
-def test_looking_for_somebody_leaves_nothing(store):
+def test_a_lookup_for_an_unknown_owner_leaves_nothing(store):
     for number in range(50):
         assert load(store, LONG, namespace=private_namespace(f"user {number}")) == 0
     assert store._ledger.tree._roots == {}

@@ -22,7 +22,7 @@ BUFFERS = Buffers()
 def description(
     tokens: TokenArray = TOKENS,
     *,
-    namespace: str = "someone",
+    namespace: str = "a user",
     parent: ChunkKey = ROOT,
     fingerprint: bytes = FINGERPRINT,
 ) -> Description:
@@ -117,7 +117,7 @@ def test_a_file_with_something_appended_is_damaged(file):
     "other",
     [
         description(prompt(20, seed=1)),
-        description(namespace="somebody else"),
+        description(namespace="another user"),
         description(parent=ChunkKey(bytes(32))),
         description(fingerprint=bytes(32)),
         replace(description(), start=128),
@@ -136,7 +136,7 @@ def test_what_was_sampled_is_no_part_of_a_chunks_identity(file):
 
 
 def test_a_description_cannot_claim_another_chunks_key(tmp_path):
-    liar = replace(description(), key=chunk_key(FINGERPRINT, Lineage("someone"), ROOT, 0, ids(1)))
+    liar = replace(description(), key=chunk_key(FINGERPRINT, Lineage("a user"), ROOT, 0, ids(1)))
     chunkfile.write(tmp_path / "liar.kv", liar, PAYLOAD)
     with pytest.raises(Damaged, match="key"):
         chunkfile.read_description(tmp_path / "liar.kv")

@@ -104,7 +104,7 @@ def test_users_do_not_see_each_others_passages():
     assert found(store, asked, namespace="alice") == [(9, 309)]
 
 
-def test_everybody_sees_shared_passages_and_own_text_after_them():
+def test_every_user_sees_shared_passages_and_own_text_after_them():
     store = new_store(None)
     put(store, np.concatenate([lead(40), PASSAGE]), namespace=SHARED)
     own = prompt(100, seed=5)

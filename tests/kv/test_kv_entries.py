@@ -231,7 +231,7 @@ def test_turns_are_counted_over_restarts(store, tmp_path, time):
         turn(store, [*kept, *prompt(20 * more, seed=8)], "travel")
     store.close()
     again = opened(tmp_path, time)
-    load(again, LONG[:500])  # somebody brings the branch back into RAM, in another conversation
+    load(again, LONG[:500])  # another conversation brings the branch back into RAM
     turn(again, [*kept, *prompt(80, seed=8)], "travel")
     assert again.stats()["evictions"]["warm"]["turns"] == 0  # it was used since
     (entry,) = again.catalogue.entries()
@@ -334,7 +334,7 @@ def test_deleting_a_user_leaves_the_others_and_no_trace(store, tmp_path):
 # ── what is shared ──
 
 
-def test_a_shared_prefix_is_everybodys_and_what_follows_it_is_not(store):
+def test_a_shared_prefix_is_for_all_users_and_what_follows_it_is_not(store):
     put(store, LONG[:256], namespace=SHARED)
     for namespace in (ALICE, BOB):
         assert load(store, LONG, namespace=namespace) == 256
@@ -372,7 +372,7 @@ def test_one_users_text_does_not_become_anothers_tokens(store):
     assert len(store.stored_after(store.advance(store.origin(Lineage(ALICE)), LONG[:300])))
 
 
-def test_an_operator_can_see_that_somebody_else_has_it(store):
+def test_an_operator_can_see_that_another_user_has_it(store):
     put(store, LONG[:400], namespace=ALICE)
     elsewhere = store.catalogue.elsewhere(BOB, LONG)
     assert elsewhere is not None

@@ -115,7 +115,7 @@ def test_an_unknown_schema_version_is_rebuilt_from_the_files(folder):
         "UPDATE chunk SET tokens = zeroblob(512) WHERE start = 128",
         "UPDATE chunk SET tokens = zeroblob(7) WHERE start = 128",
         "UPDATE chunk SET tokens = zeroblob(0) WHERE start = 128",
-        "UPDATE chunk SET namespace = 'somebody else' WHERE start = 0",
+        "UPDATE chunk SET namespace = 'another user' WHERE start = 0",
         "UPDATE chunk SET namespace = x'00ff' WHERE start = 0",
         "UPDATE chunk SET take = take + 1 WHERE start = 128",
         "UPDATE chunk SET take = 'many' WHERE start = 128",

@@ -97,7 +97,7 @@ def test_a_lineage_is_read_back_from_its_name():
 
 
 @pytest.mark.parametrize("name", ["~~", "~16~", "~8+4~", "~none+8~", "~weird~", "~8", "~+~", "~cut-a+cut-b~x"])
-def test_a_name_that_is_none_of_ours_belongs_to_an_owner_whom_nobody_is(name):
+def test_a_name_that_is_none_of_ours_belongs_to_an_owner_that_no_user_is(name):
     foreign = Lineage.parse(name)
     assert str(foreign) == name
     assert not any(lineage.sees(foreign) for lineage in LINEAGES)

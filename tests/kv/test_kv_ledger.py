@@ -23,14 +23,14 @@ def grown(ledger: Ledger, name: str, length: int, *, hits: int = 0) -> list[Chun
     return chunks[1:]
 
 
-def test_a_conversation_nobody_came_back_to_goes_whole_before_the_end_of_one_that_is_continued():
+def test_a_conversation_that_is_not_continued_goes_whole_before_the_end_of_one_that_is():
     ledger = Ledger()
     proven, alone = grown(ledger, "p", 3, hits=2), grown(ledger, "a", 5)
     assert ledger.shrink_disk(3, 0) == alone[::-1]
     assert set(ledger.tree) == set(proven)
 
 
-def test_what_nobody_wants_any_more_goes_before_what_is_worth_least():
+def test_what_has_expired_goes_before_what_is_worth_least():
     ledger = Ledger()
     (proven,), (fresh,) = grown(ledger, "p", 1, hits=5), grown(ledger, "f", 1)
     proven.expires = -1.0

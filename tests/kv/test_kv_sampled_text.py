@@ -36,7 +36,7 @@ def test_a_replay_follows_an_answer_over_chunk_borders(store):
     assert replayed(store, at, b"a long answer " * 30, PIECES) == tuple(answer)
 
 
-def test_text_that_nobody_sampled_is_not_replayed(store):
+def test_text_that_was_not_sampled_is_not_replayed(store):
     put(store, np.array([ord(c) for c in "the"], np.int32))
     assert replayed(store, store.origin(EXACT), b"the", PIECES) == ()
 

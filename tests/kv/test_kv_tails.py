@@ -1,4 +1,4 @@
-"""A conversation that grows supersedes its tail, unless somebody still needs it."""
+"""A conversation that grows supersedes its tail, unless a sequence still needs it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_nothing_is_stored_or_loaded_until_the_first_tier_is_back(llm: Emberkeep
     other = llm.generate(STORY, max_tokens=8, temperature=0)
     assert other.usage.cached_tokens == 0
     assert other.text != first.text
-    llm.generate("What nobody has said before. " * 10, max_tokens=8, temperature=0)
+    llm.generate("A sentence that is new here. " * 10, max_tokens=8, temperature=0)
     assert len(llm.cache.entries()) == 1
     assert llm.attention_tier("flash") == "flash"
     again = llm.generate(STORY, max_tokens=8, temperature=0)

@@ -18,7 +18,7 @@ async def seven() -> int:
     return 7
 
 
-def test_a_task_that_ends_the_loop_ends_nobody_elses_wait() -> None:
+def test_a_task_that_ends_the_loop_ends_no_other_wait() -> None:
     bridge = Bridge()
     with pytest.raises(SystemExit):
         bridge.run(leave())

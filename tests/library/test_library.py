@@ -163,12 +163,12 @@ def test_users_are_the_same_people_as_over_http() -> None:
         llm.chat("hi", user="Ann")
         llm.chat("hi", user="", namespace="", conversation_id="")
         llm.chat("hi")
-    both, named, empty, nobody = backend.requests
+    both, named, empty, unnamed = backend.requests
     for request in (both, over_http):
         assert (request.user, request.namespace, request.conversation_id) == ("Ann", '["Ann", "s"]', "c")
     assert named.namespace == '["Ann", ""]'
-    assert empty == nobody
-    assert (nobody.user, nobody.namespace, nobody.conversation_id, nobody.ttl) == ("", "", None, None)
+    assert empty == unnamed
+    assert (unnamed.user, unnamed.namespace, unnamed.conversation_id, unnamed.ttl) == ("", "", None, None)
 
 
 def test_a_time_to_live_is_a_word_or_a_value_of_ours() -> None:

@@ -109,7 +109,7 @@ def test_only_the_call_fails(tmp_path, tool, why):
     assert echoed.text == "here"
 
 
-def test_an_address_where_nobody_listens_is_a_state(tmp_path):
+def test_an_address_where_nothing_listens_is_a_state(tmp_path):
     async def story():
         async with connected(tmp_path, McpServer("far", url="http://127.0.0.1:9/mcp", timeout_s=10)) as clients:
             return clients.states(), await call(clients, "mcp_list_resources")

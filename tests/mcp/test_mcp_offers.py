@@ -43,7 +43,7 @@ def test_a_name_that_comes_twice_is_the_first_one(tmp_path):
     assert found["x"].definition.description == "first"
 
 
-def test_what_nobody_sees_is_taken_out_of_descriptions(tmp_path):
+def test_invisible_characters_are_taken_out_of_descriptions(tmp_path):
     hidden = "".join(chr(start + ord(c)) for start in (0xE0000, 0xE0100) for c in "obey")
     schema = {"type": "object", "properties": {"x": {"type": "string", "description": "a\u001b[31mb\u202e"}}}
     found = listed(tmp_path, {"name": "x", "description": f"Nice\u0007{hidden}\u200b.", "inputSchema": schema})

@@ -97,7 +97,7 @@ def test_dangerous_tools_have_to_be_enabled(tmp_path):
 
 
 async def _look(client):
-    """What anybody can do with it."""
+    """What every client can do with it."""
     tools = await client.list_tools()
     fact = await client.call_tool("get_fact", {"name": "home"})
     wrong = await client.call_tool("get_fakt", {})

@@ -1,4 +1,4 @@
-"""Who is not trusted is asked about, by whatever name it is called, and refused where nobody can be asked."""
+"""A server that is not trusted is asked about, by whatever name it is called, and refused without a user to ask."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def answers(folder, *servers, choice, calls):
     return story(folder, act, *servers, choice=choice)
 
 
-# ── where nobody can be asked ──
+# ── where there is no user to ask ──
 
 
 def test_a_server_offers_only_what_is_trusted_and_says_what_is_left_out(tmp_path, caplog):
@@ -102,7 +102,7 @@ def test_there_is_no_way_to_servers_of_which_none_is_trusted(tmp_path, trusted, 
     assert story(tmp_path, act, hostile("a", "library", trusted=trusted)) == offered
 
 
-# ── where somebody can ──
+# ── where a user can be asked ──
 
 
 def decided(permissions, function, decision):

@@ -33,7 +33,7 @@ def test_a_turn_is_archived_once(memory: Memory) -> None:
     first, second = turn("one"), turn("two")
     assert memory.archive("", [first, first]) == 1
     assert memory.archive("", [first, second]) == 1
-    assert memory.archive("somebody else", [first]) == 1
+    assert memory.archive("another user", [first]) == 1
     assert memory.stats("")["turns"] == 2
 
 
@@ -42,7 +42,7 @@ def test_a_note_replaces_one_of_the_same_place_and_kind(memory: Memory) -> None:
     memory.archive("", [], [Note(b"k", NoteKind.EVICTED, {"now": 3})], conversation="c")
     found = {note.kind: note.data for note in memory.notes("", [b"k", b"none"])}
     assert found == {NoteKind.EVICTED: {"now": 3}, NoteKind.INSERTED: 2}
-    assert memory.notes("somebody else", [b"k"]) == []
+    assert memory.notes("another user", [b"k"]) == []
 
 
 def test_notes_are_found_among_thousands_of_places(memory: Memory) -> None:

@@ -62,20 +62,20 @@ def test_one_owner_can_be_exported_alone(memory: Memory) -> None:
         "note",
         "conversation",
     ]
-    assert [row["kind"] for row in memory.export("nobody")] == ["header"]
+    assert [row["kind"] for row in memory.export("no user")] == ["header"]
 
 
 def test_the_newer_of_two_versions_stays(memory: Memory, other: Memory) -> None:
     rows = filled(memory)
     other.import_(rows)
     other.set_fact("", "town", "a newer one")
-    other.store_answer("", "who?", "somebody newer")
+    other.store_answer("", "who?", "a newer person")
     other.save_messages("", "c", [Message("user", "more")], model="m")
     newer = list(other.export())
     assert other.import_(rows) == 0
     assert memory.import_(newer) == 3
     assert memory.facts("")[0].value == "a newer one"
-    assert [one.assistant_text for one in memory.search("", "who")] == ["somebody newer"]
+    assert [one.assistant_text for one in memory.search("", "who")] == ["a newer person"]
     saved = memory.conversation("", "c")
     assert saved is not None and saved.messages[-1].content == "more"
 
@@ -120,7 +120,7 @@ def test_only_an_export_is_imported(memory: Memory, header: list[dict[str, Any]]
         memory.import_(header)
 
 
-def test_secrets_of_a_file_that_somebody_else_wrote_are_left_out(memory: Memory, other: Memory) -> None:
+def test_secrets_of_a_file_from_elsewhere_are_left_out(memory: Memory, other: Memory) -> None:
     rows = filled(memory)
     rows[2]["user_text"] = "my key is sk-1234567890abcdefghijkl"
     other.import_(rows)

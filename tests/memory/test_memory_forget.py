@@ -78,7 +78,7 @@ def test_stored_answers_do_not_go_with_a_conversation(memory: Memory) -> None:
 
 def test_what_is_not_there_is_forgotten_already(memory: Memory) -> None:
     memory.archive("", [turn("hello")])
-    assert memory.forget("nobody") == Forgotten()
+    assert memory.forget("no user") == Forgotten()
     assert memory.forget("", "never heard of") == Forgotten()
     assert memory.stats("")["turns"] == 1
 
@@ -90,7 +90,7 @@ def test_a_turn_can_be_archived_again_after_it_was_forgotten(memory: Memory) -> 
     assert len(memory.search("", "hello again")) == 1
 
 
-def test_forgetting_fails_aloud_while_somebody_still_reads_the_old_bytes(
+def test_forgetting_raises_while_a_reader_still_holds_the_old_bytes(
     memory: Memory, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberkeep.memory.database._BUSY_S", 0.05)

@@ -19,7 +19,7 @@ TALKS = st.sampled_from(["one", "two"])
 
 
 def mark(owner: str) -> str:
-    return "ofanna" if owner else "ofnobody"
+    return "ofanna" if owner else "ofnoname"
 
 
 class TwoOwners(RuleBasedStateMachine):

@@ -54,11 +54,11 @@ def test_the_same_word_comes_before_the_same_meaning(meaning: Memory) -> None:
 
 def test_only_the_conversation_and_the_owner_are_looked_at(meaning: Memory) -> None:
     meaning.archive("", TURNS)
-    meaning.archive("somebody else", [turn("their canine")])
+    meaning.archive("another user", [turn("their canine")])
     assert found(meaning, "automobile", "talk") == []
     assert found(meaning, "automobile", "other") == ["the red car"]
     assert found(meaning, "canine") == ["my dog barks"]
-    assert meaning.search("nobody", "canine") == []
+    assert meaning.search("no user", "canine") == []
 
 
 def test_known_turns_can_be_left_out(meaning: Memory) -> None:

@@ -399,7 +399,7 @@ def test_parts_that_the_server_lacks_are_named_before_anything_is_fetched(
     assert [file.ranges for file in served.values()] == [[], []]
 
 
-def test_an_address_with_absurdly_many_parts_asks_nobody(library: ModelLibrary) -> None:
+def test_an_address_with_absurdly_many_parts_is_not_requested(library: ModelLibrary) -> None:
     with pytest.raises(ModelBroken, match="claims to be one of 99999 parts"):
         pull("http://127.0.0.1:1/m-00001-of-99999.gguf", library)
 

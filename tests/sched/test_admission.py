@@ -139,7 +139,7 @@ def test_what_does_not_fit_into_ram_on_its_way_to_the_store_is_refused():
         {"store_room": 0},  # what is new replaces something
         {"kv_bytes_per_token": 0},  # nothing is kept
         {"in_ram": 100_000},  # it is there already
-        {"free_ram": None},  # nobody knows
+        {"free_ram": None},  # unknown
     ],
 )
 def test_ram_is_no_matter_where_the_store_does_not_grow(reason):

@@ -1,4 +1,4 @@
-"""Passages that stand at other places are moved, for those who ask for it; nobody else ever notices."""
+"""Passages at other positions are reused, for requests that ask for it; other requests are not affected."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_without_state_of_the_longer_prompt_everything_is_exact(rig):
     answer = rig.run(prompt, **how)
     assert answer.answer == reference(prompt)
     assert not answer.lookup.is_approximate
-    assert rig.run(prompt).lookup.reused_tokens == len(prompt) - 1  # and so everybody may have it
+    assert rig.run(prompt).lookup.reused_tokens == len(prompt) - 1  # and so every user may have it
 
 
 def test_state_that_is_there_without_a_cut_is_preferred(rig):

@@ -42,7 +42,7 @@ def rig(tmp_path: Path, unit: KvUnit):
 def test_the_next_turn_goes_on_where_the_last_one_ended(rig, unit):
     first = rig.run(PROMPT)
     history = [*PROMPT, *first.answer, *CLOSING]
-    rig.run(text(50, seed=9))  # somebody else takes the engine
+    rig.run(text(50, seed=9))  # another prompt takes the engine
     turn = [*history, *text(40, seed=1)]
     second = rig.run(turn)
     assert second.lookup.reused_tokens == len(history)

@@ -49,7 +49,7 @@ PARTS: dict[type, Callable[[Rig], object]] = {
 }
 """Whatever does something for one sequence."""
 NEVER_FAIL = {(PrefixCache, "release"), (Affinity, "forget")}
-"""Cleaning up; and what nobody asks for here."""
+"""Cleaning up, and requests that this test does not make."""
 PLACES = [(part, name) for part in PARTS for name in methods(part) if (part, name) not in NEVER_FAIL]
 
 
@@ -60,7 +60,7 @@ def quick_disk(monkeypatch):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> Callable[[KvUnit], Path]:
-    """A folder of its own for everybody who asks, with the same in it."""
+    """A folder of its own for every caller, with the same in it."""
     prepared: dict[KvUnit, Path] = {}
 
     def copied(unit: KvUnit) -> Path:
@@ -175,7 +175,7 @@ def test_a_sampler_that_fails_concerns_its_own_request(stored) -> None:
         check(rig, crowd)
 
 
-def test_nobody_hears_of_errors_that_are_not_ours_in_their_own_words(stored) -> None:
+def test_foreign_errors_are_not_passed_on_in_their_own_words(stored) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (_, crowd, faults):
         faults[Engine].fail("evaluate", 1, RuntimeError("/home/secret"))
         run(crowd, faults)

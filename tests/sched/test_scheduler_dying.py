@@ -1,4 +1,4 @@
-"""A loop that ends by an error of its own: everybody hears of it at once. And what it waits for may never come."""
+"""A loop that ends by an error of its own: every request is told at once. And what it waits for may never come."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def breaks(error: BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError(), SystemExit(3)], ids=repr)
 @pytest.mark.parametrize("name", SKELETON)
-def test_everybody_who_waits_hears_of_it_and_nobody_comes_in(tmp_path, name: str, error: BaseException) -> None:
+def test_every_waiting_request_is_told_and_no_new_one_is_taken(tmp_path, name: str, error: BaseException) -> None:
     engine = FakeEngine()
     gate = Gate(engine)
     rig = Rig(tmp_path, engine, parallel=1)
@@ -61,7 +61,7 @@ def test_a_loop_that_was_closed_has_not_failed(tmp_path) -> None:
     assert rig.scheduler.failure() is None
 
 
-def test_a_slot_that_cannot_be_emptied_ends_the_loop_and_is_shared_with_nobody() -> None:
+def test_a_slot_that_cannot_be_emptied_ends_the_loop_and_is_not_shared() -> None:
     class Sticky(FakeEngine):
         def trim(self, sequence: int, start: int) -> None:
             raise RuntimeError("a bug")
@@ -93,7 +93,7 @@ def test_those_who_cannot_be_woken_are_woken_again() -> None:
     rig.close()
 
 
-def test_a_flush_that_fails_once_is_noticed_by_nobody() -> None:
+def test_a_flush_that_fails_once_harms_no_request() -> None:
     with Rig() as rig:
         failed = []
 

@@ -122,7 +122,7 @@ def test_a_sampler_that_fails_concerns_its_own_request(rig):
     assert other.answer == reference(text(90, seed=2))
 
 
-def test_a_loop_that_breaks_tells_everybody_and_takes_nothing_more(tmp_path):
+def test_a_loop_that_breaks_tells_every_request_and_takes_nothing_more(tmp_path):
     engine = FakeEngine()
     gate = Gate(engine)
     rig = Rig(tmp_path, engine, parallel=1)

@@ -66,7 +66,7 @@ def test_several_happen_in_order(rig: Rig, engine: FakeEngine) -> None:
     assert order == [0, 1, 2]
 
 
-def test_one_that_is_given_up_does_not_happen_and_holds_nobody_back(rig: Rig, engine: FakeEngine) -> None:
+def test_one_that_is_given_up_does_not_happen_and_holds_nothing_back(rig: Rig, engine: FakeEngine) -> None:
     gate, happened = Gate(engine), list[int]()
     rig.start(PROMPT)
     gate.reached()
@@ -78,7 +78,7 @@ def test_one_that_is_given_up_does_not_happen_and_holds_nobody_back(rig: Rig, en
     assert not happened
 
 
-def test_an_error_ends_the_loop_and_is_told_to_everybody(rig: Rig, engine: FakeEngine) -> None:
+def test_an_error_ends_the_loop_and_is_told_to_every_request(rig: Rig, engine: FakeEngine) -> None:
     gate = Gate(engine)
     running = rig.start(PROMPT)
     gate.reached()

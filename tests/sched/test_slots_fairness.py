@@ -1,4 +1,4 @@
-"""Users take turns, and one who asks for much delays nobody but itself."""
+"""Users take turns, and a user with many requests delays only itself."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_several_places_that_are_free_are_shared_out() -> None:
     assert "".join(sequence.request.user for sequence in desk.started) == "abab"
 
 
-def test_newcomers_without_end_starve_nobody() -> None:
+def test_newcomers_without_end_starve_no_user() -> None:
     desk = arrivals(1, "aaaa")
     for number in range(30):
         desk.admit()
@@ -178,7 +178,7 @@ class Watched(Desk):
         super().__init__(parallel)
         self._served: set[str] = set()
         self._ahead: dict[str, Counter[str]] = {}
-        """Of everybody who waits with nothing running: who was running when that began, and who started since."""
+        """For every user who waits with nothing running: who ran when the wait began, and who started since."""
 
     def arrive(self, user: str) -> None:
         super().arrive(user)

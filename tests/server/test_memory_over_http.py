@@ -96,17 +96,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture
-def somebody() -> str:
-    """A user about whom nothing is remembered yet."""
+def user_id() -> str:
+    """A user with nothing in the memory yet."""
     return f"user-{next(_names)}"
 
 
 # ── what it does ──
 
 
-def test_an_archived_turn_is_found(site: Site, somebody: str) -> None:
-    site.archive(somebody, "The spare key is under the blue pot.")
-    (found,) = site.get("/search", query="Where is the spare key?", user_id=somebody)["data"]
+def test_an_archived_turn_is_found(site: Site, user_id: str) -> None:
+    site.archive(user_id, "The spare key is under the blue pot.")
+    (found,) = site.get("/search", query="Where is the spare key?", user_id=user_id)["data"]
     assert 0 < found.pop("score") <= 1
     assert "**spare**" in found.pop("highlight")
     assert isinstance(found.pop("id"), int)
@@ -120,53 +120,53 @@ def test_an_archived_turn_is_found(site: Site, somebody: str) -> None:
     }
 
 
-def test_a_stored_answer_is_found_beside_turns(site: Site, somebody: str) -> None:
-    site.archive(somebody, "The tide turns at noon.")
-    body = {"question": "When does the tide turn?", "answer": "At noon.", "user_id": somebody}
+def test_a_stored_answer_is_found_beside_turns(site: Site, user_id: str) -> None:
+    site.archive(user_id, "The tide turns at noon.")
+    body = {"question": "When does the tide turn?", "answer": "At noon.", "user_id": user_id}
     stored = site.ask("POST", "/answers", json=body)
     assert stored["object"] == "memory.answer"
-    found = site.get("/search", query="tide", user_id=somebody)["data"]
+    found = site.get("/search", query="tide", user_id=user_id)["data"]
     answers = [(one["id"], one["assistant_text"], one["conversation"]) for one in found if one["kind"] == "answer"]
     assert answers == [(stored["id"], "At noon.", None)]
     assert len(found) == 2
-    assert len(site.found("tide", user_id=somebody, max_results=1)) == 1
-    assert site.found("tide", user_id=somebody, conversation_id="c1") == ["The tide turns at noon."]
+    assert len(site.found("tide", user_id=user_id, max_results=1)) == 1
+    assert site.found("tide", user_id=user_id, conversation_id="c1") == ["The tide turns at noon."]
 
 
 @pytest.mark.parametrize(
     "name", ["cat", "a/b", "/", "a/", "//", "ü 🐈", "a\nb", "?x=1&y#z", "%2F", "\x00", "x" * 256]
 )
-def test_a_fact_may_have_any_name(site: Site, somebody: str, name: str) -> None:
+def test_a_fact_may_have_any_name(site: Site, user_id: str, name: str) -> None:
     path = f"/facts/{quote(name, safe='')}"
-    told = site.set_fact(name, "Tom", user_id=somebody)
+    told = site.set_fact(name, "Tom", user_id=user_id)
     assert {key: told[key] for key in ("object", "name", "value")} == {
         "object": "memory.fact",
         "name": name,
         "value": "Tom",
     }
-    assert site.set_fact(name, "Murr", user_id=somebody)["value"] == "Murr"
-    assert site.get(path, user_id=somebody)["value"] == "Murr"
-    assert site.facts(user_id=somebody) == {name: "Murr"}
-    removed = site.ask("DELETE", path, params={"user_id": somebody})
+    assert site.set_fact(name, "Murr", user_id=user_id)["value"] == "Murr"
+    assert site.get(path, user_id=user_id)["value"] == "Murr"
+    assert site.facts(user_id=user_id) == {name: "Murr"}
+    removed = site.ask("DELETE", path, params={"user_id": user_id})
     assert (removed["object"], removed["removed"]["facts"]) == ("memory.removed", 1)
-    assert site.facts(user_id=somebody) == {}
+    assert site.facts(user_id=user_id) == {}
     for method in ("GET", "DELETE"):
-        response = site.client.request(method, f"/v1/memory{path}", params={"user_id": somebody})
+        response = site.client.request(method, f"/v1/memory{path}", params={"user_id": user_id})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "entry_not_found")
 
 
-def test_a_saved_conversation_is_shown_in_openais_shape(site: Site, somebody: str) -> None:
+def test_a_saved_conversation_is_shown_in_openais_shape(site: Site, user_id: str) -> None:
     call = ToolCall("t1", "add", '{"a": 1}')
     messages = [
         Message("user", "Add."),
         Message("assistant", "", reasoning="Hm.", tool_calls=(call,)),
         Message("tool", "2", tool_call_id="t1", name="add"),
     ]
-    site.memory.save_messages(private_namespace(somebody), "a/b c", messages, model="tiny")
-    (listed,) = site.get("/conversations", user_id=somebody)["data"]
+    site.memory.save_messages(private_namespace(user_id), "a/b c", messages, model="tiny")
+    (listed,) = site.get("/conversations", user_id=user_id)["data"]
     assert (listed["id"], listed["model"], listed["message_count"]) == ("a/b c", "tiny", 3)
     assert "messages" not in listed
-    shown = site.get(f"/conversations/{quote('a/b c', safe='')}", user_id=somebody)
+    shown = site.get(f"/conversations/{quote('a/b c', safe='')}", user_id=user_id)
     function = {"name": "add", "arguments": '{"a": 1}'}
     assert shown.pop("messages") == [
         {"role": "user", "content": "Add."},
@@ -179,39 +179,39 @@ def test_a_saved_conversation_is_shown_in_openais_shape(site: Site, somebody: st
         {"role": "tool", "content": "2", "tool_call_id": "t1", "name": "add"},
     ]
     assert shown == listed
-    missing = site.client.get("/v1/memory/conversations/other", params={"user_id": somebody})
+    missing = site.client.get("/v1/memory/conversations/other", params={"user_id": user_id})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "entry_not_found")
 
 
-def test_everything_of_a_user_can_be_taken_along(site: Site, somebody: str, stored: Memory) -> None:
-    site.archive(somebody, *(f"word number {number}" for number in range(600)))  # more than are sent at a time
-    site.set_fact("cat", "Kater Murr 🐈", user_id=somebody)
-    exported = site.exported(user_id=somebody)
+def test_everything_of_a_user_can_be_taken_along(site: Site, user_id: str, stored: Memory) -> None:
+    site.archive(user_id, *(f"word number {number}" for number in range(600)))  # more than are sent at a time
+    site.set_fact("cat", "Kater Murr 🐈", user_id=user_id)
+    exported = site.exported(user_id=user_id)
     stored.import_(exported)
-    assert stored.stats(private_namespace(somebody))["turns"] == 600
-    assert [fact.value for fact in stored.facts(private_namespace(somebody))] == ["Kater Murr 🐈"]
-    counted = site.get("/stats", user_id=somebody)
+    assert stored.stats(private_namespace(user_id))["turns"] == 600
+    assert [fact.value for fact in stored.facts(private_namespace(user_id))] == ["Kater Murr 🐈"]
+    counted = site.get("/stats", user_id=user_id)
     assert (counted["turns"], counted["facts"]) == (600, 1)
     assert "bytes" not in counted
 
 
-def test_a_conversation_or_a_user_is_forgotten(site: Site, somebody: str) -> None:
-    site.archive(somebody, "tides of spring", conversation="c1")
-    site.archive(somebody, "tides of autumn", conversation="c2")
-    site.set_fact("moon", "full", user_id=somebody)
-    one = site.ask("DELETE", "", params={"user_id": somebody, "conversation_id": "c1"})
+def test_a_conversation_or_a_user_is_forgotten(site: Site, user_id: str) -> None:
+    site.archive(user_id, "tides of spring", conversation="c1")
+    site.archive(user_id, "tides of autumn", conversation="c2")
+    site.set_fact("moon", "full", user_id=user_id)
+    one = site.ask("DELETE", "", params={"user_id": user_id, "conversation_id": "c1"})
     assert (one["object"], one["removed"]["turns"], one["removed"]["facts"]) == ("memory.removed", 1, 0)
-    assert site.found("tides", user_id=somebody) == ["tides of autumn"]
-    rest = site.ask("DELETE", "", params={"user_id": somebody})["removed"]
+    assert site.found("tides", user_id=user_id) == ["tides of autumn"]
+    rest = site.ask("DELETE", "", params={"user_id": user_id})["removed"]
     assert (rest["turns"], rest["facts"]) == (1, 1)
-    assert site.found("tides", user_id=somebody) == []
+    assert site.found("tides", user_id=user_id) == []
 
 
 def test_those_who_gave_no_name_are_forgotten_when_that_is_said(site: Site) -> None:
-    site.set_fact("of nobody", "x")
+    site.set_fact("without a user", "x")
     response = site.client.delete("/v1/memory")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "user_id")
-    assert "of nobody" in site.facts()
+    assert "without a user" in site.facts()
     assert site.ask("DELETE", "", params={"user_id": ""})["removed"]["facts"] >= 1
     assert site.facts() == {}
 
@@ -400,23 +400,23 @@ def test_what_one_user_has_told_no_other_user_sees(site: Site) -> None:
         assert site.get("/conversations/c1", **whose)["message_count"] == 1
 
 
-def test_a_salt_is_a_memory_of_its_own(site: Site, somebody: str) -> None:
-    salted = {"user_id": somebody, "cache_salt": "s1"}
+def test_a_salt_is_a_memory_of_its_own(site: Site, user_id: str) -> None:
+    salted = {"user_id": user_id, "cache_salt": "s1"}
     site.set_fact("colour", "red", **salted)
-    site.set_fact("colour", "blue", user_id=somebody)
-    assert [site.facts(**salted), site.facts(user_id=somebody)] == [{"colour": "red"}, {"colour": "blue"}]
-    assert site.facts(user_id=somebody, cache_salt="s2") == {}
-    site.ask("DELETE", "", params={"user_id": somebody})
-    assert [site.facts(**salted), site.facts(user_id=somebody)] == [{"colour": "red"}, {}]
+    site.set_fact("colour", "blue", user_id=user_id)
+    assert [site.facts(**salted), site.facts(user_id=user_id)] == [{"colour": "red"}, {"colour": "blue"}]
+    assert site.facts(user_id=user_id, cache_salt="s2") == {}
+    site.ask("DELETE", "", params={"user_id": user_id})
+    assert [site.facts(**salted), site.facts(user_id=user_id)] == [{"colour": "red"}, {}]
 
 
-def test_who_writes_may_be_named_in_the_query_too(site: Site, somebody: str) -> None:
-    site.ask("PUT", "/facts/x", json={"value": "1"}, params={"user_id": somebody})
-    site.ask("PUT", "/facts/y", json={"value": "2", "user_id": somebody}, params={"user_id": somebody})
+def test_who_writes_may_be_named_in_the_query_too(site: Site, user_id: str) -> None:
+    site.ask("PUT", "/facts/x", json={"value": "1"}, params={"user_id": user_id})
+    site.ask("PUT", "/facts/y", json={"value": "2", "user_id": user_id}, params={"user_id": user_id})
     answer = {"question": "Which letter?", "answer": "z"}
-    site.ask("POST", "/answers", json=answer, params={"user_id": somebody})
-    assert site.facts(user_id=somebody) == {"x": "1", "y": "2"}
-    assert site.found("letter", user_id=somebody) == ["Which letter?"]
+    site.ask("POST", "/answers", json=answer, params={"user_id": user_id})
+    assert site.facts(user_id=user_id) == {"x": "1", "y": "2"}
+    assert site.found("letter", user_id=user_id) == ["Which letter?"]
     assert site.found("letter") == []
 
 

@@ -17,7 +17,7 @@ from helpers.scheduling import Gate
 
 pytestmark = pytest.mark.slow
 
-NOBODY = "0123456789ab"
+UNKNOWN_ENTRY = "0123456789ab"
 _names = itertools.count()
 
 
@@ -28,7 +28,7 @@ def sea(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def somebody() -> str:
+def user_id() -> str:
     """A user with nothing in the store yet."""
     return f"user-{next(_names)}"
 
@@ -55,15 +55,15 @@ def crowd(narrow: Served) -> None:
 # ── what is kept ──
 
 
-def test_a_conversation_is_listed(sea: Served, somebody: str) -> None:
-    answer = sea.chat(SYSTEM, user("When is high tide?"), user_id=somebody, conversation_id="tides")
-    (entry,) = sea.entries(user_id=somebody, kind="conversation")
+def test_a_conversation_is_listed(sea: Served, user_id: str) -> None:
+    answer = sea.chat(SYSTEM, user("When is high tide?"), user_id=user_id, conversation_id="tides")
+    (entry,) = sea.entries(user_id=user_id, kind="conversation")
     tokens = answer["usage"]["total_tokens"] + 2  # the end of the turn
     assert {key: entry[key] for key in ("kind", "conversation_id", "head", "user", "shared")} == {
         "kind": "conversation",
         "conversation_id": "tides",
         "head": "When is high tide?",
-        "user": somebody,
+        "user": user_id,
         "shared": False,
     }
     assert {key: entry[key] for key in ("tokens", "tier", "turns", "branches", "ttl", "pinned")} == {
@@ -79,18 +79,18 @@ def test_a_conversation_is_listed(sea: Served, somebody: str) -> None:
     assert (entry["expires_in_s"], entry["last_used_s"], entry["hits"]) == (HOUR_S, 0, 0)
 
 
-def test_entries_are_chosen_by_user_kind_and_number(sea: Served, somebody: str) -> None:
-    sea.post("/v1/warm", messages=[SYSTEM], user_id=somebody)
-    sea.chat(SYSTEM, user("one"), user_id=somebody, conversation_id="one")
+def test_entries_are_chosen_by_user_kind_and_number(sea: Served, user_id: str) -> None:
+    sea.post("/v1/warm", messages=[SYSTEM], user_id=user_id)
+    sea.chat(SYSTEM, user("one"), user_id=user_id, conversation_id="one")
     sea.clock.seconds += 1
-    sea.chat(SYSTEM, user("two"), user_id=somebody, conversation_id="two")
-    names = [entry["conversation_id"] for entry in sea.entries(user_id=somebody, kind="conversation")]
+    sea.chat(SYSTEM, user("two"), user_id=user_id, conversation_id="two")
+    names = [entry["conversation_id"] for entry in sea.entries(user_id=user_id, kind="conversation")]
     assert names == ["two", "one"]
-    assert [entry["kind"] for entry in sea.entries(user_id=somebody, kind="prefix")] == ["prefix"]
-    assert {entry["user"] for entry in sea.entries()} >= {somebody}
-    listed = sea.client.get("/v1/cache", params={"user_id": somebody, "limit": 1}).json()
+    assert [entry["kind"] for entry in sea.entries(user_id=user_id, kind="prefix")] == ["prefix"]
+    assert {entry["user"] for entry in sea.entries()} >= {user_id}
+    listed = sea.client.get("/v1/cache", params={"user_id": user_id, "limit": 1}).json()
     assert len(listed["data"]) == 1
-    everything = sea.entries(user_id=somebody)
+    everything = sea.entries(user_id=user_id)
     assert listed["totals"] == {
         "entries": 3,
         "tokens": sum(entry["tokens"] for entry in everything),
@@ -98,11 +98,11 @@ def test_entries_are_chosen_by_user_kind_and_number(sea: Served, somebody: str) 
     }
 
 
-def test_nobody_in_particular_is_a_user_too(sea: Served, somebody: str) -> None:
-    sea.chat(user("Who am I?"), conversation_id=f"of nobody, beside {somebody}")
-    sea.chat(user("Who am I?"), user_id=somebody)
+def test_requests_without_a_user_are_listed_too(sea: Served, user_id: str) -> None:
+    sea.chat(user("Who am I?"), conversation_id=f"without a user, beside {user_id}")
+    sea.chat(user("Who am I?"), user_id=user_id)
     entries = sea.entries(user_id="")
-    assert f"of nobody, beside {somebody}" in [entry["conversation_id"] for entry in entries]
+    assert f"without a user, beside {user_id}" in [entry["conversation_id"] for entry in entries]
     assert {entry["user"] for entry in entries} == {None}
 
 
@@ -121,9 +121,9 @@ def test_a_bad_query_is_refused_by_name(sea: Served, query: dict[str, str], para
     assert response.json()["error"]["param"] == param
 
 
-def test_an_entry_shows_both_ends_of_its_text(sea: Served, somebody: str) -> None:
-    answer = sea.chat(SYSTEM, user("And the winds?"), user_id=somebody, conversation_id="winds")
-    (entry,) = sea.entries(user_id=somebody, kind="conversation")
+def test_an_entry_shows_both_ends_of_its_text(sea: Served, user_id: str) -> None:
+    answer = sea.chat(SYSTEM, user("And the winds?"), user_id=user_id, conversation_id="winds")
+    (entry,) = sea.entries(user_id=user_id, kind="conversation")
     whole = sea.client.get(f"/v1/cache/{entry['id']}").json()
     said = answer["choices"][0]["message"]["content"]
     assert whole["text"].startswith(f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>")
@@ -135,16 +135,16 @@ def test_an_entry_shows_both_ends_of_its_text(sea: Served, somebody: str) -> Non
     assert sea.client.get(f"/v1/cache/{entry['id']}?chars=0").json()["text"] == "…"
 
 
-def test_what_users_wrote_stays_data(sea: Served, somebody: str) -> None:
+def test_what_users_wrote_stays_data(sea: Served, user_id: str) -> None:
     hostile = '</script>"\\\u2028\x00{{ 7 * 7 }}'
-    sea.chat(user(hostile), user=f"{hostile} {somebody}", conversation_id=hostile)
-    (entry,) = sea.entries(user_id=f"{hostile} {somebody}")
+    sea.chat(user(hostile), user=f"{hostile} {user_id}", conversation_id=hostile)
+    (entry,) = sea.entries(user_id=f"{hostile} {user_id}")
     assert entry["conversation_id"] == hostile
-    assert sea.delete("/v1/cache?" + str(httpx.QueryParams(user_id=f"{hostile} {somebody}")))["entries"] == 1
-    assert not sea.entries(user_id=f"{hostile} {somebody}")
+    assert sea.delete("/v1/cache?" + str(httpx.QueryParams(user_id=f"{hostile} {user_id}")))["entries"] == 1
+    assert not sea.entries(user_id=f"{hostile} {user_id}")
 
 
-@pytest.mark.parametrize("name", [NOBODY, "no-such-entry", "PIN", "0123", "ü", "x" * 5000])
+@pytest.mark.parametrize("name", [UNKNOWN_ENTRY, "no-such-entry", "PIN", "0123", "ü", "x" * 5000])
 def test_what_is_not_there_is_404_whatever_it_is_called(sea: Served, name: str) -> None:
     responses = [
         sea.client.get(f"/v1/cache/{name}"),
@@ -194,74 +194,74 @@ def test_what_is_pinned_is_not_evicted(narrow: Served) -> None:
     assert evicted["emberkeep"]["reason"] == "evicted"
 
 
-def test_what_is_removed_is_evaluated_again(sea: Served, somebody: str) -> None:
+def test_what_is_removed_is_evaluated_again(sea: Served, user_id: str) -> None:
     asked = [user("What do you forget?")]
-    first = sea.chat(*asked, user_id=somebody, max_tokens=0)
-    (entry,) = sea.entries(user_id=somebody)
+    first = sea.chat(*asked, user_id=user_id, max_tokens=0)
+    (entry,) = sea.entries(user_id=user_id)
     removed = sea.delete(f"/v1/cache/{entry['id']}")
     assert removed == {"entries": 1, "tokens": entry["tokens"], "bytes": entry["bytes"]}
-    assert sea.entries(user_id=somebody) == []
+    assert sea.entries(user_id=user_id) == []
     before = sea.engine.evaluated_tokens
-    again = sea.chat(*asked, user_id=somebody, max_tokens=0)
+    again = sea.chat(*asked, user_id=user_id, max_tokens=0)
     assert sea.engine.evaluated_tokens == before + first["usage"]["prompt_tokens"]
     assert again["emberkeep"]["reason"] == "removed"
 
 
-def test_a_pin_stays_when_a_longer_text_takes_the_place_of_what_was_pinned(sea: Served, somebody: str) -> None:
-    pinned = sea.post("/v1/warm", text="Once upon a tide", user_id=somebody)
+def test_a_pin_stays_when_a_longer_text_takes_the_place_of_what_was_pinned(sea: Served, user_id: str) -> None:
+    pinned = sea.post("/v1/warm", text="Once upon a tide", user_id=user_id)
     sea.post("/v1/cache/pin", id=pinned["entry_id"])
-    sea.post("/v1/completions", prompt="Once upon a tide there was", max_tokens=1, user_id=somebody)
+    sea.post("/v1/completions", prompt="Once upon a tide there was", max_tokens=1, user_id=user_id)
     sea.settle()
     sea.clock.seconds += HOUR_S + 1
     sea.post("/v1/cache/gc")
-    (entry,) = sea.entries(user_id=somebody)
+    (entry,) = sea.entries(user_id=user_id)
     assert (entry["id"], entry["tokens"], entry["pinned"]) == (pinned["entry_id"], pinned["tokens"], True)
-    assert sea.post("/v1/warm", text="Once upon a tide", user_id=somebody)["evaluated_tokens"] == 0
+    assert sea.post("/v1/warm", text="Once upon a tide", user_id=user_id)["evaluated_tokens"] == 0
 
 
-def test_removing_an_entry_leaves_what_others_build_on(sea: Served, somebody: str) -> None:
-    sea.post("/v1/warm", messages=[SYSTEM], user_id=somebody)
-    sea.chat(SYSTEM, user("one"), user_id=somebody, conversation_id="one")
-    sea.chat(SYSTEM, user("two"), user_id=somebody, conversation_id="two")
-    (prefix,) = sea.entries(user_id=somebody, kind="prefix")
-    one = next(entry for entry in sea.entries(user_id=somebody) if entry["conversation_id"] == "one")
+def test_removing_an_entry_leaves_what_others_build_on(sea: Served, user_id: str) -> None:
+    sea.post("/v1/warm", messages=[SYSTEM], user_id=user_id)
+    sea.chat(SYSTEM, user("one"), user_id=user_id, conversation_id="one")
+    sea.chat(SYSTEM, user("two"), user_id=user_id, conversation_id="two")
+    (prefix,) = sea.entries(user_id=user_id, kind="prefix")
+    one = next(entry for entry in sea.entries(user_id=user_id) if entry["conversation_id"] == "one")
     assert sea.delete(f"/v1/cache/{one['id']}")["tokens"] < one["tokens"]
-    explained = sea.explain(SYSTEM, user("two"), user_id=somebody)
+    explained = sea.explain(SYSTEM, user("two"), user_id=user_id)
     assert explained["reason"] == "none"
-    assert sum(sea.explain(SYSTEM, user("one"), user_id=somebody)["reused"].values()) >= prefix["tokens"]
+    assert sum(sea.explain(SYSTEM, user("one"), user_id=user_id)["reused"].values()) >= prefix["tokens"]
 
 
-def test_removing_a_user_leaves_the_others(sea: Served, somebody: str) -> None:
-    asked = [SYSTEM, user("Is anybody there?")]
-    sea.chat(*asked, user_id=somebody)
-    sea.chat(*asked, user_id=somebody, cache_salt="another room")
-    other = sea.chat(*asked, user_id=f"{somebody}-else")
+def test_removing_a_user_leaves_the_others(sea: Served, user_id: str) -> None:
+    asked = [SYSTEM, user("Is the pilot there?")]
+    sea.chat(*asked, user_id=user_id)
+    sea.chat(*asked, user_id=user_id, cache_salt="another room")
+    other = sea.chat(*asked, user_id=f"{user_id}-other")
     sea.chat(*asked)
-    kept = sea.entries(user_id=f"{somebody}-else")
-    nobodys = sea.entries(user_id="")
-    mine = sea.entries(user_id=somebody, kind="conversation")
-    removed = sea.delete(f"/v1/cache?user_id={somebody}")
+    kept = sea.entries(user_id=f"{user_id}-other")
+    without_a_user = sea.entries(user_id="")
+    mine = sea.entries(user_id=user_id, kind="conversation")
+    removed = sea.delete(f"/v1/cache?user_id={user_id}")
     assert len(mine) == 2
     assert removed["tokens"] == sum(entry["tokens"] for entry in mine)
-    assert sea.entries(user_id=somebody) == []
-    assert sea.entries(user_id=f"{somebody}-else") == kept
-    assert sea.entries(user_id="") == nobodys
+    assert sea.entries(user_id=user_id) == []
+    assert sea.entries(user_id=f"{user_id}-other") == kept
+    assert sea.entries(user_id="") == without_a_user
     before = sea.engine.evaluated_tokens
-    sea.chat(*asked, user_id=f"{somebody}-else", max_tokens=0)
+    sea.chat(*asked, user_id=f"{user_id}-other", max_tokens=0)
     assert sea.engine.evaluated_tokens == before
-    sea.chat(*asked, user_id=somebody, max_tokens=0)
+    sea.chat(*asked, user_id=user_id, max_tokens=0)
     assert sea.engine.evaluated_tokens == before + other["usage"]["prompt_tokens"]
 
 
 def test_those_without_a_name_are_removed_by_an_empty_one(alone: Served) -> None:
-    alone.chat(user("I am nobody."))
+    alone.chat(user("I give no name."))
     alone.chat(user("I am ann."), user_id="ann")
     assert alone.delete("/v1/cache?user_id=")["entries"] == 1
     assert [entry["user"] for entry in alone.entries()] == ["ann"]
 
 
-def test_nothing_is_removed_when_nobody_is_named(sea: Served, somebody: str) -> None:
-    sea.chat(user("Do not delete everything."), user_id=somebody)
+def test_nothing_is_removed_when_no_user_is_named(sea: Served, user_id: str) -> None:
+    sea.chat(user("Do not delete everything."), user_id=user_id)
     before = sea.entries()
     for path in ("/v1/cache", "/v1/cache?all=true", "/v1/cache/"):
         response = sea.client.delete(path)
@@ -281,70 +281,70 @@ def test_a_pin_needs_an_id(sea: Served, path: str) -> None:
 # ── why ──
 
 
-def test_nothing_was_ever_stored(sea: Served, somebody: str) -> None:
-    explained = sea.explain(user(f"Good morning from {somebody}, for the first time."), user_id=somebody)
+def test_nothing_was_ever_stored(sea: Served, user_id: str) -> None:
+    explained = sea.explain(user(f"Good morning from {user_id}, for the first time."), user_id=user_id)
     assert explained["reason"] == "new"
     assert explained["divergence"] is None
     assert explained["reused"] == {"hot": 0, "warm": 0, "cold": 0}
     assert explained["explanation"].startswith(f"0 of {explained['prompt_tokens']} tokens can be reused.")
 
 
-def test_everything_is_stored(sea: Served, somebody: str) -> None:
+def test_everything_is_stored(sea: Served, user_id: str) -> None:
     asked = [SYSTEM, user("Are you ready?")]
-    answer = sea.chat(*asked, user_id=somebody)
-    explained = sea.explain(*asked, user_id=somebody)
+    answer = sea.chat(*asked, user_id=user_id)
+    explained = sea.explain(*asked, user_id=user_id)
     assert explained["reason"] == "none"
     assert explained["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert sum(explained["reused"].values()) == explained["prompt_tokens"] - 1
 
 
-def test_a_message_was_edited(sea: Served, somebody: str) -> None:
+def test_a_message_was_edited(sea: Served, user_id: str) -> None:
     def history(second: str) -> list[Json]:
         return [SYSTEM, user(second), {"role": "assistant", "content": "At noon."}, user("And tomorrow?")]
 
-    sea.chat(*history("When is low tide?"), user_id=somebody)
+    sea.chat(*history("When is low tide?"), user_id=user_id)
     edited = history("When is low water?")
-    explained = sea.explain(*edited, user_id=somebody)
+    explained = sea.explain(*edited, user_id=user_id)
     divergence = explained["divergence"]
     assert (explained["reason"], divergence["where"]) == ("edited_message", "message 2 (user)")
     assert divergence["stored_text"].startswith(" tide?<|im_end|>")
     assert divergence["prompt_text"].startswith(" water?<|im_end|>")
     assert divergence["token_index"] == sum(explained["reused"].values())
     assert "Message 2 (user) was edited at token" in explained["explanation"]
-    told = sea.chat(*edited, user_id=somebody)["emberkeep"]
+    told = sea.chat(*edited, user_id=user_id)["emberkeep"]
     assert (told["reason"], told["divergence"]) == ("edited_message", divergence)
 
 
-def test_a_new_turn_is_no_edit(sea: Served, somebody: str) -> None:
-    sea.chat(SYSTEM, user("Where is the reef?"), user_id=somebody)
-    explained = sea.explain(SYSTEM, user("Where is the lighthouse?"), user_id=somebody)
+def test_a_new_turn_is_no_edit(sea: Served, user_id: str) -> None:
+    sea.chat(SYSTEM, user("Where is the reef?"), user_id=user_id)
+    explained = sea.explain(SYSTEM, user("Where is the lighthouse?"), user_id=user_id)
     assert (explained["reason"], explained["divergence"]["where"]) == ("diverged", "message 2 (user)")
 
 
-def test_the_tools_were_changed(sea: Served, somebody: str) -> None:
+def test_the_tools_were_changed(sea: Served, user_id: str) -> None:
     asked = [SYSTEM, user("Which moon is it?")]
-    sea.chat(*asked, tools=[tool("tides"), tool("moon")], user_id=somebody)
-    explained = sea.explain(*asked, tools=[tool("tides"), tool("moon", "Look up.")], user_id=somebody)
+    sea.chat(*asked, tools=[tool("tides"), tool("moon")], user_id=user_id)
+    explained = sea.explain(*asked, tools=[tool("tides"), tool("moon", "Look up.")], user_id=user_id)
     assert explained["reason"] == "changed_tools"
     assert explained["divergence"]["where"] == "the tool moon"
     assert "The tool moon was changed" in explained["explanation"]
-    told = sea.chat(*asked, tools=[tool("moon"), tool("tides")], user_id=somebody)["emberkeep"]
+    told = sea.chat(*asked, tools=[tool("moon"), tool("tides")], user_id=user_id)["emberkeep"]
     assert (told["reason"], told["divergence"]["where"]) == ("changed_tools", "the tool moon")
 
 
-def test_it_belongs_to_another_user(sea: Served, somebody: str) -> None:
-    asked = [user(f"A long question that only {somebody} has ever asked.")]
-    sea.chat(*asked, user_id=somebody)
-    explained = sea.explain(*asked, user_id=f"{somebody}-else")
+def test_it_belongs_to_another_user(sea: Served, user_id: str) -> None:
+    asked = [user(f"A long question that only {user_id} has ever asked.")]
+    sea.chat(*asked, user_id=user_id)
+    explained = sea.explain(*asked, user_id=f"{user_id}-other")
     assert explained["reason"] == "other_user"
-    assert f"stored for the user {somebody}, and users do not share" in explained["explanation"]
+    assert f"stored for the user {user_id}, and users do not share" in explained["explanation"]
     assert sum(explained["reused"].values()) == 0
 
 
-def test_the_answer_itself_says_nothing_of_other_users(sea: Served, somebody: str) -> None:
-    asked = [user(f"Another long question that only {somebody} has ever asked.")]
-    sea.chat(*asked, user_id=somebody)
-    assert sea.chat(*asked, user_id=f"{somebody}-else")["emberkeep"]["reason"] == "new"
+def test_the_answer_itself_says_nothing_of_other_users(sea: Served, user_id: str) -> None:
+    asked = [user(f"Another long question that only {user_id} has ever asked.")]
+    sea.chat(*asked, user_id=user_id)
+    assert sea.chat(*asked, user_id=f"{user_id}-other")["emberkeep"]["reason"] == "new"
 
 
 def test_it_expired(alone: Served) -> None:
@@ -368,46 +368,46 @@ def test_it_was_evicted(narrow: Served) -> None:
     assert "its room was needed" in explained["explanation"]
 
 
-def test_it_was_removed(sea: Served, somebody: str) -> None:
+def test_it_was_removed(sea: Served, user_id: str) -> None:
     asked = user("What did I just delete?")
-    answer = sea.chat(asked, user_id=somebody)["choices"][0]["message"]
-    (entry,) = sea.entries(user_id=somebody)
+    answer = sea.chat(asked, user_id=user_id)["choices"][0]["message"]
+    (entry,) = sea.entries(user_id=user_id)
     sea.delete(f"/v1/cache/{entry['id']}")
-    explained = sea.explain(asked, answer, user("Well?"), user_id=somebody)
+    explained = sea.explain(asked, answer, user("Well?"), user_id=user_id)
     assert explained["reason"] == "removed"
     assert "removed by request" in explained["explanation"]
 
 
-def test_of_a_user_who_was_removed_nothing_is_known(sea: Served, somebody: str) -> None:
+def test_of_a_user_who_was_removed_nothing_is_known(sea: Served, user_id: str) -> None:
     asked = [user("What do you know about me, who am gone?")]
-    sea.chat(*asked, user_id=somebody)
-    sea.delete(f"/v1/cache?user_id={somebody}")
-    assert sea.explain(*asked, user_id=somebody)["reason"] == "new"
+    sea.chat(*asked, user_id=user_id)
+    sea.delete(f"/v1/cache?user_id={user_id}")
+    assert sea.explain(*asked, user_id=user_id)["reason"] == "new"
 
 
-def test_fresh_evaluation_was_asked_for(sea: Served, somebody: str) -> None:
+def test_fresh_evaluation_was_asked_for(sea: Served, user_id: str) -> None:
     asked = [user("Think again.")]
-    sea.chat(*asked, user_id=somebody)
-    explained = sea.explain(*asked, user_id=somebody, cache_prompt=False)
+    sea.chat(*asked, user_id=user_id)
+    explained = sea.explain(*asked, user_id=user_id, cache_prompt=False)
     assert explained["reason"] == "disabled"
     assert sum(explained["reused"].values()) == 0
 
 
-def test_a_raw_prompt_is_explained_too(sea: Served, somebody: str) -> None:
-    sea.post("/v1/completions", prompt="Once upon a tide", max_tokens=2, user_id=somebody)
+def test_a_raw_prompt_is_explained_too(sea: Served, user_id: str) -> None:
+    sea.post("/v1/completions", prompt="Once upon a tide", max_tokens=2, user_id=user_id)
     sea.settle()
-    explained = sea.post("/v1/cache/explain", prompt="Once upon a time", user_id=somebody)
+    explained = sea.post("/v1/cache/explain", prompt="Once upon a time", user_id=user_id)
     assert (explained["reason"], explained["divergence"]["where"]) == ("diverged", None)
     assert explained["divergence"]["prompt_text"] == "me"
 
 
-def test_explaining_changes_nothing(sea: Served, somebody: str) -> None:
+def test_explaining_changes_nothing(sea: Served, user_id: str) -> None:
     asked = [SYSTEM, user("Look, but do not touch.")]
-    sea.chat(*asked, user_id=somebody)
-    before = sea.entries(user_id=somebody), sea.engine.evaluated_tokens
-    sea.explain(*asked, user_id=somebody)
-    sea.explain(SYSTEM, user("Something else."), user_id=somebody)
-    assert (sea.entries(user_id=somebody), sea.engine.evaluated_tokens) == before
+    sea.chat(*asked, user_id=user_id)
+    before = sea.entries(user_id=user_id), sea.engine.evaluated_tokens
+    sea.explain(*asked, user_id=user_id)
+    sea.explain(SYSTEM, user("Something else."), user_id=user_id)
+    assert (sea.entries(user_id=user_id), sea.engine.evaluated_tokens) == before
 
 
 @pytest.mark.parametrize(
@@ -507,7 +507,7 @@ def test_state_that_fills_the_context_can_be_verified(tmp_path: Path) -> None:
     [
         ({"ids": []}, "ids"),
         ({"ids": [5]}, "ids[0]"),
-        ({"ids": [NOBODY], "sample": 1}, "sample"),
+        ({"ids": [UNKNOWN_ENTRY], "sample": 1}, "sample"),
         ({"sample": 0}, "sample"),
         ({"tokens": 0}, "tokens"),
         ({"tokens": 257}, "tokens"),

@@ -27,7 +27,7 @@ GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MIB = 1 << 20
 
 HASTY = Limits(head_s=0.4, body_s=0.4, stalled_s=0.6, linger_s=0.4, unsent_bytes=256 << 10, connections=24)
-"""Nobody wants to wait for a test."""
+"""Short, so that the tests are quick."""
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_a_body_of_which_only_chunk_extensions_come_is_408(connect: Callable[[],
     assert refusal(connection) == (408, "body_timeout")
 
 
-def test_a_body_that_nobody_wants_any_more_ends_the_connection(connect: Callable[[], socket.socket]) -> None:
+def test_a_body_that_is_no_longer_wanted_ends_the_connection(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     send(connection, b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000000\r\n\r\n")
     assert b"404" in connection.recv(1 << 16)

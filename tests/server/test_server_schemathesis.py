@@ -1,4 +1,4 @@
-"""Everything the OpenAPI document describes, asked in ways nobody would think of."""
+"""Everything the OpenAPI document describes, asked in many unlikely ways."""
 
 from __future__ import annotations
 

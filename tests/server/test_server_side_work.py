@@ -50,7 +50,7 @@ def entry(number: int) -> CacheEntry:
 
 
 class LargeMemory:
-    """Has more than anybody wants at once."""
+    """Its export is sent in many parts."""
 
     def __init__(self) -> None:
         self.exported = 0
@@ -113,7 +113,7 @@ def http(slow: Running) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("path", ["/v1/stats", "/metrics"])
-def test_figures_that_wait_for_a_lock_hold_up_nobody(backend: SlowBackend, http: httpx.Client, path: str) -> None:
+def test_figures_that_wait_for_a_lock_hold_up_no_request(backend: SlowBackend, http: httpx.Client, path: str) -> None:
     with ThreadPoolExecutor() as pool:
         figures = pool.submit(http.get, path)
         assert backend.waiting.acquire(timeout=WAIT_S)
@@ -153,7 +153,7 @@ def test_facts_are_listed_in_pages(backend: SlowBackend, http: httpx.Client) -> 
     assert (rest["data"][0]["name"], len(rest["data"]), rest["has_more"]) == (f"name {PAGE:06}", PAGE, False)
 
 
-def test_an_export_that_nobody_reads_is_not_prepared(backend: SlowBackend, slow: Running) -> None:
+def test_an_export_that_is_not_read_is_not_prepared(backend: SlowBackend, slow: Running) -> None:
     memory = backend.memory
     assert isinstance(memory, LargeMemory)
     with socket.create_connection(("127.0.0.1", slow.port), timeout=WAIT_S) as connection:

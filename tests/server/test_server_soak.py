@@ -136,7 +136,7 @@ def ask_all(server: Running, numbers: range) -> None:
 
 
 def settled(server: Running) -> dict[str, int]:
-    """What is held once everybody has left."""
+    """What is held once all clients have left."""
     deadline = time.monotonic() + WAIT_S
     while (server.connections or server.tasks) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Tools that the server runs, other models behind it, and who asked whom: as clients see them."""
+"""Tools that the server runs and other models behind it, as clients see them."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ def chain(*script: Any) -> FallbackBackend:
     return FallbackBackend([Link("far", dead), Link("near", lambda: ScriptedBackend(script))])
 
 
-def test_health_says_who_stands_in_for_whom_and_why() -> None:
+def test_health_says_which_model_of_a_chain_answers_and_why() -> None:
     with served(chain()) as http:
         health = http.get("/health").json()
     assert health["status"] == "ok"
@@ -414,7 +414,7 @@ def test_an_answer_names_who_gave_it() -> None:
 def test_a_chain_goes_by_the_names_of_all_its_backends(name: str) -> None:
     with served(chain()) as http:
         assert ask(http, model=name).status_code == 200
-        refused = ask(http, model="gpt-nobody")
+        refused = ask(http, model="gpt-unknown")
     assert refused.status_code == 404
     assert refused.json()["error"]["code"] == "model_not_found"
 

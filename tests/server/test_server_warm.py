@@ -1,4 +1,4 @@
-"""`/v1/warm`: a prefix is evaluated before somebody waits for it."""
+"""`/v1/warm`: a prefix is evaluated before a request needs it."""
 
 from __future__ import annotations
 

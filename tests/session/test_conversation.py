@@ -71,7 +71,7 @@ def test_only_what_is_new_is_evaluated_when_something_left(harbour):
 
 
 def test_the_answer_may_be_as_short_as_it_likes_the_room_for_it_is_kept_free(harbour):
-    """Where nobody knows how long it becomes an eighth of the context is."""
+    """Where its length is unknown, an eighth of the context is kept free."""
     client = Client(harbour, max_tokens=None, stop=("e",))
     for number in range(30):
         assert client.say(line(number)).completed.usage.prompt_tokens <= CONTEXT - CONTEXT // 8

@@ -122,7 +122,7 @@ def test_what_is_out_is_known_by_the_history_with_and_without_a_name(harbour):
     named.talk_until_full()
     plain.messages = list(named.messages)
     answer = plain.say("Hello?")
-    assert answer.evictions  # nobody knows that it is the same one
+    assert answer.evictions  # nothing says that it is the same one
     assert not named.say("Hello?").evictions
 
 

@@ -69,7 +69,7 @@ def test_a_tool_call_leaves_with_its_results():
     [
         (user("a"), call("look", "1")),
         (user("a"), call("look", "1", "2"), result("1", "x"), said("b")),
-        (user("a"), result("9", "of a call that nobody made"), said("b")),
+        (user("a"), result("9", "of an unknown call"), said("b")),
         (user("a"), call("look", "1", "2"), result(None, "one of two"), said("b")),
     ],
 )

@@ -274,7 +274,7 @@ def test_tokens_are_those_of_the_whole_turn() -> None:
     assert [request.max_tokens for request in model.asked] == [12, 7]
 
 
-def test_a_tool_knows_for_whom_it_runs() -> None:
+def test_a_tool_knows_for_which_user_it_runs() -> None:
     seen: list[Caller] = []
 
     def who(caller: Caller) -> str:
@@ -330,7 +330,7 @@ def test_always_and_never_hold_for_the_session(decision: Decision, questions: in
     assert [failed for _, failed in outcomes(events)] == [decision in (Decision.NO, Decision.NEVER)] * 2
 
 
-def test_harmless_tools_ask_nobody() -> None:
+def test_harmless_tools_ask_no_questions() -> None:
     model = Model(calling(("depth", {"pier": 3})), answer("Seven."))
     assert outcomes(act(model, box(depth), asks=True)) == [("7 metres", False)]
 

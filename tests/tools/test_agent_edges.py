@@ -154,7 +154,7 @@ def test_a_tool_that_went_before_it_was_called_is_told() -> None:
     assert text(events) == "It is gone."
 
 
-def test_a_dangerous_tool_that_comes_while_somebody_decides_does_not_run_unasked() -> None:
+def test_a_dangerous_tool_that_comes_while_the_user_decides_does_not_run_unasked() -> None:
     sunk: list[str] = []
 
     @tool(dangerous=True)

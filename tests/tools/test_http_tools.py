@@ -153,7 +153,7 @@ def test_a_body_that_is_too_large_is_not_sent() -> None:
         asyncio.run(HttpTools([]).http_post("http://example.test", "x" * ((16 << 20) + 1)))
 
 
-def test_nobody_there_is_one_sentence() -> None:
+def test_a_refused_connection_is_one_sentence() -> None:
     async def asking() -> Any:
         async with Loopback({}) as server:
             place, url = server.place, server.url()

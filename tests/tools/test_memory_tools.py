@@ -1,4 +1,4 @@
-"""Memory, as a model uses it: what it stores is found again, by whom it was stored for and nobody else."""
+"""Memory, as a model uses it: what it stores is found again by the same user and by no other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_has_left_a_context_is_found(memory: Memory) -> None:
     assert done(memory, "search_memory", query="zeppelin") == "Nothing was found: try other words."
 
 
-def test_nobody_sees_or_changes_what_is_anothers(memory: Memory) -> None:
+def test_no_user_sees_or_changes_what_is_anothers(memory: Memory) -> None:
     done(memory, "set_fact", name="home", value="Lyon")
     done(memory, "remember", question="What is the boat called?", answer="Marigold")
     for owner in (BOB, "", private_namespace("alice", "salt")):

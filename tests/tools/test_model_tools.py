@@ -17,7 +17,7 @@ CLAUDE = RemoteModel("claude", "anthropic")
 
 
 class Consultants:
-    """Says what was asked; whoever is down fails."""
+    """Says what was asked; a model that is down fails."""
 
     def __init__(self, down: Sequence[str] = (), text: str = "No.") -> None:
         self.asked: list[tuple[str, Request, Caller]] = []
@@ -65,7 +65,7 @@ def test_the_question_comes_after_what_it_needs_to_know() -> None:
     assert caller.owner == "alice"
 
 
-def test_whoever_is_asked_knows_how_many_stand_before_it() -> None:
+def test_a_model_that_is_asked_knows_how_many_models_passed_it_on() -> None:
     consultants = Consultants()
     call(box(consultants, depth_limit=3), "ask_qwen", '{"question": "Why?"}', Caller(depth=2))
     assert consultants.asked[0][1].depth == 3

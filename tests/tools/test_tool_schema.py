@@ -130,9 +130,9 @@ def test_a_model_of_itself_stays_a_reference() -> None:
     assert ran(hire, crew={"name": "a", "under": [{"name": "b"}]}) == "b"
 
 
-def test_only_titles_that_nobody_wrote_are_left_out() -> None:
+def test_only_generated_titles_are_left_out() -> None:
     def name(title: str, extra: dict[str, str] = {"title": "Dr"}) -> None:  # noqa: B006
-        """Name somebody."""
+        """Name a person."""
 
     told_ = properties(name)
     assert told_["title"] == {"type": "string"}

@@ -422,7 +422,7 @@ def test_a_result_that_was_short_has_no_pages_and_need_not_be_made_again() -> No
     assert told == "Error: 'short' names no long result, what was shown is all of it: answer with it."
 
 
-def test_pages_belong_to_whom_they_were_made_for() -> None:
+def test_pages_belong_to_the_user_they_were_made_for() -> None:
     async def read() -> str:
         box = box_of(returning("x" * 1000), chars=300)
         await told(box, "give", owner="alice")
@@ -479,7 +479,7 @@ def names(choice: Choice, tools: Sequence[ToolFunction] = TOOLS) -> list[str]:
     return [function.name for function in ToolBox(tools, choice).functions()]
 
 
-def test_dangerous_tools_are_used_where_somebody_can_be_asked() -> None:
+def test_dangerous_tools_are_used_where_a_user_can_be_asked() -> None:
     assert names(Choice(asks=True)) == ["delete_file", "read_file", "time__now", "time__zone", "berth"]
     assert names(Choice(asks=False)) == ["read_file", "time__now", "berth"]
 

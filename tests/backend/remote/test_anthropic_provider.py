@@ -224,7 +224,7 @@ def test_roles_take_turns_and_results_stand_first() -> None:
     )
     messages = (
         Message("user", "Hello?"),
-        Message("user", "Anybody?"),
+        Message("user", "Hello?"),
         two,
         Message("user", "Hurry."),
         Message("tool", "rain", tool_call_id="a.1"),

@@ -44,7 +44,7 @@ async def events_of(provider: Provider, request: Request) -> list[Event]:
 
 
 async def leave_early(provider: Provider, request: Request, was_left: asyncio.Event) -> Event:
-    """The first event; returns when the server has noticed that nobody reads on."""
+    """The first event; returns when the server has noticed that the client is gone."""
     async with aclosing(cast(AsyncGenerator[Event, None], provider.answer(request))) as events:
         first = await anext(events)
         assert not was_left.is_set()

@@ -31,7 +31,7 @@ class OpenAIServer(LoopbackServer):
         if given != (self._key and f"Bearer {self._key}"):
             return failed(401, "invalid_request_error", f"Incorrect API key provided: {given}", "invalid_api_key")
         if asked.path == "/v1/models":
-            cards = [{"object": "model", "created": 1, "owned_by": "somebody", **one} for one in self._models]
+            cards = [{"object": "model", "created": 1, "owned_by": "example", **one} for one in self._models]
             return Reply({"object": "list", "data": cards})
         if asked.path != "/v1/chat/completions" or not asked.body["stream"]:
             return failed(404, "invalid_request_error", f"Invalid URL ({asked.path})")
