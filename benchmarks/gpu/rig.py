@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Listener:
-    """Hears how a job goes, on the engine's thread."""
+    """Receives a sequence's output, on the engine's thread."""
 
     submitted: float
     first: float = 0.0

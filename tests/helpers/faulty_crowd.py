@@ -1,4 +1,4 @@
-"""Faults at the Nth call of any method, and a crowd of jobs that goes through all of them.
+"""Faults at the Nth call of any method, and a crowd of requests that goes through all of them.
 
 A method that fails leaves the worst behind: the state of the sequences that it was about is garbage afterwards, as
 far as the engine's contract lets it be.
@@ -46,7 +46,7 @@ NOT_ASKED_BY_THE_LOOP: dict[type, set[str]] = {
         ),
     },
 }
-"""Other threads ask these, or no job is there when the loop does. All others have to come up in a crowd."""
+"""Other threads ask these, or no sequence is there when the loop does. All others have to come up in a crowd."""
 
 
 def methods(of: type) -> list[str]:

@@ -95,12 +95,12 @@ class Recorder:
         return self._over.is_set()
 
     def wait(self) -> Recorder:
-        assert self._over.wait(PATIENCE), "the job neither ended nor failed"
+        assert self._over.wait(PATIENCE), "the sequence neither ended nor failed"
         return self
 
     @property
     def answer(self) -> list[int]:
-        """The tokens of a job that must have ended well."""
+        """The tokens of a sequence that must have ended well."""
         self.wait()
         assert self.error is None, self.error
         return self.tokens
@@ -183,7 +183,7 @@ class Rig:
         return recorder
 
     def run(self, tokens: Iterable[int], recorder: Recorder | None = None, **more) -> Recorder:
-        """Submit a job, wait for it, and for what the loop does after it."""
+        """Submit a sequence, wait for it, and for what the loop does after it."""
         recorder = self.start(tokens, recorder, **more).wait()
         self.settle()
         return recorder

@@ -229,7 +229,7 @@ def test_a_prompt_is_evaluated_in_slices_of_its_plan():
         assert rig.run(LONG).answer == answer
 
 
-def test_jobs_that_together_need_too_much_run_one_after_the_other():
+def test_sequences_that_together_need_too_much_run_one_after_the_other():
     engine = FakeEngine(cells=1 << 15)
     gate = Gate(engine)
     together: list[int] = []

@@ -114,7 +114,7 @@ def test_requests_that_ran_together_are_not_compared():
     assert calibration.stats()["actual_to_predicted"]["count"] == 0
 
 
-def test_an_engine_that_tells_nothing_and_a_job_without_a_plan_are_no_trouble():
+def test_an_engine_that_tells_nothing_and_a_sequence_without_a_plan_are_no_trouble():
     with Rig(engine=Measured(None, None)) as rig:
         calibration = rig.scheduler.calibration
         assert rig.run(PROMPT, admitted=admitted()).answer

@@ -26,7 +26,7 @@ MOVED = len(A) + len(B) + len(C)
 
 
 def how(repair: Repair = Repair.NONE, namespace: str = "", **more) -> dict:
-    """What makes a job approximate."""
+    """What makes a sequence approximate."""
     return {
         "approximate": Approximation(repair, **more),
         "lineage": Lineage(namespace, repair=repair),
@@ -252,10 +252,10 @@ def test_a_cancelled_blend_keeps_what_it_has_as_approximate(tmp_path):
     with Rig(tmp_path, engine, prefill_slice=128) as rig:
         rig.run(STORED)
         gate = Gate(engine, lambda step: step == 1)  # a slice has been blended
-        job = rig.sequence(SHUFFLED, **how(Repair.CACHEBLEND))
-        rig.scheduler.submit(job)
+        sequence = rig.sequence(SHUFFLED, **how(Repair.CACHEBLEND))
+        rig.scheduler.submit(sequence)
         gate.reached()
-        rig.scheduler.cancel(job)
+        rig.scheduler.cancel(sequence)
         gate.open()
         rig.settle()
         assert no_pins(rig)
@@ -406,10 +406,10 @@ def test_exact_answers_are_exact_whatever_approximate_requests_do(
             prompt = [*before, *chain(*QUOTES[which]), *ask][-640:]
             asked.append((talk.namespace, prompt))
             recorder = Recorder()
-            job = rig.sequence(prompt, recorder, **how(talk.repair, talk.namespace))
-            rig.scheduler.submit(job)
+            sequence = rig.sequence(prompt, recorder, **how(talk.repair, talk.namespace))
+            rig.scheduler.submit(sequence)
             if action == "cancel":
-                rig.scheduler.cancel(job)
+                rig.scheduler.cancel(sequence)
                 continue
             if action == "ask, and exactly at once":
                 exact.append((rig.start(prompt, namespace=talk.namespace), prompt))

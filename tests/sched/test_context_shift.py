@@ -30,7 +30,7 @@ def cut(source: list[int], start: int = 50, end: int = 350, insert: list[int] = 
 
 
 def shorter(source: list[int]) -> tuple[list[int], dict]:
-    """The prompt without OLD, and what its job needs to come by the longer one's state."""
+    """The prompt without OLD, and what its sequence needs to come by the longer one's state."""
     made = cut(source)
     return [*source[: made.start], *NOTICE, *source[made.end :]], {"splice": made, "lineage": MARKED}
 
@@ -74,7 +74,7 @@ def test_the_next_turn_finds_all_of_it_in_the_lineage_and_nothing_outside(rig):
     assert not exact.lookup.is_approximate
     assert exact.answer == reference(again, max_new=1)
     marked = rig.run(again, max_new=1, closing=(), lineage=MARKED)
-    assert marked.lookup.reused_tokens == len(again) - 1  # what the exact job computed is better, and is there too
+    assert marked.lookup.reused_tokens == len(again) - 1  # what the exact sequence computed is better, and is there too
     assert not marked.lookup.is_approximate
 
 
@@ -156,14 +156,14 @@ def test_an_engine_that_does_not_cut_costs_an_evaluation_and_nothing_else(rig, m
     assert not answer.lookup.is_approximate
 
 
-def test_a_job_that_is_cancelled_while_its_state_arrives_leaves_nothing_wrong_behind(tmp_path):
+def test_a_sequence_that_is_cancelled_while_its_state_arrives_leaves_nothing_wrong_behind(tmp_path):
     with Rig(tmp_path) as rig:
         longer = first_turn(rig)
     with Rig(tmp_path) as rig:
         prompt, how = shorter(longer)
-        job = rig.sequence(prompt, Recorder(), **how)
-        rig.scheduler.submit(job)
-        rig.scheduler.cancel(job)
+        sequence = rig.sequence(prompt, Recorder(), **how)
+        rig.scheduler.submit(sequence)
+        rig.scheduler.cancel(sequence)
         rig.settle()
         assert rig.run(prompt).answer == reference(prompt)
         assert rig.run(longer).answer == reference(longer)
@@ -177,7 +177,7 @@ class Growing:
 
     def __init__(self, rig: Rig, prompt: list[int], may_shift: bool = True, more: int = 20) -> None:
         self._rig, self._prompt, self._may_shift, self._more = rig, prompt, may_shift, more
-        self.job = rig.sequence(
+        self.sequence = rig.sequence(
             prompt, sampling=ENDLESS, max_new=10, closing=(), on_full=self._full, lineage=MARKED
         )
         self.asked = 0
@@ -189,16 +189,16 @@ class Growing:
 
     def _answer(self) -> None:
         if self.asked > 1:
-            self._rig.scheduler.make_room(self.job, None)
+            self._rig.scheduler.make_room(self.sequence, None)
             return
         tokens = [*LEAD, *NOTICE, *self._prompt[350:]]
         made = Splice(np.array(self._prompt, np.int32), 50, 350, np.array(NOTICE, np.int32), self._may_shift)
         shorter = prompt_of(tokens, max_new=self._more, closing=(), splice=made, lineage=MARKED)
-        self._rig.scheduler.make_room(self.job, shorter)
+        self._rig.scheduler.make_room(self.sequence, shorter)
 
     def run(self) -> Recorder:
-        recorder = self.job.output
-        self._rig.scheduler.submit(self.job)
+        recorder = self.sequence.output
+        self._rig.scheduler.submit(self.sequence)
         assert isinstance(recorder, Recorder)
         return recorder.wait()
 
@@ -250,12 +250,12 @@ def test_a_full_answer_can_be_cancelled(rig):
         told.set()
         return True
 
-    job = rig.sequence(PROMPT, max_new=5, on_full=full)
-    rig.scheduler.submit(job)
+    sequence = rig.sequence(PROMPT, max_new=5, on_full=full)
+    rig.scheduler.submit(sequence)
     assert told.wait(10)
-    rig.scheduler.cancel(job)
+    rig.scheduler.cancel(sequence)
     rig.settle()
-    rig.scheduler.make_room(job, None)
+    rig.scheduler.make_room(sequence, None)
     assert rig.run(PROMPT).lookup.reused_tokens == len(PROMPT) - 1
 
 
@@ -281,7 +281,7 @@ def test_the_engine_says_that_there_is_no_room(monkeypatch):
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_exact_answers_never_change_whatever_was_cut(data):
-    """Any order of cut and exact jobs over a few prompts: who asks for exact state gets the reference."""
+    """Any order of cut and exact sequences over a few prompts: who asks for exact state gets the reference."""
     with Rig() as rig:
         known: list[list[int]] = []
         for _ in range(data.draw(st.integers(2, 5))):

@@ -63,7 +63,7 @@ def test_what_goes_on_from_approximate_state_is_approximate(rig):
 
 
 @pytest.mark.parametrize("from_store", [True, False])
-def test_an_exact_job_never_sees_packed_state(rig, from_store):
+def test_an_exact_sequence_never_sees_packed_state(rig, from_store):
     rig.run(PROMPT, namespace=PACKED[8])
     exact = rig.run(PROMPT, from_store=from_store)
     assert exact.lookup.reused_tokens == 0
@@ -72,7 +72,7 @@ def test_an_exact_job_never_sees_packed_state(rig, from_store):
     assert rig.run(PROMPT, from_store=True).answer == reference(PROMPT)
 
 
-def test_an_exact_job_goes_on_from_what_is_exact_of_a_packed_conversation(rig):
+def test_an_exact_sequence_goes_on_from_what_is_exact_of_a_packed_conversation(rig):
     rig.run(PROMPT[:300], max_new=0)
     rig.run(PROMPT, namespace=PACKED[8])
     exact = rig.run(PROMPT, from_store=True)
@@ -80,7 +80,7 @@ def test_an_exact_job_goes_on_from_what_is_exact_of_a_packed_conversation(rig):
     assert exact.answer == reference(PROMPT)
 
 
-def test_a_job_in_fewer_bits_reuses_exact_state_and_stores_nothing_of_it_again(rig):
+def test_a_sequence_in_fewer_bits_reuses_exact_state_and_stores_nothing_of_it_again(rig):
     rig.run(PROMPT)
     before = chunks_of(rig.store)
     packed = rig.run(PROMPT, namespace=PACKED[8], from_store=True)

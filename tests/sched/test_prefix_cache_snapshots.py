@@ -107,7 +107,7 @@ def test_a_lost_snapshot_costs_an_evaluation_and_no_answer(tmp_path, unit):
         assert told.answer == fresh(unit, turn)
 
 
-def test_jobs_side_by_side_do_not_mix_their_state(rig, unit):
+def test_sequences_side_by_side_do_not_mix_their_state(rig, unit):
     prompts = [[*PROMPT[:400], *text(90, seed=seed)] for seed in range(4)]
     rig.run(PROMPT, borders=frozenset({400}))
     started = [rig.start(prompt) for prompt in prompts]

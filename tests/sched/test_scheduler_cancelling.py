@@ -1,4 +1,4 @@
-"""A cancelled job stops soon, lets go of everything, and keeps what it computed."""
+"""A cancelled sequence stops soon, lets go of everything, and keeps what it computed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from helpers.scheduling import (
 def test_a_cancelled_prefill_stops_within_one_slice_and_keeps_what_it_computed(rig, engine):
     gate = Gate(engine, holds=lambda step: step == 1)
     recorder = Recorder()
-    job = rig.sequence(LONG, recorder)
-    rig.scheduler.submit(job)
+    sequence = rig.sequence(LONG, recorder)
+    rig.scheduler.submit(sequence)
     gate.reached()
-    rig.scheduler.cancel(job)
+    rig.scheduler.cancel(sequence)
     gate.open()
     rig.settle()
     assert engine.evaluated_tokens == 2 * SLICE
@@ -40,10 +40,10 @@ def test_a_prefill_cancelled_before_a_restart_is_continued_after_it(tmp_path):
     engine = FakeEngine()
     gate = Gate(engine, holds=lambda step: step == 2)
     with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
-        job = rig.sequence(LONG)
-        rig.scheduler.submit(job)
+        sequence = rig.sequence(LONG)
+        rig.scheduler.submit(sequence)
         gate.reached()
-        rig.scheduler.cancel(job)
+        rig.scheduler.cancel(sequence)
         gate.open()
         rig.settle()
     with Rig(tmp_path) as rig:
@@ -55,26 +55,26 @@ def test_a_prefill_cancelled_before_a_restart_is_continued_after_it(tmp_path):
 def test_a_cancelled_answer_stops_within_one_step(rig, engine):
     gate = Gate(engine, holds=lambda step: step == 8)
     recorder = Recorder()
-    job = rig.sequence(PROMPT, recorder, max_new=1000)
-    rig.scheduler.submit(job)
+    sequence = rig.sequence(PROMPT, recorder, max_new=1000)
+    rig.scheduler.submit(sequence)
     gate.reached()
-    rig.scheduler.cancel(job)
+    rig.scheduler.cancel(sequence)
     gate.open()
     rig.settle()
     assert len(recorder.tokens) <= 6
     assert rig.run(PROMPT).answer == reference(PROMPT)
 
 
-def test_a_cancelled_job_that_waits_never_runs(tmp_path):
+def test_a_cancelled_sequence_that_waits_never_runs(tmp_path):
     engine = FakeEngine()
     gate = Gate(engine)
     with Rig(tmp_path, engine, parallel=1) as rig:
         first = rig.start(PROMPT)
         gate.reached()
         waiting = Recorder()
-        job = rig.sequence(text(50, seed=5), waiting)
-        rig.scheduler.submit(job)
-        rig.scheduler.cancel(job)
+        sequence = rig.sequence(text(50, seed=5), waiting)
+        rig.scheduler.submit(sequence)
+        rig.scheduler.cancel(sequence)
         gate.open()
         first.wait()
         rig.settle()
@@ -83,7 +83,7 @@ def test_a_cancelled_job_that_waits_never_runs(tmp_path):
         assert engine.evaluated_tokens == len(PROMPT) + len(first.tokens) + len(CLOSING)
 
 
-def test_a_job_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypatch):
+def test_a_sequence_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypatch):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
@@ -97,10 +97,10 @@ def test_a_job_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypa
 
         monkeypatch.setattr(rig.store._disk.files, "read", slow)
         recorder = Recorder()
-        job = rig.sequence(PROMPT, recorder)
-        rig.scheduler.submit(job)
+        sequence = rig.sequence(PROMPT, recorder)
+        rig.scheduler.submit(sequence)
         assert reading.wait(PATIENCE)
-        rig.scheduler.cancel(job)
+        rig.scheduler.cancel(sequence)
         rig.settle()
         assert no_pins(rig)
         go_on.set()
@@ -113,9 +113,9 @@ def test_a_job_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypa
 
 def test_cancelling_what_is_over_changes_nothing(rig):
     recorder = Recorder()
-    job = rig.sequence(PROMPT, recorder)
-    rig.scheduler.submit(job)
+    sequence = rig.sequence(PROMPT, recorder)
+    rig.scheduler.submit(sequence)
     recorder.wait()
-    rig.scheduler.cancel(job)
+    rig.scheduler.cancel(sequence)
     rig.settle()
     assert rig.scheduler.counters.cancelled == 0

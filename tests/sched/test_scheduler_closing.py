@@ -1,4 +1,4 @@
-"""Closing loses nothing: neither a job nor what was computed."""
+"""Closing loses nothing: neither a sequence nor what was computed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_closing_keeps_what_was_computed(tmp_path):
         assert answer.lookup.cold_tokens >= 3 * SLICE
 
 
-def test_closing_lets_jobs_finish_when_it_is_given_time(tmp_path):
+def test_closing_lets_sequences_finish_when_it_is_given_time(tmp_path):
     rig = Rig(tmp_path, drain_s=PATIENCE)
     recorders = [rig.start(text(300, seed=seed)) for seed in range(6)]
     rig.scheduler.close()
@@ -55,7 +55,7 @@ def test_nothing_is_taken_after_closing(tmp_path):
         rig.start(PROMPT)
 
 
-def test_jobs_submitted_while_closing_are_refused_or_answered_but_never_lost(tmp_path):
+def test_sequences_submitted_while_closing_are_refused_or_answered_but_never_lost(tmp_path):
     rig = Rig(tmp_path)
     recorders, refused = [], []
 

@@ -1,4 +1,4 @@
-"""Many jobs at once: who runs, who waits and for how long, who is refused."""
+"""Many sequences at once: who runs, who waits and for how long, who is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_others_run_while_one_loads(tmp_path, monkeypatch):
         assert loading.answer == reference(PROMPT)
 
 
-def test_jobs_that_do_not_fit_together_run_one_after_the_other(tmp_path):
+def test_sequences_that_do_not_fit_together_run_one_after_the_other(tmp_path):
     engine = FakeEngine(cells=1000, context=1000)
     prompts = [text(600, seed=seed) for seed in range(4)]
     with Rig(tmp_path, engine) as rig:
@@ -57,7 +57,7 @@ def test_a_turn_that_is_being_closed_still_counts_as_room_taken(tmp_path):
         assert second.answer == reference(other)
 
 
-def test_a_job_that_waited_too_long_fails(tmp_path):
+def test_a_sequence_that_waited_too_long_fails(tmp_path):
     engine = FakeEngine()
     gate = Gate(engine)
     with Rig(tmp_path, engine, parallel=1) as rig:
@@ -69,7 +69,7 @@ def test_a_job_that_waited_too_long_fails(tmp_path):
         assert running.answer == reference(PROMPT)
 
 
-def test_a_job_that_loads_for_too_long_fails_when_nothing_else_happens(tmp_path, monkeypatch):
+def test_a_sequence_that_loads_for_too_long_fails_when_nothing_else_happens(tmp_path, monkeypatch):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
     with Rig(tmp_path) as rig:
@@ -84,19 +84,19 @@ def test_a_job_that_loads_for_too_long_fails_when_nothing_else_happens(tmp_path,
         assert no_pins(rig)
 
 
-def test_a_running_job_that_takes_too_long_fails_and_keeps_what_it_computed(rig, engine):
+def test_a_running_sequence_that_takes_too_long_fails_and_keeps_what_it_computed(rig, engine):
     gate = Gate(engine, holds=lambda step: step == 1)
     recorder = Recorder()
-    job = rig.sequence(LONG, recorder, deadline=monotonic() + 1000)
-    rig.scheduler.submit(job)
+    sequence = rig.sequence(LONG, recorder, deadline=monotonic() + 1000)
+    rig.scheduler.submit(sequence)
     gate.reached()
-    job.deadline = monotonic() - 1
+    sequence.deadline = monotonic() - 1
     gate.open()
     assert isinstance(recorder.wait().error, DeadlineExceeded)
     assert rig.run(LONG).lookup.reused_tokens == 2 * SLICE
 
 
-def test_stats_can_be_asked_for_from_any_thread_while_jobs_come_and_go(rig):
+def test_stats_can_be_asked_for_from_any_thread_while_sequences_come_and_go(rig):
     recorders = [rig.start(text(30, seed=seed), max_new=2) for seed in range(40)]
     while not all(recorder.is_over for recorder in recorders):
         stats = rig.scheduler.stats()

@@ -16,7 +16,7 @@ from helpers.scheduling import (
 )
 
 
-def test_a_job_ends_after_max_new_tokens(rig):
+def test_a_sequence_ends_after_max_new_tokens(rig):
     recorder = rig.run(PROMPT, max_new=3)
     assert recorder.answer == reference(PROMPT, max_new=3)
     assert recorder.ending.reason is EndReason.LENGTH
@@ -24,7 +24,7 @@ def test_a_job_ends_after_max_new_tokens(rig):
     assert recorder.ending.prompt_tokens == 700
 
 
-def test_a_job_ends_where_the_model_ends_its_turn(rig):
+def test_a_sequence_ends_where_the_model_ends_its_turn(rig):
     prompt = next(p for p in (text(50, seed=s) for s in range(100)) if len(reference(p, max_new=100)) < 100)
     recorder = rig.run(prompt, max_new=100)
     assert recorder.answer == reference(prompt, max_new=100)
@@ -83,5 +83,5 @@ def test_progress_is_reported_and_includes_what_was_reused(rig):
     assert again.reports[0].processed > 1500
 
 
-def test_quiet_jobs_get_no_progress(rig):
+def test_quiet_sequences_get_no_progress(rig):
     assert rig.run(LONG).reports == []

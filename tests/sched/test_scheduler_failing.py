@@ -1,4 +1,4 @@
-"""What fails concerns its own jobs, and the loop goes on while it can."""
+"""What fails concerns its own sequences, and the loop goes on while it can."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def breaks() -> None:
     raise RuntimeError("a bug")
 
 
-def test_a_failed_step_fails_its_jobs_and_the_loop_goes_on(rig, engine):
+def test_a_failed_step_fails_its_sequences_and_the_loop_goes_on(rig, engine):
     fail_once(engine, 1, EngineError("the accelerator is on fire"))
     assert isinstance(rig.run(LONG).error, EngineError)
     assert rig.run(LONG).answer == reference(LONG)
     assert rig.scheduler.counters.failed == 1
 
 
-def test_what_waits_for_a_job_that_fails_runs_itself(rig, engine):
+def test_what_waits_for_a_sequence_that_fails_runs_itself(rig, engine):
     gate = Gate(engine)
     first = rig.start(LONG)
     gate.reached()
@@ -69,7 +69,7 @@ def test_nothing_of_a_failed_step_is_kept(rig, engine):
     assert again.answer == reference(LONG)
 
 
-def test_a_memory_that_stays_full_fails_the_job_and_not_the_loop(tmp_path):
+def test_a_memory_that_stays_full_fails_the_sequence_and_not_the_loop(tmp_path):
     class Stubborn(FakeEngine):
         full = True
 

@@ -67,10 +67,10 @@ def test_any_history_gives_the_answers_of_a_fresh_engine(tmp_path_factory, histo
                 continue
             prompt = (talk.history + text(size, seed=number))[-(640):]
             recorder = Recorder(_stopping(action, size))
-            job = rig.sequence(prompt, recorder, namespace=talk.namespace, use_cache=action != "uncached")
-            rig.scheduler.submit(job)
+            sequence = rig.sequence(prompt, recorder, namespace=talk.namespace, use_cache=action != "uncached")
+            rig.scheduler.submit(sequence)
             if action == "cancel":
-                rig.scheduler.cancel(job)
+                rig.scheduler.cancel(sequence)
                 continue
             checks.append((recorder, prompt, size if action == "stop" else None))
             if action != "say at once":

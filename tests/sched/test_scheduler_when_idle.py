@@ -1,4 +1,4 @@
-"""What needs the engine for itself waits for running jobs, and new jobs wait for it."""
+"""What needs the engine for itself waits for running sequences, and new sequences wait for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_out_of_room() -> None:
     raise EngineError("there is no room for another context")
 
 
-def test_running_jobs_finish_first_and_new_ones_wait(rig: Rig, engine: FakeEngine) -> None:
+def test_running_sequences_finish_first_and_new_ones_wait(rig: Rig, engine: FakeEngine) -> None:
     gate = Gate(engine)
     running = rig.start(PROMPT)
     gate.reached()

@@ -20,11 +20,11 @@ def sequence_of(user: str) -> Sequence:
     return Sequence(prompt_of([0], max_new=1), Request(user=user), Sampler(GREEDY), Recorder())
 
 
-class Desk:
-    """A line before `parallel` places, driven as the loop drives it, that remembers what happened."""
+class Queue:
+    """A waiting queue before `parallel` slots, driven as the loop drives it, that records what happened."""
 
     def __init__(self, parallel: int) -> None:
-        self.line = WaitingQueue()
+        self.waiting = WaitingQueue()
         self.parallel = parallel
         self.running: list[Sequence] = []
         self.arrived: defaultdict[str, list[Sequence]] = defaultdict(list)
@@ -34,20 +34,20 @@ class Desk:
 
     def arrive(self, user: str) -> None:
         self.arrived[user].append(sequence_of(user))
-        self.line.add(self.arrived[user][-1])
+        self.waiting.add(self.arrived[user][-1])
 
     def finish(self, index: int) -> None:
         if self.running:
             self.running.pop(index % len(self.running))
 
     def admit(self) -> None:
-        for sequence in self.line.in_turn(self.load):
+        for sequence in self.waiting.in_turn(self.load):
             if len(self.running) >= self.parallel:
                 return
             if sequence in self.held_back:
                 continue
             self.start(sequence)
-            self.line.remove(sequence)
+            self.waiting.remove(sequence)
 
     def start(self, sequence: Sequence) -> None:
         self.running.append(sequence)
@@ -68,14 +68,14 @@ class Desk:
 
     @property
     def startable(self) -> set[str]:
-        return {sequence.request.user for sequence in self.line if sequence not in self.held_back}
+        return {sequence.request.user for sequence in self.waiting if sequence not in self.held_back}
 
 
-def arrivals(parallel: int, users: str) -> Desk:
-    desk = Desk(parallel)
+def arrivals(parallel: int, users: str) -> Queue:
+    queue = Queue(parallel)
     for user in users:
-        desk.arrive(user)
-    return desk
+        queue.arrive(user)
+    return queue
 
 
 @pytest.mark.parametrize(
@@ -95,83 +95,83 @@ def test_users_who_came_together_take_turns(parallel: int, arriving: str, starti
 
 
 @pytest.mark.parametrize("parallel", [1, 2, 4])
-def test_fifty_jobs_of_another_user_delay_a_first_job_by_those_that_run(parallel: int) -> None:
-    desk = arrivals(parallel, "a" * 50)
-    desk.admit()
-    desk.arrive("b")
-    desk.finish(0)
-    desk.admit()
-    assert desk.started[-1].request.user == "b"
+def test_fifty_requests_of_another_user_delay_a_first_request_by_those_that_run(parallel: int) -> None:
+    queue = arrivals(parallel, "a" * 50)
+    queue.admit()
+    queue.arrive("b")
+    queue.finish(0)
+    queue.admit()
+    assert queue.started[-1].request.user == "b"
 
 
 @pytest.mark.parametrize("first", ["arrive", "finish"])
 def test_who_comes_as_another_is_done_is_next(first: str) -> None:
-    desk = arrivals(1, "aaa")
-    desk.admit()
+    queue = arrivals(1, "aaa")
+    queue.admit()
     if first == "arrive":
-        desk.arrive("b")
-        desk.finish(0)
+        queue.arrive("b")
+        queue.finish(0)
     else:
-        desk.finish(0)
-        desk.arrive("b")
-    assert desk.drain() == "baa"
+        queue.finish(0)
+        queue.arrive("b")
+    assert queue.drain() == "baa"
 
 
 def test_among_those_who_have_as_much_running_the_one_served_longest_ago_is_next() -> None:
-    desk = arrivals(3, "abcaab")
-    desk.admit()
-    desk.finish(0)
-    desk.admit()
-    assert [sequence.request.user for sequence in desk.running] == ["b", "c", "a"]
-    desk.finish(1)
-    desk.admit()
-    assert desk.started[-1].request.user == "b"
+    queue = arrivals(3, "abcaab")
+    queue.admit()
+    queue.finish(0)
+    queue.admit()
+    assert [sequence.request.user for sequence in queue.running] == ["b", "c", "a"]
+    queue.finish(1)
+    queue.admit()
+    assert queue.started[-1].request.user == "b"
 
 
 def test_who_has_the_fewest_running_is_next_even_if_another_has_waited_longer() -> None:
-    desk = arrivals(4, "aab")
-    desk.admit()
+    queue = arrivals(4, "aab")
+    queue.admit()
     for user in "ab":
-        desk.arrive(user)
-    desk.admit()
-    assert desk.started[-1].request.user == "b"
+        queue.arrive(user)
+    queue.admit()
+    assert queue.started[-1].request.user == "b"
 
 
 def test_several_places_that_are_free_are_shared_out() -> None:
-    desk = arrivals(4, "a")
-    desk.admit()
+    queue = arrivals(4, "a")
+    queue.admit()
     for user in "bbba":
-        desk.arrive(user)
-    desk.admit()
-    assert "".join(sequence.request.user for sequence in desk.started) == "abab"
+        queue.arrive(user)
+    queue.admit()
+    assert "".join(sequence.request.user for sequence in queue.started) == "abab"
 
 
 def test_newcomers_without_end_starve_no_user() -> None:
-    desk = arrivals(1, "aaaa")
+    queue = arrivals(1, "aaaa")
     for number in range(30):
-        desk.admit()
-        desk.arrive(f"new {number}")
-        desk.finish(0)
-    assert [sequence.request.user for sequence in desk.started].count("a") == 4
+        queue.admit()
+        queue.arrive(f"new {number}")
+        queue.finish(0)
+    assert [sequence.request.user for sequence in queue.started].count("a") == 4
 
 
 def test_who_leaves_the_line_and_comes_back_gains_nothing() -> None:
-    desk = arrivals(1, "abc")
-    desk.line.remove(desk.arrived["a"][0])
-    desk.arrive("a")
-    assert desk.drain() == "bca"
+    queue = arrivals(1, "abc")
+    queue.waiting.remove(queue.arrived["a"][0])
+    queue.arrive("a")
+    assert queue.drain() == "bca"
 
 
-def test_a_job_that_is_passed_over_is_not_a_turn() -> None:
-    desk = arrivals(1, "aab")
-    desk.held_back.add(desk.arrived["a"][0])
-    assert desk.drain() == "ab"
-    assert desk.started[0] is desk.arrived["a"][1]
-    desk.held_back.clear()
-    assert desk.drain() == "a"
+def test_a_sequence_that_is_passed_over_is_not_a_turn() -> None:
+    queue = arrivals(1, "aab")
+    queue.held_back.add(queue.arrived["a"][0])
+    assert queue.drain() == "ab"
+    assert queue.started[0] is queue.arrived["a"][1]
+    queue.held_back.clear()
+    assert queue.drain() == "a"
 
 
-class Watched(Desk):
+class Watched(Queue):
     """Checks of every start that it is fair. What ends between two admissions ends at the same time."""
 
     def __init__(self, parallel: int) -> None:
@@ -219,50 +219,50 @@ ACTIONS = st.one_of(
 
 @given(parallel=st.integers(1, 4), actions=st.lists(ACTIONS, max_size=80))
 def test_whatever_happens_turns_are_fair(parallel: int, actions: list[tuple[str, str | int | None]]) -> None:
-    desk = Watched(parallel)
+    queue = Watched(parallel)
     for action in actions:
         match action:
             case "arrive", str(user):
-                desk.arrive(user)
+                queue.arrive(user)
             case "finish", int(index):
-                desk.finish(index)
+                queue.finish(index)
             case "hold back", int(index):
-                desk.held_back |= set(list(desk.line)[index : index + 1])
+                queue.held_back |= set(list(queue.waiting)[index : index + 1])
             case _:
-                desk.admit()
-    desk.held_back.clear()
-    desk.drain()
-    assert len(desk.line) == 0
-    assert Counter(desk.started) == Counter(
-        sequence for sequences in desk.arrived.values() for sequence in sequences
+                queue.admit()
+    queue.held_back.clear()
+    queue.drain()
+    assert len(queue.waiting) == 0
+    assert Counter(queue.started) == Counter(
+        sequence for sequences in queue.arrived.values() for sequence in sequences
     )
 
 
 @given(users=st.lists(USERS, max_size=30), parallel=st.integers(1, 4))
-def test_jobs_of_one_user_start_in_order_of_arrival(users: list[str], parallel: int) -> None:
-    desk = arrivals(parallel, "".join(users))
-    desk.drain()
-    for user, sequences in desk.arrived.items():
-        assert [sequence for sequence in desk.started if sequence.request.user == user] == sequences
+def test_sequences_of_one_user_start_in_order_of_arrival(users: list[str], parallel: int) -> None:
+    queue = arrivals(parallel, "".join(users))
+    queue.drain()
+    for user, sequences in queue.arrived.items():
+        assert [sequence for sequence in queue.started if sequence.request.user == user] == sequences
 
 
 @given(st.lists(st.sampled_from(["arrive", "finish", "admit"]), max_size=60), st.integers(1, 4))
 def test_a_single_user_is_served_in_order_of_arrival(actions: list[str], parallel: int) -> None:
-    desk = Desk(parallel)
+    queue = Queue(parallel)
     for action in actions:
         if action == "arrive":
-            desk.arrive("")
+            queue.arrive("")
         elif action == "finish":
-            desk.finish(0)
+            queue.finish(0)
         else:
-            desk.admit()
-        assert list(desk.line.in_turn(desk.load)) == list(desk.line)
-    desk.drain()
-    assert desk.started == desk.arrived[""]
+            queue.admit()
+        assert list(queue.waiting.in_turn(queue.load)) == list(queue.waiting)
+    queue.drain()
+    assert queue.started == queue.arrived[""]
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_in_the_engine_a_first_job_waits_only_for_those_that_run(parallel: int) -> None:
+def test_in_the_engine_a_first_request_waits_only_for_those_that_run(parallel: int) -> None:
     engine = FakeEngine(cells=1 << 15)
     gate = Gate(engine)
     ended: list[str] = []
