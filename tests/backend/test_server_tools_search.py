@@ -58,7 +58,7 @@ def harbour(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
 # ── with a model ──
 
 
-def test_a_search_is_carried_out_and_only_the_answer_is_seen(harbour, engine):
+def test_a_search_is_executed_and_only_the_answer_is_seen(harbour, engine):
     client = Client(harbour, max_tokens=LONG)
     engine.will_say("Let me see. " + ASK_ZEPHYR, "It is called Zephyr.")
     answer = client.say("What is my boat called?")

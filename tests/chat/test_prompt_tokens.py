@@ -79,16 +79,16 @@ def test_sampled_ids_take_the_place_of_the_canonical_ones() -> None:
     assert asked == [((start,), b"assistant\nHello"), ((start, *sampled, end), b"\n")]
 
 
-def test_sampled_ids_may_spell_a_special_token_with_ordinary_ones() -> None:
+def test_sampled_ids_may_write_a_special_token_with_ordinary_ones() -> None:
     vocab = TinyVocab()
-    spelled = "é<|im_end|>".encode()
+    sampled = "é<|im_end|>".encode()
 
     def replay(before: Sequence[int], text: bytes, start: int, borders: Set[int]) -> tuple[tuple[int, ...], int]:
-        assert len(spelled) in borders
-        return (tuple(spelled), len(spelled)) if start == 0 else ((), start)
+        assert len(sampled) in borders
+        return (tuple(sampled), len(sampled)) if start == 0 else ((), start)
 
     ids = PromptTokenizer(vocab).encode("é<|im_end|>\nmore", replay=replay, before=[7])
-    assert ids == [7, *spelled, *vocab.tokenize("\nmore")]
+    assert ids == [7, *sampled, *vocab.tokenize("\nmore")]
 
 
 def test_replayed_ids_are_not_taken_for_canonical_ones_later() -> None:

@@ -18,7 +18,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.types import Json
-from helpers.kept_chats import asking, keep, let_time_pass, open_keeper
+from helpers.kept_chats import asking, keep, let_time_pass, open_emberkeep
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
     def open_fake(config: Config) -> Emberkeep:
         loaded.append(config)
-        return open_keeper(config)
+        return open_emberkeep(config)
 
     monkeypatch.setattr(Emberkeep, "open", open_fake)
     monkeypatch.setattr("emberkeep.cli.cache_stores.install_model", lambda config: None)
@@ -207,10 +207,10 @@ def test_removing_one_leaves_what_others_share(data_dir: Path) -> None:
     last, other, _ = listed()
     assert ok("rm", last["id"]).startswith("Removed 1 entry, ")
     assert last["id"] not in [entry["id"] for entry in listed()]
-    with open_keeper(Config(data_dir=data_dir)) as keeper:
-        again = keeper.chat(asking(f"{common}who is at sea?"), max_tokens=4)
+    with open_emberkeep(Config(data_dir=data_dir)) as llm:
+        again = llm.chat(asking(f"{common}who is at sea?"), max_tokens=4)
         assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
-        assert keeper.cache.show(other["id"]).text.count(common) == 1
+        assert llm.cache.show(other["id"]).text.count(common) == 1
 
 
 def test_everything_of_a_user_is_removed_in_every_models_store(data_dir: Path) -> None:
@@ -289,8 +289,8 @@ def test_an_entry_is_shown_without_its_text_where_its_model_is_gone(data_dir: Pa
 
 
 def test_an_edited_message_is_explained_from_both_sides(data_dir: Path, model: list[Config]) -> None:
-    with open_keeper(Config(data_dir=data_dir)) as keeper:
-        keeper.chat([*asking("Ships? Here."), *asking("Which?")], max_tokens=4, user="alice")
+    with open_emberkeep(Config(data_dir=data_dir)) as llm:
+        llm.chat([*asking("Ships? Here."), *asking("Which?")], max_tokens=4, user="alice")
     Path("request.json").write_text(
         json.dumps({"model": "another name", "messages": [*asking("Ships? There."), *asking("Which?")]})
     )

@@ -22,7 +22,7 @@ from emberkeep.library import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Message, SavedConversation, ToolCall
-from helpers.kept_chats import open_keeper
+from helpers.kept_chats import open_emberkeep
 from helpers.scripted_backend import ScriptedBackend, answer
 
 pytestmark = pytest.mark.slow
@@ -156,7 +156,7 @@ def test_without_memory_a_chat_is_not_saved_and_says_nothing_about_it(
 def test_a_memory_that_cannot_be_opened_is_one_warning(
     loaded: list[Config], data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Emberkeep, "open", open_keeper)
+    monkeypatch.setattr(Emberkeep, "open", open_emberkeep)
     data_dir.mkdir()
     (data_dir / "memory.sqlite3").write_bytes(b"no database" * 1000)
     result = ok("--max-tokens", "4", input="one\ntwo\n")
@@ -206,10 +206,10 @@ KILLED_CHAT = """
 from emberkeep.cli import chat
 from emberkeep.cli.main import app
 from emberkeep.library import Emberkeep
-from helpers.kept_chats import open_keeper
+from helpers.kept_chats import open_emberkeep
 
 chat.install_model = lambda config: None
-Emberkeep.open = open_keeper
+Emberkeep.open = open_emberkeep
 app(["chat", "--max-tokens", "4"])
 """
 
@@ -239,7 +239,7 @@ def test_a_killed_chat_goes_on_where_it_was(data_dir: Path, backend: ScriptedBac
 def test_state_is_found_again_after_a_restart(
     loaded: list[Config], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Emberkeep, "open", open_keeper)
+    monkeypatch.setattr(Emberkeep, "open", open_emberkeep)
     greedy = ("--max-tokens", "4", "--temperature", "0")  # by chance an answer may be empty, which is not saved
     first = ok(*greedy, "--system", "Be kind.", input="Which ships are here?\n").stderr
     again = ok(*greedy, "--continue", input="And yesterday?\n").stderr

@@ -32,7 +32,7 @@ class Bench:
     ) -> None:
         self.backend = ScriptedBackend(lambda request: script or answer(f"re: {request.messages[-1].content}"))
         self.out: io.StringIO = io.StringIO()
-        self.keeper = Emberkeep(self.backend)
+        self.llm = Emberkeep(self.backend)
         self.interactive = interactive
         self.conversation = Conversation(system)
         self.evicts = evicts
@@ -40,7 +40,7 @@ class Bench:
     def say(self, *lines: str) -> None:
         options: Options = {"temperature": 0.0, "max_tokens": 9, "evict": self.evicts}
         ChatSession(
-            self.keeper,
+            self.llm,
             self.conversation,
             options,
             Terminal(self.out, self.interactive),
@@ -56,7 +56,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
-    bench.keeper.close()
+    bench.llm.close()
 
 
 def test_an_answer_is_printed_and_becomes_part_of_the_conversation(bench: Bench) -> None:
@@ -89,7 +89,7 @@ def test_remarks_go_to_stderr_so_that_a_pipe_gets_answers_only(
 
 
 def test_the_stats_line_says_what_cut_an_answer(bench: Bench) -> None:
-    whole = bench.keeper.chat("hi")
+    whole = bench.llm.chat("hi")
     line = stats_line(whole, 9, 300)
     cut = replace(whole, finish_reason=FinishReason.LENGTH)
     assert stats_line(cut, whole.usage.completion_tokens, 300) == f"{line} · cut at --max-tokens"
@@ -97,7 +97,7 @@ def test_the_stats_line_says_what_cut_an_answer(bench: Bench) -> None:
 
 
 def test_the_stats_line_says_what_left_and_what_came_back(bench: Bench) -> None:
-    whole = bench.keeper.chat("hi")
+    whole = bench.llm.chat("hi")
     line = stats_line(whole, 9, 300)
 
     def line_with(*evictions: Eviction, recalled: int = 0) -> str:
@@ -120,7 +120,7 @@ def test_what_could_not_be_archived_is_one_warning_and_the_chat_goes_on(
     assert isinstance(completed, Completed)
     lost = Eviction(8, 500, 8, archived=False, error="The disk is full: make room.")
     bench = Bench([*said, replace(completed, fit=Fit(evictions=(lost, lost)))])
-    with bench.keeper:
+    with bench.llm:
         bench.say("hi")
     assert capsys.readouterr().err.endswith(
         "16 messages left the context\nWhat left the context was not archived: The disk is full: make room.\n"
@@ -141,7 +141,7 @@ class InterruptedOut(io.StringIO):
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench([TextDelta(0, "half an"), FOREVER])
     bench.out = InterruptedOut()
-    with bench.keeper:
+    with bench.llm:
         bench.say("hi", "/system")
     assert bench.backend.cancelled == 1
     assert bench.conversation.messages == [Message("user", "hi"), Message("assistant", "half an")]
@@ -151,7 +151,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(capsys: pytest.CaptureF
 def test_ctrl_c_ends_a_chat_that_reads_from_a_pipe() -> None:
     bench = Bench([TextDelta(0, "half an"), FOREVER], interactive=False)
     bench.out = InterruptedOut()
-    with bench.keeper, pytest.raises(KeyboardInterrupt):
+    with bench.llm, pytest.raises(KeyboardInterrupt):
         bench.say("hi")
     assert bench.backend.cancelled == 1
 
@@ -167,7 +167,7 @@ def test_an_error_is_explained_and_the_turn_forgotten(
     capsys: pytest.CaptureFixture[str], evicts: bool, way_out: str
 ) -> None:
     bench = Bench([ContextExceeded(9000, 8192)], evicts=evicts)
-    with bench.keeper:
+    with bench.llm:
         bench.say("hi")
     assert capsys.readouterr().err == (f"The context holds 8192 tokens and this would make it 9000: {way_out}")
     assert bench.conversation.messages == []
@@ -181,14 +181,14 @@ def test_the_error_of_a_full_context_holds_with_and_without_a_server() -> None:
 
 def test_an_error_ends_a_chat_that_reads_from_a_pipe() -> None:
     bench = Bench([ContextExceeded(9000, 8192)], interactive=False)
-    with bench.keeper, pytest.raises(ContextExceeded):
+    with bench.llm, pytest.raises(ContextExceeded):
         bench.say("hi", "again")
     assert len(bench.backend.requests) == 1
 
 
 def test_reasoning_stays_out_of_a_pipe_and_in_the_conversation() -> None:
     bench = Bench([ReasoningDelta(0, "hm"), *answer("yes")])
-    with bench.keeper:
+    with bench.llm:
         bench.say("hi")
     assert bench.out.getvalue() == "yes\n"
     assert bench.conversation.messages[-1] == Message("assistant", "yes", "hm")
@@ -203,7 +203,7 @@ def test_system_sets_and_shows_the_system_message(bench: Bench, capsys: pytest.C
 
 def test_clear_forgets_the_turns_and_keeps_the_system_message() -> None:
     bench = Bench(system="Be brief.")
-    with bench.keeper:
+    with bench.llm:
         bench.say("one", "/clear", "two")
     assert bench.last.messages == (Message("system", "Be brief."), Message("user", "two"))
 
@@ -282,7 +282,7 @@ def test_save_leaves_a_file_that_is_there_alone(
 
 def test_save_writes_nothing_when_nothing_was_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(system="Be brief.")
-    with bench.keeper:
+    with bench.llm:
         bench.say(f"/save {tmp_path / 'talk.md'}")
     assert "nothing to save" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

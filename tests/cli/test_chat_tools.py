@@ -103,10 +103,10 @@ class Bench:
         left = iter(rounds)
         self.backend = ScriptedBackend(lambda request: next(left))
         self.backend.memory = memory
-        self.keeper = Emberkeep(self.backend)
+        self.llm = Emberkeep(self.backend)
         made: list[ToolFunction] = [as_tool(one) for one in functions]
         box = ToolBox(made, Choice(enabled=("all",)))
-        self.acting = ToolSession(self.keeper._bridge, self.backend, box, asks=asks)
+        self.acting = ToolSession(self.llm._bridge, self.backend, box, asks=asks)
         self.out = io.StringIO()
         self.conversation = Conversation()
         self.questions: list[str] = []
@@ -118,7 +118,7 @@ class Bench:
 
     def __exit__(self, *_: object) -> None:
         self.acting.close()
-        self.keeper.close()
+        self.llm.close()
 
     def _ask(self, question: str) -> str:
         self.questions.append(question)
@@ -129,7 +129,7 @@ class Bench:
 
     def say(self, *lines: str) -> None:
         ChatSession(
-            self.keeper,
+            self.llm,
             self.conversation,
             {"max_tokens": 90},
             Terminal(self.out, interactive=True, ask=self._ask),
@@ -277,7 +277,7 @@ def test_ctrl_c_while_a_tool_runs_stops_it_and_the_chat_goes_on(capsys: pytest.C
 
 
 def names(config: Config) -> list[str]:
-    with Emberkeep(ScriptedBackend(lambda request: [])) as keeper, chat.tools_of(keeper, config) as acting:
+    with Emberkeep(ScriptedBackend(lambda request: [])) as llm, chat.tools_of(llm, config) as acting:
         return [function.name for function in acting.functions()] if acting else []
 
 
@@ -302,9 +302,9 @@ def test_tools_that_were_asked_for_and_are_not_given_are_a_remark(
         def card(self) -> ModelCard:
             return replace(super().card, calls_tools=False)
 
-    with Emberkeep(Small(lambda request: [])) as keeper:
+    with Emberkeep(Small(lambda request: [])) as llm:
         for config in (Config(data_dir=tmp_path), Config(data_dir=tmp_path, **asked)):
-            with chat.tools_of(keeper, config) as acting:
+            with chat.tools_of(llm, config) as acting:
                 assert acting is None
     assert capsys.readouterr().err.count("--tools on") == 1
 
@@ -351,8 +351,8 @@ def test_a_stand_in_is_told_once_and_so_is_the_first_when_it_is_back(
     first = ScriptedBackend(lambda request: [RemoteDown("It is down.")] if down[0] else answer("First."))
     second = ScriptedBackend(lambda request: answer("Second."))
     links = [Link("first", lambda: first), Link("second", lambda: second)]  # type: ignore[arg-type, return-value]
-    with Emberkeep(FallbackBackend(links)) as keeper:
-        session = ChatSession(keeper, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(None))
+    with Emberkeep(FallbackBackend(links)) as llm:
+        session = ChatSession(llm, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(None))
         session.run(["one", "two"])
         told = capsys.readouterr().err
         assert told.count("second has answered instead of first (It is down.)") == 1
@@ -383,9 +383,9 @@ def test_prompts_of_a_server_are_commands_and_one_that_is_down_is_told(
     )
     config = Config(data_dir=tmp_path, mcp=servers, enable_tools=("mcp",))
     backend = ScriptedBackend(lambda request: answer("Good morning."))
-    with Emberkeep(backend) as keeper, chat.tools_of(keeper, config) as acting:
+    with Emberkeep(backend) as llm, chat.tools_of(llm, config) as acting:
         out = io.StringIO()
-        session = ChatSession(keeper, Conversation(), {}, Terminal(out, interactive=True), Journal(None), acting)
+        session = ChatSession(llm, Conversation(), {}, Terminal(out, interactive=True), Journal(None), acting)
         session.run(["/help", "/harbour__greet Ada Lovelace", "/harbour__greet name='Grace'", "/tools"])
         session.run(["/harbour__greet", "/harbour__greet name=Ada rank=captain", "/tools harbour"])
     said = capsys.readouterr().err

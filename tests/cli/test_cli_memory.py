@@ -157,10 +157,8 @@ def test_finding_nothing_is_no_error(data_dir: Path) -> None:
 def test_chat_searches_too(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     archive(data_dir, BOAT, TREE, age_s=3 * DAY_S)
     backend = ScriptedBackend(lambda request: answer("never asked"))
-    with Emberkeep(backend) as keeper, open_memory(Config(data_dir=data_dir)) as memory:
-        session = ChatSession(
-            keeper, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(memory)
-        )
+    with Emberkeep(backend) as llm, open_memory(Config(data_dir=data_dir)) as memory:
+        session = ChatSession(llm, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(memory))
         session.run(["/memory boat", "/memory zebra"])
     when, asked, answered, nothing = capsys.readouterr().err.splitlines()
     assert when.startswith("3 days ago, score ")

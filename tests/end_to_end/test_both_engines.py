@@ -72,28 +72,28 @@ def opened(kind: Kind, data: Path, **settings: Any) -> Emberkeep:
 
 
 @pytest.fixture
-def open_keeper(kind: Kind, tmp_path: Path) -> Open:
-    """Opens the model over the test's folder, in which everything stays between one keeper and the next."""
+def open_model(kind: Kind, tmp_path: Path) -> Open:
+    """Opens the model over the test's folder, in which everything stays from one opening to the next."""
     return lambda **settings: opened(kind, tmp_path / "data", **settings)
 
 
 @pytest.fixture(scope="module")
-def keeper(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emberkeep]:
+def llm(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emberkeep]:
     """One for many tests, each of which is a user of its own."""
-    with opened(kind, tmp_path_factory.mktemp("data")) as keeper:
-        yield keeper
+    with opened(kind, tmp_path_factory.mktemp("data")) as llm:
+        yield llm
 
 
 @pytest.fixture
-def chat(keeper: Emberkeep, kind: Kind, request: pytest.FixtureRequest) -> Chat:
-    return Chat(keeper, kind, request.function.__name__)
+def chat(llm: Emberkeep, kind: Kind, request: pytest.FixtureRequest) -> Chat:
+    return Chat(llm, kind, request.function.__name__)
 
 
 class Chat:
-    """One client's conversation with a keeper, greedy."""
+    """One client's conversation with a model, greedy."""
 
-    def __init__(self, keeper: Emberkeep, kind: Kind, user: str = "") -> None:
-        self.keeper = keeper
+    def __init__(self, llm: Emberkeep, kind: Kind, user: str = "") -> None:
+        self.llm = llm
         self.kind = kind
         self.user = user
         self.messages: list[Message] = [Message("system", SYSTEM)]
@@ -110,7 +110,7 @@ class Chat:
         return Request(**{**usual, **fields})
 
     def ask(self, messages: list[Message] | None = None, **fields: Any) -> Result:
-        return self.keeper._finish(self.request(messages, **fields))
+        return self.llm._finish(self.request(messages, **fields))
 
     def say(self, question: str) -> Result:
         self.messages.append(Message("user", question))
@@ -143,16 +143,16 @@ def own_tokens(result: Result) -> int:
     return result.usage.prompt_tokens - result.usage.cached_tokens
 
 
-def latest_state(keeper: Emberkeep) -> str:
+def latest_state(llm: Emberkeep) -> str:
     """What the engine has read and written after the latest turn, as text."""
-    while not is_settled(keeper.stats()):
+    while not is_settled(llm.stats()):
         pass
-    latest = next(entry for entry in keeper.cache.entries() if entry.kind is EntryKind.CONVERSATION)
-    return keeper.cache.show(latest.id).text
+    latest = next(entry for entry in llm.cache.entries() if entry.kind is EntryKind.CONVERSATION)
+    return llm.cache.show(latest.id).text
 
 
-def talk(keeper: Emberkeep, kind: Kind) -> tuple[Chat, Result]:
-    chat = Chat(keeper, kind)
+def talk(llm: Emberkeep, kind: Kind) -> tuple[Chat, Result]:
+    chat = Chat(llm, kind)
     for question in QUESTIONS:
         last = chat.say(question)
     return chat, last
@@ -161,11 +161,11 @@ def talk(keeper: Emberkeep, kind: Kind) -> tuple[Chat, Result]:
 # ── restart ──
 
 
-def test_after_a_restart_only_new_tokens_are_evaluated(open_keeper: Open, kind: Kind) -> None:
-    with open_keeper() as keeper:
-        before, last = talk(keeper, kind)
-    with open_keeper() as keeper:
-        chat = Chat(keeper, kind)
+def test_after_a_restart_only_new_tokens_are_evaluated(open_model: Open, kind: Kind) -> None:
+    with open_model() as llm:
+        before, last = talk(llm, kind)
+    with open_model() as llm:
+        chat = Chat(llm, kind)
         chat.messages = [*before.messages, Message("user", "and the tide?")]
         resumed = chat.ask()
         assert resumed.lookup.cold_tokens == resumed.usage.cached_tokens >= length(last) - 1
@@ -197,24 +197,24 @@ def test_an_edited_message_is_evaluated_from_where_it_differs(chat: Chat) -> Non
 # ── share ──
 
 
-def test_conversations_over_one_system_prompt_evaluate_it_once(open_keeper: Open, kind: Kind) -> None:
-    with open_keeper() as keeper:
-        first, second = Chat(keeper, kind), Chat(keeper, kind)
+def test_conversations_over_one_system_prompt_evaluate_it_once(open_model: Open, kind: Kind) -> None:
+    with open_model() as llm:
+        first, second = Chat(llm, kind), Chat(llm, kind)
         one = first.say("who goes there?")
         other = second.say("how many masts?")
         assert one.usage.cached_tokens == 0
         assert other.usage.cached_tokens >= len(SYSTEM)
-        evaluated = keeper.stats()["scheduler"]["evaluated_tokens"]
+        evaluated = llm.stats()["scheduler"]["evaluated_tokens"]
         assert evaluated < one.usage.prompt_tokens + own_tokens(other) + 2 * (ANSWER + 8)
         if kind.engine == "hf":
-            pool = keeper.stats()["engine"]["pool"]
+            pool = llm.stats()["engine"]["pool"]
             assert pool["shared_blocks"] >= len(SYSTEM) // pool["block_tokens"]
             assert pool["references"] - pool["used_blocks"] >= pool["shared_blocks"]
         assert_same(other, second.ask(second.messages[:-1], use_cache=False))
 
 
-def test_users_share_nothing(keeper: Emberkeep, kind: Kind) -> None:
-    alice, bob = Chat(keeper, kind, "alice"), Chat(keeper, kind, "bob")
+def test_users_share_nothing(llm: Emberkeep, kind: Kind) -> None:
+    alice, bob = Chat(llm, kind, "alice"), Chat(llm, kind, "bob")
     asked = alice.say("who goes there?")
     answered = bob.say("who goes there?")
     assert answered.usage.cached_tokens == 0
@@ -226,22 +226,22 @@ def test_users_share_nothing(keeper: Emberkeep, kind: Kind) -> None:
 # ── corrupt ──
 
 
-def test_damaged_files_are_noticed_and_evaluated_again(open_keeper: Open, kind: Kind, tmp_path: Path) -> None:
-    with open_keeper() as keeper:
-        before, _ = talk(keeper, kind)
+def test_damaged_files_are_noticed_and_evaluated_again(open_model: Open, kind: Kind, tmp_path: Path) -> None:
+    with open_model() as llm:
+        before, _ = talk(llm, kind)
     for path in (tmp_path / "data").rglob("*.kv"):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 0x10
         path.write_bytes(data)
-    with open_keeper() as keeper:
-        chat = Chat(keeper, kind)
+    with open_model() as llm:
+        chat = Chat(llm, kind)
         repeated = chat.ask(before.messages[:-1])
         assert repeated.usage.cached_tokens == 0
-        assert keeper.stats()["store"]["cold"]["damaged_chunks"] > 0
+        assert llm.stats()["store"]["cold"]["damaged_chunks"] > 0
         # Not with the conversation's own answer: that was computed in batches of other shapes.
         assert_same(repeated, chat.ask(before.messages[:-1], use_cache=False))
-    with open_keeper() as keeper:
-        again = Chat(keeper, kind).ask(before.messages[:-1])
+    with open_model() as llm:
+        again = Chat(llm, kind).ask(before.messages[:-1])
         assert own_tokens(again) == 1, again.lookup
         assert_same(again, repeated)
 
@@ -249,11 +249,11 @@ def test_damaged_files_are_noticed_and_evaluated_again(open_keeper: Open, kind: 
 # ── cancel ──
 
 
-def test_a_cancelled_prompt_keeps_what_was_evaluated(open_keeper: Open, kind: Kind) -> None:
-    with open_keeper(prefill_slice=128) as keeper:
-        chat = Chat(keeper, kind)
+def test_a_cancelled_prompt_keeps_what_was_evaluated(open_model: Open, kind: Kind) -> None:
+    with open_model(prefill_slice=128) as llm:
+        chat = Chat(llm, kind)
         chat.messages = [Message("user", SYSTEM + SYSTEM + "who goes there?")]
-        with keeper._start(chat.request(want_progress=True)) as stream:
+        with llm._start(chat.request(want_progress=True)) as stream:
             reached = next(e.processed for e in stream.events() if isinstance(e, Progress) and e.processed)
         assert chat.checked().usage.cached_tokens >= reached > 100
 
@@ -261,14 +261,14 @@ def test_a_cancelled_prompt_keeps_what_was_evaluated(open_keeper: Open, kind: Ki
 # ── outgrow ──
 
 
-def test_a_conversation_outgrows_its_context_and_reuses_what_is_left(open_keeper: Open, kind: Kind) -> None:
-    with open_keeper(ctx=1024, recall="off") as keeper:
-        chat, turns = Chat(keeper, kind), list[Result]()
+def test_a_conversation_outgrows_its_context_and_reuses_what_is_left(open_model: Open, kind: Kind) -> None:
+    with open_model(ctx=1024, recall="off") as llm:
+        chat, turns = Chat(llm, kind), list[Result]()
         while len(turns) < 2 or not turns[-2].evictions:
             chat.messages.append(Message("user", f"ship {len(turns)}, what do you carry?"))
             turns.append(chat.ask())
             chat.messages.append(Message("assistant", turns[-1].text))
-            state = latest_state(keeper)
+            state = latest_state(llm)
             assert SYSTEM in state
             assert chat.messages[-2].content in state
         evicting, after = turns[-2:]
@@ -276,14 +276,14 @@ def test_a_conversation_outgrows_its_context_and_reuses_what_is_left(open_keeper
         assert evicting.lookup.moved_tokens > 0
         assert after.usage.cached_tokens >= length(evicting) - 1
         assert not after.evictions
-        assert "ship 0" in keeper.memory.search("ship 0")[0].user_text
+        assert "ship 0" in llm.memory.search("ship 0")[0].user_text
 
 
 # ── answers ──
 
 
-def test_requests_side_by_side_are_answered_as_one_by_one(keeper: Emberkeep, kind: Kind) -> None:
-    chats = [Chat(keeper, kind) for _ in range(6)]
+def test_requests_side_by_side_are_answered_as_one_by_one(llm: Emberkeep, kind: Kind) -> None:
+    chats = [Chat(llm, kind) for _ in range(6)]
     for number, chat in enumerate(chats):
         chat.messages.append(Message("user", f"ship {number}, how many guns?"))
     alone = [chat.ask(use_cache=False, is_kept=False) for chat in chats]
@@ -337,7 +337,7 @@ def test_logprobs_are_of_the_best_tokens(chat: Chat) -> None:
 
 
 def test_a_streamed_answer_is_the_answer_in_pieces(chat: Chat) -> None:
-    with chat.keeper._start(chat.request()) as stream:
+    with chat.llm._start(chat.request()) as stream:
         pieces = list(stream)
     assert len(pieces) > 1
     assert "".join(pieces) == chat.ask().text
@@ -350,13 +350,13 @@ def test_a_seeded_answer_is_drawn_again(chat: Chat) -> None:
     assert one != chat.ask(use_cache=False).tokens
 
 
-def test_what_is_stored_agrees_with_a_fresh_evaluation(open_keeper: Open, kind: Kind) -> None:
-    with open_keeper() as keeper:
-        said = Chat(keeper, kind).say(QUESTIONS[0])
-    with open_keeper() as keeper:
-        (entry,) = (entry for entry in keeper.cache.entries() if entry.kind is EntryKind.CONVERSATION)
+def test_what_is_stored_agrees_with_a_fresh_evaluation(open_model: Open, kind: Kind) -> None:
+    with open_model() as llm:
+        said = Chat(llm, kind).say(QUESTIONS[0])
+    with open_model() as llm:
+        (entry,) = (entry for entry in llm.cache.entries() if entry.kind is EntryKind.CONVERSATION)
         assert entry.tokens >= length(said)
-        verified = keeper.verify_entry(entry.id, 8)
+        verified = llm.verify_entry(entry.id, 8)
         assert verified.reused_tokens == entry.tokens - 1
         assert verified.agreed > 0
 

@@ -35,7 +35,7 @@ def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
 
 
 def with_blanks(*, prepend: str = "", scheme: str = "", special: AddedToken | None = None) -> Tokenizer:
-    """SentencePiece's kind: blanks are letters, and what has no word is spelled in bytes."""
+    """SentencePiece's kind: blanks are letters, and what has no token is written in byte tokens."""
     merges = [("a", "b"), ("▁", "ab")]
     made = Tokenizer(
         models.BPE({word: i for i, word in enumerate(WORDS)}, merges, byte_fallback=True, fuse_unk=True)

@@ -151,12 +151,12 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
     ],
     ids=["none", "one too few", "capital X", "all for the first", "small digits", "one of another name"],
 )
-def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path, names: Sequence[str]) -> None:
+def test_a_vocabulary_that_cannot_tokenize_every_text_is_refused(tmp_path: Path, names: Sequence[str]) -> None:
     with pytest.raises(ModelBroken, match="no tokens for single bytes"):
         read(sentence_piece(tmp_path, names, ["a", "▁"]))
 
 
-def test_a_byte_may_be_spelled_by_itself(tmp_path: Path) -> None:
+def test_a_byte_may_be_a_token_of_its_own_text(tmp_path: Path) -> None:
     vocab = read(sentence_piece(tmp_path, [*BYTES[:0x41], *BYTES[0x42:]], ["A"]))
     assert vocab is not None
     assert vocab.tokenize("A好")[-4:-3] == [vocab.pieces.index(b"A")]
@@ -164,7 +164,7 @@ def test_a_byte_may_be_spelled_by_itself(tmp_path: Path) -> None:
 
 def test_bytes_that_only_begin_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "helpers.tiny_vocab._spelled_out",
+        "helpers.tiny_vocab._text_pieces",
         lambda *_: (["<unk>", "<s>", "</s>", "\\x0a", "abc"], [TokenType.NORMAL] * 5),
     )
     with pytest.raises(ModelBroken, match="no tokens for single bytes"):

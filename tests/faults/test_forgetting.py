@@ -235,13 +235,13 @@ def test_rows_that_were_read_before_their_user_was_forgotten_are_not_entered_aft
     have_read, go_on = threading.Event(), threading.Event()
     real = here._disk.files.index.new_rows
 
-    def news(*, everything: bool):
+    def new_rows(*, everything: bool):
         rows = real(everything=everything)
         have_read.set()
         assert go_on.wait(20)
         return rows
 
-    monkeypatch.setattr(here._disk.files.index, "new_rows", news)
+    monkeypatch.setattr(here._disk.files.index, "new_rows", new_rows)
     reading = threading.Thread(target=here.refresh)
     reading.start()
     assert have_read.wait(20)

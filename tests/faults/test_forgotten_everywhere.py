@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emberkeep.types import Json
-from helpers.fake_reference import said, spellings
+from helpers.fake_reference import possible_prompts, said
 from helpers.server_process import ServerProcess
 from helpers.stored_chats import files_of, start
 
@@ -62,8 +62,8 @@ def shown_by(server: ServerProcess) -> list[str]:
 
 
 def traces() -> list[bytes]:
-    (ids,) = spellings([said(m["role"], m["content"]) for m in messages(0)])
-    (word,) = spellings([said("user", f" {CANARY}es number")])
+    (ids,) = possible_prompts([said(m["role"], m["content"]) for m in messages(0)])
+    (word,) = possible_prompts([said("user", f" {CANARY}es number")])
     starts = range(40, len(ids) - 12, 5)
     windows = [np.array(ids[at : at + 10], "<i4").tobytes() for at in starts]
     return [CANARY.encode(), np.array(word[-24:-8], "<i4").tobytes(), *windows]

@@ -139,7 +139,7 @@ def calling(calls: list[Step]) -> Callable[[Request], list[Step]]:
     return lambda request: said("done") if any(m.role == "tool" for m in request.messages) else first
 
 
-def test_of_ten_thousand_calls_in_one_answer_a_few_are_carried_out() -> None:
+def test_of_ten_thousand_calls_in_one_answer_a_few_are_executed() -> None:
     ran: list[int] = []
 
     def ping(number: int) -> str:

@@ -1,7 +1,7 @@
 """What a model without any cache would answer: the deterministic engine, fresh for every question.
 
-A client sends an assistant's text back, and the server may spell it with the ids that were sampled or, where
-a crash took those away, as the tokenizer would. Both are right, so a prompt has as many spellings as its
+A client sends an assistant's text back, and the server may use the ids that were sampled or, where
+a crash took those away, those of the tokenizer. Both are right, so a prompt has as many tokenizations as its
 messages have together.
 """
 
@@ -24,11 +24,11 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One message, and every way in which its content may be spelled."""
+    """One message, and every list of token ids that its content may have."""
 
     role: str
     text: str
-    spellings: tuple[Ids, ...]
+    tokenizations: tuple[Ids, ...]
 
     def json(self) -> dict[str, str]:
         return {"role": self.role, "content": self.text}
@@ -41,10 +41,10 @@ def said(role: str, text: str, sampled: Ids = ()) -> Said:
     return Said(role, text, (plain,) if behind in ((), plain) else (behind, plain))
 
 
-def spellings(messages: list[Said]) -> Iterator[Ids]:
+def possible_prompts(messages: list[Said]) -> Iterator[Ids]:
     """Every prompt that the server may make of these messages."""
     header = tuple(VOCAB.tokenize("assistant\n"))
-    for contents in itertools.product(*(message.spellings for message in messages)):
+    for contents in itertools.product(*(message.tokenizations for message in messages)):
         parts = [_message(said.role, content) for said, content in zip(messages, contents, strict=True)]
         yield (*itertools.chain(*parts), _START, *header)
 
@@ -74,7 +74,7 @@ def _message(role: str, content: Ids) -> Ids:
 
 
 def _leading(sampled: Ids, text: str) -> Ids:
-    """The first of the sampled ids that spell exactly `text`; none when it ends inside a token."""
+    """The first of the sampled ids whose text is exactly `text`; none when it ends inside a token."""
     for count in range(len(sampled) + 1):
         if text_of(sampled[:count]) == text:
             return sampled[:count]

@@ -306,10 +306,10 @@ def leaks(rig: Rig) -> list[str]:
 
     def look() -> None:
         slots, states = rig.scheduler._slots, rig.engine._states
-        resting = {s.slot: s.computed for s in slots.idle}
+        idle = {s.slot: s.computed for s in slots.idle}
         held = {slot: state.end for slot, state in states.items() if state.end}
         found.extend(["active"] * len(slots.active))
-        found.extend([f"cells {held} of {resting}"] if held != resting else [])
+        found.extend([f"cells {held} of {idle}"] if held != idle else [])
         found.extend(["waiting"] * len(rig.scheduler._waiting))
         found.extend(["between"] * len(rig.scheduler._when_idle))
 

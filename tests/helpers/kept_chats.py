@@ -27,7 +27,7 @@ def asking(question: str) -> list[Json]:
     return [{"role": "user", "content": question}]
 
 
-def open_keeper(config: Config, model: str = "fake") -> Emberkeep:
+def open_emberkeep(config: Config, model: str = "fake") -> Emberkeep:
     """Models of different names have different weights, and so stores of their own."""
     engine = FakeEngine(weights=model)
     return Emberkeep(assemble(config, engine, CHATML, ModelCard(model, 0, engine.capabilities.context)))
@@ -35,9 +35,9 @@ def open_keeper(config: Config, model: str = "fake") -> Emberkeep:
 
 def keep(data_dir: Path, *questions: str, model: str = "fake", user: str = "") -> None:
     """Ask and end, so that everything is on disk; each question is a conversation of its own."""
-    with open_keeper(Config(data_dir=data_dir), model) as keeper:
+    with open_emberkeep(Config(data_dir=data_dir), model) as llm:
         for question in questions:
-            keeper.chat(asking(question), max_tokens=4, user=user)
+            llm.chat(asking(question), max_tokens=4, user=user)
 
 
 def let_time_pass(data_dir: Path, seconds: float) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from emberkeep.kv import chunkfile
 from emberkeep.types import Json
-from helpers.fake_reference import greedy, said, spellings, text_of
+from helpers.fake_reference import greedy, possible_prompts, said, text_of
 from helpers.server_process import Reply, ServerProcess
 
 _SERVER = Path(__file__).with_name("serve_fake.py")
@@ -21,7 +21,7 @@ def ask(server: ServerProcess, user: str, *, weights: str = "fake") -> Reply:
     """One question of about 600 tokens that no other client asks; its answer must be right."""
     messages = [said("system", f"You are {user}'s own helper. " * 20), said("user", "What is it?")]
     reply = server.chat([message.json() for message in messages], user_id=user, max_tokens=_MAX_TOKENS)
-    (prompt,) = spellings(messages)
+    (prompt,) = possible_prompts(messages)
     assert reply.text == text_of(greedy(prompt, _MAX_TOKENS, weights=weights))
     assert reply.prompt_tokens == len(prompt)
     return reply

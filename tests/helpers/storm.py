@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from helpers.fake_reference import Ids, Said, greedy, said, spellings, text_of
+from helpers.fake_reference import Ids, Said, greedy, possible_prompts, said, text_of
 from helpers.server_process import ServerProcess
 
 BIAS = {ord(letter): 4.0 for letter in "thean s."}
-"""Letters that the tokenizer would join: answers are often not spelled the way it would spell them."""
+"""Letters that the tokenizer would join: the ids it gives for an answer are often not those that were sampled."""
 _SYSTEMS = [
     f"You are helper {i}. " + "Answer in one line. Say when you are not sure. " * (3 + i) for i in range(3)
 ]
@@ -29,8 +29,8 @@ class Tally:
     answers: int = 0
     interrupted: int = 0
     edits: int = 0
-    respelled: int = 0
-    """Answers to prompts that the tokenizer alone would have spelled differently."""
+    replayed: int = 0
+    """Answers to prompts for which the tokenizer alone gives other ids."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -111,7 +111,7 @@ class Client:
 
     def _partly(self, messages: list[Said], text: str) -> Ids:
         """The ids behind the beginning of an answer that ended before its usage came."""
-        answers = (greedy(prompt, _MAX_TOKENS, bias=BIAS) for prompt in spellings(messages))
+        answers = (greedy(prompt, _MAX_TOKENS, bias=BIAS) for prompt in possible_prompts(messages))
         found = next((answer for answer in answers if text_of(answer).startswith(text)), None)
         assert found is not None, f"{text!r} is the beginning of no right answer"
         return found
@@ -127,12 +127,12 @@ def ask(server: ServerProcess, tally: Tally, messages: list[Said]) -> tuple[int,
 
 def check(tally: Tally, messages: list[Said], text: str, usage: dict[str, int]) -> Ids:
     """The ids of the answer, which must be what a model without a cache answers."""
-    candidates = [prompt for prompt in spellings(messages) if len(prompt) == usage["prompt_tokens"]]
+    candidates = [prompt for prompt in possible_prompts(messages) if len(prompt) == usage["prompt_tokens"]]
     answers = ((prompt, greedy(prompt, _MAX_TOKENS, bias=BIAS)) for prompt in candidates)
     found = next(((prompt, ids) for prompt, ids in answers if text_of(ids) == text), None)
     assert found is not None, f"{text!r} is wrong after {usage} tokens of {messages[-1].text!r}"
-    plain = [Said(message.role, message.text, message.spellings[-1:]) for message in messages]
-    tally.add(answers=1, respelled=found[0] != next(spellings(plain)), **usage)
+    plain = [Said(message.role, message.text, message.tokenizations[-1:]) for message in messages]
+    tally.add(answers=1, replayed=found[0] != next(possible_prompts(plain)), **usage)
     return found[1]
 
 

@@ -179,7 +179,7 @@ def write(
 
 
 def tokenizer() -> Tokenizer:
-    """A token for every byte, and three that text cannot spell."""
+    """A token for every byte, and three that no text contains."""
     made = Tokenizer(models.BPE({letter: place for place, letter in enumerate(_LETTERS)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()

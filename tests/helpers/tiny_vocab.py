@@ -58,7 +58,7 @@ OTHER_TOKENIZERS = ("llama", "bert", "rwkv", "plamo2")
 REFUSED = ("t5", "whitespace:whitespace", "gpt2:whitespace")
 """Vocabularies with which llama.cpp would end the process at some text."""
 
-_SPELLED_OUT = ("gemma4", "sarvam-moe")
+_TEXT_PIECES = ("gemma4", "sarvam-moe")
 """Pre-tokenizers of vocabularies whose pieces are text, not letters for bytes."""
 
 _MERGES = ("t h", "h e", "th e", "i n", "e r", "a n", "a b", "ab c", "a a", "aa aa", "7 7", "好 好")
@@ -81,9 +81,9 @@ def read(path: Path, pre: str = "default") -> LlamaVocab | None:
 def write(folder: Path, model: str, pre: str) -> Path:
     """`model` and `pre` as in `tokenizer.ggml.model` and `tokenizer.ggml.pre`."""
     path = folder / f"{model}-{pre}.gguf"
-    is_byte_level = model == "gpt2" and pre not in _SPELLED_OUT
+    is_byte_level = model == "gpt2" and pre not in _TEXT_PIECES
     merges = (*_MERGES[:-1], *_BYTE_MERGES) if is_byte_level else _MERGES
-    pieces, kinds = _byte_level(merges) if is_byte_level else _spelled_out(model, merges)
+    pieces, kinds = _byte_level(merges) if is_byte_level else _text_pieces(model, merges)
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)
@@ -107,7 +107,7 @@ def _byte_level(merges: tuple[str, ...]) -> tuple[list[str], list[TokenType]]:
     return pieces, [TokenType.CONTROL] * len(SPECIALS) + [TokenType.NORMAL] * (len(pieces) - len(SPECIALS))
 
 
-def _spelled_out(model: str, merges: tuple[str, ...]) -> tuple[list[str], list[TokenType]]:
+def _text_pieces(model: str, merges: tuple[str, ...]) -> tuple[list[str], list[TokenType]]:
     is_rwkv = model == "rwkv"
     of_byte = TokenType.NORMAL if model in ("rwkv", "bert") else TokenType.BYTE
     of_bytes = [f"\\x{byte:02x}" if is_rwkv else f"<0x{byte:02X}>" for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Many threads on one store: whatever happens in whatever order, the books are right and so is every payload."""
+"""Many threads on one store: in whatever order they run, the ledger is right and so is every payload."""
 
 from __future__ import annotations
 

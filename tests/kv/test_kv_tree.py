@@ -39,7 +39,7 @@ def trees(draw):
 
 @settings(max_examples=300)
 @given(trees(), st.lists(TOKEN, max_size=14))
-def test_descend_finds_the_deepest_place_that_spells_the_prompt(places, tokens):
+def test_descend_finds_the_longest_prefix_of_the_prompt(places, tokens):
     found = descend(places[0], ids(*tokens))
     reachable = [place for place in places if tokens_before(place) == tokens[: place.position]]
     assert found.position == max(place.position for place in reachable)

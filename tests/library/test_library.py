@@ -31,13 +31,13 @@ from emberkeep.types import (
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 
-def keeper(*steps: Step) -> tuple[Emberkeep, ScriptedBackend]:
+def scripted(*steps: Step) -> tuple[Emberkeep, ScriptedBackend]:
     backend = ScriptedBackend(lambda request: steps)
     return Emberkeep(backend), backend
 
 
 def test_a_chat_gives_text_and_what_it_cost() -> None:
-    llm, _ = keeper(*answer("warm as embers", prompt_tokens=8, cached_tokens=6, tokens=(1, 2, 3)))
+    llm, _ = scripted(*answer("warm as embers", prompt_tokens=8, cached_tokens=6, tokens=(1, 2, 3)))
     with llm:
         result = llm.chat("hi")
     assert result.text == "warm as embers"
@@ -49,7 +49,7 @@ def test_a_chat_gives_text_and_what_it_cost() -> None:
 
 
 def test_generate_sends_a_raw_prompt_and_chat_sends_messages() -> None:
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     with llm:
         llm.generate("Once", max_tokens=7, temperature=0, stop="\n", seed=3, json_schema={"type": "object"})
         llm.chat("hi")
@@ -61,7 +61,7 @@ def test_generate_sends_a_raw_prompt_and_chat_sends_messages() -> None:
 
 
 def test_messages_and_tools_may_have_openais_shape() -> None:
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "add"},
@@ -105,7 +105,7 @@ def test_messages_and_tools_may_have_openais_shape() -> None:
     ],
 )
 def test_a_bad_request_names_its_field(messages: object, options: dict[str, object], field: str) -> None:
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     with llm, pytest.raises(InvalidField) as caught:
         llm.chat(messages, **options)  # type: ignore[arg-type]
     assert caught.value.param == field
@@ -141,7 +141,7 @@ def test_the_library_refuses_what_http_refuses_with_the_same_words(fields: dict[
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     with pytest.raises(RequestError) as over_http:
         parse_body(ChatBody, json.dumps(body).encode()).to_request()
-    llm, _ = keeper(*answer("x"))
+    llm, _ = scripted(*answer("x"))
     with llm, pytest.raises(RequestError) as in_python:
         llm.chat(body.pop("messages"), **body)
     assert in_python.value.param == over_http.value.param
@@ -157,7 +157,7 @@ def test_users_are_the_same_people_as_over_http() -> None:
         "conversation_id": "c",
     }
     over_http = parse_body(ChatBody, json.dumps(body).encode()).to_request()
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     with llm:
         llm.chat("hi", user="Ann", namespace="s", conversation_id="c")
         llm.chat("hi", user="Ann")
@@ -172,7 +172,7 @@ def test_users_are_the_same_people_as_over_http() -> None:
 
 
 def test_a_time_to_live_is_a_word_or_a_value_of_ours() -> None:
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     with llm:
         for ttl in Ttl:
             llm.chat("hi", ttl=ttl)
@@ -181,7 +181,7 @@ def test_a_time_to_live_is_a_word_or_a_value_of_ours() -> None:
 
 
 def test_no_limit_is_none_or_minus_one_and_some_limit_is_the_default() -> None:
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     with llm:
         llm.chat("hi", max_tokens=None)
         llm.chat("hi", max_tokens=-1)
@@ -190,7 +190,7 @@ def test_no_limit_is_none_or_minus_one_and_some_limit_is_the_default() -> None:
 
 
 def test_a_misspelt_argument_is_named_with_the_right_one() -> None:
-    llm, _ = keeper(*answer("x"))
+    llm, _ = scripted(*answer("x"))
     with llm:
         for call in (llm.chat, llm.generate, llm.stream):
             with pytest.raises(InvalidField, match=r"^max_token: .* did you mean max_tokens\?$"):
@@ -203,14 +203,14 @@ def test_a_misspelt_argument_is_named_with_the_right_one() -> None:
 
 @pytest.mark.parametrize("prompt", [5, None, ["a"]])
 def test_a_prompt_that_is_no_text_is_one_sentence(prompt: Any) -> None:
-    llm, _ = keeper(*answer("x"))
+    llm, _ = scripted(*answer("x"))
     with llm, pytest.raises(InvalidField) as caught:
         llm.generate(prompt)
     assert str(caught.value) == "prompt: give a text."
 
 
 def test_messages_of_ours_go_through_unchanged() -> None:
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     messages = (
         Message("system", "Be brief."),
         Message("user", "", name="ann"),
@@ -225,7 +225,7 @@ def test_messages_of_ours_go_through_unchanged() -> None:
 
 
 def test_reasoning_and_tool_calls_are_put_together() -> None:
-    llm, _ = keeper(
+    llm, _ = scripted(
         ReasoningDelta(0, "let me "),
         ReasoningDelta(0, "see"),
         ToolCallDelta(0, 0, "c1", "add", '{"a"'),
@@ -241,13 +241,13 @@ def test_reasoning_and_tool_calls_are_put_together() -> None:
 
 
 def test_an_error_of_the_backend_reaches_the_caller() -> None:
-    llm, _ = keeper(TextDelta(0, "a"), Overloaded("The queue is full: try again."))
+    llm, _ = scripted(TextDelta(0, "a"), Overloaded("The queue is full: try again."))
     with llm, pytest.raises(Overloaded, match="queue is full"):
         llm.chat("hi")
 
 
 def test_a_stream_gives_text_in_pieces_and_then_the_result() -> None:
-    llm, _ = keeper(ReasoningDelta(0, "hm"), *answer("warm as embers"))
+    llm, _ = scripted(ReasoningDelta(0, "hm"), *answer("warm as embers"))
     with llm, llm.stream("hi") as stream:
         pieces = [piece for piece in stream if piece]
         assert pieces == ["warm", " as", " embers"]
@@ -257,7 +257,7 @@ def test_a_stream_gives_text_in_pieces_and_then_the_result() -> None:
 
 @pytest.mark.parametrize("way", ["close", "with", "drop"])
 def test_leaving_a_stream_early_cancels_the_request(way: str) -> None:
-    llm, backend = keeper(TextDelta(0, "first"), FOREVER)
+    llm, backend = scripted(TextDelta(0, "first"), FOREVER)
     with llm:
         stream = llm.stream("hi")
         assert next(iter(stream)) == "first"
@@ -273,7 +273,7 @@ def test_leaving_a_stream_early_cancels_the_request(way: str) -> None:
 
 
 def test_a_stopped_stream_still_tells_what_was_read() -> None:
-    llm, _ = keeper(TextDelta(0, "half", tokens=(4,)), FOREVER)
+    llm, _ = scripted(TextDelta(0, "half", tokens=(4,)), FOREVER)
     with llm:
         stream = llm.stream("hi")
         next(iter(stream))
@@ -282,7 +282,7 @@ def test_a_stopped_stream_still_tells_what_was_read() -> None:
 
 
 def test_warm_evaluates_the_prompt_and_generates_nothing() -> None:
-    llm, backend = keeper(*answer("", prompt_tokens=100, cached_tokens=40))
+    llm, backend = scripted(*answer("", prompt_tokens=100, cached_tokens=40))
     with llm:
         warmed = llm.warm("You are a helpful assistant.")
         llm.warm([{"role": "system", "content": "Be brief."}])
@@ -308,13 +308,13 @@ def test_verify_compares_stored_state_with_fresh_evaluation() -> None:
 
 
 def test_verify_reports_agreement() -> None:
-    llm, _ = keeper(*answer("same", tokens=(1, 2)))
+    llm, _ = scripted(*answer("same", tokens=(1, 2)))
     with llm:
         report = llm.verify("Once")
     assert (report.equal, report.first_difference, report.agreement) == (True, None, 1.0)
 
 
-def test_several_threads_share_one_keeper() -> None:
+def test_several_threads_share_one_model() -> None:
     backend = ScriptedBackend(lambda request: answer(request.messages[0].content))
     texts: dict[int, str] = {}
     with Emberkeep(backend) as llm:
@@ -331,15 +331,15 @@ def test_several_threads_share_one_keeper() -> None:
 
 def test_closing_closes_the_backend_once_and_ends_the_thread() -> None:
     before = threading.active_count()
-    llm, backend = keeper(*answer("x"))
+    llm, backend = scripted(*answer("x"))
     llm.close()
     llm.close()
     assert backend.closed
     assert threading.active_count() == before
 
 
-def test_a_closed_keeper_says_so() -> None:
-    llm, _ = keeper(*answer("x"))
+def test_a_closed_model_says_so() -> None:
+    llm, _ = scripted(*answer("x"))
     llm.close()
     with pytest.raises(EmberkeepError, match="closed: load a new one"):
         llm.chat("hi")
@@ -348,7 +348,7 @@ def test_a_closed_keeper_says_so() -> None:
 
 
 def test_closing_ends_a_stream_that_is_being_read() -> None:
-    llm, backend = keeper(TextDelta(0, "first"), FOREVER)
+    llm, backend = scripted(TextDelta(0, "first"), FOREVER)
     stream = iter(llm.stream("hi"))
     assert next(stream) == "first"
     llm.close()
@@ -358,7 +358,7 @@ def test_closing_ends_a_stream_that_is_being_read() -> None:
 
 
 def test_stats_come_from_the_backend() -> None:
-    llm, _ = keeper(*answer("x"))
+    llm, _ = scripted(*answer("x"))
     with llm:
         llm.chat("hi")
         assert llm.stats()["requests"] == 1

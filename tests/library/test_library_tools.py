@@ -46,14 +46,14 @@ def calling(name: str, arguments: str) -> list[Step]:
     return [ToolCallDelta(0, 0, "c1", name, arguments), Finished(0, FinishReason.TOOL_CALLS), completed]
 
 
-def keeper(*rounds: Iterable[Step]) -> tuple[Emberkeep, ScriptedBackend]:
+def scripted(*rounds: Iterable[Step]) -> tuple[Emberkeep, ScriptedBackend]:
     left = list(rounds)
     backend = ScriptedBackend(lambda request: left.pop(0))
     return Emberkeep(backend), backend
 
 
 def test_a_function_runs_and_the_result_has_the_exchange() -> None:
-    llm, backend = keeper(calling("depth", '{"pier": 3}'), answer("Seven metres."))
+    llm, backend = scripted(calling("depth", '{"pier": 3}'), answer("Seven metres."))
     with llm:
         result = llm.chat("How deep is it at pier 3?", tools=[depth])
     assert result.text == "Seven metres."
@@ -68,7 +68,7 @@ def test_a_function_runs_and_the_result_has_the_exchange() -> None:
 
 
 def test_the_messages_can_be_sent_back() -> None:
-    llm, backend = keeper(calling("depth", '{"pier": 3}'), answer("Seven."), answer("Welcome."))
+    llm, backend = scripted(calling("depth", '{"pier": 3}'), answer("Seven."), answer("Welcome."))
     ask = Message("user", "How deep?")
     with llm:
         result = llm.chat([ask], tools=[depth])
@@ -77,7 +77,7 @@ def test_the_messages_can_be_sent_back() -> None:
 
 
 def test_what_a_program_hands_over_needs_no_permission() -> None:
-    llm, _ = keeper(calling("sink", '{"ship": "Ark"}'), answer("Gone."))
+    llm, _ = scripted(calling("sink", '{"ship": "Ark"}'), answer("Gone."))
     with llm:
         stream = llm.stream("Sink it!", tools=[sink])
         ended = [event for event in stream.events() if isinstance(event, CallEnded)]
@@ -86,7 +86,7 @@ def test_what_a_program_hands_over_needs_no_permission() -> None:
 
 
 def test_definitions_stay_the_callers_to_carry_out() -> None:
-    llm, backend = keeper(calling("ferry", "{}"))
+    llm, backend = scripted(calling("ferry", "{}"))
     with llm:
         result = llm.chat("When does it leave?", tools=[FERRY, depth])
     assert [call.name for call in result.tool_calls] == ["ferry"]
@@ -99,7 +99,7 @@ def test_what_a_function_gives_reaches_the_model_whole(monkeypatch: pytest.Monke
         """Read the harbour's log."""
         return "x" * 20_000
 
-    llm, backend = keeper(calling("log", '{"day": 1}'), answer("Long."))
+    llm, backend = scripted(calling("log", '{"day": 1}'), answer("Long."))
     monkeypatch.setattr(ScriptedBackend, "card", replace(backend.card, context=100_000))
     with llm:
         llm.chat("Read it.", tools=[log])
@@ -110,14 +110,14 @@ def test_a_function_that_is_no_tool_says_what_is_missing() -> None:
     def mute(ship: str) -> str:
         return ship
 
-    llm, backend = keeper()
+    llm, backend = scripted()
     with llm, pytest.raises(ConfigError, match="docstring"):
         llm.chat("Hello", tools=[mute])
     assert backend.requests == []
 
 
 def test_a_call_that_was_insisted_on_is_made_once() -> None:
-    llm, backend = keeper(calling("depth", '{"pier": 3}'), answer("Seven metres."))
+    llm, backend = scripted(calling("depth", '{"pier": 3}'), answer("Seven metres."))
     with llm:
         result = llm.chat("How deep?", tools=[depth], tool_choice="required")
     assert result.text == "Seven metres."
@@ -125,7 +125,7 @@ def test_a_call_that_was_insisted_on_is_made_once() -> None:
 
 
 def test_a_choice_that_names_nothing_is_refused() -> None:
-    llm, backend = keeper()
+    llm, backend = scripted()
     named = {"type": "function", "function": {"name": "sail"}}
     with llm, pytest.raises(InvalidField, match="tool_choice"):
         llm.chat("How deep?", tools=[depth], tool_choice=named)

@@ -119,7 +119,7 @@ def test_an_address_where_nothing_listens_is_a_state(tmp_path):
     assert "started again if called in 1 s" in listed.text
 
 
-def test_changes_are_heard_of_in_the_newest_protocol_too(tmp_path):
+def test_changes_of_tools_arrive_in_the_newest_protocol_too(tmp_path):
     """Which has no notifications but for those who listen."""
     import uvicorn
 

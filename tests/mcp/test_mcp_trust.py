@@ -1,4 +1,4 @@
-"""A server that is not trusted is asked about, by whatever name it is called, and refused without a user to ask."""
+"""Tools of servers that are not trusted need a user's consent, whatever their names, and are refused without one."""
 
 from __future__ import annotations
 

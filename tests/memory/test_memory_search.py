@@ -87,7 +87,7 @@ def test_stop_words_count_only_when_there_is_nothing_else(memory: Memory) -> Non
 def test_a_conversation_can_be_searched_alone(memory: Memory) -> None:
     memory.archive("", [turn("apples here", conversation="a"), turn("apples there", conversation="b")])
     assert texts(memory.search("", "apples", conversation="b")) == ["apples there"]
-    assert memory.search("", "apples", conversation="never heard of") == []
+    assert memory.search("", "apples", conversation="unknown") == []
 
 
 def test_turns_that_are_known_already_can_be_left_out(memory: Memory) -> None:

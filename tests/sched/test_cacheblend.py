@@ -188,7 +188,7 @@ def test_what_comes_before_the_first_moved_token_is_stored_as_exact(tmp_path):
         assert again.lookup.reused_tokens >= 100
 
 
-def test_an_answer_of_moved_state_is_not_how_an_exact_request_spells_it(rig):
+def test_the_ids_of_an_answer_from_moved_state_are_not_used_for_an_exact_request(rig):
     rig.run(STORED)
     answer = rig.run(SHUFFLED, **how())
     history = [*SHUFFLED, *answer.tokens, *CLOSING]

@@ -74,7 +74,9 @@ def test_the_next_turn_finds_all_of_it_in_the_lineage_and_nothing_outside(rig):
     assert not exact.lookup.is_approximate
     assert exact.answer == reference(again, max_new=1)
     marked = rig.run(again, max_new=1, closing=(), lineage=MARKED)
-    assert marked.lookup.reused_tokens == len(again) - 1  # what the exact sequence computed is better, and is there too
+    assert (
+        marked.lookup.reused_tokens == len(again) - 1
+    )  # what the exact sequence computed is better, and is there too
     assert not marked.lookup.is_approximate
 
 

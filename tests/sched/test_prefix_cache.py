@@ -207,7 +207,7 @@ def test_a_burst_of_short_requests_does_not_throw_a_long_conversation_out(tmp_pa
         assert again.lookup.reused_tokens == len(follow_up) - 20
 
 
-def test_full_engines_give_resting_sequences_up(tmp_path):
+def test_full_engines_give_idle_sequences_up(tmp_path):
     engine = FakeEngine(cells=1000, context=1000, sequences=8)
     prompts = [text(400, seed=seed) for seed in range(5)]
     with Rig(tmp_path, engine) as rig:

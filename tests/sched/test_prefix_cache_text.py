@@ -36,7 +36,7 @@ def store(tmp_path):
     store.close()
 
 
-def test_an_answer_that_comes_back_as_text_is_spelled_as_it_was_sampled(store):
+def test_an_answer_that_comes_back_as_text_gets_the_ids_that_were_sampled(store):
     look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
     assert replayed(look, QUESTION.tolist(), "then") == tuple(ANSWER)
     assert VOCAB.tokenize("then") != ANSWER
@@ -102,13 +102,13 @@ prompts = st.lists(st.tuples(parts.map("".join), st.booleans()), min_size=1, max
 
 
 @given(prompts, st.integers(1, 9), st.sampled_from([FakeVocab, UnsplitVocab]))
-def test_with_or_without_a_store_a_text_is_spelled_the_same(prompts, size, kind):
+def test_with_or_without_a_store_a_text_has_the_same_ids(prompts, size, kind):
     """Whatever texts and ids came before, while nothing was sampled."""
     store, vocab = new_store(None), kind()
     tokenizer = PromptTokenizer(vocab)
     for text, as_ids in prompts:
         look = StoredText(store, RecentAnswers(4), vocab, EXACT)
-        spelled = PromptTokenizer(vocab).encode(text)
-        assert tokenizer.encode(text, replay=look.replay) == spelled
-        sent = [*text.encode()] if as_ids else spelled
+        ids = PromptTokenizer(vocab).encode(text)
+        assert tokenizer.encode(text, replay=look.replay) == ids
+        sent = [*text.encode()] if as_ids else ids
         keep(store, np.array(sent, np.int32), size, Made.GIVEN if as_ids else Made.UNKNOWN)

@@ -129,7 +129,7 @@ def test_a_disk_that_never_answers_is_not_waited_for(stored, monkeypatch) -> Non
         answers.set()
 
 
-def test_a_read_that_cannot_be_taken_in_is_heard_of(stored, monkeypatch) -> None:
+def test_a_read_that_cannot_be_entered_is_noticed(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
         monkeypatch.setattr(rig.store._ledger, "enter_payload", breaks(MemoryError()))
         told = rig.run(PROMPT)
@@ -139,7 +139,7 @@ def test_a_read_that_cannot_be_taken_in_is_heard_of(stored, monkeypatch) -> None
         assert no_pins(rig)
 
 
-def test_a_read_that_fails_in_any_way_is_heard_of(stored, monkeypatch) -> None:
+def test_a_read_that_fails_in_any_way_is_noticed(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
         monkeypatch.setattr(rig.store._disk.files, "read", breaks(RuntimeError("a bug")))
         assert rig.run(PROMPT).answer == reference(PROMPT)

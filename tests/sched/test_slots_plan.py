@@ -74,11 +74,11 @@ def test_steps_with_few_tokens_say_nothing_about_the_speed():
     assert speed.value == 100
 
 
-def test_what_loads_or_rests_has_no_part_in_a_step(planner):
-    loading, resting = sequence(0, 100), sequence(1, 100, computed=100)
+def test_what_loads_or_is_idle_has_no_part_in_a_step(planner):
+    loading, idle = sequence(0, 100), sequence(1, 100, computed=100)
     loading.phase = Phase.LOADING
-    resting.rest()
-    assert planned(planner, loading, resting) == {}
+    idle.rest()
+    assert planned(planner, loading, idle) == {}
 
 
 def test_a_closing_turn_is_evaluated_without_logits(planner):

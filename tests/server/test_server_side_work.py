@@ -113,7 +113,9 @@ def http(slow: Running) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("path", ["/v1/stats", "/metrics"])
-def test_figures_that_wait_for_a_lock_hold_up_no_request(backend: SlowBackend, http: httpx.Client, path: str) -> None:
+def test_figures_that_wait_for_a_lock_hold_up_no_request(
+    backend: SlowBackend, http: httpx.Client, path: str
+) -> None:
     with ThreadPoolExecutor() as pool:
         figures = pool.submit(http.get, path)
         assert backend.waiting.acquire(timeout=WAIT_S)

@@ -16,16 +16,16 @@ from helpers.scripted_server import ScriptedBackend
 def test_the_warmup_reaches_the_route_but_not_the_backend(
     key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[object] = []
+    sent: list[object] = []
 
     async def listen(message: object) -> None:
-        heard.append(message)
+        sent.append(message)
 
     monkeypatch.setattr("emberkeep.server.http_server._nowhere", listen)
     config = Config(api_key=key)
     backend = ScriptedBackend()
     asyncio.run(warmup(create_app(backend, config), config))
-    start, body = heard
+    start, body = sent
     assert isinstance(start, dict)
     assert isinstance(body, dict)
     assert start["status"] == 400

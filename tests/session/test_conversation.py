@@ -197,17 +197,17 @@ def long_history(turns: int) -> list[Message]:
 def test_a_history_of_many_contexts_is_not_read_as_a_whole_but_archived_as_one(harbour, monkeypatch):
     client = Client(harbour)
     client.messages = long_history(300)
-    spelled: list[int] = []
+    tokenized: list[int] = []
     tokenize = harbour.engine.vocab.tokenize
 
     def counted(text: str, **how: bool) -> list[int]:
         ids = tokenize(text, **how)
-        spelled.append(len(ids))
+        tokenized.append(len(ids))
         return ids
 
     monkeypatch.setattr(harbour.engine.vocab, "tokenize", counted)
     answer = client.say("Where were we?")
-    assert sum(spelled) < 12 * CONTEXT  # all of it would be thirty
+    assert sum(tokenized) < 12 * CONTEXT  # all of it would be thirty
     (eviction,) = answer.evictions
     assert eviction.out == len(harbour.archived_texts()) > 580
     assert set(harbour.archived_texts()) | set(answer.prompt.replace("<|im_end|>", "").split("\n")) >= {

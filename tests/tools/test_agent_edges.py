@@ -188,7 +188,7 @@ def test_of_several_calls_only_the_one_that_was_denied_does_not_run() -> None:
     assert "did not allow" in ark.content
 
 
-def test_a_call_that_was_cut_is_not_carried_out() -> None:
+def test_a_call_that_was_cut_is_not_executed() -> None:
     backend = rounds([ToolCallDelta(0, 0, "c0", "depth", ""), *calling(reason=FinishReason.LENGTH)])
     events = read(agent(backend, depth))
     assert outcomes(events) == []

@@ -75,13 +75,13 @@ class Emberkeep:
         prefixes = declared_prefixes(config)
         backend = open_backend(config)
         keep_warm(backend, prefixes)
-        keeper = cls(backend)
+        llm = cls(backend)
         try:
-            keeper._bridge.run(backend.start())
+            llm._bridge.run(backend.start())
         except BaseException:  # interrupted
-            keeper.close()
+            llm.close()
             raise
-        return keeper
+        return llm
 
     @property
     def card(self) -> ModelCard:

@@ -305,7 +305,7 @@ class McpSession:
                         self._changed.set()
                 await asyncio.sleep(_PAUSE_S)
         except (MCPError, SubscriptionLost, TimeoutError) as error:
-            log.debug("%s: changes of its tools are not heard of: %s", self.server.name, error)
+            log.debug("%s: changes of its tools are not noticed: %s", self.server.name, error)
 
     def _explain(self, error: BaseException) -> str:
         while isinstance(error, BaseExceptionGroup):
