@@ -44,7 +44,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Generator[None, None, None]:
-    """Until the block ends nobody else, in any process, is in one with this `path`: a file that only says so.
+    """Hold an exclusive lock on `path` until the block ends, against all threads and processes. It stays empty.
 
     Blocks. Raises OSError.
     """

@@ -1,7 +1,7 @@
 """Which signals end us, and how those that we start get theirs: as a terminal gives them, however we were started.
 
 Under nohup, in the background of a script and under some supervisors SIGINT and SIGHUP are ignored or blocked, and
-a child inherits that: nobody could stop it by them. exec undoes handlers only, a shell cannot undo the rest,
+a child inherits that: these signals could not stop it. exec undoes handlers only, a shell cannot undo the rest,
 `subprocess` does it for two signals, `preexec_fn` may deadlock beside threads, and Python can change dispositions
 in the main thread alone. So a child begins as this file, which resets all of them and becomes the program.
 """

@@ -158,7 +158,7 @@ def test_a_tool_that_is_switched_off_does_not_run() -> None:
 
 def test_a_dangerous_tool_does_not_run_without_a_terminal(folder: Path) -> None:
     assert refused("run", "delete_file", "path=notes.txt") == (
-        'Run delete_file with {"path": "notes.txt"}? Nobody can be asked here: say --yes.'
+        'Run delete_file with {"path": "notes.txt"}? There is no user to ask: say --yes.'
     )
     assert (folder / "notes.txt").exists()
 

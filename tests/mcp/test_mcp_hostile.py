@@ -152,7 +152,7 @@ def test_a_program_that_does_not_exist_is_named(tmp_path):
     [
         ("endless", "more than 16 MiB"),
         ("huge", "more than 16 MiB"),
-        ("spam", "messages that nobody had asked for"),
+        ("spam", "messages that were not asked for"),
     ],
 )
 def test_a_flood_ends_the_connection_and_not_us(tmp_path, tool, why):

@@ -1,4 +1,4 @@
-"""Tools of servers that are not trusted need a user's consent, whatever their names, and are refused without one."""
+"""Tools of servers that are not trusted need a user's consent, whatever their names; without a user they fail."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_server_offers_only_what_is_trusted_and_says_what_is_left_out(tmp_path
     offered = story(tmp_path, act, *servers)
     assert {name.partition("__")[0] for name in offered} == {"b", "c"}
     assert {name for name in offered if name.startswith("b__")} == {"b__echo"}
-    told = [line for line in caplog.messages if "nobody can be asked" in line]
+    told = [line for line in caplog.messages if "there is no user to ask" in line]
     assert [line.rpartition(" with ")[2] for line in told] == [
         "trusted = true in [mcp.servers.a]",
         "trusted = true in [mcp.servers.b]",
@@ -72,8 +72,8 @@ def test_what_is_not_trusted_is_refused_with_the_way_out(tmp_path, name, argumen
     servers = hostile("a", "library"), hostile("b", "library", trusted=True)
     (said,) = answers(tmp_path, *servers, choice=Choice(), calls=[called(name, **arguments)])
     assert said == (
-        f"Error: {name} asks before it runs, and nobody can be asked here: "
-        "whoever runs this can allow it with trusted = true in [mcp.servers.a]."
+        f"Error: {name} asks before it runs, and there is no user to ask: "
+        "the operator can allow it with trusted = true in [mcp.servers.a]."
     )
 
 

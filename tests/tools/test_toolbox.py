@@ -237,7 +237,7 @@ def test_a_tool_that_hangs_is_not_waited_for(gate: threading.Event) -> None:
         assert await told(box, "give") == "free"
         return text
 
-    assert asyncio.run(elsewhere()) == "Error: hang took longer than 0.01 s: nobody waits for it any more."
+    assert asyncio.run(elsewhere()) == "Error: hang took longer than 0.01 s: its result is no longer waited for."
 
 
 def test_so_many_may_hang_and_no_more(gate: threading.Event) -> None:

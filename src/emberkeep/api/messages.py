@@ -193,7 +193,7 @@ ToolList = Annotated[list[ToolBody], Field(max_length=256)]
 
 
 def prefix_of_chats(base: Request, messages: list[MessageBody], tools: list[ToolBody]) -> Request:
-    """What `base` says about whom it is for, with something to have ready for chats. Raises InvalidField."""
+    """A request for the user of `base`, with a prefix to have ready for chats. Raises InvalidField."""
     if not (messages or tools):
         raise InvalidField("messages", "give messages, tools or a text.")
     return replace(

@@ -71,7 +71,7 @@ def _parse_json(raw: bytes) -> Json:
         text = raw.decode("utf-8")
         value = json.loads(text, parse_constant=_refuse_constant)
         if "\\ud" in text or "\\uD" in text:
-            # Half of a surrogate pair is valid JSON, and cannot be encoded (or tokenised) by anyone.
+            # Half of a surrogate pair is valid JSON, and cannot be encoded or tokenised.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
@@ -279,7 +279,7 @@ class ResponseFormat(Body):
 
 
 class UserFields(Body):
-    """Who asks, and as whom."""
+    """The fields that say whose request it is."""
 
     user_id: UserId | None = None
     llama_user_id: UserId | None = None

@@ -64,7 +64,7 @@ class Cache(Protocol):
         """Remove an entry and what only it uses, pinned or not."""
 
     def remove_user(self, user: str) -> Removed:
-        """Remove everything of one user; "" is everybody who gave no name."""
+        """Remove everything of one user; "" stands for all requests without a user."""
 
     def gc(self) -> Removed:
         """Remove everything that has outlived its TTL and is not pinned."""

@@ -1,4 +1,4 @@
-"""The cache as people see it: what is kept, for whom, and why a prompt was not reused."""
+"""The cache as users see it: what is kept, for which user, and why a prompt was not reused."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def _replay(reader: StateReader, ids: Sequence[str] | None, sample: int, tokens:
 
 
 def _is_theirs(entry: CacheEntry, user: str | None) -> bool:
-    """What belongs to everybody belongs to no user."""
+    """What is shared by all users belongs to no single one."""
     return user is None or (entry.user == user and not entry.is_shared)
 
 

@@ -46,7 +46,7 @@ def complain(sentence: str) -> None:
 def ask_first(question: str) -> None:
     """Go on only if the answer is yes. Raises EmberkeepError where there is no person to ask."""
     if not _is_terminal():
-        raise EmberkeepError(f"{question} Nobody can be asked here: say --yes.")
+        raise EmberkeepError(f"{question} There is no user to ask: say --yes.")
     typer.confirm(question, abort=True, err=True)
 
 

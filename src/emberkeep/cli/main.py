@@ -52,7 +52,7 @@ Settings can also be variables (EMBERKEEP_PORT=9000) and keys in emberkeep.toml 
 SERVE_EXAMPLES = """\b
 Examples:
   emberkeep serve --model mine --port 9000     a model that was pulled before
-  emberkeep serve --warm system.txt            with this system prompt ready before anybody asks
+  emberkeep serve --warm system.txt            with this system prompt ready before the first request
   emberkeep serve --server-tools --enable-tools memory,read_file
   emberkeep serve --backend gpt,local          a model of `emberkeep api list`, the one here if it is down
 """

@@ -115,7 +115,7 @@ def import_(
     config: Config,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that was exported.")],
 ) -> None:
-    """Read what was exported, for those whom it belongs to. What is known already is not added twice."""
+    """Read what was exported, each row for its own user. What is known already is not added twice."""
     from emberkeep.library.user_memory import open_memory, read_lines
 
     with open_memory(config) as memory:

@@ -116,7 +116,7 @@ def run(
         list[str] | None, typer.Argument(metavar="[JSON | KEY=VALUE ...]", help="One object, or one by one.")
     ] = None,
     yes: YesFlag = False,
-    user: Annotated[str, typer.Option("--user", help="For whom; memory is each user's own.")] = "",
+    user: Annotated[str, typer.Option("--user", help="The user it runs for; memory is each user's own.")] = "",
 ) -> None:
     """Call a tool as a model would, and print the whole result. A dangerous one asks first."""
 

@@ -20,7 +20,7 @@ from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
 Logits = npt.NDArray[np.float32]
 Payload = memoryview
-"""KV bytes of a token range, in the engine's own layout. Read-only for everyone but the engine."""
+"""KV bytes of a token range, in the engine's own layout. Read-only outside of the engine."""
 
 
 class KvUnit(StrEnum):

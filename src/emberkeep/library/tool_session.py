@@ -85,7 +85,7 @@ async def _now(read: Callable[[], Any]) -> Any:
 
 
 def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolBox:
-    """Of what a program hands over itself: no one has to be asked. Raises ConfigError for what is no tool."""
+    """For tools that a program passes itself: they run unasked. Raises ConfigError for what is no tool."""
     from emberkeep.tools.function import ToolFunction, as_tool
     from emberkeep.tools.toolbox import ALL, Choice, ToolBox, ToolLimits
 

@@ -138,7 +138,7 @@ class UserMemory:
         write_lines(Path(path), self.export(user=user, namespace=namespace))
 
     def import_(self, rows: Iterable[Mapping[str, Json]]) -> int:
-        """What was exported, for those whom it belongs to; how much of it is new."""
+        """Import what was exported, each row for its own user; returns how much of it is new."""
         return self._memory.import_(rows)
 
     def import_from(self, path: str | Path) -> int:

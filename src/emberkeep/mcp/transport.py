@@ -123,7 +123,7 @@ async def _read(
         unasked = 0 if isinstance(message, (JSONRPCResponse, JSONRPCError)) else unasked + 1
         if message is not None:
             await inward.send(SessionMessage(message))
-    return f"it wrote {_UNASKED} messages that nobody had asked for"
+    return f"it wrote {_UNASKED} messages that were not asked for"
 
 
 def _parse(line: bytes) -> JSONRPCMessage | None:
@@ -214,7 +214,7 @@ def _bound(response: httpx2.Response) -> None:
     assert isinstance(response.stream, httpx2.AsyncByteStream)
     if response.headers.get("content-encoding", "identity") != "identity":
         # A few bytes could become gigabytes.
-        response.stream = _Bounded(response.stream, 0, "it is compressed, which nobody asked for")
+        response.stream = _Bounded(response.stream, 0, "it is compressed, which was not asked for")
     elif not response.headers.get("content-type", "").startswith("text/event-stream"):
         response.stream = _Bounded(response.stream, MESSAGE_BYTES, f"it is longer than {MESSAGE_BYTES >> 20} MiB")
 

@@ -164,7 +164,7 @@ def _remove_notes(db: apsw.Connection, turn: int) -> None:
 
 
 def _remove_empty(db: apsw.Connection, conversations: Iterable[int], owners: Iterable[int]) -> None:
-    """Those of whom nothing is left: their names alone would fill the file in the end."""
+    """Remove conversations and owners of which nothing is left: their names alone would fill the file some day."""
     sql = (
         f"DELETE FROM conversations AS c WHERE id = ? AND title IS NULL AND {_none('conversation = c.id', _SAID)}"
     )

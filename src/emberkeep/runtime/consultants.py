@@ -29,7 +29,7 @@ class Consultants:
     """A ToolSource. A model is connected to when it is asked for the first time. Belongs to the event loop."""
 
     def __init__(self, config: Config, remotes: Sequence[RemoteModel]) -> None:
-        # Whom a model asks keeps nothing of it, has no tools of ours, and is not told for whom it is.
+        # A consulted model keeps nothing of it, has no tools of ours, and is not told which user asked.
         self._config = replace(config, memory=False, server_tools=False, evict=False, max_concurrent_per_user=None)
         self._functions = ModelTools(remotes, self._consult, config.consult_depth).functions()
         self._opened: dict[str, Backend] = {}

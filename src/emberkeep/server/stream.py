@@ -50,7 +50,7 @@ _LOGPROB_BYTES = 128
 
 
 class ClientGone(Exception):
-    """The client has left: there is no one to answer."""
+    """The client has left: there is no client to answer."""
 
 
 class ReadTooSlowly(Refused):

@@ -214,7 +214,7 @@ class PublicTransport(httpx.AsyncBaseTransport):
 
     A name is resolved once, every address of it is checked, and the connection goes to an address that was
     checked: a name that means something else a moment later gains nothing. Each redirect is a request of its own
-    and comes through here too. Whom the request is for (Host, TLS) stays the name.
+    and comes through here too. The name stays in the Host header and in TLS.
     """
 
     def __init__(self, exceptions: Exceptions, resolve: Resolve, context: ssl.SSLContext) -> None:
@@ -248,7 +248,7 @@ class PublicTransport(httpx.AsyncBaseTransport):
         if private and not self._exceptions.have(host, port):
             raise ToolFailed(
                 f"{host!r} is not on the internet ({private[0]}) and must not be reached: "
-                f"whoever runs this can allow it with http_private."
+                f"the operator can allow it with http_private."
             )
         return addresses
 

@@ -38,7 +38,7 @@ class Signature:
     parameters: Mapping[str, Json]
     arguments: Arguments
     caller: str | None
-    """The parameter that takes the user for whom it runs."""
+    """The parameter that takes the user it runs for."""
 
 
 def read_signature(function: Callable[..., Any], name: str | None = None) -> Signature:

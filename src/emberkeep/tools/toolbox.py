@@ -129,15 +129,15 @@ class ToolBox:
             return await within(limit, function.run(arguments, caller))
         except TookTooLong as error:
             # Not that it was stopped: a thread cannot be.
-            raise ToolFailed(f"{call.name} took longer than {limit:g} s: nobody waits for it any more.") from error
+            raise ToolFailed(
+                f"{call.name} took longer than {limit:g} s: its result is no longer waited for."
+            ) from error
 
     def _explain_refusal(self, name: str, target: ToolFunction) -> str:
         if not self._choice.would_ask(target):
             return f"{target.name} is disabled: use another tool."
         way = target.allowed_by or f"--enable-tools {name}"
-        return (
-            f"{name} asks before it runs, and nobody can be asked here: whoever runs this can allow it with {way}."
-        )
+        return f"{name} asks before it runs, and there is no user to ask: the operator can allow it with {way}."
 
     def _warn_left_out(self) -> None:
         """What other servers offer and the user has not allowed, once for each of them."""
@@ -145,7 +145,7 @@ class ToolBox:
         left_out = [function for function in offered if function.allowed_by and self._choice.would_ask(function)]
         for way in dict.fromkeys(function.allowed_by for function in left_out):
             names = [function.name for function in left_out if function.allowed_by == way]
-            log.warning("left out, as nobody can be asked here: %s; allow them with %s", ", ".join(names), way)
+            log.warning("left out, as there is no user to ask: %s; allow them with %s", ", ".join(names), way)
 
     def _explain_unknown(self, name: str) -> str:
         if reason := next((why for source in self._sources if (why := source.withdrawn(name))), None):

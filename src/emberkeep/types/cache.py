@@ -43,7 +43,7 @@ class CacheEntry:
     """Its first words; empty where they are not known any more."""
     user: str
     is_shared: bool
-    """Declared shareable by the operator: everybody may reuse it."""
+    """Declared shareable by the operator: all users may reuse it."""
     tokens: int
     bytes: int
     """Including what it shares with others."""

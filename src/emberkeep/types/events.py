@@ -194,7 +194,7 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """For whom a tool runs."""
+    """The user for whom a tool runs."""
 
     owner: str = ""
     """The user's namespace: what is remembered belongs to it."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from emberkeep.errors import ConfigError, InvalidField
 
 SHARED = "*"
-"""The owner of what an operator declared shareable: everybody reads it, only `--warm` writes it. No user's
+"""The owner of what an operator declared shareable: all users read it, only `--warm` writes it. No user's
 namespace looks like this (see `private_namespace`)."""
 
 EXACT_BITS = 16

@@ -91,7 +91,7 @@ class AnthropicProvider:
             base_url=remote.base_url,
             max_retries=0,
             timeout=timeout,
-            # A conversation is for whom it was sent to, and not for whom that one points to.
+            # A conversation is only for the host that it was sent to, not for one that this host redirects to.
             http_client=DefaultAsyncHttpxClient(timeout=timeout, follow_redirects=False),
         )
         self._kept: Keepsakes[list[Block]] = Keepsakes()

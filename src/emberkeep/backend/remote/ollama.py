@@ -67,7 +67,7 @@ class OllamaProvider:
             remote.base_url or _USUAL_URL,
             timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
             verify=ssl_context(),
-            follow_redirects=False,  # a conversation is for whom it was sent to
+            follow_redirects=False,  # a conversation is only for the host that it was sent to
             auth=_authorization(key),
             event_hooks={"response": [self._check]},
         )

@@ -148,7 +148,7 @@ def _client(remote: RemoteModel, key: str | None, dialect: ServerDialect) -> Asy
         max_retries=0,
         timeout=timeout,
         default_headers=None if dialect.is_vendor else private,
-        # A conversation is for whom it was sent to, and not for whom that one points to.
+        # A conversation is only for the host that it was sent to, not for one that this host redirects to.
         http_client=DefaultAsyncHttpxClient(verify=ssl_context(), timeout=timeout, follow_redirects=False),
     )
 
