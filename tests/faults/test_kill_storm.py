@@ -47,6 +47,7 @@ def live_and_die(data_dir: Path, clients: list[Client], chance: random.Random, *
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300 + 30 * KILLS)
 def test_answers_stay_right_and_state_stays_useful_however_often_the_server_is_killed(tmp_path: Path) -> None:
     chance, tally = random.Random(20), Tally()
     clients = [Client(seed, tally) for seed in range(CLIENTS)]
