@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from emberkeep.bench.bare import Tokens
 from emberkeep.bench.figures import Series, series
-from emberkeep.bench.report import Result, Row, Table, Value
+from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import Stage
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.config import Config, slice_tokens
@@ -238,7 +238,7 @@ class _Bench:
         self._store.close()
 
 
-async def run(stage: Stage, plan: Workload) -> Result:
+async def run(stage: Stage, plan: Workload) -> BenchResult:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=slice_tokens(config))
     thread = EngineThread()
@@ -285,10 +285,10 @@ def _one(value: float, unit: str) -> Series:
     return series([value], unit)
 
 
-def _result(plan: Workload, findings: dict[int, _Findings]) -> Result:
+def _result(plan: Workload, findings: dict[int, _Findings]) -> BenchResult:
     exact = findings[EXACT_BITS].meter
     title = f"{plan.prompts} texts of {plan.tokens:,} tokens, stored, loaded and continued by {plan.answer}"
-    return Result(
+    return BenchResult(
         "bits",
         (Table(title, tuple(found.row(bits, exact) for bits, found in findings.items())),),
         (

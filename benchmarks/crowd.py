@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.fake import FakeEngine
@@ -63,14 +63,14 @@ class Outcome:
     failures: int
 
 
-async def run(folder: Folder, plan: Workload) -> Result:
+async def run(folder: Folder, plan: Workload) -> BenchResult:
     budget = plan.holds * _bytes_of_a_conversation(folder.new_data_dir(), plan)
     rows = []
     for label, policy in (("by value", worth), ("least recently used", _least_recently_used)):
         folder.say(f"{plan.requests:,} requests, evicting {label}")
         rows.append(Row(label, _values(_served(folder.new_data_dir(), plan, budget, policy), budget)))
     title = f"{plan.conversations} conversations over budgets of {budget:,} bytes, which hold {plan.holds} of them"
-    return Result("crowd", (Table(title, tuple(rows)),))
+    return BenchResult("crowd", (Table(title, tuple(rows)),))
 
 
 def _values(outcome: Outcome, budget: int) -> dict[str, str | int]:

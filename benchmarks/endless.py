@@ -13,7 +13,7 @@ from random import Random
 
 from benchmarks.talkers import WAYS, Said, Talker
 from emberkeep.bench.figures import percentile, series
-from emberkeep.bench.report import Result, Row, Table, Value
+from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import Stage
 from emberkeep.bench.words import Words
 from emberkeep.errors import EmberkeepError
@@ -111,12 +111,12 @@ class Talk:
         return [turn for turn in self.turns if turn.asks]
 
 
-async def run(stage: Stage, plan: Workload) -> Result:
+async def run(stage: Stage, plan: Workload) -> BenchResult:
     shorter = replace(plan, is_exact=True, times=plan.exact_times, facts=min(plan.facts, _FACTS_PER_MESSAGE))
     talks = {"": await _talk(stage, plan), "exact, ": await _talk(stage, shorter)}
     evicting = {label: talk for label, talk in talks.items() if talk.evicting}
     title = f"{plan.times} times a context of {plan.ctx:,} tokens, {plan.through}"
-    return Result(
+    return BenchResult(
         "endless",
         (
             Table(title, tuple(row for label, talk in talks.items() for row in _turn_rows(label, talk))),

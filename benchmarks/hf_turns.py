@@ -11,7 +11,7 @@ from functools import partial
 
 from benchmarks.hf import HfModelUnderTest, Reply, open_model, open_plain, plain_ttft_ms
 from emberkeep.bench.figures import Series, ratios, series
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.bench.turns import Workload
 from emberkeep.engine.hf.baseline import PlainModel
@@ -35,7 +35,7 @@ class _Turn:
         return self.reply.result.usage.cached_tokens / self.state_before if self.state_before else 0.0
 
 
-async def run(place: ModelPlace, plan: Workload) -> Result:
+async def run(place: ModelPlace, plan: Workload) -> BenchResult:
     async with open_model(place, plan.context + _ROOM) as model:
         plain = await model.beside(lambda: open_plain(model, place))
         place.say("a conversation that is not counted")
@@ -45,7 +45,7 @@ async def run(place: ModelPlace, plan: Workload) -> Result:
             place.say(f"conversation {number + 1} of {plan.repeat}")
             talks.append(await _talk(model, plain, plan, number))
     rows = [_row(number, turns) for number, turns in enumerate(zip(*talks, strict=True), 1)]
-    return Result("hf-turns", (Table(_title(plan), (*rows, _summary(plan, talks))),), tuple(_notes(talks)))
+    return BenchResult("hf-turns", (Table(_title(plan), (*rows, _summary(plan, talks))),), tuple(_notes(talks)))
 
 
 async def _talk(model: HfModelUnderTest, plain: PlainModel, plan: Workload, number: int) -> list[_Turn]:

@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 
 from emberkeep.bench.figures import percentile, series
-from emberkeep.bench.report import Result, Row, Table, Value
+from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import Folder
 from emberkeep.bench.words import COMMON
 from emberkeep.memory.memory import Memory
@@ -41,7 +41,7 @@ class Workload:
         return Workload(turns=4_000, searches=50, writes=50)
 
 
-async def run(folder: Folder, plan: Workload) -> Result:
+async def run(folder: Folder, plan: Workload) -> BenchResult:
     path = folder.new_data_dir() / "memory.sqlite"
     memory = Memory(path, limit_bytes=_PLENTY)
     try:
@@ -53,7 +53,7 @@ async def run(folder: Folder, plan: Workload) -> Result:
         memory.close()
     filled: dict[str, Value] = {"turns": plan.turns, "turns per second": round(plan.turns / seconds)}
     facts = {**filled, "file": f"{size / 1e6:,.0f} MB", "bytes per turn": size // plan.turns}
-    return Result(
+    return BenchResult(
         "memory",
         (Table(f"{plan.turns:,} archived turns", tuple(rows)), Table("the file", (Row("", facts),))),
         (

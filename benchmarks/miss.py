@@ -20,7 +20,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.bench.bare import Tokens, open_engine, prefill
 from emberkeep.bench.figures import Series, overhead, series
 from emberkeep.bench.http_client import is_settled
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Stage
 from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.base import Engine, Outcome, Rows
@@ -83,7 +83,7 @@ class _Recorder(LlamaEngine):
         return super().evaluate(batch)
 
 
-async def run(stage: Stage, plan: Workload) -> Result:
+async def run(stage: Stage, plan: Workload) -> BenchResult:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=slice_tokens(config))
     thread = EngineThread()
@@ -157,14 +157,14 @@ def _now() -> _Cost:
     return _Cost(perf_counter(), process_time())
 
 
-def _result(plan: Workload, rounds: list[_Round]) -> Result:
+def _result(plan: Workload, rounds: list[_Round]) -> BenchResult:
     rows = (
         Row("bare engine", {"time": _series(rounds, "bare", "wall"), "CPU": _series(rounds, "bare", "cpu")}),
         _row("to the first token", rounds, "answered"),
         _row("until all is on disk", rounds, "durable"),
         _row("bare engine, largest slices", rounds, "unhurried"),
     )
-    return Result(
+    return BenchResult(
         "miss",
         (Table(f"prompts of {plan.tokens:,} tokens, nothing reusable", rows),),
         ("The bare engine evaluates the slices that the scheduler chose in the same round.",),

@@ -14,7 +14,7 @@ from statistics import mean
 from benchmarks.hf import HfModelUnderTest, Reply, open_model
 from benchmarks.questions import Question, made_up_questions, read_questions
 from emberkeep.bench.figures import ratios, series, standard_error
-from emberkeep.bench.report import Result, Row, Table, Value
+from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.library.verify_report import CANDIDATES, f1, kl
 from emberkeep.types import Approximation, Message, Repair, Request, Sampling
@@ -65,10 +65,10 @@ _Asked = dict[str, _Answer]
 """One question, asked in every way."""
 
 
-async def run(place: ModelPlace, plan: Workload) -> Result:
+async def run(place: ModelPlace, plan: Workload) -> BenchResult:
     async with open_model(place, plan.context) as model:
         tables = [await _table(place, plan, model, size) for size in plan.sizes]
-    return Result("rag", tuple(tables), _NOTES)
+    return BenchResult("rag", tuple(tables), _NOTES)
 
 
 _NOTES = (

@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 
 from emberkeep.bench.figures import Series, series
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.chunkfile import Description
@@ -42,7 +42,7 @@ class Workload:
         return Workload(chunks=2_000, lookups=10, repeat=2)
 
 
-async def run(folder: Folder, plan: Workload) -> Result:
+async def run(folder: Folder, plan: Workload) -> BenchResult:
     root = folder.new_data_dir()
     folder.say(f"writing {plan.chunks:,} chunks")
     prompts = _fill(root, plan)
@@ -53,7 +53,7 @@ async def run(folder: Folder, plan: Workload) -> Result:
         rows = tuple(_lookups(store, prompts[: plan.lookups], plan))
     finally:
         store.close()
-    return Result(
+    return BenchResult(
         "store",
         (Table(f"A store with {plan.chunks:,} chunks", (Row("open", {"time": opened}), *rows)),),
         ("The index is in the page cache: a machine that has just booted reads it from disk once.",),

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.ledger import Ledger
@@ -56,9 +56,9 @@ class Visit:
         return min(blocks * BLOCK, self.tokens)
 
 
-async def run(folder: Folder, plan: Workload) -> Result:
+async def run(folder: Folder, plan: Workload) -> BenchResult:
     traces = [(path.stem, read_trace(path)[: plan.requests]) for path in plan.files]
-    return Result(
+    return BenchResult(
         "trace",
         tuple(_table(folder, plan, name, visits) for name, visits in traces),
         (

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from benchmarks.gpu import decode, memory, transfer, ttft
 from benchmarks.gpu.rig import Rig, open_rig
 from benchmarks.gpu.workload import Workload
-from emberkeep.bench.report import Result, Table
+from emberkeep.bench.report import BenchResult, Table
 from emberkeep.bench.stage import Folder
 
 __all__ = ["Workload", "measure", "run"]
@@ -38,12 +38,12 @@ _PARTS: dict[str, Callable[[Rig, Workload], Iterator[Table]]] = {
 """Memory first, and transformers, which has weights of its own, last: nothing else is on the device then."""
 
 
-async def run(place: Folder, plan: Workload) -> Result:
+async def run(place: Folder, plan: Workload) -> BenchResult:
     *_, last = measure(plan, place.say)
     return last
 
 
-def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[Result]:
+def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[BenchResult]:
     """Everything that is known, again after every table. Blocks. Raises EngineError."""
     tables: list[Table] = []
     with open_rig(plan) as rig:
@@ -51,4 +51,4 @@ def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[Result]:
             say(name)
             for table in _PARTS[name](rig, plan):
                 tables.append(table)
-                yield Result("gpu", tuple(tables), (rig.about, *_NOTES))
+                yield BenchResult("gpu", tuple(tables), (rig.about, *_NOTES))

@@ -22,12 +22,12 @@ from emberkeep.types import (
     FinishReason,
     LookupRecord,
     Message,
-    Outcome,
     Request,
     TextDelta,
     Timings,
     ToolCall,
     ToolCallDelta,
+    ToolOutcome,
     Usage,
 )
 
@@ -60,8 +60,8 @@ class Tools:
     def may_run_beside(self, name: str) -> bool:
         return True
 
-    async def run(self, call: ToolCall, caller: Caller) -> Outcome:
-        return Outcome(call, f"{json.loads(call.arguments)['pier'] + 4} metres")
+    async def run(self, call: ToolCall, caller: Caller) -> ToolOutcome:
+        return ToolOutcome(call, f"{json.loads(call.arguments)['pier'] + 4} metres")
 
 
 @dataclass

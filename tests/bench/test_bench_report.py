@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from emberkeep.bench.figures import series
-from emberkeep.bench.report import Result, Row, Table, readable_series, render, report_json
+from emberkeep.bench.report import BenchResult, Row, Table, readable_series, render, report_json
 
 pytestmark = pytest.mark.slow
 
-RESULT = Result(
+RESULT = BenchResult(
     "restart",
     (
         Table(
@@ -26,7 +26,7 @@ RESULT = Result(
 )
 
 
-def printed(result: Result) -> list[str]:
+def printed(result: BenchResult) -> list[str]:
     output = StringIO()
     console = Console(file=output, width=200)
     for part in render(result):

@@ -17,7 +17,7 @@ from benchmarks import talkers
 from benchmarks.endless import Talk, Turn, Workload, made_up_facts, run
 from benchmarks.talkers import Left, Said
 from emberkeep.bench.http_client import Messages
-from emberkeep.bench.report import Result
+from emberkeep.bench.report import BenchResult
 from emberkeep.bench.stage import Stage
 from emberkeep.bench.words import COMMON, Words
 from emberkeep.errors import EmberkeepError
@@ -106,13 +106,13 @@ class Script:
         return told[:most]
 
 
-def endless(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> Result:
+def endless(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> BenchResult:
     monkeypatch.setitem(talkers.WAYS, "script", script)
     stage = Stage(tmp_path, lambda text: None, tmp_path / "none.gguf", Words(dict.fromkeys(COMMON, 1)))
     return asyncio.run(run(stage, replace(PLAN, **changes)))
 
 
-def held(result: Result, row: int = 0) -> dict[str, Any]:
+def held(result: BenchResult, row: int = 0) -> dict[str, Any]:
     return dict(result.tables[2].rows[row].values)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from emberkeep.cli.conversation import Conversation, Journal
+from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.main import app
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryFailed, MemoryOff, ModelNotFound, NoSuchEntry
@@ -181,7 +181,7 @@ def test_what_was_not_saved_is_told_once_and_made_up_for(
 ) -> None:
     with memory(data_dir) as opened:
         flaky = FlakyMemory(opened._memory)
-        journal, conversation = Journal(flaky, "a model"), Conversation()
+        journal, conversation = Journal(flaky, "a model"), ChatHistory()
         for text in ("one", "two", "three"):
             conversation.add(*said(text))
             journal.save(conversation)

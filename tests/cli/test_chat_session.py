@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.chat_session import ChatSession, Terminal, stats_line
 from emberkeep.cli.console import printable
-from emberkeep.cli.conversation import Conversation, Journal
 from emberkeep.errors import ContextExceeded
 from emberkeep.library import Emberkeep
 from emberkeep.library.arguments import Options
@@ -34,7 +34,7 @@ class Bench:
         self.out: io.StringIO = io.StringIO()
         self.llm = Emberkeep(self.backend)
         self.interactive = interactive
-        self.conversation = Conversation(system)
+        self.conversation = ChatHistory(system)
         self.evicts = evicts
 
     def say(self, *lines: str) -> None:

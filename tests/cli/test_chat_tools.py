@@ -19,8 +19,8 @@ from emberkeep.api.messages import MessageBody, to_messages
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.cli import chat
+from emberkeep.cli.chat_history import ChatHistory, Journal, recap, with_its_model, write_messages
 from emberkeep.cli.chat_session import ChatSession, Terminal, call_line
-from emberkeep.cli.conversation import Conversation, Journal, recap, with_its_model, write_messages
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import RemoteDown
 from emberkeep.library import Emberkeep
@@ -28,7 +28,7 @@ from emberkeep.library.tool_session import ToolSession
 from emberkeep.library.user_memory import UserMemory
 from emberkeep.memory.memory import Memory
 from emberkeep.tools.function import ToolFunction, as_tool, tool
-from emberkeep.tools.toolbox import Choice, ToolBox
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
     Completed,
     Finished,
@@ -105,10 +105,10 @@ class Bench:
         self.backend.memory = memory
         self.llm = Emberkeep(self.backend)
         made: list[ToolFunction] = [as_tool(one) for one in functions]
-        box = ToolBox(made, Choice(enabled=("all",)))
+        box = ToolBox(made, ToolPolicy(enabled=("all",)))
         self.acting = ToolSession(self.llm._bridge, self.backend, box, asks=asks)
         self.out = io.StringIO()
-        self.conversation = Conversation()
+        self.conversation = ChatHistory()
         self.questions: list[str] = []
         self._answers = iter(answers)
         self.journal = Journal(UserMemory(memory) if memory else None)
@@ -190,7 +190,7 @@ def test_a_conversation_with_calls_can_be_saved_continued_and_taken_along(tmp_pa
         saved = UserMemory(memory).conversation(bench.conversation.id)
     memory.close()
     assert saved is not None
-    continued = Conversation.resume(saved)
+    continued = ChatHistory.resume(saved)
     assert continued.messages == bench.conversation.messages
     assert recap(continued.turns) == "> How deep?\nLet me see.\nSeven metres."
     write_messages(continued.messages, tmp_path / f"again{suffix}")
@@ -352,7 +352,7 @@ def test_a_stand_in_is_told_once_and_so_is_the_first_when_it_is_back(
     second = ScriptedBackend(lambda request: answer("Second."))
     links = [Link("first", lambda: first), Link("second", lambda: second)]  # type: ignore[arg-type, return-value]
     with Emberkeep(FallbackBackend(links)) as llm:
-        session = ChatSession(llm, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(None))
+        session = ChatSession(llm, ChatHistory(), {}, Terminal(io.StringIO(), interactive=True), Journal(None))
         session.run(["one", "two"])
         told = capsys.readouterr().err
         assert told.count("second has answered instead of first (It is down.)") == 1
@@ -385,7 +385,7 @@ def test_prompts_of_a_server_are_commands_and_one_that_is_down_is_told(
     backend = ScriptedBackend(lambda request: answer("Good morning."))
     with Emberkeep(backend) as llm, chat.tools_of(llm, config) as acting:
         out = io.StringIO()
-        session = ChatSession(llm, Conversation(), {}, Terminal(out, interactive=True), Journal(None), acting)
+        session = ChatSession(llm, ChatHistory(), {}, Terminal(out, interactive=True), Journal(None), acting)
         session.run(["/help", "/harbour__greet Ada Lovelace", "/harbour__greet name='Grace'", "/tools"])
         session.run(["/harbour__greet", "/harbour__greet name=Ada rank=captain", "/tools harbour"])
     said = capsys.readouterr().err

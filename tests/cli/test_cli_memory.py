@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.chat_session import ChatSession, Terminal
-from emberkeep.cli.conversation import Conversation, Journal
 from emberkeep.cli.memory import app
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
@@ -158,7 +158,7 @@ def test_chat_searches_too(data_dir: Path, capsys: pytest.CaptureFixture[str]) -
     archive(data_dir, BOAT, TREE, age_s=3 * DAY_S)
     backend = ScriptedBackend(lambda request: answer("never asked"))
     with Emberkeep(backend) as llm, open_memory(Config(data_dir=data_dir)) as memory:
-        session = ChatSession(llm, Conversation(), {}, Terminal(io.StringIO(), interactive=True), Journal(memory))
+        session = ChatSession(llm, ChatHistory(), {}, Terminal(io.StringIO(), interactive=True), Journal(memory))
         session.run(["/memory boat", "/memory zebra"])
     when, asked, answered, nothing = capsys.readouterr().err.splitlines()
     assert when.startswith("3 days ago, score ")

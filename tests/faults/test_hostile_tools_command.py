@@ -18,7 +18,7 @@ import pytest
 from emberkeep.tools.command_tool import CommandTool
 from emberkeep.tools.function import tools_of
 from emberkeep.tools.process import ProcessMark, ProcessTree
-from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
+from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
 from emberkeep.types import Caller, ToolCall
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
@@ -173,7 +173,7 @@ def test_cancelling_the_call_ends_the_program_before_it_returns(tmp_path: Path, 
 
 
 def test_the_toolbox_lets_a_command_end_by_itself_and_keeps_its_output(tmp_path: Path, token: str) -> None:
-    box = ToolBox(tools_of(CommandTool(tmp_path, 1)), Choice(asks=True), limits=ToolLimits(timeout_s=1))
+    box = ToolBox(tools_of(CommandTool(tmp_path, 1)), ToolPolicy(asks=True), limits=ToolLimits(timeout_s=1))
     call = ToolCall("1", "run_command", f'{{"command": ["sh", "-c", "echo begun; sleep {token}"]}}')
     outcome = asyncio.run(box.run(call, Caller()))
     ran = json.loads(outcome.text)

@@ -99,7 +99,7 @@ def served(folder: Path, engine: FakeEngine | None = None, **settings: Json) -> 
     engine, clock = engine or FakeEngine(), Clock()
     card = ModelCard("fake", 0, engine.capabilities.context)
     timed = partial(KvStore, clock=partial(StoreClock, monotonic=clock, wall=clock))
-    with patch("emberkeep.runtime.local.KvStore", timed):
+    with patch("emberkeep.runtime.local_model.KvStore", timed):
         backend = assemble(config, engine, TEMPLATE, card)
     try:
         with running(backend, config) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:

@@ -11,8 +11,8 @@ from typing import Any
 
 from emberkeep.config import McpServer
 from emberkeep.mcp.client import McpClients
-from emberkeep.tools.toolbox import Choice, ToolBox
-from emberkeep.types import Caller, Json, Outcome, ToolCall
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
+from emberkeep.types import Caller, Json, ToolCall, ToolOutcome
 
 HOSTILE = Path(__file__).with_name("hostile_mcp_server.py")
 
@@ -41,8 +41,8 @@ async def connected(folder: Path, *servers: McpServer, clock: Clock | None = Non
         await clients.close()
 
 
-async def call(clients: McpClients, name: str, /, **arguments: Json) -> Outcome:
-    box = ToolBox((), Choice(enabled=("all",)), sources=(clients,))
+async def call(clients: McpClients, name: str, /, **arguments: Json) -> ToolOutcome:
+    box = ToolBox((), ToolPolicy(enabled=("all",)), sources=(clients,))
     return await box.run(ToolCall("1", name, json.dumps(arguments)), Caller())
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from emberkeep.tools import as_tool
 from emberkeep.tools.function import ToolFunction
-from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
-from emberkeep.types import Caller, Json, Outcome, ToolCall
+from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
+from emberkeep.types import Caller, Json, ToolCall, ToolOutcome
 
-ALL = Choice(asks=True)
+ALL = ToolPolicy(asks=True)
 
 
 def box_of(*functions: Callable[..., Any] | ToolFunction, timeout_s: float = 60.0, chars: int = 8000) -> ToolBox:
@@ -23,7 +23,7 @@ def written(name: str, /, **arguments: Json) -> ToolCall:
     return ToolCall("call-1", name, json.dumps(arguments))
 
 
-async def called(box: ToolBox, name: str, /, owner: str = "", **arguments: Json) -> Outcome:
+async def called(box: ToolBox, name: str, /, owner: str = "", **arguments: Json) -> ToolOutcome:
     return await box.run(written(name, **arguments), Caller(owner))
 
 

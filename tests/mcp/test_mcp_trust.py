@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from emberkeep.tools.permissions import Permissions
-from emberkeep.tools.toolbox import Choice, ToolBox
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import Caller, Decision, ToolCall
 from helpers.mcp_servers import connected, hostile
 
@@ -23,21 +23,21 @@ def called(name, **arguments):
     return ToolCall("1", name, json.dumps(arguments))
 
 
-def story(folder, act, *servers, choice=Choice()):  # noqa: B008
+def story(folder, act, *servers, policy=ToolPolicy()):  # noqa: B008
     async def run():
         async with connected(folder, *servers) as clients:
-            box = ToolBox((), choice, sources=(clients,))
+            box = ToolBox((), policy, sources=(clients,))
             await box.start()
             return await act(box)
 
     return asyncio.run(run())
 
 
-def answers(folder, *servers, choice, calls):
+def answers(folder, *servers, policy, calls):
     async def act(box):
         return [(await box.run(call, Caller())).text for call in calls]
 
-    return story(folder, act, *servers, choice=choice)
+    return story(folder, act, *servers, policy=policy)
 
 
 # ── where there is no user to ask ──
@@ -70,24 +70,24 @@ def test_a_server_offers_only_what_is_trusted_and_says_what_is_left_out(tmp_path
 )
 def test_what_is_not_trusted_is_refused_with_the_way_out(tmp_path, name, arguments):
     servers = hostile("a", "library"), hostile("b", "library", trusted=True)
-    (said,) = answers(tmp_path, *servers, choice=Choice(), calls=[called(name, **arguments)])
+    (said,) = answers(tmp_path, *servers, policy=ToolPolicy(), calls=[called(name, **arguments)])
     assert said == (
         f"Error: {name} asks before it runs, and there is no user to ask: "
         "the operator can allow it with trusted = true in [mcp.servers.a]."
     )
 
 
-@pytest.mark.parametrize("choice", [Choice(), Choice(("mcp",))], ids=["trusted", "enabled"])
-def test_what_is_trusted_or_enabled_runs(tmp_path, choice):
-    server = hostile("a", "library", trusted=not choice.enabled)
+@pytest.mark.parametrize("policy", [ToolPolicy(), ToolPolicy(("mcp",))], ids=["trusted", "enabled"])
+def test_what_is_trusted_or_enabled_runs(tmp_path, policy):
+    server = hostile("a", "library", trusted=not policy.enabled)
     calls = [called("a__echo"), called("mcp_call_tool", **ECHO), called("mcp_read_resource", **READ)]
-    assert answers(tmp_path, server, choice=choice, calls=calls) == ["{}", '{"x": 1}', "what was read"]
+    assert answers(tmp_path, server, policy=policy, calls=calls) == ["{}", '{"x": 1}', "what was read"]
 
 
 def test_what_is_disabled_cannot_be_reached_by_its_other_name(tmp_path):
     servers = hostile("a", "library", trusted=True), hostile("b", trusted=True)
     calls = [called("mcp_call_tool", **ECHO), called("mcp_read_resource", **READ)]
-    said = answers(tmp_path, *servers, choice=Choice((), ("a",), asks=True), calls=calls)
+    said = answers(tmp_path, *servers, policy=ToolPolicy((), ("a",), asks=True), calls=calls)
     assert all("is disabled: use another tool." in text for text in said)
 
 
@@ -119,7 +119,7 @@ def targets(folder, *calls):
         return [box.target(call) for call in calls]
 
     servers = hostile("a", "library"), hostile("b", "library", trusted=("echo",)), hostile("c", trusted=True)
-    return story(folder, act, *servers, choice=Choice(asks=True))
+    return story(folder, act, *servers, policy=ToolPolicy(asks=True))
 
 
 def test_an_answer_holds_for_a_tool_by_all_its_names_and_for_no_other(tmp_path):

@@ -27,7 +27,6 @@ from emberkeep.types import (
     FinishReason,
     Image,
     LookupRecord,
-    Outcome,
     ReasoningDelta,
     ReasoningFormat,
     RemoteModel,
@@ -35,6 +34,7 @@ from emberkeep.types import (
     TextDelta,
     Timings,
     ToolCall,
+    ToolOutcome,
     Usage,
 )
 from helpers.conversing import Harbour, ScriptedEngine
@@ -46,8 +46,10 @@ pytestmark = pytest.mark.slow
 HELLO: Any = [{"role": "user", "content": "When did the Zephyr come?"}]
 READ = ToolCall("call_1", "read_file", '{"path": "log.txt"}')
 MISSING = ToolCall("call_2", "read_file", '{"path": "no.txt"}')
-DONE = CallEnded(Outcome(READ, "It came in at noon.", ms=1.5))
-FAILED = CallEnded(Outcome(MISSING, "Error: no.txt is not there.", failed=True, ms=0.5, remark="of the harbour"))
+DONE = CallEnded(ToolOutcome(READ, "It came in at noon.", ms=1.5))
+FAILED = CallEnded(
+    ToolOutcome(MISSING, "Error: no.txt is not there.", failed=True, ms=0.5, remark="of the harbour")
+)
 TURN = [
     TextDelta(0, "Let me look."),
     CallStarted(READ),

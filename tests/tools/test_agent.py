@@ -14,7 +14,7 @@ from emberkeep.errors import EngineError
 from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
 from emberkeep.tools.permissions import Permissions
-from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
+from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
 from emberkeep.types import (
     CallEnded,
     Caller,
@@ -82,7 +82,7 @@ def sink(ship: str) -> str:
 
 def box(*functions: Callable[..., object] | ToolFunction, **limits: float) -> ToolBox:
     made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in functions]
-    return ToolBox(made, Choice(asks=True), limits=ToolLimits(**limits))
+    return ToolBox(made, ToolPolicy(asks=True), limits=ToolLimits(**limits))
 
 
 def act(

@@ -14,7 +14,7 @@ from emberkeep.errors import RequestError
 from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
 from emberkeep.tools.permissions import Permissions
-from emberkeep.tools.toolbox import Choice, ToolBox
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
     CallEnded,
     CallStarted,
@@ -88,7 +88,7 @@ def agent(
 ) -> tuple[Agent, Permissions]:
     permissions = Permissions(asks=asks)
     made = [as_tool(one) for one in functions]
-    box = ToolBox(made, Choice(asks=True), sources=(source,) if source else ())
+    box = ToolBox(made, ToolPolicy(asks=True), sources=(source,) if source else ())
     return Agent(backend, box, permissions, turns=8), permissions
 
 
@@ -216,7 +216,7 @@ def test_servers_that_count_their_calls_anew_get_ids_that_differ() -> None:
 def test_two_answers_at_once_are_decided_on_apart_even_with_the_same_ids() -> None:
     async def both() -> list[list[tuple[str, bool]]]:
         permissions = Permissions(asks=True)
-        box = ToolBox([as_tool(sink)], Choice(asks=True))
+        box = ToolBox([as_tool(sink)], ToolPolicy(asks=True))
         asked: dict[str, ToolCall] = {}
         all_asked = asyncio.Event()
 

@@ -9,8 +9,8 @@ import pytest
 
 from emberkeep.errors import RemoteDown
 from emberkeep.tools.model_tools import Consulted, ModelTools
-from emberkeep.tools.toolbox import Choice, ToolBox
-from emberkeep.types import Caller, Outcome, RemoteModel, Request, ToolCall
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
+from emberkeep.types import Caller, RemoteModel, Request, ToolCall, ToolOutcome
 
 QWEN = RemoteModel("qwen", "compatible", "qwen2.5-coder", max_tokens=50, description="Good at code")
 CLAUDE = RemoteModel("claude", "anthropic")
@@ -32,10 +32,10 @@ class Consultants:
 
 
 def box(consultants: Consultants, depth_limit: int = 1) -> ToolBox:
-    return ToolBox(ModelTools([QWEN, CLAUDE], consultants, depth_limit).functions(), Choice())
+    return ToolBox(ModelTools([QWEN, CLAUDE], consultants, depth_limit).functions(), ToolPolicy())
 
 
-def call(toolbox: ToolBox, name: str, arguments: str, caller: Caller | None = None) -> Outcome:
+def call(toolbox: ToolBox, name: str, arguments: str, caller: Caller | None = None) -> ToolOutcome:
     return asyncio.run(toolbox.run(ToolCall("1", name, arguments), caller or Caller()))
 
 

@@ -23,8 +23,8 @@ from emberkeep.errors import ConfigError, ToolFailed
 from emberkeep.tools import as_tool, tool
 from emberkeep.tools.function import Answered, ToolFunction
 from emberkeep.tools.runner import MOST_LEFT
-from emberkeep.tools.toolbox import Choice, ToolBox
-from emberkeep.types import Caller, Outcome, ToolCall
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
+from emberkeep.types import Caller, ToolCall, ToolOutcome
 from helpers.tool_calls import box_of, called, refused, told, written
 
 
@@ -211,7 +211,7 @@ JSON = st.recursive(
 )
 def test_whatever_a_model_writes_there_is_a_text_that_can_be_sent(name: str, arguments: str) -> None:
     outcome = asyncio.run(box_of(MOOR).run(ToolCall("1", name, arguments), Caller()))
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, ToolOutcome)
     assert outcome.text.encode()
 
 
@@ -267,7 +267,7 @@ def test_a_tool_that_hangs_does_not_hold_up_the_exit() -> None:
     program = """
 import asyncio, threading
 from emberkeep.tools import as_tool, runner
-from emberkeep.tools.toolbox import Choice
+from emberkeep.tools.toolbox import ToolPolicy
 from emberkeep.tools.toolbox import ToolBox, ToolLimits
 from emberkeep.types import Caller, ToolCall
 
@@ -285,7 +285,7 @@ async def stubborn() -> None:
 
 async def main():
     runner._GRACE_S = 0.05
-    box = ToolBox([as_tool(hang), as_tool(stubborn)], Choice(), limits=ToolLimits(0.05))
+    box = ToolBox([as_tool(hang), as_tool(stubborn)], ToolPolicy(), limits=ToolLimits(0.05))
     for name in ("hang", "stubborn"):
         print((await box.run(ToolCall("1", name, "{}"), Caller())).failed)
 
@@ -475,13 +475,13 @@ TOOLS = (
 )
 
 
-def names(choice: Choice, tools: Sequence[ToolFunction] = TOOLS) -> list[str]:
-    return [function.name for function in ToolBox(tools, choice).functions()]
+def names(policy: ToolPolicy, tools: Sequence[ToolFunction] = TOOLS) -> list[str]:
+    return [function.name for function in ToolBox(tools, policy).functions()]
 
 
 def test_dangerous_tools_are_used_where_a_user_can_be_asked() -> None:
-    assert names(Choice(asks=True)) == ["delete_file", "read_file", "time__now", "time__zone", "berth"]
-    assert names(Choice(asks=False)) == ["read_file", "time__now", "berth"]
+    assert names(ToolPolicy(asks=True)) == ["delete_file", "read_file", "time__now", "time__zone", "berth"]
+    assert names(ToolPolicy(asks=False)) == ["read_file", "time__now", "berth"]
 
 
 @pytest.mark.parametrize(
@@ -495,33 +495,33 @@ def test_dangerous_tools_are_used_where_a_user_can_be_asked() -> None:
     ],
 )
 def test_tools_are_enabled_by_name_group_server_and_pattern(enabled: tuple[str, ...], expected: list[str]) -> None:
-    assert names(Choice(enabled)) == expected
+    assert names(ToolPolicy(enabled)) == expected
 
 
 def test_disabling_counts_for_more_than_enabling() -> None:
-    assert names(Choice(("all",), ("files", "time__z*"))) == ["time__now", "berth"]
+    assert names(ToolPolicy(("all",), ("files", "time__z*"))) == ["time__now", "berth"]
 
 
 def test_a_name_that_fits_nothing_is_an_error_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"There is no tool or group .file.: did you mean files\?"):
-        Choice(("file",)).check(TOOLS)
+        ToolPolicy(("file",)).check(TOOLS)
     with pytest.raises(ConfigError, match="`emberkeep tools list` shows them"):
-        Choice((), ("zzzzzz",)).check(TOOLS)
-    Choice(("all", "git", "git__log"), ("files", "re*")).check(TOOLS, later=["git"])
+        ToolPolicy((), ("zzzzzz",)).check(TOOLS)
+    ToolPolicy(("all", "git", "git__log"), ("files", "re*")).check(TOOLS, later=["git"])
 
 
 def test_a_tool_that_is_off_cannot_be_called_but_is_known() -> None:
-    box = ToolBox(TOOLS, Choice((), ("berth",)))
+    box = ToolBox(TOOLS, ToolPolicy((), ("berth",)))
     assert not box.is_ours("berth")
     assert asyncio.run(refused(box, "berth")).startswith("Error: There is no tool 'berth'")
     assert "berth" in [function.name for function in box.known()]
 
 
 def test_definitions_come_in_the_same_order_whatever_order_they_were_given_in() -> None:
-    there, back = (ToolBox(tools, Choice()).definitions for tools in (TOOLS, TOOLS[::-1]))
+    there, back = (ToolBox(tools, ToolPolicy()).definitions for tools in (TOOLS, TOOLS[::-1]))
     assert there == back
     assert there[-1].name == "more_output"
-    assert ToolBox([], Choice()).definitions == ()
+    assert ToolBox([], ToolPolicy()).definitions == ()
 
 
 class Server:
@@ -546,7 +546,7 @@ class Server:
 
 
 def test_a_tool_that_was_withdrawn_says_why() -> None:
-    box = ToolBox([returning("ours")], Choice(), sources=[Server()])
+    box = ToolBox([returning("ours")], ToolPolicy(), sources=[Server()])
     outcome = asyncio.run(box.run(ToolCall("1", "old", "{}"), Caller()))
     assert outcome.failed
     assert "changed since you approved it" in outcome.text
@@ -555,7 +555,7 @@ def test_a_tool_that_was_withdrawn_says_why() -> None:
 def test_tools_of_servers_come_later_and_never_in_place_of_ours() -> None:
     async def use() -> tuple[list[str], str]:
         server = Server()
-        box = ToolBox([returning("ours")], Choice(), sources=[server])
+        box = ToolBox([returning("ours")], ToolPolicy(), sources=[server])
         assert [function.name for function in box.functions()] == ["give"]
         await box.start()
         text = await told(box, "give")

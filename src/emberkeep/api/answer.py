@@ -61,7 +61,7 @@ class Envelope:
 
 
 @dataclass(slots=True)
-class _Call:
+class _CallBuilder:
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -76,10 +76,10 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _ChoiceBuilder:
     text: str = ""
     reasoning: str = ""
-    calls: dict[int, _Call] = field(default_factory=dict)
+    calls: dict[int, _CallBuilder] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     logprobs_start: int = 0
     """Characters of `text` before the first token with a log probability: an echoed prompt has none."""
@@ -105,7 +105,7 @@ class Answer:
     """All events of one HTTP request, in order of arrival."""
 
     def __init__(self, choices: int) -> None:
-        self._choices = [_Choice() for _ in range(choices)]
+        self._choices = [_ChoiceBuilder() for _ in range(choices)]
         self._completed: list[Completed] = []
         self._called: list[CallEnded] = []
 
@@ -117,7 +117,7 @@ class Answer:
                 case ReasoningDelta():
                     self._choices[event.index].reasoning += event.text
                 case ToolCallDelta():
-                    self._choices[event.index].calls.setdefault(event.call_index, _Call()).add(event)
+                    self._choices[event.index].calls.setdefault(event.call_index, _CallBuilder()).add(event)
                 case Finished():
                     self._choices[event.index].finish = event.reason
                 case Completed():

@@ -18,7 +18,7 @@ from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
 from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import Caller, Event, Message, Outcome, Recall, Request, Tool, ToolCall, Usage
+from emberkeep.types import Caller, Event, Message, Recall, Request, Tool, ToolCall, ToolOutcome, Usage
 
 _SEARCH_ROUNDS = 4
 """Searches before one answer; then it has to be given."""
@@ -131,15 +131,15 @@ class _ToolsAndSearch:
     def may_run_beside(self, name: str) -> bool:
         return self.tools is None or not self.tools.is_ours(name) or self.tools.may_run_beside(name)
 
-    async def run(self, call: ToolCall, caller: Caller) -> Outcome:
+    async def run(self, call: ToolCall, caller: Caller) -> ToolOutcome:
         is_search = call.name == SEARCH.name
         if self.tools is not None and (self.tools.is_ours(call.name) or not is_search):
             return await self.tools.run(call, caller)
         if not is_search:
-            return Outcome(call, f"There is no tool {call.name!r}: use {SEARCH.name}, or answer.", failed=True)
+            return ToolOutcome(call, f"There is no tool {call.name!r}: use {SEARCH.name}, or answer.", failed=True)
         begin = perf_counter()
         text = await asyncio.to_thread(self.sessions.search, self.request, call)
-        return Outcome(call, text, ms=1e3 * (perf_counter() - begin))
+        return ToolOutcome(call, text, ms=1e3 * (perf_counter() - begin))
 
 
 def _is_ours(request: Request, asked: Request, name: str) -> bool:

@@ -30,7 +30,6 @@ from emberkeep.types import (
     FinishReason,
     Json,
     Message,
-    Outcome,
     PermissionAsked,
     ReasoningDelta,
     Request,
@@ -38,6 +37,7 @@ from emberkeep.types import (
     ToolCall,
     ToolCallDelta,
     ToolChoice,
+    ToolOutcome,
     Usage,
     merge_usage,
 )
@@ -57,7 +57,7 @@ class LoopTools(Protocol):
     def may_run_beside(self, name: str) -> bool:
         """While other calls run."""
 
-    async def run(self, call: ToolCall, caller: Caller) -> Outcome:
+    async def run(self, call: ToolCall, caller: Caller) -> ToolOutcome:
         """Never raises. Cancelling it cancels the call."""
 
 
@@ -127,7 +127,7 @@ class ToolLoop:
             if current.text and not self.transcript.is_shown:
                 current.text += _GAP
                 yield TextDelta(0, _GAP)
-            calls, ended = history.distinguish(current.calls), list[Outcome]()
+            calls, ended = history.distinguish(current.calls), list[ToolOutcome]()
             async with aclosing(self._execute(current.request, calls, history)) as happening:
                 async for event in happening:
                     if isinstance(event, CallEnded):
@@ -173,9 +173,9 @@ class ToolLoop:
             async for question in questions:
                 yield question
 
-        async def run(call: ToolCall) -> Outcome:
+        async def run(call: ToolCall) -> ToolOutcome:
             reason = repeated.get(call.id) or self.gate.refusal(call)
-            return Outcome(call, reason, failed=True) if reason else await self.tools.run(call, caller)
+            return ToolOutcome(call, reason, failed=True) if reason else await self.tools.run(call, caller)
 
         async with aclosing(execute_calls(calls, run, self.tools.may_run_beside)) as happening:
             async for event in happening:
@@ -312,7 +312,7 @@ def _canonical(arguments: str) -> str:
 
 async def execute_calls(
     calls: Sequence[ToolCall],
-    run: Callable[[ToolCall], Awaitable[Outcome]],
+    run: Callable[[ToolCall], Awaitable[ToolOutcome]],
     may_run_beside: Callable[[str], bool],
 ) -> AsyncGenerator[CallStarted | CallEnded, None]:
     """Neighbours that may run beside others run side by side, and end in any order. Cancelling it cancels them."""
@@ -342,7 +342,7 @@ def _groups(calls: Sequence[ToolCall], may_run_beside: Callable[[str], bool]) ->
     return groups
 
 
-def _results(calls: Sequence[ToolCall], ended: Iterable[Outcome]) -> list[str]:
+def _results(calls: Sequence[ToolCall], ended: Iterable[ToolOutcome]) -> list[str]:
     """In the order of the calls, whatever ended first."""
     by_id = {outcome.call.id: outcome.text for outcome in ended}
     return [by_id[call.id] for call in calls]

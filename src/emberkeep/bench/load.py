@@ -21,7 +21,7 @@ from emberkeep.bench.http_client import (
     completion_tokens,
     parse_stream,
 )
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 
@@ -52,7 +52,7 @@ class _Burst:
     lengths: list[int]
 
 
-async def run(stage: Stage, plan: Workload) -> Result:
+async def run(stage: Stage, plan: Workload) -> BenchResult:
     with ServerProcess(stage.model, stage.new_data_dir(), parallel=plan.clients) as server:
         client = Client(server.port)
         rows = await _throughput_rows(stage, plan, server, client)
@@ -61,7 +61,7 @@ async def run(stage: Stage, plan: Workload) -> Result:
         Table(f"{plan.clients} clients, {plan.answer_tokens} tokens each", rows),
         Table(f"{plan.clients} clients, prompts of {_MIXED[0]} to {_MIXED[-1]} tokens", (mixed,)),
     )
-    return Result("load", tables, ("share: tokens/s of the server / tokens/s of the bare loop beside it.",))
+    return BenchResult("load", tables, ("share: tokens/s of the server / tokens/s of the bare loop beside it.",))
 
 
 async def _throughput_rows(stage: Stage, plan: Workload, server: ServerProcess, client: Client) -> tuple[Row, ...]:

@@ -36,7 +36,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BenchResult:
     name: str
     tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Result:
         }
 
 
-def report_json(results: Sequence[Result], surroundings: Mapping[str, Json]) -> dict[str, Json]:
+def report_json(results: Sequence[BenchResult], surroundings: Mapping[str, Json]) -> dict[str, Json]:
     return {**surroundings, "results": [result.json() for result in results]}
 
 
@@ -71,7 +71,7 @@ def _value_json(value: Value) -> Json:
 # ── as text for people; rich is imported late: benchmarks of an engine alone run without it ──
 
 
-def render(result: Result) -> Iterator[Grid | Text]:
+def render(result: BenchResult) -> Iterator[Grid | Text]:
     """What to print, from top to bottom."""
     from rich.text import Text
 

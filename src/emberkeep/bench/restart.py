@@ -15,7 +15,7 @@ from statistics import median
 from emberkeep.bench.disk import chunk_files, drop_from_page_cache, read_bandwidth
 from emberkeep.bench.figures import Series, ratios, series, speedup
 from emberkeep.bench.http_client import Client, Messages, Reply
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 
@@ -87,10 +87,10 @@ class _Size:
     warm: list[_Warm] = field(default_factory=list)
 
 
-async def run(stage: Stage, plan: Workload) -> Result:
+async def run(stage: Stage, plan: Workload) -> BenchResult:
     around = await _tokens_around(stage)
     sizes = [await _measure(_Case(stage, tokens, around), plan) for tokens in plan.sizes]
-    return Result(
+    return BenchResult(
         "restart",
         (
             Table("time to first token", tuple(row for size in sizes for row in _ttft_rows(size))),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from emberkeep.bench.disk import folder_bytes
 from emberkeep.bench.figures import series
 from emberkeep.bench.http_client import Client, Reply
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.models.gguf import read_header
@@ -46,9 +46,9 @@ class _Session:
     replies: list[Reply] = field(default_factory=list)
 
 
-async def run(stage: Stage, plan: Workload) -> Result:
+async def run(stage: Stage, plan: Workload) -> BenchResult:
     rows = [await _measure(stage, plan, count) for count in plan.sessions]
-    return Result(
+    return BenchResult(
         "shared",
         (Table(f"sessions over one prefix of {plan.prefix_tokens:,} tokens", tuple(rows)),),
         (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from emberkeep.bench.figures import Series, ratios, series
 from emberkeep.bench.http_client import Client, Reply
-from emberkeep.bench.report import Result, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 
@@ -43,13 +43,13 @@ class MeasuredTurn:
         return self.reply.prompt_tokens - self.reply.cached_tokens
 
 
-async def run(stage: Stage, plan: Workload) -> Result:
+async def run(stage: Stage, plan: Workload) -> BenchResult:
     with ServerProcess(stage.model, stage.new_data_dir(), parallel=1) as server:
         talks = [await _talk(stage, plan, Client(server.port), number) for number in range(plan.repeat)]
     rows = tuple(_row(number, turns) for number, turns in enumerate(zip(*talks, strict=True), 1))
     last, second = (_ttft(talk[index] for talk in talks) for index in (-1, 1))
     summary = Row(f"turn {plan.turns} / turn 2", {"TTFT": ratios(last, second)})
-    return Result(
+    return BenchResult(
         "turns",
         (Table(f"{plan.repeat} conversations, equal new text in every turn", (*rows, summary)),),
         ("reuse: reused tokens / tokens of the conversation's state after the turn before.",),

@@ -17,7 +17,7 @@ from typer import Option, Typer
 
 from emberkeep.cli.console import console, show
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, with_flags
-from emberkeep.cli.model_loader import install_model
+from emberkeep.cli.model_setup import install_model
 
 if TYPE_CHECKING:
     from emberkeep.bench.stage import Folder

@@ -23,7 +23,7 @@ from emberkeep.cli.cache_table import (
 )
 from emberkeep.cli.console import ask_first, complain, console, plural, printable, whose
 from emberkeep.cli.flags import JsonFlag, ModelFlag, YesFlag, with_settings
-from emberkeep.cli.model_loader import pull_reporter
+from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config import Config, readable_size
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
 from emberkeep.types import EXACT_BITS, CacheEntry, Json, Removed, Verified

@@ -14,7 +14,7 @@ import httpx
 from emberkeep.api.messages import read_chat_or_completion, to_one_request
 from emberkeep.api.stored import entry_from_json, lookup_from_json, shown_json
 from emberkeep.cli.console import complain
-from emberkeep.cli.model_loader import install_model, open_model
+from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.config import Config, ttls
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library import Emberkeep

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from typer.core import TyperCommand
 
-from emberkeep.cli.chat_session import ChatSession, Terminal
-from emberkeep.cli.console import complain
-from emberkeep.cli.conversation import (
+from emberkeep.cli.chat_history import (
     LATEST,
-    Conversation,
+    ChatHistory,
     export_saved,
     find_saved,
     is_same_model,
@@ -28,8 +26,10 @@ from emberkeep.cli.conversation import (
     recap,
     with_its_model,
 )
+from emberkeep.cli.chat_session import ChatSession, Terminal
+from emberkeep.cli.console import complain
 from emberkeep.cli.flags import setting_help, with_settings
-from emberkeep.cli.model_loader import install_model, open_model
+from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.files import private_folder
@@ -126,7 +126,7 @@ def chat(*, config: Config, model: ModelArgument = None, answers: AnswerFlags, s
 def talk(config: Config, saved: SavedConversation | None, flags: AnswerFlags, *, is_saving: bool) -> None:
     """Until the user leaves. Raises EmberkeepError."""
     install_model(config)
-    conversation = Conversation.resume(saved, flags.system) if saved else Conversation(flags.system)
+    conversation = ChatHistory.resume(saved, flags.system) if saved else ChatHistory(flags.system)
     options: Options = {
         "temperature": flags.temperature,
         "max_tokens": flags.max_tokens,

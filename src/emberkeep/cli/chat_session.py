@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.console import complain, console, plural, printable
-from emberkeep.cli.conversation import Conversation, Journal
 from emberkeep.cli.slash import Quit, run_command
 from emberkeep.errors import ContextExceeded, EmberkeepError
 from emberkeep.types import (
@@ -20,12 +20,12 @@ from emberkeep.types import (
     FinishReason,
     Json,
     Message,
-    Outcome,
     PermissionAsked,
     ReasoningDelta,
     Recollection,
     TextDelta,
     ToolCall,
+    ToolOutcome,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ChatSession:
     def __init__(
         self,
         llm: Emberkeep,
-        conversation: Conversation,
+        conversation: ChatHistory,
         options: Options,
         terminal: Terminal,
         journal: Journal,
@@ -247,7 +247,7 @@ def call_line(call: ToolCall, *, whole: bool = False) -> str:
     return _short(f"{call.name}({', '.join(told)})", of_all)
 
 
-def _outcome_line(outcome: Outcome) -> str:
+def _outcome_line(outcome: ToolOutcome) -> str:
     took = f"{outcome.ms:.0f} ms" if outcome.ms < 1000 else f"{outcome.ms / 1e3:.1f} s"
     if outcome.failed:
         return f"✗ {_short(outcome.text, _RESULT_CHARS)} · {took}"

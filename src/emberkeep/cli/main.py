@@ -21,7 +21,7 @@ from emberkeep.cli.doctor import doctor
 from emberkeep.cli.flags import ConfigFlag, JsonFlag, with_settings
 from emberkeep.cli.mcp import app as mcp_app
 from emberkeep.cli.memory import app as memory_app
-from emberkeep.cli.model_loader import install_model
+from emberkeep.cli.model_setup import install_model
 from emberkeep.cli.models import app as models_app
 from emberkeep.cli.tools import app as tools_app
 from emberkeep.config import Config, LoadedConfig, load_config, public_values, show_value

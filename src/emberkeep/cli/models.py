@@ -12,7 +12,7 @@ import typer
 
 from emberkeep.cli.console import complain, printable, show, show_facts, texts
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
-from emberkeep.cli.model_loader import pull_reporter
+from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config import Config, readable_size
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from emberkeep.cli.chat_history import ChatHistory
 from emberkeep.cli.console import align
-from emberkeep.cli.conversation import Conversation
 from emberkeep.cli.memory import NOTHING_FOUND, describe
 from emberkeep.cli.tools import gist
 from emberkeep.errors import EmberkeepError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class Chat(Protocol):
     @property
-    def conversation(self) -> Conversation: ...
+    def conversation(self) -> ChatHistory: ...
 
     def stats(self) -> Mapping[str, Json]: ...
 
@@ -102,9 +102,9 @@ def _memory(chat: Chat, argument: str) -> str:
 def _tools(chat: Chat, argument: str) -> str:
     if chat.acting is None:
         return "This chat has no tools: begin it with --tools on."
-    from emberkeep.tools.toolbox import ALL, Choice
+    from emberkeep.tools.toolbox import ALL, ToolPolicy
 
-    named = Choice((argument or ALL,))
+    named = ToolPolicy((argument or ALL,))
     rows = [
         (function.name, function.group, "asks first" if function.is_dangerous else "", gist(function.definition))
         for function in chat.acting.functions()

@@ -146,10 +146,10 @@ async def _call(box: ToolBox, name: str, given: list[str], user: str, *, may_run
 
 
 def _rows(config: Config) -> list[ToolRow]:
-    from emberkeep.tools.toolbox import Choice
+    from emberkeep.tools.toolbox import ToolPolicy
 
     async def list_known(box: ToolBox) -> list[ToolRow]:
-        chat, server = (Choice(config.enable_tools, config.disable_tools, asks) for asks in (True, False))
+        chat, server = (ToolPolicy(config.enable_tools, config.disable_tools, asks) for asks in (True, False))
         return [
             ToolRow(
                 function.definition,

@@ -100,7 +100,7 @@ class _Cell:
 
 
 @dataclass(slots=True)
-class _State:
+class _FakeState:
     """Of one sequence. There are cells only for what is by range."""
 
     rest: int
@@ -168,7 +168,7 @@ class FakeEngine:
         self.is_closed = False
         self._weights = int.from_bytes(hashlib.sha256(weights.encode()).digest()[:8], "little")
         self._unit = kv_unit
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, _FakeState] = {}
         self._latest: list[int] = []
 
     @property
@@ -301,7 +301,7 @@ class FakeEngine:
         assert not self._state(target).end
         if self._unit.has_snapshots and end != state.end:
             raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
-        self._states[target] = _State(
+        self._states[target] = _FakeState(
             state.rest, min(end, state.end), state.cells[:end], state.is_whole, state.attended[:end]
         )
 
@@ -356,10 +356,10 @@ class FakeEngine:
     def close(self) -> None:
         self.is_closed = True
 
-    def _state(self, sequence: int) -> _State:
-        return self._states.setdefault(sequence, _State(self._weights))
+    def _state(self, sequence: int) -> _FakeState:
+        return self._states.setdefault(sequence, _FakeState(self._weights))
 
-    def _append(self, state: _State, token: int) -> None:
+    def _append(self, state: _FakeState, token: int) -> None:
         seen = token if self.attention is None else token + self.vocab.size * self.attention.number
         state.rest = _mix(state.rest + 1, seen)
         if self._unit.has_ranges:

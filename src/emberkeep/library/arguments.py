@@ -84,7 +84,7 @@ class Options(TypedDict, total=False):
     """`short`, `long` or `extended`."""
 
 
-class _Call(GenerationFields, RoomFields):
+class _GenerationCall(GenerationFields, RoomFields):
     json_schema: Schema | None = None
     user: Label | None = None
     namespace: Label | None = None
@@ -111,17 +111,17 @@ class _Call(GenerationFields, RoomFields):
         )
 
 
-class _PromptCall(_Call):
+class _PromptCall(_GenerationCall):
     prompt: str
 
 
-class _ChatCall(_Call):
+class _ChatCall(_GenerationCall):
     messages: MessageList
     tools: ToolList | None = None
     tool_choice: ChoiceField = ToolChoice()
 
 
-class _PrefixCall(_Call):
+class _PrefixCall(_GenerationCall):
     messages: BeginningList
     tools: ToolList | None = None
 

@@ -87,11 +87,11 @@ async def _now(read: Callable[[], Any]) -> Any:
 def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolBox:
     """For tools that a program passes itself: they run unasked. Raises ConfigError for what is no tool."""
     from emberkeep.tools.function import ToolFunction, as_tool
-    from emberkeep.tools.toolbox import ALL, Choice, ToolBox, ToolLimits
+    from emberkeep.tools.toolbox import ALL, ToolBox, ToolLimits, ToolPolicy
 
     made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in functions]
     # How long a result is, is up to the program too; and a small model calls whatever it is told of.
-    return ToolBox(made, Choice(enabled=(ALL,)), limits=ToolLimits(output_chars=None))
+    return ToolBox(made, ToolPolicy(enabled=(ALL,)), limits=ToolLimits(output_chars=None))
 
 
 def is_runnable(tool: object) -> bool:

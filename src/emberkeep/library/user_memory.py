@@ -51,7 +51,7 @@ class UserMemory:
     ) -> list[Recollection]:
         """Archived turns and stored answers that fit `query`, the best first, of one conversation or of all."""
         asked = _validate(
-            _Search,
+            _SearchFields,
             query=query,
             max_results=max_results,
             user=user,
@@ -64,12 +64,12 @@ class UserMemory:
 
     def set_fact(self, name: str, value: str, *, user: str = "", namespace: str = "") -> None:
         """It replaces one of the same name."""
-        told = _validate(_Told, name=name, value=value, user=user, namespace=namespace)
+        told = _validate(_FactFields, name=name, value=value, user=user, namespace=namespace)
         check_fact(told.name, told.value)
         self._memory.set_fact(told.owner, told.name, told.value)
 
     def fact(self, name: str, *, user: str = "", namespace: str = "") -> Fact | None:
-        named = _validate(_Named, name=name, user=user, namespace=namespace)
+        named = _validate(_NameFields, name=name, user=user, namespace=namespace)
         return self._memory.fact(named.owner, named.name)
 
     def facts(self, *, user: str = "", namespace: str = "") -> list[Fact]:
@@ -77,23 +77,23 @@ class UserMemory:
 
     def delete_fact(self, name: str, *, user: str = "", namespace: str = "") -> bool:
         """Whether there was one."""
-        named = _validate(_Named, name=name, user=user, namespace=namespace)
+        named = _validate(_NameFields, name=name, user=user, namespace=namespace)
         return self._memory.delete_fact(named.owner, named.name)
 
     def store_answer(self, question: str, answer: str, *, user: str = "", namespace: str = "") -> int:
         """Something for `search` to find, with the id that is returned. The same question replaces its answer."""
-        told = _validate(_Answer, question=question, answer=answer, user=user, namespace=namespace)
+        told = _validate(_AnswerFields, question=question, answer=answer, user=user, namespace=namespace)
         return self._memory.store_answer(told.owner, told.question, told.answer)
 
     def conversations(self, *, user: str = "", namespace: str = "", limit: int = 50) -> list[SavedConversation]:
         """Those that were saved, the latest first, without their messages."""
-        listed = _validate(_Listed, limit=limit, user=user, namespace=namespace)
+        listed = _validate(_ListFields, limit=limit, user=user, namespace=namespace)
         return self._memory.conversations(listed.owner, listed.limit)
 
     def conversation(
         self, conversation_id: str, *, user: str = "", namespace: str = ""
     ) -> SavedConversation | None:
-        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_ConversationFields, conversation_id=conversation_id, user=user, namespace=namespace)
         return self._memory.conversation(named.owner, named.conversation_id)
 
     def save_messages(
@@ -106,7 +106,7 @@ class UserMemory:
         namespace: str = "",
     ) -> None:
         """Add to a saved conversation, which begins with its first messages."""
-        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_ConversationFields, conversation_id=conversation_id, user=user, namespace=namespace)
         self._memory.save_messages(named.owner, named.conversation_id, messages, model=model)
 
     def replace_messages(
@@ -119,14 +119,14 @@ class UserMemory:
         namespace: str = "",
     ) -> None:
         """Save a conversation anew."""
-        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_ConversationFields, conversation_id=conversation_id, user=user, namespace=namespace)
         self._memory.replace_messages(named.owner, named.conversation_id, messages, model=model)
 
     def forget(self, *, user: str, namespace: str = "", conversation_id: str | None = None) -> Forgotten:
         """Everything of a user, facts too, or one conversation. It is nowhere in the file afterwards."""
         if conversation_id is None:
             return self._memory.forget(_owner(user, namespace))
-        named = _validate(_Conversation, conversation_id=conversation_id, user=user, namespace=namespace)
+        named = _validate(_ConversationFields, conversation_id=conversation_id, user=user, namespace=namespace)
         return self._memory.forget(named.owner, named.conversation_id)
 
     def export(self, *, user: str | None = None, namespace: str = "") -> Iterator[dict[str, Json]]:
@@ -176,7 +176,7 @@ def check_fact(name: str, value: str) -> None:
         raise InvalidField("value", "memory does not keep secrets such as keys and passwords: leave it out.")
 
 
-class _Owned(Body):
+class _OwnerFields(Body):
     user: Label
     namespace: Label
 
@@ -185,30 +185,30 @@ class _Owned(Body):
         return private_namespace(self.user, self.namespace)
 
 
-class _Search(_Owned):
+class _SearchFields(_OwnerFields):
     query: Question
     max_results: MaxResults
     conversation_id: Label | None
 
 
-class _Named(_Owned):
+class _NameFields(_OwnerFields):
     name: FactName
 
 
-class _Told(_Named):
+class _FactFields(_NameFields):
     value: Remembered
 
 
-class _Answer(_Owned):
+class _AnswerFields(_OwnerFields):
     question: Remembered
     answer: Remembered
 
 
-class _Listed(_Owned):
+class _ListFields(_OwnerFields):
     limit: MaxConversations
 
 
-class _Conversation(_Owned):
+class _ConversationFields(_OwnerFields):
     conversation_id: Name
 
 
@@ -217,7 +217,7 @@ def _validate(model: type[B], **given: object) -> B:
 
 
 def _owner(user: str, namespace: str) -> str:
-    return _validate(_Owned, user=user, namespace=namespace).owner
+    return _validate(_OwnerFields, user=user, namespace=namespace).owner
 
 
 def _owner_or_all(user: str | None, namespace: str) -> str | None:

@@ -20,7 +20,7 @@ from emberkeep.mcp.answers import ListedTool, McpPrompt, prompt_message, read_re
 from emberkeep.mcp.link import McpLink
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.tools.function import ToolFunction, tool, tools_of
-from emberkeep.tools.toolbox import ALL, Choice
+from emberkeep.tools.toolbox import ALL, ToolPolicy
 from emberkeep.types import Caller, Json, Message, Tool
 
 GROUP = "mcp"
@@ -66,11 +66,11 @@ class McpClients:
         disabled: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pins`: the file that knows which definitions were approved. `disabled`: as in `Choice`."""
+        """`pins`: the file that knows which definitions were approved. `disabled`: as in `ToolPolicy`."""
         _quiet_sdk()
         shared = Pins(pins)
         self._links = {server.name: McpLink(server, shared, clock) for server in servers}
-        self._own = _McpTools(self._links, Choice((ALL,), disabled)).functions() if servers else []
+        self._own = _McpTools(self._links, ToolPolicy((ALL,), disabled)).functions() if servers else []
 
     async def start(self) -> None:
         """One that takes long goes on starting, and its tools come later. Never raises."""
@@ -142,9 +142,9 @@ ServerName = Annotated[str, Field(description="Name of the MCP server.")]
 class _McpTools:
     """What can be done with every server. Whether a call has to be allowed is up to the server that it goes to."""
 
-    def __init__(self, links: Mapping[str, McpLink], choice: Choice) -> None:
+    def __init__(self, links: Mapping[str, McpLink], policy: ToolPolicy) -> None:
         self._links = links
-        self._choice = choice
+        self._policy = policy
 
     def functions(self) -> list[ToolFunction]:
         made = [replace(function, is_dangerous=not self._is_of_use(function)) for function in tools_of(self)]
@@ -193,7 +193,7 @@ class _McpTools:
         link = self._link(server)
         listed = await link.find(tool)
         # A model that may not use one must not get at it by its other name.
-        if not self._choice.takes(_function(link, listed)):
+        if not self._policy.takes(_function(link, listed)):
             raise ToolFailed(f"{listed.definition.name} is disabled: use another tool.")
         return await link.call(tool, arguments)
 

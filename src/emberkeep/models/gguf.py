@@ -109,7 +109,7 @@ def _read_file(path: Path, most: int) -> GgufHeader:
     """The header of one file, which has at most so many bytes."""
     try:
         with path.open("rb") as file:
-            header = _Reader(file, path.name, most).header()
+            header = _HeaderReader(file, path.name, most).header()
             missing = header.file_size - os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
@@ -165,7 +165,7 @@ _U32 = _SCALARS[4][1]
 _U64 = _SCALARS[10][1]
 
 
-class _Reader:
+class _HeaderReader:
     """A cursor over the header that knows how much it has consumed."""
 
     def __init__(self, file: BinaryIO, name: str, most: int) -> None:

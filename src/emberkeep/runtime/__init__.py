@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberkeep.runtime.chain import backend_names, may_do_without_local, needs_local, open_backend
-from emberkeep.runtime.local import assemble, open_store
+from emberkeep.runtime.local_model import assemble, open_store
 from emberkeep.runtime.memory import open_memory
 from emberkeep.runtime.tools import open_toolbox
 

@@ -15,7 +15,7 @@ from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.config import DEFAULT_MODEL, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
-from emberkeep.runtime.local import open_local
+from emberkeep.runtime.local_model import open_local
 from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types import RemoteModel

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def open_toolbox(config: Config, *, memory: Memory | None, asks: bool) -> ToolBox:
     """`asks`: a person can be asked before a dangerous tool runs. Nothing is started. Raises ConfigError."""
     from emberkeep.tools.registry import built_in
-    from emberkeep.tools.toolbox import Choice, ToolBox, ToolLimits
+    from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
 
     functions = built_in(config, memory)
-    choice = Choice(config.enable_tools, config.disable_tools, asks)
+    policy = ToolPolicy(config.enable_tools, config.disable_tools, asks)
     sources = _sources(config)
     later = {"mcp", "models", *(server.name for server in config.mcp)}
-    choice.check([*functions, *(function for source in sources for function in source.functions())], later)
+    policy.check([*functions, *(function for source in sources for function in source.functions())], later)
     limits = ToolLimits(config.tool_timeout_s, config.tool_output)
-    return ToolBox(functions, choice, limits=limits, sources=sources)
+    return ToolBox(functions, policy, limits=limits, sources=sources)
 
 
 def server_tools(config: Config, memory: Memory | None) -> ToolBox | None:

@@ -79,7 +79,7 @@ class Policy:
 
 
 @dataclass(slots=True)
-class _Counters:
+class _SessionCounters:
     evictions: int = 0
     evicted_messages: int = 0
     evicted_tokens: int = 0
@@ -111,7 +111,7 @@ class Sessions:
         self.policy = policy
         self._lock = threading.Lock()
         self._unwritten: OrderedDict[tuple[str, bytes, NoteKind], _Unwritten] = OrderedDict()
-        self._counters = _Counters()
+        self._counters = _SessionCounters()
         self._answering: Counter[tuple[str, bytes]] = Counter()
         self._told: set[tuple[str, bytes]] = set()
         """Of those, the places where tools have answered since."""

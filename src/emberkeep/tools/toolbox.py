@@ -18,7 +18,7 @@ from emberkeep.errors import ConfigError, EmberkeepError, ToolFailed
 from emberkeep.text import did_you_mean, encodable
 from emberkeep.tools.function import Answered, ToolFunction, ToolSource
 from emberkeep.tools.runner import TookTooLong, within
-from emberkeep.types import Caller, Json, Outcome, Tool, ToolCall
+from emberkeep.types import Caller, Json, Tool, ToolCall, ToolOutcome
 
 log = logging.getLogger("emberkeep.tools")
 
@@ -41,14 +41,14 @@ class ToolBox:
     def __init__(
         self,
         functions: Sequence[ToolFunction],
-        choice: Choice,
+        policy: ToolPolicy,
         *,
         limits: ToolLimits = _LIMITS,
         sources: Sequence[ToolSource] = (),
     ) -> None:
-        """`choice`: which of them are used here, now and of those that come later."""
+        """`policy`: which of them are used here, now and of those that come later."""
         self._functions = functions
-        self._choice = choice
+        self._policy = policy
         self._limits = limits
         self._sources = sources
         self._pages = None if limits.output_chars is None else _Pages(limits.output_chars)
@@ -73,7 +73,7 @@ class ToolBox:
 
     def functions(self) -> list[ToolFunction]:
         """Those that may be called, in an order that stays: definitions are the beginning of every prompt."""
-        return [function for function in self.known() if self._choice.takes(function)]
+        return [function for function in self.known() if self._policy.takes(function)]
 
     @property
     def definitions(self) -> tuple[Tool, ...]:
@@ -99,7 +99,7 @@ class ToolBox:
         function = self.find(name)
         return function is None or function.runs_beside
 
-    async def run(self, call: ToolCall, caller: Caller) -> Outcome:
+    async def run(self, call: ToolCall, caller: Caller) -> ToolOutcome:
         """Never raises: whatever goes wrong is the result. Cancelling it cancels the call."""
         begin = perf_counter()
         try:
@@ -112,7 +112,7 @@ class ToolBox:
             text, remark, failed = _error_text(error, call.name), "", True
         if self._pages is not None and call.name != MORE.name:
             text = self._pages.first(text, caller)
-        return Outcome(call, text, failed, 1e3 * (perf_counter() - begin), remark)
+        return ToolOutcome(call, text, failed, 1e3 * (perf_counter() - begin), remark)
 
     async def _call(self, call: ToolCall, caller: Caller) -> Any:
         if self._pages is not None and call.name == MORE.name:
@@ -122,7 +122,7 @@ class ToolBox:
             raise ToolFailed(self._explain_unknown(call.name))
         arguments = _arguments(call)
         target = function.target(arguments)
-        if not self._choice.allows(function, target):
+        if not self._policy.allows(function, target):
             raise ToolFailed(self._explain_refusal(call.name, target))
         limit = function.timeout_s or self._limits.timeout_s
         try:
@@ -134,7 +134,7 @@ class ToolBox:
             ) from error
 
     def _explain_refusal(self, name: str, target: ToolFunction) -> str:
-        if not self._choice.would_ask(target):
+        if not self._policy.would_ask(target):
             return f"{target.name} is disabled: use another tool."
         way = target.allowed_by or f"--enable-tools {name}"
         return f"{name} asks before it runs, and there is no user to ask: the operator can allow it with {way}."
@@ -142,7 +142,7 @@ class ToolBox:
     def _warn_left_out(self) -> None:
         """What other servers offer and the user has not allowed, once for each of them."""
         offered = [function for source in self._sources for function in source.functions()]
-        left_out = [function for function in offered if function.allowed_by and self._choice.would_ask(function)]
+        left_out = [function for function in offered if function.allowed_by and self._policy.would_ask(function)]
         for way in dict.fromkeys(function.allowed_by for function in left_out):
             names = [function.name for function in left_out if function.allowed_by == way]
             log.warning("left out, as there is no user to ask: %s; allow them with %s", ", ".join(names), way)
@@ -151,7 +151,7 @@ class ToolBox:
         if reason := next((why for source in self._sources if (why := source.withdrawn(name))), None):
             return reason
         known = next((function for function in self.known() if function.name == name), None)
-        if known is not None and self._choice.would_ask(known):
+        if known is not None and self._policy.would_ask(known):
             return self._explain_refusal(name, known)
         names = [tool.name for tool in self.definitions]
         hint = did_you_mean(name, names, f"use {', '.join(names) or 'none'}.")
@@ -177,8 +177,8 @@ def _refuse(word: str) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Each entry is a tool's name, a group, a pattern (`time__*`) or `all`."""
+class ToolPolicy:
+    """Which tools are used here. Each entry is a tool's name, a group, a pattern (`time__*`) or `all`."""
 
     enabled: tuple[str, ...] = ()
     """None given: every tool, the dangerous ones only where `asks`."""

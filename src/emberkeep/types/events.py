@@ -203,7 +203,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ToolOutcome:
     """What a call came to. A call that failed has a result too: the model reads why."""
 
     call: ToolCall
@@ -221,7 +221,7 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    outcome: Outcome
+    outcome: ToolOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from emberkeep.errors import (
     RequestError,
 )
 from emberkeep.tools.function import as_tool
-from emberkeep.tools.toolbox import Choice, ToolBox
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
     CallEnded,
     Completed,
@@ -265,7 +265,7 @@ def depth(pier: int) -> str:
 def test_the_servers_tools_run_for_a_remote_model_too(tmp_path: Path) -> None:
     rounds = iter([calling("depth", '{"pier": 3}'), said("Seven metres.")])
     provider = ScriptedProvider(lambda request: next(rounds))
-    tools = ToolBox([as_tool(depth)], Choice())
+    tools = ToolBox([as_tool(depth)], ToolPolicy())
     events = read(remote(provider, tmp_path, tools=tools, tool_rounds=4), HELLO)
     assert [event.outcome.text for event in events if isinstance(event, CallEnded)] == ["7 metres"]
     assert text(events) == "Seven metres."

@@ -14,7 +14,7 @@ from emberkeep.backend.remote import backend as module
 from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteError, RemoteFull
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
 from emberkeep.tools.function import ToolFunction, as_tool
-from emberkeep.tools.toolbox import Choice, ToolBox
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
     CallEnded,
     Completed,
@@ -72,7 +72,7 @@ async def tide() -> str:
 
 def box(*functions: object) -> ToolBox:
     made: list[ToolFunction] = [as_tool(one) for one in functions]  # type: ignore[arg-type]
-    return ToolBox(made, Choice())
+    return ToolBox(made, ToolPolicy())
 
 
 def outcomes(events: list[Event]) -> list[str]:
@@ -92,7 +92,7 @@ def test_a_tool_that_the_model_made_up_is_told_to_it() -> None:
 
 def test_a_tool_that_went_is_not_taken_for_a_search(tmp_path: Path) -> None:
     functions = [as_tool(depth)]
-    tools = ToolBox(functions, Choice())
+    tools = ToolBox(functions, ToolPolicy())
 
     def script(request: Request) -> Iterable[Step]:
         if len(request.messages) > 1:

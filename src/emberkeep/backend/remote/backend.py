@@ -65,7 +65,7 @@ class RemoteSettings:
 
 
 @dataclass(slots=True)
-class _Counters:
+class _RemoteCounters:
     requests: int = 0
     retries: int = 0
     failures: int = 0
@@ -108,7 +108,7 @@ class RemoteBackend:
         if isinstance(provider, ReportsEvictions):
             self._lost = LostMessages(sessions)
             provider.on_removed = self._lost.archive
-        self._counters = _Counters()
+        self._counters = _RemoteCounters()
         self._last_error = ""
 
     def generate(self, request: Request) -> AsyncIterator[Event]:

@@ -97,7 +97,7 @@ class Keepsakes(Generic[T]):
 
 
 @dataclass(slots=True)
-class _Call:
+class _PartialCall:
     index: int
     id: str
     name: str = ""
@@ -110,8 +110,8 @@ class CallPieces:
     without."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
-        self._by_key: dict[int, _Call] = {}
+        self._calls: list[_PartialCall] = []
+        self._by_key: dict[int, _PartialCall] = {}
 
     @property
     def ids(self) -> list[str]:
@@ -133,14 +133,14 @@ class CallPieces:
         """Of the call that `key` names, or the latest."""
         return (self._calls[-1] if key is None else self._by_key[key]).id
 
-    def _find(self, key: int | None, id: str | None, name: str | None) -> _Call:
+    def _find(self, key: int | None, id: str | None, name: str | None) -> _PartialCall:
         known = self._by_key.get(key) if key is not None else None
         # Some servers give every call the same index, and only the ids differ.
         if known is not None and (not id or id == known.id):
             return known
         if key is None and not name and self._calls:
             return self._calls[-1]
-        call = _Call(len(self._calls), id or f"call_{uuid4().hex[:24]}")
+        call = _PartialCall(len(self._calls), id or f"call_{uuid4().hex[:24]}")
         self._calls.append(call)
         if key is not None:
             self._by_key[key] = call

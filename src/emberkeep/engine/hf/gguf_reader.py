@@ -38,14 +38,14 @@ def read_quickly(rest: Sequence[Path] = ()) -> Iterator[None]:
         yield
 
 
-def _read(rest: Sequence[Path], path: str) -> _Reader:
-    reader = _Reader(path)
+def _read(rest: Sequence[Path], path: str) -> _GgufReader:
+    reader = _GgufReader(path)
     for part in rest:
-        reader.tensors.extend(_Reader(part).tensors)
+        reader.tensors.extend(_GgufReader(part).tensors)
     return reader
 
 
-class _Reader(gguf.GGUFReader):
+class _GgufReader(gguf.GGUFReader):
     """Long arrays have their length and no content."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:

@@ -39,7 +39,7 @@ _PROBED = 12
 
 
 @dataclass(slots=True)
-class _State:
+class _WholeState:
     cache: Any
     """None: what is in it comes with a snapshot."""
     end: int
@@ -61,7 +61,7 @@ class HfWholeEngine:
         parameters = inspect.signature(self._model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._picks_logits = "logits_to_keep" in parameters
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, _WholeState] = {}
         self._logits_of: dict[int, Logits] = {}
         self._goes_on_by = settings.batch
         """Most tokens that can be added to a state at once."""
@@ -90,7 +90,7 @@ class HfWholeEngine:
             if rows.start != self._end(rows.sequence) or (state and state.cache is None):
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
             logits, cache = self._run(rows.tokens, state.cache if state else None)
-            self._states[rows.sequence] = _State(cache, rows.start + len(rows.tokens))
+            self._states[rows.sequence] = _WholeState(cache, rows.start + len(rows.tokens))
             if rows.want_logits:
                 self._logits_of[index] = logits
         return Outcome.DONE
@@ -114,7 +114,7 @@ class HfWholeEngine:
             raise EngineError("A stored KV payload is of another kind.")
         if not self._end(sequence) == start < end:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        self._states[sequence] = _State(None, end)
+        self._states[sequence] = _WholeState(None, end)
         return Outcome.DONE
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
@@ -124,7 +124,7 @@ class HfWholeEngine:
         cache = read_cache(payload, position, self._empty, self._device)
         if self._lacks_room(position - self._end(sequence)):
             return Outcome.NO_ROOM
-        self._states[sequence] = _State(cache, position)
+        self._states[sequence] = _WholeState(cache, position)
         return Outcome.DONE
 
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
@@ -134,7 +134,7 @@ class HfWholeEngine:
         state = self._states[source]
         if end != state.end:
             raise EngineError(f"This model's state can be shared only as a whole, and {end} is not where it ends.")
-        self._states[target] = _State(copy.deepcopy(state.cache), end)
+        self._states[target] = _WholeState(copy.deepcopy(state.cache), end)
 
     def trim(self, sequence: int, start: int) -> None:
         state = self._states.get(sequence)

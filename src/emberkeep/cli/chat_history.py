@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep.cli.console import ago, complain, plural, show, texts
-from emberkeep.cli.model_loader import install_model
+from emberkeep.cli.model_setup import install_model
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.types import Message, Recollection, SavedConversation
@@ -30,14 +30,14 @@ _RECAPPED = 4
 _LONGEST = 600
 
 
-class Conversation:
+class ChatHistory:
     def __init__(self, system: str = "", turns: Sequence[Message] = (), id: str | None = None) -> None:
         self.id = id or _new_id()
         self.system = system
         self._turns = list(turns)
 
     @classmethod
-    def resume(cls, saved: SavedConversation, system: str = "") -> Conversation:
+    def resume(cls, saved: SavedConversation, system: str = "") -> ChatHistory:
         """With the system message that it had, unless another one is given."""
         first = saved.messages[0] if saved.messages else None
         if first is None or first.role != "system":
@@ -127,7 +127,7 @@ class Journal:
         """So much of a conversation that goes on is saved already."""
         self._saved_id, self._saved = saved.id, saved.messages
 
-    def save(self, conversation: Conversation) -> None:
+    def save(self, conversation: ChatHistory) -> None:
         """Blocks until it is on disk. The first failure is a warning, and later turns bring what is missing."""
         if self._memory is None or not self._is_saving:
             return
@@ -144,7 +144,7 @@ class Journal:
             raise MemoryOff
         return self._memory.search(query)
 
-    def _save(self, memory: UserMemory, conversation: Conversation) -> None:
+    def _save(self, memory: UserMemory, conversation: ChatHistory) -> None:
         messages = conversation.messages
         known = self._saved if conversation.id == self._saved_id else ()
         if list(messages[: len(known)]) == list(known):

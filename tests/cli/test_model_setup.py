@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from emberkeep.cli.model_loader import Bars, Lines
+from emberkeep.cli.model_setup import Bars, Lines
 
 pytestmark = pytest.mark.slow
 

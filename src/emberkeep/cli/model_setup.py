@@ -1,4 +1,4 @@
-"""The configured model made ready, with a word or a bar where a person waits. All of it on stderr."""
+"""Pulls and loads the configured model, with a line or a progress bar for the user, on stderr."""
 
 from __future__ import annotations
 
