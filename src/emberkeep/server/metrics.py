@@ -69,7 +69,7 @@ class RequestMetrics:
         self._misses = counter("prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason")
         self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _WAITS)
         self._per_token = histogram("time_per_output_token_seconds", "Between tokens of an answer.", _STEPS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to a place in the engine.", _WAITS)
+        self._queue = histogram("request_queue_time_seconds", "From arrival to a slot in the engine.", _WAITS)
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", _WHOLES)
         # A counter that is there from the beginning has no first increase for a rate to miss.
         for outcome in RequestOutcome:
@@ -180,7 +180,7 @@ FIGURES = (
     Figure(r"scheduler\.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
     Figure(r"scheduler\.steps", "engine_steps_total", "Batches that the engine computed."),
     Figure(r"scheduler\.active", "queue_active", "Answers being computed; a request has as many as its n."),
-    Figure(r"scheduler\.waiting", "queue_waiting", "Answers that wait for a place in the engine."),
+    Figure(r"scheduler\.waiting", "queue_waiting", "Answers that wait for a slot in the engine."),
     Figure(r"scheduler\.idle_sequences", "idle_sequences", "Sequences at rest in the engine, ready to go on."),
     Figure(r"scheduler\.resident_tokens", "resident_tokens", "Tokens in the engine, which is the hot tier."),
     Figure(r"store\.(?P<tier>warm|cold)\.bytes", "tier_bytes", "Bytes of stored state."),
