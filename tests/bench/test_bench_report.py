@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from emberkeep.bench.figures import series
 from emberkeep.bench.report import BenchResult, Row, Table, readable_series, render, report_json
+from emberkeep.bench.surroundings import surroundings
+from emberkeep.errors import EngineError
 
 pytestmark = pytest.mark.slow
 
@@ -71,3 +74,12 @@ def test_the_json_report_has_the_surroundings_and_the_raw_samples() -> None:
     assert cold["TTFT"]["samples"] == [7000.4, 7100.0, 6900.0]
     assert disk["reused"] == 2796
     assert result["notes"] == ["Loading the model is in neither."]
+
+
+def test_a_machine_without_llama_cpp_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise EngineError("llama.cpp (auto) is not installed.")
+
+    monkeypatch.setattr("emberkeep.bench.surroundings.version", missing)
+    machine = surroundings(None, tmp_path)["machine"]
+    assert isinstance(machine, dict) and machine["llama.cpp"] == "not installed"

@@ -14,6 +14,7 @@ from emberkeep.bench.disk import folder_bytes
 from emberkeep.config import total_ram
 from emberkeep.engine.llamacpp import system_info, version
 from emberkeep.engine.llamacpp.shared_library import library_in_use
+from emberkeep.errors import EngineError
 from emberkeep.models.parts import part_files
 from emberkeep.types import Json
 
@@ -33,13 +34,21 @@ def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:
             "ram_bytes": total_ram(),
             "filesystem": _filesystem(folder),
             "load_average": list(os.getloadavg()),
-            "llama.cpp": f"{version()} ({library_in_use().kind}): {' '.join(system_info().split())}",
+            "llama.cpp": _llama(),
         },
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in _PACKAGES},
         },
     }
+
+
+def _llama() -> str:
+    """Benchmarks of the Hugging Face engine do without it."""
+    try:
+        return f"{version()} ({library_in_use().kind}): {' '.join(system_info().split())}"
+    except EngineError:
+        return "not installed"
 
 
 def _size(model: Path) -> int:
