@@ -98,10 +98,11 @@ class Rig:
 
     def ask(self, tokens: TokenArray, max_new: int = 1, *, afresh: bool = False) -> Answer:
         """`afresh`: without stored state, and without storing any. Raises EngineError."""
-        listener = _Listener(perf_counter())
+        prompt = prompt_of_ids(tokens, max_new=max_new)  # in a server the tokenizer has made it
         sampler = Sampler(Sampling(temperature=0))
         request = Request(use_cache=not afresh, is_kept=not afresh)
-        self._loop.submit(Sequence_(prompt_of_ids(tokens, max_new=max_new), request, sampler, listener))
+        listener = _Listener(perf_counter())
+        self._loop.submit(Sequence_(prompt, request, sampler, listener))
         ending = listener.ending.result()
         self._loop.call(lambda: None).result()  # what is stored after the answer belongs to this request
         return Answer(1e3 * (listener.first - listener.submitted), tuple(listener.tokens), ending.lookup)
