@@ -37,6 +37,13 @@ from emberkeep.types import AttentionTier, Json
 
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PAIRS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "st", " t", " a", " s", "e ", "s ", ". ")
+_PIECES: tuple[bytes, ...] = (
+    *(bytes([i]) for i in range(256)),
+    *(pair.encode() for pair in _PAIRS),
+    *(special.encode() for special in _SPECIALS),
+)
+_IDS = {piece: i for i, piece in enumerate(_PIECES)}
+_SPLIT = re.compile(b"|".join(re.escape(s.encode()) for s in _SPECIALS))
 _CELL = struct.Struct("<iQ")
 _CELLS = np.dtype([("position", "<i4"), ("value", "<u8")])
 _SNAPSHOT = struct.Struct("<4siQ")
@@ -56,11 +63,7 @@ class FakeVocab:
     """Bytes, a few pairs of letters and ChatML's special tokens."""
 
     def __init__(self) -> None:
-        self.pieces: tuple[bytes, ...] = (
-            *(bytes([i]) for i in range(256)),
-            *(pair.encode() for pair in _PAIRS),
-            *(special.encode() for special in _SPECIALS),
-        )
+        self.pieces = _PIECES
         self.size = len(self.pieces)
         first = self.size - len(_SPECIALS)
         self.specials: Mapping[str, int] = {text: first + i for i, text in enumerate(_SPECIALS)}
@@ -70,23 +73,21 @@ class FakeVocab:
         self.eos: int | None = self.specials["<|im_end|>"]
         self.adds_bos = False
         self.splits_at_specials = True
-        self._ids = {piece: i for i, piece in enumerate(self.pieces)}
-        self._split = re.compile(b"|".join(re.escape(s.encode()) for s in _SPECIALS))
 
     def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
         ids: list[int] = []
         begin = 0
-        for found in self._split.finditer(data) if parse_special else ():
+        for found in _SPLIT.finditer(data) if parse_special else ():
             ids += self._plain(data[begin : found.start()])
-            ids.append(self._ids[found.group()])
+            ids.append(_IDS[found.group()])
             begin = found.end()
         return ids + self._plain(data[begin:])
 
     def _plain(self, data: bytes) -> list[int]:
         ids, offset = [], 0
         while offset < len(data):
-            pair = self._ids.get(data[offset : offset + 2])
+            pair = _IDS.get(data[offset : offset + 2])
             ids.append(pair if pair is not None else data[offset])
             offset += 1 if pair is None else 2
         return ids
@@ -185,8 +186,7 @@ class FakeEngine:
             state = self._state(rows.sequence)
             if rows.start != state.end or not state.is_whole:
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
-            for token in rows.tokens.tolist():
-                self._append(state, token)
+            self._append(state, rows.tokens.tolist())
             self.evaluated_tokens += len(rows.tokens)
         self._latest = [rows.sequence for rows in batch]
         return Outcome.DONE
@@ -215,7 +215,10 @@ class FakeEngine:
         return payloads if bits == 16 else [_packed(payload, bits) for payload in payloads]
 
     def _export(self, cells: list[_Cell], start: int) -> Payload:
-        return memoryview(b"".join(_CELL.pack(start + i, cell.value) for i, cell in enumerate(cells)))
+        table = np.empty(len(cells), _CELLS)
+        table["position"] = np.arange(start, start + len(cells))
+        table["value"] = [cell.value for cell in cells]
+        return memoryview(table.tobytes())
 
     def export_snapshot(self, sequence: int) -> Payload:
         state = self._state(sequence)
@@ -281,7 +284,7 @@ class FakeEngine:
                 state.cells.append(_Cell(kept[position]))
                 state.end += 1
             else:
-                self._append(state, token)
+                self._append(state, [token])
         evaluated = len(rows.tokens) - len(kept)
         self.evaluated_tokens += evaluated
         self._latest = [rows.sequence]
@@ -328,8 +331,7 @@ class FakeEngine:
             state.cells = before
             return Outcome.NO_ROOM
         del state.attended[start:]
-        for token in insert.tolist():
-            self._append(state, token)
+        self._append(state, insert.tolist())
         state.cells += moved
         state.end = len(state.cells)
         self.evaluated_tokens += len(insert)
@@ -359,12 +361,16 @@ class FakeEngine:
     def _state(self, sequence: int) -> _FakeState:
         return self._states.setdefault(sequence, _FakeState(self._weights))
 
-    def _append(self, state: _FakeState, token: int) -> None:
-        seen = token if self.attention is None else token + self.vocab.size * self.attention.number
-        state.rest = _mix(state.rest + 1, seen)
+    def _append(self, state: _FakeState, tokens: list[int]) -> None:
+        if self.attention is not None:
+            tokens = [token + self.vocab.size * self.attention.number for token in tokens]
+        if self._unit.has_snapshots:
+            for token in tokens:
+                state.rest = _mix(state.rest + 1, token)
         if self._unit.has_ranges:
-            state.cells.append(_Cell(_mix(state.cells[-1].value if state.cells else self._weights, seen)))
-        state.end += 1
+            value = state.cells[-1].value if state.cells else self._weights
+            state.cells += [_Cell(value := _mix(value, token)) for token in tokens]
+        state.end += len(tokens)
 
     def _lacks_room(self, more: int) -> bool:
         room = self.capabilities.cells - more
