@@ -6,6 +6,8 @@ import hashlib
 import time
 from pathlib import Path
 
+from emberkeep.memory.database import rows
+from emberkeep.memory.memory import Memory
 from emberkeep.types import ToolUse, Turn
 
 PLENTY = 1 << 40
@@ -22,6 +24,12 @@ def turn(
 ) -> Turn:
     key = hashlib.blake2b(f"{conversation}\n{user_text}".encode("utf-8", "replace"), digest_size=16).digest()
     return Turn(key, conversation, time.time() - days_ago * DAY_S, user_text, assistant_text, tool_uses)
+
+
+def owners(memory: Memory) -> list[str]:
+    """All that stored something and are not forgotten, by name."""
+    with memory._database.snapshot() as db:
+        return [name for (name,) in rows(db, "SELECT name FROM owners ORDER BY name")]
 
 
 def raw_bytes(path: Path) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Note, NoteKind, ToolUse
-from helpers.remembering import PLENTY, turn
+from helpers.remembering import PLENTY, owners, turn
 
 
 def test_only_the_owner_of_the_machine_can_read_the_file(memory: Memory, path: Path) -> None:
@@ -75,7 +75,7 @@ def test_many_threads_write_and_read_at_once(memory: Memory) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert [memory.stats(owner)["turns"] for owner in memory.owners()] == [20] * 4
+    assert [memory.stats(owner)["turns"] for owner in owners(memory)] == [20] * 4
 
 
 def test_two_memories_on_one_file_see_what_the_other_wrote(memory: Memory, path: Path) -> None:

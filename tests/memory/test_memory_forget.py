@@ -10,7 +10,7 @@ from benchmarks.memory import made_up_turns
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Forgotten, Message, Note, NoteKind
-from helpers.remembering import PLENTY, raw_bytes, turn
+from helpers.remembering import PLENTY, owners, raw_bytes, turn
 
 CANARY = b"xqcanari"
 """As it is written in texts (xqcanaries), and as its stem is in the index."""
@@ -57,7 +57,7 @@ def test_everything_of_an_owner_goes_and_nothing_of_another(memory: Memory, path
     forgotten = memory.forget("a")
     assert (forgotten.turns, forgotten.answers, forgotten.facts, forgotten.conversations) == (600, 1, 1, 2)
     assert CANARY not in raw_bytes(path).lower()
-    assert memory.owners() == ["b"]
+    assert owners(memory) == ["b"]
     assert {key: value for key, value in memory.stats("b").items() if key != "bytes"} == kept
 
 

@@ -34,7 +34,8 @@ def _never(*_: object) -> str:
 
 def test_it_is_the_sha256_of_the_file(weights: Path, cache: Path) -> None:
     seen: list[tuple[int, int]] = []
-    assert weights_digest(weights, cache, lambda done, total: seen.append((done, total))) == _sha(weights)
+    assert weights_digest(weights, cache) == _sha(weights)
+    assert digest.sha256_of(weights, lambda done, total: seen.append((done, total))) == _sha(weights)
     assert seen[-1] == (7000, 7000)
 
 
@@ -113,12 +114,19 @@ def test_many_at_once_agree_and_leave_one_entry_per_file(weights: Path, cache: P
     assert len(list(cache.iterdir())) == 4
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(weights: Path, cache: Path) -> None:
-    def write_more(_done: int, _total: int) -> None:
-        weights.write_bytes(b"changed")
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    weights: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = digest.sha256_of
 
+    def write_more(path: Path) -> str:
+        found = read(path)
+        weights.write_bytes(b"changed")
+        return found
+
+    monkeypatch.setattr(digest, "sha256_of", write_more)
     with pytest.raises(ModelBroken, match="changed while it was read"):
-        weights_digest(weights, cache, write_more)
+        weights_digest(weights, cache)
     assert not cache.exists()
 
 

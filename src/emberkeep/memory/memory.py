@@ -169,11 +169,6 @@ class Memory:
                 self._vectors.forget()
         return forgotten
 
-    def owners(self) -> list[str]:
-        """All that stored something and are not forgotten, by name."""
-        with self._database.snapshot() as db:
-            return [name for (name,) in rows(db, "SELECT name FROM owners ORDER BY name")]
-
     def stats(self, owner: str | None = None) -> dict[str, Json]:
         """Counts, sizes and times; of all owners without one."""
         with self._database.snapshot() as db:

@@ -30,7 +30,7 @@ class _Version:
     inode: int
 
 
-def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
+def weights_digest(path: Path, cache_dir: Path) -> str:
     """The SHA-256 of the file in hex, from `cache_dir` where the file has not changed since.
 
     Blocks for a read of the whole file when it is not cached. Any number of processes may share `cache_dir`:
@@ -41,22 +41,21 @@ def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None
     cached = _recall(version, cache_dir)
     if cached is not None:
         return cached
-    digest = sha256_of(path, progress)
+    digest = sha256_of(path)
     if _version(path) != version:
         raise ModelBroken(f"{path} changed while it was read; try again when nothing writes to it.")
     remember(path, digest, cache_dir)
     return digest
 
 
-def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
+def model_digest(path: Path, cache_dir: Path) -> str:
     """`weights_digest` of a file; else one digest over all files that shape what a model computes, in a folder or
     the parts of a split model, each of which is cached for itself.
 
     Blocks and raises as `weights_digest`, and as `part_files`.
     """
     files = folder_files(path, SHAPING) if path.is_dir() else part_files(path)
-    told = split_progress(files, progress or _ignore_progress)
-    digests = [weights_digest(file, cache_dir, tell) for file, tell in zip(files, told, strict=True)]
+    digests = [weights_digest(file, cache_dir) for file in files]
     if path.is_dir():
         return folder_digest({file.name: digest for file, digest in zip(files, digests, strict=True)})
     return parts_digest(digests)
@@ -78,10 +77,6 @@ def split_progress(files: Sequence[Path], progress: Progress) -> list[Progress]:
 
 def _shift_progress(progress: Progress, before: int, total: int) -> Progress:
     return lambda done, _: progress(before + done, total)
-
-
-def _ignore_progress(_done: int, _total: int) -> None:
-    pass
 
 
 def folder_digest(digests: Mapping[str, str]) -> str:

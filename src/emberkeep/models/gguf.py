@@ -34,12 +34,11 @@ MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 20
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 KEPT_ARRAY = 1024
-"""Longer arrays (vocabulary, merges) are skipped: only their element type and length are kept."""
+"""Longer arrays (vocabulary, merges) are skipped: only their length is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedArray:
-    element: str
     length: int
 
 
@@ -236,9 +235,9 @@ class _HeaderReader:
             return tuple(self._scalar(kind) for _ in range(length))
         if kind != _STRING:
             self._skip(length * self._layout(kind).size)
-            return SkippedArray(_SCALARS[kind][0], length)
+            return SkippedArray(length)
         self._skip_strings(length)
-        return SkippedArray("string", length)
+        return SkippedArray(length)
 
     def _skip_strings(self, count: int) -> None:
         # Vocabularies have hundreds of thousands of entries: this loop is most of the time of a read.

@@ -276,17 +276,6 @@ FIGURES = (
     ),
 )
 
-LEFT_OUT = (
-    r"engine\.(attention|pool\.block_tokens)",  # a name, and a constant
-    r"machine\..*",  # as it was when the model was loaded
-    r"planning\.(enabled|cohorts)",  # a setting, and a table
-    r"memory\.(oldest|newest)",  # times
-    r"model",  # a label of emberkeep_info
-    r"recent_lookups.*",  # single requests
-    r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see RequestMetrics
-    r"store\.(folder|cold\.last_error)",  # texts
-)
-
 
 @cache
 def figure_at(path: str) -> tuple[Figure, dict[str, str]] | None:

@@ -21,14 +21,13 @@ RETRY_AFTER_S = 1.0
 class SideWork:
     """Threads of its own: answers use those of the loop, and must not wait behind this."""
 
-    def __init__(self, threads: int = THREADS, waiting: int = WAITING) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="emberkeep-side")
-        self._most = threads + waiting
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="emberkeep-side")
         self._here = 0
 
     async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Raises what `work` raises, and Overloaded. Not stopped when the client leaves, only forgotten."""
-        if self._here >= self._most:
+        if self._here >= THREADS + WAITING:
             raise Overloaded("Too many requests of this kind wait: try again in a moment.", RETRY_AFTER_S)
         self._here += 1
         working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))

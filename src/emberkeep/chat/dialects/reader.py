@@ -46,7 +46,7 @@ class Attempt:
         self.start = start
         self.quoted_until = ""
         """Where it was no call: everything up to there is text, whatever it looks like."""
-        self._tape = Tape(at=start)
+        self._tape = Tape(start)
         self._calls = Calls(tools, any_name=dialect.any_name, is_first=is_first)
         self._reading = dialect.read(self._tape, self._calls, dialect.end)
 
@@ -95,8 +95,8 @@ class Attempt:
 class Tape:
     """A reader moves only `at`, and keeps no places: what lies before `at` may be dropped whenever it waits."""
 
-    def __init__(self, text: str = "", at: int = 0) -> None:
-        self.text = text
+    def __init__(self, at: int) -> None:
+        self.text = ""
         self.at = at
         self.is_over = False
         """Nothing more will come."""
