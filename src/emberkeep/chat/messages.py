@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from emberkeep.chat.dialects.table import TAGGED
+from emberkeep.text import shorten
 from emberkeep.types import Json, Message, Request, Tool, ToolCall
 
 _HEAD_CHARS = 80
@@ -104,8 +105,7 @@ def stable_head(request: Request) -> str:
 
 
 def first_words(text: str) -> str:
-    line = " ".join(text[: 4 * _HEAD_CHARS].split())
-    return line if len(line) <= _HEAD_CHARS else line[: _HEAD_CHARS - 1] + "…"
+    return shorten(" ".join(text[: 4 * _HEAD_CHARS].split()), _HEAD_CHARS)
 
 
 def _plain(request: Request, messages: Sequence[Message]) -> Json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli.console import console, plural, show, show_facts, texts
+from emberkeep.cli.console import console, plural, show_facts, show_table
 from emberkeep.cli.flags import JsonFlag, with_settings
 from emberkeep.config import Config
 from emberkeep.config.kinds import public_url
@@ -21,7 +21,8 @@ from emberkeep.models.remotes import Remotes
 from emberkeep.types import Message, RemoteModel, Request
 
 if TYPE_CHECKING:
-    from emberkeep.backend.remote.base import RemoteAbout, WholeAnswer
+    from emberkeep.backend.base import WholeAnswer
+    from emberkeep.backend.remote.base import RemoteAbout
 
 EXAMPLES = """\b
 Examples:
@@ -113,13 +114,13 @@ def test_model(config: Config, name: Name) -> None:
 
 
 async def _ask(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
-    from emberkeep.backend.remote.base import read_answer
+    from emberkeep.backend.base import read_answer
     from emberkeep.backend.remote.vendors import open_provider
 
     provider = open_provider(remote, os.environ)
     try:
         request = Request((Message("user", QUESTION),), max_tokens=remote.max_tokens or _TEST_TOKENS)
-        return await provider.about(), await read_answer(provider, request)
+        return await provider.about(), await read_answer(provider.answer(request))
     finally:
         await provider.close()
 
@@ -128,12 +129,8 @@ async def _ask(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
 
 
 def print_remotes(remotes: Sequence[RemoteModel], env: Mapping[str, str]) -> None:
-    from rich.table import Table
-
-    table = Table("name", "backend", "model", "where", "key", "good at", box=None, pad_edge=False)
-    for remote in remotes:
-        table.add_row(*texts(remote.name, *_cells(remote, env), remote.description))
-    show(table)
+    columns = ("name", "backend", "model", "where", "key", "good at")
+    show_table(columns, ((remote.name, *_cells(remote, env), remote.description) for remote in remotes))
 
 
 def print_answer(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> None:

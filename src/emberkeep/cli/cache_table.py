@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from emberkeep.cli.console import ago, plural, printable, show, show_facts, span, texts, width
 from emberkeep.config import readable_size
+from emberkeep.text import shorten
 from emberkeep.types import (
     EXACT_BITS,
     CacheEntry,
@@ -73,10 +74,9 @@ def removed_line(removed: Removed) -> str:
 
 
 def _cells(entry: CacheEntry) -> list[str]:
-    user = _user(entry)
     return [
         what(entry),
-        user if len(user) <= LONGEST_USER else f"{user[: LONGEST_USER - 1]}…",
+        shorten(_user(entry), LONGEST_USER),
         f"{entry.tokens:,}",
         _size(entry),
         _where(entry),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberkeep.cli.console import ago, complain, plural, show, texts
+from emberkeep.cli.console import ago, complain, plural, show_table
 from emberkeep.cli.model_setup import install_model
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryOff, ModelNotFound, NoSuchEntry
@@ -245,14 +245,12 @@ def _loadable_name(model: str) -> str:
 
 
 def _print_table(listed: Sequence[SavedConversation]) -> None:
-    from rich.table import Table
-
-    table = Table("id", "last", "messages", "title", "model", box=None, pad_edge=False)
     now = time.time()
-    for saved in listed:
-        count = f"{saved.message_count:,}"
-        table.add_row(*texts(saved.id, ago(now - saved.updated), count, saved.title, Path(saved.model).name))
-    show(table)
+    rows = (
+        (saved.id, ago(now - saved.updated), f"{saved.message_count:,}", saved.title, Path(saved.model).name)
+        for saved in listed
+    )
+    show_table(("id", "last", "messages", "title", "model"), rows)
 
 
 def _shorten(text: str) -> str:

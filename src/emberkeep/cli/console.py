@@ -68,6 +68,19 @@ def show(*parts: RenderableType) -> None:
         output.print(part)
 
 
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Nothing where there are no rows."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*texts(*row))
+    if table.row_count:
+        show(table)
+
+
 def show_facts(lines: Iterable[tuple[str, str]]) -> None:
     """A label and its value per line."""
     from rich.table import Table

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from emberkeep.cli.console import ask_first, complain, console, plural, printable, show, texts
+from emberkeep.cli.console import ask_first, complain, console, plural, printable, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, private_namespace
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from emberkeep.mcp.answers import ListedTool
+    from emberkeep.mcp.answers import ListedTool, McpPrompt
     from emberkeep.mcp.client import McpClients, ServerState
 
 T = TypeVar("T")
@@ -185,28 +183,30 @@ def server_json(state: ServerState) -> dict[str, Json]:
 
 
 def print_servers(servers: Sequence[dict[str, Json]]) -> None:
-    table = _table("server", "status", "tools", "prompts", "")
-    for server in servers:
-        waiting = sum(standing != _APPROVED for standing in server["tools"].values())
-        remark = f"{waiting} to approve" if waiting else server["reason"] or server["about"]
-        numbers = str(len(server["tools"])), str(server["prompts"])
-        table.add_row(*texts(server["name"], server["status"], *numbers, remark))
-    show(table)
+    show_table(("server", "status", "tools", "prompts", ""), map(_cells, servers))
+
+
+def _cells(server: dict[str, Json]) -> tuple[str, ...]:
+    waiting = sum(standing != _APPROVED for standing in server["tools"].values())
+    remark = f"{waiting} to approve" if waiting else server["reason"] or server["about"]
+    return server["name"], server["status"], str(len(server["tools"])), str(server["prompts"]), remark
 
 
 async def print_server(clients: McpClients, name: str) -> None:
     """Raises NoSuchEntry, and EmberkeepError where the server does not work."""
     _check(clients, name)
     _print_tools(clients, name)
-    prompts = _table("prompt", "arguments", "")
-    for prompt in clients.prompts():
-        arguments = ", ".join(one.name if one.is_required else f"[{one.name}]" for one in prompt.arguments)
-        prompts.add_row(*texts(prompt.name, arguments, _line(prompt.description)))
-    resources = _table("resource", "type", "")
-    for found in await clients.resources(name):
-        about = found.get("description", found["name"])
-        resources.add_row(*texts(found["uri"], found.get("type", ""), _line(about)))
-    show(*(table for table in (prompts, resources) if table.row_count))
+    prompts = [(one.name, _arguments(one), _line(one.description)) for one in clients.prompts()]
+    resources = [
+        (found["uri"], found.get("type", ""), _line(found.get("description", found["name"])))
+        for found in await clients.resources(name)
+    ]
+    show_table(("prompt", "arguments", ""), prompts)
+    show_table(("resource", "type", ""), resources)
+
+
+def _arguments(prompt: McpPrompt) -> str:
+    return ", ".join(one.name if one.is_required else f"[{one.name}]" for one in prompt.arguments)
 
 
 def print_waiting(clients: McpClients, name: str) -> int:
@@ -228,13 +228,12 @@ def print_waiting(clients: McpClients, name: str) -> int:
 
 def _print_tools(clients: McpClients, name: str) -> None:
     standings = _standings(clients, name)
-    table = _table("tool", "", "runs", "claims", "")
-    for tool in clients.tools(name):
-        about = _line(tool.definition.description)
-        cells = standings[tool.name], _runs(clients, name, tool), _claim(tool)
-        table.add_row(*texts(tool.definition.name, *cells, about))
-    if table.row_count:
-        show(table)
+    rows = (
+        (told.name, standings[tool.name], _runs(clients, name, tool), _claim(tool), _line(told.description))
+        for tool in clients.tools(name)
+        for told in (tool.definition,)
+    )
+    show_table(("tool", "", "runs", "claims", ""), rows)
 
 
 def _runs(clients: McpClients, name: str, tool: ListedTool) -> str:
@@ -260,12 +259,3 @@ def _check(clients: McpClients, name: str) -> None:
 
 def _line(text: str) -> str:
     return text.strip().partition("\n")[0]
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns:
-        column.overflow = "fold"
-    return table

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from emberkeep.cli.console import complain, printable, show, show_facts, texts
+from emberkeep.cli.console import complain, printable, show_facts, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config import Config, readable_size
@@ -117,16 +117,14 @@ def _facts(file: ModelFile) -> dict[str, Json]:
 
 
 def _print_table(models: Sequence[InstalledModel]) -> None:
-    from rich.table import Table
+    show_table(("model", "format", "size", "pulled", "from"), map(_cells, models))
 
-    table = Table("model", "format", "size", "pulled", "from", box=None, pad_edge=False)
-    for model in models:
-        record = model.record
-        was = f" (was {record.optimized_from})" if record.optimized_from else ""
-        pulled = f"{datetime.fromtimestamp(record.pulled_at):%Y-%m-%d %H:%M}"
-        size = readable_size(record.size)
-        table.add_row(*texts(model.id, record.quantisation + was, size, pulled, record.source))
-    show(table)
+
+def _cells(model: InstalledModel) -> tuple[str, ...]:
+    record = model.record
+    was = f" (was {record.optimized_from})" if record.optimized_from else ""
+    pulled = f"{datetime.fromtimestamp(record.pulled_at):%Y-%m-%d %H:%M}"
+    return model.id, record.quantisation + was, readable_size(record.size), pulled, record.source
 
 
 def _lines(file: ModelFile, found: ModelProfile, digest: str) -> Iterator[tuple[str, str]]:

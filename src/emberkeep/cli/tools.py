@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import shlex
 import sys
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from emberkeep.cli.console import ask_first, complain, printable, show, texts
+from emberkeep.cli.console import ask_first, complain, printable, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
+from emberkeep.text import did_you_mean
 from emberkeep.types import Caller, Json, Tool, ToolCall, private_namespace
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from emberkeep.tools.toolbox import ToolBox
 
 T = TypeVar("T")
@@ -95,8 +93,7 @@ def show_tool(config: Config, name: Name, json_: JsonFlag = False) -> None:
     """What a tool does, its parameters, and how to call it by hand."""
     rows = {row.name: row for row in _rows(config)}
     if name not in rows:
-        near = difflib.get_close_matches(name, rows, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`emberkeep tools list --all` shows them."
+        hint = did_you_mean(name, rows, "`emberkeep tools list --all` shows them.")
         raise NoSuchEntry(f"There is no tool {name!r}: {hint}")
     row = rows[name]
     if json_:
@@ -201,16 +198,8 @@ def as_json(row: ToolRow) -> dict[str, Json]:
 
 
 def print_tools(rows: Sequence[ToolRow]) -> None:
-    from rich.table import Table
-
-    table = Table("tool", "group", "in chat", "in a server", "what it does", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*_cells(row))
-    show(table)
-
-
-def _cells(row: ToolRow) -> list[Text]:
-    return texts(row.name, row.group, row.chat, row.server, gist(row.definition))
+    cells = ((row.name, row.group, row.chat, row.server, gist(row.definition)) for row in rows)
+    show_table(("tool", "group", "in chat", "in a server", "what it does"), cells)
 
 
 def gist(tool: Tool) -> str:

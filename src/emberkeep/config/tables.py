@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import shlex
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from emberkeep.config.kinds import MASK, Kind, parse_text, public_url
 from emberkeep.errors import ConfigError
+from emberkeep.text import did_you_mean, shorten
 from emberkeep.types import Json, RemoteModel, Ttl
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
@@ -145,8 +145,7 @@ def _parse_value(table: str, key: str, item: object, parsers: Parsers) -> Any:
 def _check_keys(table: str, entry: Mapping[str, Any], known: Iterable[str]) -> None:
     for key in entry:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+            hint = did_you_mean(str(key), known, f"it has {', '.join(known)}.")
             raise ConfigError(f"[{table}] has no key {key!r}: {hint}")
 
 
@@ -343,8 +342,7 @@ def _parse_prefix(item: object) -> WarmPrefix:
 
 def _shown_prefix(prefix: WarmPrefix) -> str:
     text = prefix.system or prefix.prompt or f"{len(prefix.messages)} messages, {len(prefix.tools)} tools"
-    line = " ".join(text.split())
-    return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 1] + "…"
+    return shorten(" ".join(text.split()), _SHOWN_CHARS)
 
 
 def _read(path: Path) -> str:

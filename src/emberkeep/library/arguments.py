@@ -6,7 +6,6 @@ words.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypedDict
@@ -26,6 +25,7 @@ from emberkeep.api.messages import (
 from emberkeep.api.request import GenerationFields, Label, RoomFields, Schema, to_limit, validate
 from emberkeep.config import Config, WarmPrefix
 from emberkeep.errors import ConfigError, InvalidField, RequestError
+from emberkeep.text import did_you_mean
 from emberkeep.types import (
     SHARED,
     Approximation,
@@ -191,8 +191,7 @@ def _settle(options: Options) -> dict[str, Json]:
 
 def _what_is(name: str) -> str:
     known = list(Options.__annotations__)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+    return did_you_mean(name, known, f"there are {', '.join(known)}.")
 
 
 def _plain(value: object) -> Json:

@@ -17,7 +17,7 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.memory.database import rows, used_bytes, value
 from emberkeep.memory.redaction import redact
 from emberkeep.memory.terms import LONGEST, stems_of
-from emberkeep.text import encodable
+from emberkeep.text import encodable, shorten
 from emberkeep.types import Fact, Json, Message, Note, SavedConversation, ToolCall, ToolUse, Turn
 
 _INDEXED_CHARS = 100_000
@@ -243,8 +243,7 @@ def _saved_conversation(values: tuple[Any, ...], messages: tuple[Message, ...]) 
 def _title(messages: Sequence[Message]) -> str:
     """The beginning of what the user said first."""
     said = next((m.content for m in messages if m.role == "user" and m.content.strip()), "")
-    line = " ".join(redact(encodable(said[: 10 * _TITLE_CHARS])).split())
-    return line if len(line) <= _TITLE_CHARS else line[: _TITLE_CHARS - 1] + "…"
+    return shorten(" ".join(redact(encodable(said[: 10 * _TITLE_CHARS])).split()), _TITLE_CHARS)
 
 
 def message_json(message: Message) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from emberkeep.config import Config
 from emberkeep.config.tables import parse_remotes
 from emberkeep.errors import ConfigError
 from emberkeep.files import locked, private_folder, replace_file
+from emberkeep.text import did_you_mean
 from emberkeep.types import Json, RemoteModel
 
 _FILE = "backends.json"
@@ -39,8 +39,7 @@ class Remotes:
         remotes = {remote.name: remote for remote in self.list()}
         if name in remotes:
             return remotes[name]
-        near = difflib.get_close_matches(name, remotes, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`emberkeep api list` shows them."
+        hint = did_you_mean(name, remotes, "`emberkeep api list` shows them.")
         raise ConfigError(f"There is no model {name!r}: {hint}")
 
     def add(self, remote: RemoteModel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from emberkeep.backend.remote.base import OpenProvider, Provider
 from emberkeep.errors import ConfigError, RemoteRefused
+from emberkeep.text import did_you_mean
 from emberkeep.types import RemoteModel
 
 GROUP = "emberkeep.backends"
@@ -106,8 +106,7 @@ def _vendor(backend: str) -> Vendor:
         return VENDORS[backend]
     entry = _entries().get(backend)
     if entry is None:
-        near = difflib.get_close_matches(backend, vendor_names(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(vendor_names())}."
+        hint = did_you_mean(backend, vendor_names(), f"use {', '.join(vendor_names())}.")
         raise ConfigError(f"There is no backend {backend!r}: {hint}")
     return Vendor(entry.value, entry.module.partition(".")[0])
 
