@@ -20,12 +20,12 @@ class Consultants:
     """Says what was asked; a model that is down fails."""
 
     def __init__(self, down: Sequence[str] = (), text: str = "No.") -> None:
-        self.asked: list[tuple[str, Request, Caller]] = []
+        self.asked: list[tuple[str, Request]] = []
         self._down = down
         self._text = text
 
-    async def __call__(self, remote: RemoteModel, request: Request, caller: Caller) -> Consulted:
-        self.asked.append((remote.name, request, caller))
+    async def __call__(self, remote: RemoteModel, request: Request) -> Consulted:
+        self.asked.append((remote.name, request))
         if remote.name in self._down:
             raise RemoteDown(f"{remote.name} cannot be reached: try again later.")
         return Consulted(self._text, remote.model or "claude-sonnet-5-5", 1200, 34, 1500.0)
@@ -60,9 +60,9 @@ def test_an_answer_says_whose_it_is_and_what_it_took() -> None:
 def test_the_question_comes_after_what_it_needs_to_know() -> None:
     consultants = Consultants()
     call(box(consultants), "ask_qwen", '{"question": "Why?", "context": "It rains."}', Caller("alice"))
-    name, request, caller = consultants.asked[0]
+    name, request = consultants.asked[0]
     assert (name, request.messages[0].content, request.max_tokens) == ("qwen", "It rains.\n\nWhy?", 50)
-    assert caller.owner == "alice"
+    assert (request.user, request.namespace) == ("", "")  # nor is it told who asks
 
 
 def test_a_model_that_is_asked_knows_how_many_models_passed_it_on() -> None:

@@ -61,25 +61,10 @@ class Envelope:
 
 
 @dataclass(slots=True)
-class _CallBuilder:
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-    def add(self, delta: ToolCallDelta) -> None:
-        self.id = delta.id or self.id
-        self.name = delta.name or self.name
-        self.arguments += delta.arguments
-
-    def json(self) -> dict[str, Json]:
-        return call_json(ToolCall(self.id, self.name, self.arguments))
-
-
-@dataclass(slots=True)
 class _ChoiceBuilder:
     text: str = ""
     reasoning: str = ""
-    calls: dict[int, _CallBuilder] = field(default_factory=dict)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     logprobs_start: int = 0
     """Characters of `text` before the first token with a log probability: an echoed prompt has none."""
@@ -97,7 +82,7 @@ class _ChoiceBuilder:
             message["reasoning_content"] = self.reasoning
         if self.calls:
             message["content"] = self.text or None
-            message["tool_calls"] = [call.json() for _, call in sorted(self.calls.items())]
+            message["tool_calls"] = [call_json(call) for _, call in sorted(self.calls.items())]
         return message
 
 
@@ -117,7 +102,8 @@ class Answer:
                 case ReasoningDelta():
                     self._choices[event.index].reasoning += event.text
                 case ToolCallDelta():
-                    self._choices[event.index].calls.setdefault(event.call_index, _CallBuilder()).add(event)
+                    calls = self._choices[event.index].calls
+                    calls[event.call_index] = event.added_to(calls.get(event.call_index))
                 case Finished():
                     self._choices[event.index].finish = event.reason
                 case Completed():

@@ -7,12 +7,15 @@ missing then.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol, cast
 
 from emberkeep.types import (
     AttentionTier,
     CacheEntry,
+    Completed,
     EntryText,
     Event,
     ExpertStats,
@@ -21,7 +24,9 @@ from emberkeep.types import (
     Message,
     Removed,
     Request,
+    TextDelta,
     Tool,
+    Usage,
     Verified,
     Warmed,
 )
@@ -179,3 +184,25 @@ class Backend(Protocol):
 def closable(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
     """A backend's iterator can be closed, although its type does not say so."""
     return cast("AsyncGenerator[Event, None]", events)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    text: str
+    usage: Usage
+    first_ms: float
+    """Until its first event."""
+    ms: float
+
+
+async def read_answer(events: AsyncIterator[Event]) -> WholeAnswer:
+    """A whole answer at once, for a caller that does not watch it being written. Raises what `events` raises."""
+    begin, first, text, usage = perf_counter(), 0.0, "", Usage()
+    async with aclosing(closable(events)):
+        async for event in events:
+            first = first or perf_counter() - begin
+            if isinstance(event, TextDelta):
+                text += event.text
+            elif isinstance(event, Completed):
+                usage = event.usage
+    return WholeAnswer(text, usage, 1e3 * first, 1e3 * (perf_counter() - begin))

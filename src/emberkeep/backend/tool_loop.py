@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
-from uuid import uuid4
 
 from emberkeep.backend.base import closable
 from emberkeep.errors import ContextExceeded
@@ -40,6 +39,7 @@ from emberkeep.types import (
     ToolOutcome,
     Usage,
     merge_usage,
+    new_call_id,
 )
 
 SAME_CALLS = 2
@@ -286,7 +286,7 @@ class CallHistory:
 
     def _with_id(self, call: ToolCall) -> ToolCall:
         if not call.id or call.id in self._ids:
-            call = replace(call, id=f"call_{uuid4().hex[:24]}")
+            call = replace(call, id=new_call_id())
         self._ids.add(call.id)
         return call
 

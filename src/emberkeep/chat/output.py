@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import re
-import secrets
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from emberkeep.types import (
     Tool,
     ToolCallDelta,
     Vocab,
+    new_call_id,
 )
 
 
@@ -177,7 +177,7 @@ class TextStream:
                 self._has_its_call = True
                 return events
             self._calls += is_new
-            id = f"call_{secrets.token_hex(12)}" if is_new else None
+            id = new_call_id() if is_new else None
             arguments = "".join(piece.arguments for piece in pieces)
             if is_new or arguments:
                 events.append(ToolCallDelta(self._index, self._calls - 1, id, pieces[0].name, arguments))

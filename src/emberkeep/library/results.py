@@ -146,8 +146,8 @@ class Collector:
                 self._logprobs.extend(logprobs)
             case ReasoningDelta(text=text):
                 self._reasoning.append(text)
-            case ToolCallDelta():
-                self._add_call(event)
+            case ToolCallDelta(call_index=place):
+                self._calls[place] = event.added_to(self._calls.get(place))
             case Finished(reason=reason):
                 self._finish_reason = reason
             case Completed():
@@ -156,12 +156,6 @@ class Collector:
                 self._exchanges += messages
                 for said in (self._text, self._reasoning, self._tokens, self._logprobs):
                     said.clear()
-
-    def _add_call(self, delta: ToolCallDelta) -> None:
-        call = self._calls.get(delta.call_index, ToolCall("", "", ""))
-        self._calls[delta.call_index] = ToolCall(
-            call.id or delta.id or "", call.name or delta.name or "", call.arguments + delta.arguments
-        )
 
     def result(self) -> Result:
         return Result(

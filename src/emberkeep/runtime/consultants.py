@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 
-from emberkeep.backend.base import Backend
+from emberkeep.backend.base import Backend, read_answer
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.memory.memory import Memory
@@ -16,7 +16,7 @@ from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.model_tools import Consulted, ModelTools
-from emberkeep.types import Caller, Completed, RemoteModel, Request, TextDelta, Usage
+from emberkeep.types import RemoteModel, Request
 
 
 def open_consultants(config: Config) -> list[Consultants]:
@@ -49,17 +49,14 @@ class Consultants:
             with suppress(EmberkeepError):
                 await backend.close()
 
-    async def _consult(self, remote: RemoteModel, request: Request, caller: Caller) -> Consulted:
+    async def _consult(self, remote: RemoteModel, request: Request) -> Consulted:
         begin = perf_counter()
         backend = await self._backend(remote)
-        text, usage = "", Usage()
-        async for event in backend.generate(request):
-            if isinstance(event, TextDelta):
-                text += event.text
-            elif isinstance(event, Completed):
-                usage = event.usage
+        answer = await read_answer(backend.generate(request))
         ms = 1e3 * (perf_counter() - begin)
-        return Consulted(text, backend.card.id, usage.prompt_tokens, usage.completion_tokens, ms)
+        return Consulted(
+            answer.text, backend.card.id, answer.usage.prompt_tokens, answer.usage.completion_tokens, ms
+        )
 
     async def _backend(self, remote: RemoteModel) -> Backend:
         async with self._opening:

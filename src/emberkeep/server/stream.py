@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from emberkeep.api.answer import Answer, Frames
 from emberkeep.api.errors import Failure, Refused, failure_of
 from emberkeep.api.request import B, parse_body, parse_object
-from emberkeep.backend.base import Backend
+from emberkeep.backend.base import Backend, closable
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import record_of
@@ -166,7 +166,7 @@ def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterato
 
 
 async def _renumber(source: AsyncIterator[Event], offset: int) -> AsyncIterator[Event]:
-    async with _closing(source):
+    async with aclosing(closable(source)):
         async for event in source:
             if isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
                 yield replace(event, index=event.index + offset)
@@ -234,7 +234,7 @@ class Feed:
         await self.close()
 
     async def _read(self, source: AsyncIterator[Event]) -> None:
-        async with _closing(source):
+        async with aclosing(closable(source)):
             try:
                 await self._read_to_completed(source)
             except Exception as error:
@@ -268,11 +268,6 @@ class Feed:
         await _disconnect(receive)
         self._error = ClientGone()
         self._changed.set()
-
-
-def _closing(source: AsyncIterator[Event]) -> aclosing[AsyncGenerator[Event, None]]:
-    """A backend's iterator can be closed, although its type does not say so."""
-    return aclosing(cast("AsyncGenerator[Event, None]", source))
 
 
 def _size(event: Event) -> int:

@@ -141,7 +141,7 @@ class Sessions:
         """The conversation as its last turn left it. What could not be written then is tried again, but not in a
         dry run."""
         history = read_history(request.messages, request.conversation_id)
-        owner = _owner(request)
+        owner = request.namespace
         as_of = self._began(owner, history.keys, is_dry_run=is_dry_run)
         with self._lock:
             places = [(owner, key, kind) for key in history.keys for kind in NoteKind] if self._unwritten else []
@@ -178,7 +178,7 @@ class Sessions:
         """
         view = replace(view, gone=replace(view.gone, tokens=view.gone.tokens + tokens))
         begin = perf_counter()
-        error = self._written(_owner(request), view, archived(view, groups), view.gone.note(view.history))
+        error = self._written(request.namespace, view, archived(view, groups), view.gone.note(view.history))
         eviction = Eviction(
             messages=sum(len(group) for group in groups),
             tokens=tokens,
@@ -209,10 +209,10 @@ class Sessions:
         groups = [turn for turn in turns if turn & spoken]
         try:
             new = self._memory.archive(
-                _owner(request),
+                request.namespace,
                 archived(view, groups),
                 conversation=history.conversation,
-                as_of=self._begun_before(_owner(request), history.keys),
+                as_of=self._begun_before(request.namespace, history.keys),
             )
             with self._lock:
                 self._counters.archived_turns += new
@@ -240,7 +240,7 @@ class Sessions:
         if not found:
             return view
         put = Inserted(quoted(found), tuple(one.id for one in found))
-        self._written(_owner(request), view, [], put.note(view.history.keys[place]))
+        self._written(request.namespace, view, [], put.note(view.history.keys[place]))
         with self._lock:
             self._counters.recalls += 1
             self._counters.recalled_turns += len(found)
@@ -251,7 +251,7 @@ class Sessions:
         query = view.history.messages[view.history.spoken[-1]].content[-_QUERY_CHARS:]
         try:
             found = self._memory.search(
-                _owner(request),
+                request.namespace,
                 query,
                 max_results=2 * _RECALLED,
                 conversation=view.history.conversation,
@@ -270,15 +270,15 @@ class Sessions:
         """What the model is told that asked its memory. Never raises."""
         with self._lock:
             self._counters.searches += 1
-        return search(self._memory, _owner(request), call.arguments) if self._memory else NOTHING
+        return search(self._memory, request.namespace, call.arguments) if self._memory else NOTHING
 
     @contextmanager
     def answering(self, request: Request) -> Generator[None, None, None]:
         """Within it the conversation ends with what was `exchanged`. Without it that belongs to an earlier answer
         to the same words, and the world may have changed since."""
         keys = read_history(request.messages, request.conversation_id).keys
-        place = _owner(request), keys[-1] if keys else b""
-        self._began(_owner(request), keys, is_dry_run=False)
+        place = request.namespace, keys[-1] if keys else b""
+        self._began(request.namespace, keys, is_dry_run=False)
         with self._lock:
             self._answering[place] += 1
         try:
@@ -306,9 +306,9 @@ class Sessions:
         room = room_for_results(view.messages, given, usage, self.policy.context, self._count)
         after = fit_results((*known.after, *more), room, self._count)
         put = replace(known, after=after, said=known.said + said)
-        self._written(_owner(request), view, [], put.note(view.history.keys[place]))
+        self._written(request.namespace, view, [], put.note(view.history.keys[place]))
         with self._lock:
-            self._told.add((_owner(request), view.history.keys[place]))
+            self._told.add((request.namespace, view.history.keys[place]))
             self._counters.calls += len(calls)
 
     def shortened(self, request: Request) -> bool:
@@ -319,7 +319,7 @@ class Sessions:
         after = shorten_results(known.after)
         if after is None:
             return False
-        self._written(_owner(request), view, [], replace(known, after=after).note(view.history.keys[place]))
+        self._written(request.namespace, view, [], replace(known, after=after).note(view.history.keys[place]))
         return True
 
     # ── about itself ──
@@ -411,7 +411,3 @@ def _latest_notes(memory: Memory, owner: str, keys: Sequence[bytes]) -> list[Not
             out = frozenset[int]().union(*(read_gone(note.data).spoken for note in left))
             return notes + memory.notes(owner, [key for i, key in enumerate(keys[:begin]) if i not in out])
     return notes
-
-
-def _owner(request: Request) -> str:
-    return request.namespace

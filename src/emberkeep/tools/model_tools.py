@@ -27,7 +27,7 @@ class Consulted:
     ms: float
 
 
-Consult = Callable[[RemoteModel, Request, Caller], Awaitable[Consulted]]
+Consult = Callable[[RemoteModel, Request], Awaitable[Consulted]]
 """Asks it. May raise anything: only that call fails."""
 
 
@@ -55,7 +55,7 @@ class ModelTools:
             raise ToolFailed(
                 f"{remote.name} cannot be asked, because a model asked you: answer with what you know."
             )
-        consulted = await self._consult(remote, _request(remote, question, context, caller), caller)
+        consulted = await self._consult(remote, _request(remote, question, context, caller))
         if not consulted.text.strip():
             raise ToolFailed(f"{remote.name} said nothing: ask in another way, or answer without it.")
         return Answered(f"{remote.name} says: {consulted.text}", _remark(remote, consulted))

@@ -288,6 +288,11 @@ class ToolCallDelta:
     name: str | None
     arguments: str
 
+    def added_to(self, call: ToolCall | None) -> ToolCall:
+        """The call with this delta too; None before its first."""
+        known = call or ToolCall("", "", "")
+        return ToolCall(known.id or self.id or "", known.name or self.name or "", known.arguments + self.arguments)
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -137,6 +138,10 @@ class ToolCall:
     name: str
     arguments: str
     """JSON text, exactly as the model wrote it."""
+
+
+def new_call_id() -> str:
+    return f"call_{os.urandom(12).hex()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,12 @@ A backend of your own is a factory of a `Provider`, registered as an entry point
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Protocol, cast
+from typing import Protocol
 
 from emberkeep.errors import RemoteError
-from emberkeep.types import Completed, Event, RemoteModel, Request, TextDelta, Usage
+from emberkeep.types import Event, RemoteModel, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +53,3 @@ async def first_model(provider: Provider, none_served: str) -> str:
     if not served:
         raise RemoteError(none_served)
     return served[0]
-
-
-@dataclass(frozen=True, slots=True)
-class WholeAnswer:
-    text: str
-    usage: Usage
-    first_ms: float
-    """Until its first event."""
-    ms: float
-
-
-async def read_answer(provider: Provider, request: Request) -> WholeAnswer:
-    """A whole answer at once, for a caller that does not watch it being written. Raises as `Provider.answer`."""
-    begin, first, text, usage = perf_counter(), 0.0, "", Usage()
-    async with aclosing(cast("AsyncGenerator[Event, None]", provider.answer(request))) as events:
-        async for event in events:
-            first = first or perf_counter() - begin
-            if isinstance(event, TextDelta):
-                text += event.text
-            elif isinstance(event, Completed):
-                usage = event.usage
-    return WholeAnswer(text, usage, 1e3 * first, 1e3 * (perf_counter() - begin))

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import httpx
 from google import genai
@@ -47,6 +46,7 @@ from emberkeep.types import (
     ToolCallDelta,
     ToolChoice,
     Usage,
+    new_call_id,
 )
 
 _REASONS = {types.FinishReason.STOP: FinishReason.STOP, types.FinishReason.MAX_TOKENS: FinishReason.LENGTH}
@@ -211,7 +211,7 @@ class _AnswerReader:
         # There is no way to ask for one call only.
         if self._calls and not self._parallel:
             return
-        call_id = call.id or f"call_{uuid4().hex[:24]}"
+        call_id = call.id or new_call_id()
         self._kept.keep(call_id, Signed(signature))
         arguments = json.dumps(call.args or {}, ensure_ascii=False)
         yield ToolCallDelta(0, self._calls, call_id, call.name or "", arguments)

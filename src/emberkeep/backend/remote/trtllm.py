@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import cast
 
 import httpx
 
+from emberkeep.backend.base import closable
 from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.backend.remote.kv_evictions import OnRemoved, TurnTracker
 from emberkeep.backend.remote.openai import TRTLLM, OpenAIProvider
@@ -46,10 +46,10 @@ class TrtllmProvider:
     """From its first answer to `close` it polls the server's events, which are taken from the server by that: two
     that poll one server each see only some of them."""
 
-    def __init__(self, remote: RemoteModel, key: str | None, on_removed: OnRemoved | None = None) -> None:
+    def __init__(self, remote: RemoteModel, key: str | None) -> None:
         root = (remote.base_url or _USUAL_URL).rstrip("/").removesuffix("/v1")
-        self.on_removed = on_removed
-        """Told which messages of a conversation have lost their state; may be set later."""
+        self.on_removed: OnRemoved | None = None
+        """Told which messages of a conversation have lost their state."""
         self._model = OpenAIProvider(replace(remote, base_url=f"{root}/v1"), key, TRTLLM)
         self._turns = TurnTracker(self._report)
         self._http = httpx.AsyncClient(
@@ -67,7 +67,7 @@ class TrtllmProvider:
         said = _AnswerCollector()
         self._turns.begin(request)
         try:
-            async with aclosing(cast(AsyncGenerator[Event, None], self._model.answer(request))) as events:
+            async with aclosing(closable(self._model.answer(request))) as events:
                 async for event in events:
                     said.add(event)
                     yield event
@@ -124,7 +124,7 @@ class _AnswerCollector:
     def __init__(self) -> None:
         self.usage = Usage()
         self._text: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._calls: dict[int, ToolCall] = {}
         self._is_whole = False
 
     @property
@@ -132,16 +132,13 @@ class _AnswerCollector:
         """None until it is whole."""
         if not self._is_whole:
             return None
-        return Message("assistant", "".join(self._text), tool_calls=tuple(self._calls))
+        return Message("assistant", "".join(self._text), tool_calls=tuple(self._calls.values()))
 
     def add(self, event: Event) -> None:
         match event:
             case TextDelta():
                 self._text.append(event.text)
-            case ToolCallDelta(id=str(id), name=str(name)):
-                self._calls.append(ToolCall(id, name, event.arguments))
-            case ToolCallDelta():
-                known = self._calls[event.call_index]
-                self._calls[event.call_index] = replace(known, arguments=known.arguments + event.arguments)
+            case ToolCallDelta(call_index=place):
+                self._calls[place] = event.added_to(self._calls.get(place))
             case Completed():
                 self.usage, self._is_whole = event.usage, True

@@ -11,9 +11,8 @@ from dataclasses import dataclass, fields
 from hashlib import sha256
 from typing import Generic, TypeVar
 from urllib.parse import unquote_to_bytes
-from uuid import uuid4
 
-from emberkeep.types import Image, Json, Message, Sampling, ToolCallDelta
+from emberkeep.types import Image, Json, Message, Sampling, ToolCallDelta, new_call_id
 
 T = TypeVar("T")
 
@@ -140,7 +139,7 @@ class CallPieces:
             return known
         if key is None and not name and self._calls:
             return self._calls[-1]
-        call = _PartialCall(len(self._calls), id or f"call_{uuid4().hex[:24]}")
+        call = _PartialCall(len(self._calls), id or new_call_id())
         self._calls.append(call)
         if key is not None:
             self._by_key[key] = call
