@@ -8,38 +8,23 @@ import os
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from emberkeep.cli.api import QUESTION, app
 from emberkeep.errors import ConfigError, EmberkeepError, RemoteDown, RemoteRefused
+from helpers.commands import Commands
 from helpers.vendors.anthropic_server import KEY, MODELS, AnthropicServer, failed, said
+
+commands = Commands(app)
+run, ok, refused = commands.run, commands.ok, commands.refused
 
 CLAUDE = ("add", "claude", "anthropic", "--model", MODELS[0])
 
 
 @pytest.fixture(autouse=True)
-def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("EMBERKEEP_") or name.endswith("_API_KEY")]:
+def no_keys(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.endswith("_API_KEY")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
-def ok(*arguments: str) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.stdout
-
-
-def refused(*arguments: str) -> EmberkeepError:
-    result = run(*arguments)
-    assert isinstance(result.exception, EmberkeepError), result.output
-    return result.exception
 
 
 def result_of_testing(server: AnthropicServer) -> Result:
@@ -86,7 +71,7 @@ def test_models_of_the_configuration_are_listed_too(tmp_path: Path) -> None:
     (tmp_path / "emberkeep.toml").write_text('[backends.gpt]\nbackend = "openai"\nmodel = "gpt-6-sol"\n')
     ok(*CLAUDE)
     assert [row["name"] for row in json.loads(ok("list", "--json"))] == ["claude", "gpt"]
-    assert "[backends.gpt]" in str(refused("remove", "gpt"))
+    assert "[backends.gpt]" in refused("remove", "gpt")
 
 
 def test_a_key_that_was_pasted_is_refused_and_not_repeated(tmp_path: Path) -> None:
@@ -99,17 +84,17 @@ def test_a_key_that_was_pasted_is_refused_and_not_repeated(tmp_path: Path) -> No
 def test_a_pasted_key_in_the_configuration_is_refused_and_not_repeated(tmp_path: Path) -> None:
     content = f'[backends.gpt]\nbackend = "openai"\napi_key_env = "{KEY}"\n'
     (tmp_path / "emberkeep.toml").write_text(content)
-    assert KEY not in str(refused("list"))
+    assert KEY not in refused("list")
 
 
 def test_an_unknown_backend_is_not_added() -> None:
-    assert "did you mean anthropic" in str(refused("add", "x", "antropic"))
+    assert "did you mean anthropic" in refused("add", "x", "antropic")
     assert json.loads(ok("list", "--json")) == []
 
 
 def test_a_model_that_could_never_be_asked_is_not_added() -> None:
-    assert "needs an address" in str(refused("add", "desk", "compatible"))
-    assert "means something else" in str(refused("add", "local", "openai"))
+    assert "needs an address" in refused("add", "desk", "compatible")
+    assert "means something else" in refused("add", "local", "openai")
     assert json.loads(ok("list", "--json")) == []
 
 
@@ -143,10 +128,10 @@ def test_a_test_that_fails_says_why(
 
 def test_a_test_without_a_key_names_the_variable() -> None:
     ok(*CLAUDE)
-    error = refused("test", "claude")
+    error = run("test", "claude").exception
     assert isinstance(error, RemoteRefused) and "ANTHROPIC_API_KEY" in str(error)
 
 
 def test_only_what_is_there_can_be_tested() -> None:
     ok(*CLAUDE)
-    assert "did you mean claude" in str(refused("test", "claud"))
+    assert "did you mean claude" in refused("test", "claud")

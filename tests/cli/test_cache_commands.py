@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 from emberkeep.cli.cache import ROWS, app
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EmberkeepError, NoSuchEntry
+from emberkeep.errors import NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.types import Json
+from helpers.commands import Commands
 from helpers.kept_chats import asking, keep, let_time_pass, open_emberkeep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_dir")]
 
 DAY_S = 86_400.0
 
-
-@pytest.fixture(autouse=True)
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith("EMBERKEEP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "data"
+commands = Commands(app)
+run, ok, refused = commands.run, commands.ok, commands.refused
 
 
 @pytest.fixture
@@ -49,16 +41,6 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     return loaded
 
 
-def run(*arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=input)
-
-
-def ok(*arguments: str, input: str | None = None) -> str:
-    result = run(*arguments, input=input)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.stdout
-
-
 def listed(*arguments: str) -> list[Json]:
     return json.loads(ok("ls", "--json", *arguments))
 
@@ -66,12 +48,6 @@ def listed(*arguments: str) -> list[Json]:
 def id_of(head: str) -> str:
     (entry,) = [entry for entry in listed() if entry["head"] == head]
     return entry["id"]
-
-
-def refused(*arguments: str) -> str:
-    result = run(*arguments)
-    assert isinstance(result.exception, EmberkeepError), result.output
-    return str(result.exception)
 
 
 def heads(entries: Sequence[Json]) -> list[str]:

@@ -8,23 +8,19 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
 
 from emberkeep.cli.cache import app
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.server.presence import announce
 from emberkeep.types import Json
+from helpers.commands import Commands
 from helpers.kept_chats import WAIT_S, asking, keep, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_dir")]
 
-
-@pytest.fixture(autouse=True)
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "data"
+commands = Commands(app)
+run, ok = commands.run, commands.ok
 
 
 @pytest.fixture
@@ -45,16 +41,6 @@ def ask(url: str, question: str, **more: Json) -> Json:
 
 def cached(answer: Json) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
-def ok(*arguments: str) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.stdout
 
 
 def listed() -> list[Json]:

@@ -25,17 +25,7 @@ from emberkeep.types import Message, SavedConversation, ToolCall
 from helpers.kept_chats import open_emberkeep
 from helpers.scripted_backend import ScriptedBackend, answer
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith("EMBERKEEP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "data"
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_dir")]
 
 
 @pytest.fixture

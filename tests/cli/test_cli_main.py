@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from emberkeep import __version__
 from emberkeep.cli.main import app, main
 from emberkeep.config import Config, default_of, help_for, type_of
 from emberkeep.errors import ModelNotFound
 from emberkeep.library import Emberkeep
+from helpers.commands import Commands
 from helpers.scripted_backend import ScriptedBackend, answer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_dir")]
+
+run = Commands(app).run
 
 SETTING_FLAGS = (
     "--model",
@@ -36,18 +38,19 @@ SETTING_FLAGS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def clean_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No configuration of the person who runs the tests may change them."""
-    for name in [name for name in os.environ if name.startswith("EMBERKEEP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The settings with which commands were about to install a model; they end there."""
+    seen: list[Config] = []
 
+    def remember(config: Config) -> None:
+        seen.append(config)
+        raise ModelNotFound("enough")
 
-def run(*arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=input)
+    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
+    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
+    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+    return seen
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -76,64 +79,29 @@ def test_every_flag_of_a_setting_tells_its_type_and_its_default() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])
-def test_layers_are_put_on_the_gpu_by_a_flag(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    seen: list[Config] = []
-
-    def remember(config: Config) -> None:
-        seen.append(config)
-        raise ModelNotFound("enough")
-
-    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
-    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
-    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+def test_layers_are_put_on_the_gpu_by_a_flag(installed: list[Config], command: str) -> None:
     run(command, "--gpu-layers", "99")
-    assert [config.gpu_layers for config in seen] == [99]
+    assert [config.gpu_layers for config in installed] == [99]
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])
-def test_the_engine_and_what_it_computes_with_are_flags(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    seen: list[Config] = []
-
-    def remember(config: Config) -> None:
-        seen.append(config)
-        raise ModelNotFound("enough")
-
-    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
-    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
-    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+def test_the_engine_and_what_it_computes_with_are_flags(installed: list[Config], command: str) -> None:
     run(command, "--engine", "hf", "--device", "cuda:1", "--dtype", "bfloat16", "--attention", "flash")
-    (config,) = seen
+    (config,) = installed
     assert (config.engine, config.device, config.dtype, config.attention) == ("hf", "cuda:1", "bfloat16", "flash")
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])
-def test_eviction_and_recall_are_flags(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    seen: list[Config] = []
-
-    def remember(config: Config) -> None:
-        seen.append(config)
-        raise ModelNotFound("enough")
-
-    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
-    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
-    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+def test_eviction_and_recall_are_flags(installed: list[Config], command: str) -> None:
     run(command)
     run(command, "--no-evict", "--recall", "tool")
-    assert [(config.evict, config.recall) for config in seen] == [(True, "auto"), (False, "tool")]
+    assert [(config.evict, config.recall) for config in installed] == [(True, "auto"), (False, "tool")]
 
 
-def test_planning_is_switched_off_and_truncation_on_by_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Config] = []
-
-    def remember(config: Config) -> None:
-        seen.append(config)
-        raise ModelNotFound("enough")
-
-    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
-    monkeypatch.setenv("EMBERKEEP_PORT", "0")
+def test_planning_is_switched_off_and_truncation_on_by_flags(installed: list[Config]) -> None:
     run("serve")
     run("serve", "--no-planning", "--auto-truncate")
-    assert [(config.planning, config.auto_truncate) for config in seen] == [(True, False), (False, True)]
+    assert [(config.planning, config.auto_truncate) for config in installed] == [(True, False), (False, True)]
 
 
 def test_help_loads_neither_engine_nor_web_framework() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import stat
 import time
@@ -12,48 +11,27 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.chat_session import ChatSession, Terminal
 from emberkeep.cli.memory import app
 from emberkeep.config import Config
-from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
+from emberkeep.errors import InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.library.user_memory import open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Json, Message, ToolUse, Turn, private_namespace
+from helpers.commands import Commands
 from helpers.scripted_backend import ScriptedBackend, answer
+
+pytestmark = pytest.mark.usefixtures("data_dir")
+
+commands = Commands(app)
+run, ok, refused = commands.run, commands.ok, commands.refused
 
 DAY_S = 86_400.0
 BOAT = ("What did we call the boat?", "The boat is called Marigold.")
 TREE = ("Which tree is the oldest?", "The oldest tree is a bristlecone pine.")
-
-
-@pytest.fixture(autouse=True)
-def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith("EMBERKEEP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "data"
-
-
-def run(*arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=input)
-
-
-def ok(*arguments: str, input: str | None = None) -> str:
-    result = run(*arguments, input=input)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.stdout
-
-
-def refused(*arguments: str) -> str:
-    result = run(*arguments)
-    assert isinstance(result.exception, EmberkeepError), result.output
-    return str(result.exception)
 
 
 def archive(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from emberkeep.cli.main import app as whole_app
 from emberkeep.cli.tools import app
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.types import Json
+from helpers.commands import Commands
 
 pytestmark = pytest.mark.slow
+
+commands = Commands(app)
+run, ok = commands.run, commands.ok
 
 MINE = '''
 from emberkeep import tool
@@ -27,25 +30,10 @@ def berth(ship: str, metres: int = 20, flags: list[str] | None = None) -> dict:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith("EMBERKEEP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path: Path, data_dir: Path) -> Path:
     (tmp_path / "notes.txt").write_text("The boat is called Marigold.\n")
     (tmp_path / "mine.py").write_text(MINE)
     return tmp_path
-
-
-def run(*arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=input)
-
-
-def ok(*arguments: str, input: str | None = None) -> str:
-    result = run(*arguments, input=input)
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.stdout
 
 
 def refused(*arguments: str) -> str:
