@@ -12,7 +12,8 @@ from emberkeep.backend import fallback
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import EmberkeepError, EngineError, ModelNotFound, RemoteDown, RequestError
 from emberkeep.types import Completed, Message, Request, TextDelta
-from helpers.remote_model import ScriptedProvider, Step, read, remote, said, text
+from helpers.events import read_events, text_of
+from helpers.remote_model import ScriptedProvider, Step, remote, said
 
 HELLO = Request(messages=(Message("user", "Hello"),))
 
@@ -53,8 +54,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_the_first_one_answers_and_the_others_are_not_even_opened() -> None:
     first, second = Far("first"), Far("second")
     chain = FallbackBackend([first.link(), second.link()])
-    *events, completed = read(chain, HELLO)
-    assert text(events) == "first says hello."
+    *events, completed = read_events(chain, HELLO)
+    assert text_of(events) == "first says hello."
     assert isinstance(completed, Completed)
     assert completed.answered_by == "first"
     assert second.opened == 0
@@ -67,7 +68,7 @@ def test_the_first_one_answers_and_the_others_are_not_even_opened() -> None:
 def test_one_that_cannot_be_opened_is_passed_over_and_told() -> None:
     first, second = Far("first"), Far("second")
     chain = FallbackBackend([first.link(ModelNotFound("It is not here.")), second.link()])
-    assert text(read(chain, HELLO)) == "second says hello."
+    assert text_of(read_events(chain, HELLO)) == "second says hello."
     assert chain.health()["chain"][0] == {"name": "first", "state": "failed", "error": "It is not here."}
 
 
@@ -84,16 +85,16 @@ def test_one_that_fails_is_stood_in_for_and_left_alone_for_a_while(
     first, second = Far("first"), Far("second")
     chain = FallbackBackend([first.link(), second.link()])
     first.error = error
-    *events, completed = read(chain, HELLO)
-    assert text(events) == "second says hello."
+    *events, completed = read_events(chain, HELLO)
+    assert text_of(events) == "second says hello."
     assert isinstance(completed, Completed)
     assert completed.answered_by == "second"
     assert chain.health()["backend"] == "far"
-    read(chain, HELLO)
+    read_events(chain, HELLO)
     assert len(first.provider.asked) == 1
     first.error = None
     clock(60)
-    assert text(read(chain, HELLO)) == "first says hello."
+    assert text_of(read_events(chain, HELLO)) == "first says hello."
     assert chain.health()["chain"][0] == {"name": "first", "state": "ready"}
 
 
@@ -102,9 +103,9 @@ def test_all_that_failed_lately_are_asked_again_before_none_answers(clock: Calla
     chain = FallbackBackend([first.link(), second.link()])
     first.error = second.error = RemoteDown("Gone.")
     with pytest.raises(RemoteDown):
-        read(chain, HELLO)
+        read_events(chain, HELLO)
     first.error = None
-    assert text(read(chain, HELLO)) == "first says hello."
+    assert text_of(read_events(chain, HELLO)) == "first says hello."
 
 
 def test_what_is_wrong_with_a_request_is_wrong_everywhere() -> None:
@@ -112,7 +113,7 @@ def test_what_is_wrong_with_a_request_is_wrong_everywhere() -> None:
     chain = FallbackBackend([first.link(), second.link()])
     first.error = RequestError("Not like this.")
     with pytest.raises(RequestError, match="Not like this"):
-        read(chain, HELLO)
+        read_events(chain, HELLO)
     assert second.opened == 0
 
 
@@ -120,7 +121,7 @@ def test_an_answer_that_has_begun_is_not_begun_by_another() -> None:
     first, second = Far("first"), Far("second")
     first.provider = ScriptedProvider(lambda request: [TextDelta(0, "Hel"), RemoteDown("Gone.")])
     with pytest.raises(RemoteDown):
-        read(FallbackBackend([first.link(), second.link()]), HELLO)
+        read_events(FallbackBackend([first.link(), second.link()]), HELLO)
     assert second.opened == 0
 
 
@@ -128,8 +129,8 @@ def test_an_answer_that_no_client_has_seen_yet_is_given_by_another() -> None:
     first, second = Far("first"), Far("second")
     first.provider = ScriptedProvider(lambda request: [TextDelta(0, "Hel"), RemoteDown("Gone.")])
     chain = FallbackBackend([first.link(), second.link()])
-    *events, completed = read(chain, replace(HELLO, in_pieces=False))
-    assert text(events) == "second says hello."
+    *events, completed = read_events(chain, replace(HELLO, in_pieces=False))
+    assert text_of(events) == "second says hello."
     assert isinstance(completed, Completed)
     assert completed.answered_by == "second"
 

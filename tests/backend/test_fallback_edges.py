@@ -13,6 +13,7 @@ from emberkeep.backend import fallback
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import ConfigError, ContextExceeded, EmberkeepError, EngineError, RemoteDown, RequestError
 from emberkeep.types import Completed, Event, Message, Request, TextDelta
+from helpers.events import text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 
 HELLO = Request(messages=(Message("user", "Hello"),))
@@ -62,10 +63,6 @@ async def read(chain: FallbackBackend, request: Request = HELLO) -> list[Event]:
         return [event async for event in chain.generate(request)]
 
 
-def text(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
-
-
 def pair() -> tuple[Near, Near, FallbackBackend]:
     first, second = Near("first"), Near("second")
     return first, second, FallbackBackend([first.link(), second.link()])
@@ -84,9 +81,9 @@ def test_while_one_opens_those_that_are_open_answer() -> None:
         await asyncio.to_thread(second.is_opening.wait, PATIENCE_S)
         first.fails = None
         chain._links[0].note_success()
-        meanwhile = text(await read(chain))
+        meanwhile = text_of(await read(chain))
         second.may_open.set()
-        return meanwhile, text(await waiting)
+        return meanwhile, text_of(await waiting)
 
     assert asyncio.run(run()) == ("first says hello.", "second says hello.")
 
@@ -100,7 +97,7 @@ def test_several_that_need_it_at_once_open_it_once() -> None:
         waiting = [asyncio.create_task(read(chain)) for _ in range(3)]
         await asyncio.to_thread(second.is_opening.wait, PATIENCE_S)
         second.may_open.set()
-        return [text(events) for events in await asyncio.gather(*waiting)]
+        return [text_of(events) for events in await asyncio.gather(*waiting)]
 
     assert asyncio.run(run()) == ["second says hello."] * 3
     assert len(second.opened) == 1
@@ -119,7 +116,7 @@ def test_a_client_that_leaves_while_one_opens_does_not_make_it_open_twice() -> N
         staying = asyncio.create_task(read(chain))
         await asyncio.sleep(0)
         second.may_open.set()
-        return text(await staying)
+        return text_of(await staying)
 
     assert asyncio.run(run()) == "second says hello."
     assert len(second.opened) == 1
@@ -186,7 +183,7 @@ def test_one_that_failed_lately_is_asked_before_none_answers(clock: Callable[[fl
     asyncio.run(read(chain))
     first.fails, second.fails = None, RemoteDown("Gone too.")
     events = asyncio.run(read(chain))
-    assert text(events) == "first says hello."
+    assert text_of(events) == "first says hello."
     assert isinstance(events[-1], Completed)
     assert events[-1].answered_by == "first"
 
@@ -204,7 +201,7 @@ def test_another_stand_in_with_more_room_is_asked() -> None:
     first, second, third = Near("first"), Near("second"), Near("third")
     chain = FallbackBackend([first.link(), second.link(), third.link()])
     first.fails, second.fails = RemoteDown("Gone."), ContextExceeded(9000, 4096)
-    assert text(asyncio.run(read(chain))) == "third says hello."
+    assert text_of(asyncio.run(read(chain))) == "third says hello."
 
 
 def test_one_failure_of_an_answer_that_has_begun_is_enough_to_end_it() -> None:

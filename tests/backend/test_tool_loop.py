@@ -30,6 +30,7 @@ from emberkeep.types import (
     ToolOutcome,
     Usage,
 )
+from helpers.events import text_of
 
 ASK = Request(messages=(Message("user", "How deep is the harbour?"),))
 COMPLETED = Completed(Usage(10, 5), Timings(), LookupRecord())
@@ -107,7 +108,7 @@ def test_a_shown_exchange_is_told_and_the_next_round_has_it() -> None:
 def test_where_it_is_not_shown_the_client_gets_one_text() -> None:
     events = run(Model(calling(3, text="Let me see."), ANSWER), Kept(is_shown=False))
     assert not any(isinstance(event, Exchanged) for event in events)
-    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "Let me see.\n\n7 metres."
+    assert text_of(events) == "Let me see.\n\n7 metres."
 
 
 def test_the_cost_is_that_of_all_rounds_and_told_once() -> None:

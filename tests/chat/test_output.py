@@ -22,6 +22,7 @@ from emberkeep.types import (
 )
 from helpers.answers import Answer
 from helpers.byte_vocab import TinyVocab
+from helpers.events import text_of
 
 VOCAB = TinyVocab(("<|eot|>", "[THINK]", "[/THINK]", "<|im_end|>"))
 TOOLS = (Tool("weather"), Tool("read_file"))
@@ -296,7 +297,7 @@ def test_what_is_no_call_comes_through_as_text(text: str) -> None:
 def test_ordinary_json_is_not_held_back_until_the_end() -> None:
     stream = TextStream(VOCAB, OutputOptions(tools=TOOLS))
     events = [event for byte in b'{"city": "Bern' for event in stream.push(byte)[0]]
-    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == '{"city": "Bern'
+    assert text_of(events) == '{"city": "Bern'
 
 
 def test_without_tools_a_call_is_text() -> None:
@@ -339,10 +340,6 @@ def cut(text: str, **options: Any) -> tuple[TextStream, list[Event]]:
     return stream, [*events, *stream.finish(cut=True)]
 
 
-def written(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
-
-
 def called(events: list[Event]) -> list[tuple[str | None, str]]:
     answer = Answer()
     answer.add(events)
@@ -352,7 +349,7 @@ def called(events: list[Event]) -> list[tuple[str | None, str]]:
 @pytest.mark.parametrize("length", range(1, len(CALL) - len("}\n</tool_call>")))
 def test_a_cut_call_never_shows_its_markup(length: int) -> None:
     stream, events = cut(f"Let me look.\n{CALL[:length]}")
-    assert written(events) == "Let me look."
+    assert text_of(events) == "Let me look."
     assert not stream.saw_tool_calls
     whole_name = '"weather"' in CALL[:length]
     assert [name for name, _ in called(events)] == (["weather"] if whole_name else [])
@@ -373,7 +370,7 @@ def test_a_cut_call_never_shows_its_markup(length: int) -> None:
 )
 def test_a_cut_call_has_the_arguments_so_far(text: str, arguments: str) -> None:
     stream, events = cut(text)
-    assert (written(events), called(events)) == ("", [("weather", arguments)])
+    assert (text_of(events), called(events)) == ("", [("weather", arguments)])
     assert not stream.saw_tool_calls
 
 
@@ -405,7 +402,7 @@ def test_a_whole_call_that_lacks_only_its_end_marker_counts() -> None:
     ],
 )
 def test_a_cut_answer_that_is_no_call_is_text(text: str) -> None:
-    assert written(cut(text)[1]) == text
+    assert text_of(cut(text)[1]) == text
 
 
 # ── requests ──

@@ -27,7 +27,7 @@ from emberkeep.library import Emberkeep
 from emberkeep.library.tool_session import ToolSession
 from emberkeep.library.user_memory import UserMemory
 from emberkeep.memory.memory import Memory
-from emberkeep.tools.function import ToolFunction, as_tool, tool
+from emberkeep.tools.function import ToolFunction, as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
     Completed,
@@ -44,6 +44,7 @@ from emberkeep.types import (
     Usage,
 )
 from helpers.scripted_backend import ScriptedBackend, Step, answer
+from helpers.tool_calls import depth, sink
 
 PROMPTS = '''
 from mcp.server.mcpserver import MCPServer
@@ -62,17 +63,6 @@ def bell(times: int) -> str:
 
 server.run()
 '''
-
-
-def depth(pier: int) -> str:
-    """Measure the depth at a pier."""
-    return f"{pier + 4} metres"
-
-
-@tool(dangerous=True)
-def sink(ship: str) -> str:
-    """Sink a ship."""
-    return f"{ship} is gone"
 
 
 def calling(name: str, text: str = "", **arguments: object) -> list[Step]:

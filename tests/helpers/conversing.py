@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -32,9 +32,9 @@ from emberkeep.types import (
     TextDelta,
     Tool,
     ToolCall,
-    ToolCallDelta,
     private_namespace,
 )
+from helpers.events import calls_of, text_of
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"
@@ -98,7 +98,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, TextDelta))
+        return text_of(self.events)
 
     @property
     def ids(self) -> list[int]:
@@ -111,13 +111,7 @@ class Answer:
 
     @property
     def calls(self) -> list[ToolCall]:
-        found: dict[int, ToolCall] = {}
-        for event in self.events:
-            if isinstance(event, ToolCallDelta):
-                known = found.get(event.call_index) or ToolCall(event.id or "", event.name or "", "")
-                found[event.call_index] = replace(known, arguments=known.arguments + event.arguments)
-        assert list(found) == list(range(len(found)))
-        return list(found.values())
+        return calls_of(self.events)
 
 
 class Harbour:

@@ -88,14 +88,3 @@ def remote(
     sessions = Sessions(memory, Policy(context, recall=recall, recall_tokens=64))
     card = ModelCard("far-1", 0, context, remote="far")
     return RemoteBackend(card, provider, sessions, RemoteSettings(**settings), tools=tools, permits=permits)
-
-
-def read(backend: object, request: Request) -> list[Event]:
-    async def events() -> list[Event]:
-        return [event async for event in backend.generate(request)]  # type: ignore[attr-defined]
-
-    return asyncio.run(events())
-
-
-def text(events: Iterable[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))

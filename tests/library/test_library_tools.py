@@ -11,17 +11,12 @@ from emberkeep import Emberkeep, tool
 from emberkeep.errors import ConfigError, InvalidField
 from emberkeep.types import (
     CallEnded,
-    Completed,
-    Finished,
     FinishReason,
-    LookupRecord,
     Message,
-    Timings,
     ToolCall,
-    ToolCallDelta,
-    Usage,
 )
 from helpers.scripted_backend import ScriptedBackend, Step, answer
+from helpers.tool_calls import calling
 
 FERRY = {"type": "function", "function": {"name": "ferry", "parameters": {"type": "object"}}}
 
@@ -39,11 +34,6 @@ def depth(pier: int) -> dict[str, int]:
 async def sink(ship: str) -> str:
     """Sink a ship."""
     return f"{ship} is gone"
-
-
-def calling(name: str, arguments: str) -> list[Step]:
-    completed = Completed(Usage(10, 5), Timings(), LookupRecord())
-    return [ToolCallDelta(0, 0, "c1", name, arguments), Finished(0, FinishReason.TOOL_CALLS), completed]
 
 
 def scripted(*rounds: Iterable[Step]) -> tuple[Emberkeep, ScriptedBackend]:

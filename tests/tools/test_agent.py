@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable
-from typing import Annotated
 
 import pytest
-from pydantic import Field
 
 from emberkeep.errors import EngineError
 from emberkeep.tools.agent import Agent
@@ -29,7 +26,6 @@ from emberkeep.types import (
     Message,
     PermissionAsked,
     Request,
-    TextDelta,
     Timings,
     Tool,
     ToolCall,
@@ -37,21 +33,11 @@ from emberkeep.types import (
     Usage,
     private_namespace,
 )
+from helpers.events import outcomes_of, text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
+from helpers.tool_calls import calling_all, depth, sink
 
 ASK = (Message("user", "How deep is the harbour?"),)
-
-
-def calling(*calls: tuple[str, dict[str, object]], text: str = "") -> list[Step]:
-    deltas: list[Step] = [TextDelta(0, text)] if text else []
-    for place, (name, arguments) in enumerate(calls):
-        written = json.dumps(arguments)
-        deltas += [
-            ToolCallDelta(0, place, f"c{place}", name, written[:3]),
-            ToolCallDelta(0, place, None, None, written[3:]),
-        ]
-    done = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())
-    return [*deltas, Finished(0, FinishReason.TOOL_CALLS), done]
 
 
 class Model:
@@ -67,17 +53,6 @@ class Model:
     @property
     def asked(self) -> list[Request]:
         return self.backend.requests
-
-
-def depth(pier: Annotated[int, Field(description="Its number.")]) -> str:
-    """Measure the depth at a pier."""
-    return f"{pier + 4} metres"
-
-
-@tool(dangerous=True)
-def sink(ship: str) -> str:
-    """Sink a ship."""
-    return f"{ship} is gone"
 
 
 def box(*functions: Callable[..., object] | ToolFunction, **limits: float) -> ToolBox:
@@ -109,16 +84,8 @@ def act(
     return asyncio.run(run())
 
 
-def outcomes(events: list[Event]) -> list[tuple[str, bool]]:
-    return [(event.outcome.text, event.outcome.failed) for event in events if isinstance(event, CallEnded)]
-
-
-def text(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
-
-
 def test_a_call_runs_and_the_model_goes_on_with_its_result() -> None:
-    model = Model(calling(("depth", {"pier": 3}), text="Let me see."), answer("Seven metres."))
+    model = Model(calling_all(("depth", {"pier": 3}), text="Let me see."), answer("Seven metres."))
     events = act(model, box(depth))
     started, ended, exchanged = [
         event for event in events if isinstance(event, (CallStarted, CallEnded, Exchanged))
@@ -130,12 +97,12 @@ def test_a_call_runs_and_the_model_goes_on_with_its_result() -> None:
         Message("tool", "7 metres", tool_call_id="c0", name="depth"),
     )
     assert model.asked[1].messages == (*ASK, *exchanged.messages)
-    assert text(events) == "Let me see.Seven metres."
+    assert text_of(events) == "Let me see.Seven metres."
     assert not any(isinstance(event, ToolCallDelta) for event in events)
 
 
 def test_the_end_comes_once_and_the_usage_is_of_all_rounds() -> None:
-    model = Model(calling(("depth", {"pier": 1})), answer("Five metres."))
+    model = Model(calling_all(("depth", {"pier": 1})), answer("Five metres."))
     events = act(model, box(depth))
     assert [event for event in events if isinstance(event, Finished)] == [Finished(0, FinishReason.STOP)]
     done = events[-1]
@@ -150,11 +117,11 @@ def test_the_model_is_told_of_our_tools_and_of_the_clients() -> None:
 
 
 def test_a_call_of_the_clients_tool_is_the_clients() -> None:
-    model = Model(calling(("ferry", {}), ("depth", {"pier": 3})))
+    model = Model(calling_all(("ferry", {}), ("depth", {"pier": 3})))
     events = act(model, box(depth), tools=(Tool("ferry"),))
     calls = [event.name for event in events if isinstance(event, ToolCallDelta) and event.name]
     assert calls == ["ferry"]
-    assert outcomes(events) == []
+    assert outcomes_of(events) == []
     assert Finished(0, FinishReason.TOOL_CALLS) in events
 
 
@@ -163,9 +130,9 @@ def test_what_a_tool_raises_is_what_the_model_reads() -> None:
         """Look for a ship."""
         raise RuntimeError("the radar is off")
 
-    model = Model(calling(("broken", {"ship": "Ark"})), answer("I cannot see it."))
+    model = Model(calling_all(("broken", {"ship": "Ark"})), answer("I cannot see it."))
     events = act(model, box(broken))
-    ((said, failed),) = outcomes(events)
+    ((said, failed),) = outcomes_of(events)
     assert failed
     assert "the radar is off" in said
     assert model.asked[1].messages[-1].content == said
@@ -175,8 +142,8 @@ def test_what_a_tool_raises_is_what_the_model_reads() -> None:
     ("arguments", "told"), [({"pier": "three"}, "pier"), ({}, "pier"), ({"pier": 3, "tide": 1}, "tide")]
 )
 def test_arguments_that_do_not_fit_are_explained(arguments: dict[str, object], told: str) -> None:
-    model = Model(calling(("depth", arguments)), answer("Sorry."))
-    ((said, failed),) = outcomes(act(model, box(depth)))
+    model = Model(calling_all(("depth", arguments)), answer("Sorry."))
+    ((said, failed),) = outcomes_of(act(model, box(depth)))
     assert failed
     assert told in said
 
@@ -192,7 +159,7 @@ def test_several_calls_run_side_by_side_and_their_results_keep_their_order() -> 
             await asyncio.sleep(0)
         return name
 
-    model = Model(calling(("slow", {"name": "first"}), ("slow", {"name": "second"})), answer("Both."))
+    model = Model(calling_all(("slow", {"name": "first"}), ("slow", {"name": "second"})), answer("Both."))
     events = act(model, box(slow))
     assert [message.content for message in model.asked[1].messages[-2:]] == ["first", "second"]
     kinds = [type(event) for event in events if isinstance(event, (CallStarted, CallEnded))]
@@ -212,15 +179,15 @@ def test_a_tool_that_must_be_alone_is() -> None:
         running.remove(name)
         return name
 
-    model = Model(calling(*(("alone", {"name": str(i)}) for i in range(3))), answer("Done."))
+    model = Model(calling_all(*(("alone", {"name": str(i)}) for i in range(3))), answer("Done."))
     act(model, box(alone))
     assert most == [1, 1, 1]
 
 
 def test_the_same_call_again_and_again_is_noticed_and_told() -> None:
-    again = calling(("depth", {"pier": 3}))
+    again = calling_all(("depth", {"pier": 3}))
     model = Model(again, again, again, answer("Seven."))
-    said = outcomes(act(model, box(depth)))
+    said = outcomes_of(act(model, box(depth)))
     assert said[:2] == [("7 metres", False), ("7 metres", False)]
     assert said[2][1]
     assert "call number 3 of depth with the same arguments" in said[2][0]
@@ -232,29 +199,31 @@ def test_arguments_in_another_order_are_the_same_call() -> None:
         return "moored"
 
     one, other = {"ship": "Ark", "pier": 1}, {"pier": 1, "ship": "Ark"}
-    model = Model(calling(("berth", one)), calling(("berth", other)), calling(("berth", one)), answer("."))
-    assert [failed for _, failed in outcomes(act(model, box(berth)))] == [False, False, True]
+    model = Model(
+        calling_all(("berth", one)), calling_all(("berth", other)), calling_all(("berth", one)), answer(".")
+    )
+    assert [failed for _, failed in outcomes_of(act(model, box(berth)))] == [False, False, True]
 
 
 def test_after_the_last_round_the_model_has_to_answer() -> None:
-    model = Model(*(calling(("depth", {"pier": i})) for i in range(2)), answer("Enough."))
+    model = Model(*(calling_all(("depth", {"pier": i})) for i in range(2)), answer("Enough."))
     events = act(model, box(depth), turns=2)
     assert [request.tool_choice.mode for request in model.asked] == ["auto", "auto", "none"]
-    assert text(events) == "Enough."
+    assert text_of(events) == "Enough."
 
 
 def test_a_model_that_calls_even_then_ends_there() -> None:
-    model = Model(*(calling(("depth", {"pier": i})) for i in range(3)))
+    model = Model(*(calling_all(("depth", {"pier": i})) for i in range(3)))
     events = act(model, box(depth), turns=2)
-    assert len(outcomes(events)) == 2
+    assert len(outcomes_of(events)) == 2
     assert Finished(0, FinishReason.LENGTH) in events
 
 
 def test_a_model_that_falls_silent_over_results_is_asked_once_more() -> None:
     silent: list[Step] = [Finished(0, FinishReason.STOP), Completed(Usage(10, 1), Timings(), LookupRecord())]
-    model = Model(calling(("depth", {"pier": 3})), silent, answer("Seven metres."))
+    model = Model(calling_all(("depth", {"pier": 3})), silent, answer("Seven metres."))
     events = act(model, box(depth))
-    assert text(events) == "Seven metres."
+    assert text_of(events) == "Seven metres."
     assert model.asked[2].messages[:-1] == model.asked[1].messages
     assert model.asked[2].tool_choice.mode == "none"
     (exchanged,) = [event for event in events if isinstance(event, Exchanged)]
@@ -263,13 +232,13 @@ def test_a_model_that_falls_silent_over_results_is_asked_once_more() -> None:
 
 def test_a_model_that_stays_silent_is_let_be() -> None:
     silent: list[Step] = [Finished(0, FinishReason.STOP), Completed(Usage(10, 1), Timings(), LookupRecord())]
-    model = Model(calling(("depth", {"pier": 3})), silent, silent)
-    assert text(act(model, box(depth))) == ""
+    model = Model(calling_all(("depth", {"pier": 3})), silent, silent)
+    assert text_of(act(model, box(depth))) == ""
     assert len(model.asked) == 3
 
 
 def test_tokens_are_those_of_the_whole_turn() -> None:
-    model = Model(calling(("depth", {"pier": 1})), answer("Five."))
+    model = Model(calling_all(("depth", {"pier": 1})), answer("Five."))
     act(model, box(depth), max_tokens=12)
     assert [request.max_tokens for request in model.asked] == [12, 7]
 
@@ -283,13 +252,13 @@ def test_a_tool_knows_for_which_user_it_runs() -> None:
         return "you"
 
     namespace = private_namespace("ada", "")
-    model = Model(calling(("who", {})), answer("You."))
+    model = Model(calling_all(("who", {})), answer("You."))
     act(model, box(who), namespace=namespace, depth=1)
     assert seen == [Caller(namespace, 1)]
 
 
 def test_an_error_of_the_backend_in_a_later_round_is_raised() -> None:
-    model = Model(calling(("depth", {"pier": 1})), [EngineError("It broke.")])
+    model = Model(calling_all(("depth", {"pier": 1})), [EngineError("It broke.")])
     with pytest.raises(EngineError, match="It broke"):
         act(model, box(depth))
 
@@ -302,19 +271,19 @@ def decide_always(decision: Decision) -> Callable[[PermissionAsked, Permissions]
 
 
 def test_a_dangerous_tool_waits_for_a_yes() -> None:
-    model = Model(calling(("sink", {"ship": "Ark"})), answer("Gone."))
+    model = Model(calling_all(("sink", {"ship": "Ark"})), answer("Gone."))
     events = act(model, box(sink), asks=True, decide=decide_always(Decision.ONCE))
     (asked,) = [event for event in events if isinstance(event, PermissionAsked)]
     assert asked.call.name == "sink"
     assert events.index(asked) < next(i for i, e in enumerate(events) if isinstance(e, CallStarted))
-    assert outcomes(events) == [("Ark is gone", False)]
+    assert outcomes_of(events) == [("Ark is gone", False)]
 
 
 @pytest.mark.parametrize("decision", [Decision.NO, Decision.NEVER])
 def test_a_no_is_told_to_the_model_and_nothing_runs(decision: Decision) -> None:
-    model = Model(calling(("sink", {"ship": "Ark"}), ("depth", {"pier": 3})), answer("As you wish."))
+    model = Model(calling_all(("sink", {"ship": "Ark"}), ("depth", {"pier": 3})), answer("As you wish."))
     events = act(model, box(sink, depth), asks=True, decide=decide_always(decision))
-    first, second = sorted(outcomes(events))
+    first, second = sorted(outcomes_of(events))
     assert first == ("7 metres", False)
     assert second[1]
     assert "did not allow" in second[0]
@@ -324,15 +293,15 @@ def test_a_no_is_told_to_the_model_and_nothing_runs(decision: Decision) -> None:
     ("decision", "questions"), [(Decision.ONCE, 2), (Decision.NO, 2), (Decision.ALWAYS, 1), (Decision.NEVER, 1)]
 )
 def test_always_and_never_hold_for_the_session(decision: Decision, questions: int) -> None:
-    model = Model(calling(("sink", {"ship": "Ark"})), calling(("sink", {"ship": "Argo"})), answer("."))
+    model = Model(calling_all(("sink", {"ship": "Ark"})), calling_all(("sink", {"ship": "Argo"})), answer("."))
     events = act(model, box(sink), asks=True, decide=decide_always(decision))
     assert sum(isinstance(event, PermissionAsked) for event in events) == questions
-    assert [failed for _, failed in outcomes(events)] == [decision in (Decision.NO, Decision.NEVER)] * 2
+    assert [failed for _, failed in outcomes_of(events)] == [decision in (Decision.NO, Decision.NEVER)] * 2
 
 
 def test_harmless_tools_ask_no_questions() -> None:
-    model = Model(calling(("depth", {"pier": 3})), answer("Seven."))
-    assert outcomes(act(model, box(depth), asks=True)) == [("7 metres", False)]
+    model = Model(calling_all(("depth", {"pier": 3})), answer("Seven."))
+    assert outcomes_of(act(model, box(depth), asks=True)) == [("7 metres", False)]
 
 
 def test_an_answer_that_is_left_stops_its_calls() -> None:
@@ -347,7 +316,7 @@ def test_an_answer_that_is_left_stops_its_calls() -> None:
             stopped.set()
         return ""
 
-    model = Model(calling(("endless", {"n": 1})), answer("."))
+    model = Model(calling_all(("endless", {"n": 1})), answer("."))
     agent = Agent(model.backend, box(endless), Permissions(asks=False), turns=4)
 
     async def leave() -> None:

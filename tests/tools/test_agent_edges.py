@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,52 +17,29 @@ from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
     CallEnded,
     CallStarted,
-    Completed,
     Decision,
     Event,
     Exchanged,
     Finished,
     FinishReason,
-    LookupRecord,
     Message,
     PermissionAsked,
     Request,
     TextDelta,
-    Timings,
     Tool,
     ToolCall,
     ToolCallDelta,
-    Usage,
 )
+from helpers.events import outcomes_of, text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
+from helpers.tool_calls import calling_all, depth, sink
 
 ASK = Request(messages=(Message("user", "How deep is the harbour?"),))
-
-
-def calling(
-    *calls: tuple[str, dict[str, object]], ids: str = "c", reason: FinishReason = FinishReason.TOOL_CALLS
-) -> list[Step]:
-    deltas = [
-        ToolCallDelta(0, place, f"{ids}{place}", name, json.dumps(arguments))
-        for place, (name, arguments) in enumerate(calls)
-    ]
-    return [*deltas, Finished(0, reason), Completed(Usage(10, 5), Timings(), LookupRecord())]
 
 
 def rounds(*scripts: Iterable[Step]) -> ScriptedBackend:
     left = iter(scripts)
     return ScriptedBackend(lambda request: next(left))
-
-
-def depth(pier: int) -> str:
-    """Measure the depth at a pier."""
-    return f"{pier + 4} metres"
-
-
-@tool(dangerous=True)
-def sink(ship: str) -> str:
-    """Sink a ship."""
-    return f"{ship} is gone"
 
 
 class Coming:
@@ -111,31 +87,23 @@ def read(
     return asyncio.run(run())
 
 
-def outcomes(events: Iterable[Event]) -> list[tuple[str, bool]]:
-    return [(event.outcome.text, event.outcome.failed) for event in events if isinstance(event, CallEnded)]
-
-
-def text(events: Iterable[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
-
-
 # ── what is called ──
 
 
 def test_a_tool_that_the_model_made_up_is_told_to_it_and_not_to_the_client() -> None:
-    backend = rounds(calling(("dephth", {"pier": 3})), answer("I was wrong."))
+    backend = rounds(calling_all(("dephth", {"pier": 3})), answer("I was wrong."))
     events = read(agent(backend, depth))
-    ((said, failed),) = outcomes(events)
+    ((said, failed),) = outcomes_of(events)
     assert failed
     assert "did you mean depth?" in said
     assert not any(isinstance(event, ToolCallDelta) for event in events)
-    assert text(events) == "I was wrong."
+    assert text_of(events) == "I was wrong."
 
 
 def test_beside_tools_of_the_client_a_made_up_one_is_still_ours() -> None:
-    backend = rounds(calling(("dephth", {})), answer("I was wrong."))
+    backend = rounds(calling_all(("dephth", {})), answer("I was wrong."))
     events = read(agent(backend, depth), replace(ASK, tools=(Tool("ferry"),)))
-    assert outcomes(events)[0][1]
+    assert outcomes_of(events)[0][1]
 
 
 def test_a_tool_that_went_before_it_was_called_is_told() -> None:
@@ -145,13 +113,13 @@ def test_a_tool_that_went_before_it_was_called_is_told() -> None:
         if len(request.messages) > 1:
             return answer("It is gone.")
         source.now.clear()
-        return calling(("depth", {"pier": 3}))
+        return calling_all(("depth", {"pier": 3}))
 
     events = read(agent(ScriptedBackend(script), source=source))
-    ((said, failed),) = outcomes(events)
+    ((said, failed),) = outcomes_of(events)
     assert failed
     assert "no tool 'depth'" in said
-    assert text(events) == "It is gone."
+    assert text_of(events) == "It is gone."
 
 
 def test_a_dangerous_tool_that_comes_while_the_user_decides_does_not_run_unasked() -> None:
@@ -169,18 +137,18 @@ def test_a_dangerous_tool_that_comes_while_the_user_decides_does_not_run_unasked
         source.now.append(as_tool(scuttle))
         return Decision.ONCE
 
-    calls = calling(("scuttle", {"ship": "Ark"}), ("sink", {"ship": "Ark"}))
+    calls = calling_all(("scuttle", {"ship": "Ark"}), ("sink", {"ship": "Ark"}))
     events = read(agent(rounds(calls, answer(".")), asks=True, source=source), on_question=decide)
     assert sunk == []
-    assert ("Ark is gone", False) in outcomes(events)
-    assert any("call it again" in said for said, _ in outcomes(events))
+    assert ("Ark is gone", False) in outcomes_of(events)
+    assert any("call it again" in said for said, _ in outcomes_of(events))
 
 
 def test_of_several_calls_only_the_one_that_was_denied_does_not_run() -> None:
     def decide(asked: PermissionAsked) -> Decision:
         return Decision.ONCE if "Argo" in asked.call.arguments else Decision.NEVER
 
-    calls = calling(("sink", {"ship": "Argo"}), ("depth", {"pier": 3}), ("sink", {"ship": "Ark"}))
+    calls = calling_all(("sink", {"ship": "Argo"}), ("depth", {"pier": 3}), ("sink", {"ship": "Ark"}))
     backend = rounds(calls, answer("."))
     read(agent(backend, sink, depth, asks=True), on_question=decide)
     argo, pier, ark = backend.requests[1].messages[-3:]
@@ -189,9 +157,9 @@ def test_of_several_calls_only_the_one_that_was_denied_does_not_run() -> None:
 
 
 def test_a_call_that_was_cut_is_not_executed() -> None:
-    backend = rounds([ToolCallDelta(0, 0, "c0", "depth", ""), *calling(reason=FinishReason.LENGTH)])
+    backend = rounds([ToolCallDelta(0, 0, "c0", "depth", ""), *calling_all(reason=FinishReason.LENGTH)])
     events = read(agent(backend, depth))
-    assert outcomes(events) == []
+    assert outcomes_of(events) == []
     assert Finished(0, FinishReason.LENGTH) in events
 
 
@@ -204,7 +172,7 @@ def test_one_answer_at_a_time() -> None:
 
 
 def test_servers_that_count_their_calls_anew_get_ids_that_differ() -> None:
-    backend = rounds(calling(("depth", {"pier": 1})), calling(("depth", {"pier": 2})), answer("Both."))
+    backend = rounds(calling_all(("depth", {"pier": 1})), calling_all(("depth", {"pier": 2})), answer("Both."))
     events = read(agent(backend, depth))
     ids = [m.tool_call_id for e in events if isinstance(e, Exchanged) for m in e.messages if m.role == "tool"]
     assert ids[0] == "c0"
@@ -221,7 +189,7 @@ def test_two_answers_at_once_are_decided_on_apart_even_with_the_same_ids() -> No
         all_asked = asyncio.Event()
 
         async def one(ship: str) -> list[tuple[str, bool]]:
-            acting = Agent(rounds(calling(("sink", {"ship": ship})), answer(".")), box, permissions, turns=2)
+            acting = Agent(rounds(calling_all(("sink", {"ship": ship})), answer(".")), box, permissions, turns=2)
             events = []
             async for event in acting.generate(ASK):
                 events.append(event)
@@ -229,7 +197,7 @@ def test_two_answers_at_once_are_decided_on_apart_even_with_the_same_ids() -> No
                     asked[ship] = event.call
                     if len(asked) == 2:
                         all_asked.set()
-            return outcomes(events)
+            return outcomes_of(events)
 
         async with asyncio.timeout(20):
             running = [asyncio.create_task(one(ship)) for ship in ("Ark", "Argo")]
@@ -247,7 +215,7 @@ def test_two_answers_at_once_are_decided_on_apart_even_with_the_same_ids() -> No
 
 
 def test_leaving_while_a_permission_is_pending_leaves_nothing_behind() -> None:
-    acting, permissions = agent(rounds(calling(("sink", {"ship": "Ark"})), answer(".")), sink, asks=True)
+    acting, permissions = agent(rounds(calling_all(("sink", {"ship": "Ark"})), answer(".")), sink, asks=True)
 
     async def leave() -> ToolCall:
         asked = asyncio.Event()
@@ -285,7 +253,7 @@ def test_a_client_that_stops_reading_has_stopped_everything(at: type[Event]) -> 
             stopped.append("tool")
         return ""
 
-    backend = rounds([TextDelta(0, "Let me see."), *calling(("depth", {"pier": 1}), ("endless", {"n": 1}))])
+    backend = rounds([TextDelta(0, "Let me see."), *calling_all(("depth", {"pier": 1}), ("endless", {"n": 1}))])
     acting, permissions = agent(backend, depth, endless, asks=True)
 
     async def leave() -> set[str]:
@@ -311,7 +279,7 @@ def test_leaving_after_the_first_of_two_calls_stops_the_other() -> None:
             stopped.append("tool")
         return ""
 
-    acting, _ = agent(rounds(calling(("depth", {"pier": 1}), ("endless", {"n": 1}))), depth, endless)
+    acting, _ = agent(rounds(calling_all(("depth", {"pier": 1}), ("endless", {"n": 1}))), depth, endless)
 
     async def leave() -> list[str]:
         async with asyncio.timeout(20), aclosing(acting.generate(ASK)) as events:  # type: ignore[type-var]
@@ -324,7 +292,7 @@ def test_leaving_after_the_first_of_two_calls_stops_the_other() -> None:
 
 
 def test_arguments_that_are_nested_without_end_are_only_a_call_that_failed() -> None:
-    deep = [ToolCallDelta(0, 0, "c0", "depth", "[" * 100_000), *calling()]
+    deep = [ToolCallDelta(0, 0, "c0", "depth", "[" * 100_000), *calling_all()]
     events = read(agent(rounds(deep, answer("Sorry.")), depth))
-    assert outcomes(events)[0][1]
-    assert text(events) == "Sorry."
+    assert outcomes_of(events)[0][1]
+    assert text_of(events) == "Sorry."

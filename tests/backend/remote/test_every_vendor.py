@@ -24,6 +24,8 @@ from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.tools.function import as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import CallEnded, Completed, Event, Message, RemoteModel, Request, TextDelta
+from helpers.events import text_of
+from helpers.tool_calls import depth
 from helpers.vendors import anthropic_server as anthropic
 from helpers.vendors import gemini_server as gemini
 from helpers.vendors import grok_server as grok
@@ -147,20 +149,11 @@ async def events_of(backend: Any, request: Request = HELLO) -> list[Event]:
         await backend.close()
 
 
-def text(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
-
-
-def depth(pier: int) -> str:
-    """Measure the depth at a pier."""
-    return f"{pier + 4} metres"
-
-
 def test_text_and_what_it_cost(vendor: Vendor) -> None:
     *events, completed = with_server(
         vendor.serve(vendor.said("Seven metres.")), lambda url: events_of(vendor.backend(url))
     )
-    assert text(events) == "Seven metres."
+    assert text_of(events) == "Seven metres."
     assert isinstance(completed, Completed)
     assert completed.usage.prompt_tokens and completed.usage.completion_tokens
     assert completed.answered_by == vendor.kind
@@ -171,14 +164,14 @@ def test_tools_run_here_and_the_result_goes_back(vendor: Vendor) -> None:
     tools = ToolBox([as_tool(depth)], ToolPolicy())
     events = with_server(server, lambda url: events_of(vendor.backend(url, tools)))
     assert [event.outcome.text for event in events if isinstance(event, CallEnded)] == ["7 metres"]
-    assert text(events) == "Seven metres."
+    assert text_of(events) == "Seven metres."
     last = [asked for asked in server.asked if "kv_cache" not in getattr(asked, "path", "")][-1]
     assert "7 metres" in str(getattr(last, "body", last))
 
 
 def test_a_moment_of_overload_is_waited_for(vendor: Vendor) -> None:
     server = vendor.serve(vendor.busy(), vendor.busy(), vendor.said("Seven metres."))
-    assert text(with_server(server, lambda url: events_of(vendor.backend(url)))) == "Seven metres."
+    assert text_of(with_server(server, lambda url: events_of(vendor.backend(url)))) == "Seven metres."
 
 
 def test_overload_that_lasts_is_an_error_without_the_key(vendor: Vendor) -> None:
@@ -226,7 +219,7 @@ def test_one_that_is_down_is_stood_in_for(vendor: Vendor) -> None:
         return events, chain.health()
 
     (*events, completed), health = with_server(stand_in.serve(stand_in.said("I do.")), ask)
-    assert text(events) == "I do."
+    assert text_of(events) == "I do."
     assert completed.answered_by == "second"
     assert health["chain"][0]["state"] == "failed"
     assert "cannot be reached" in health["chain"][0]["error"]

@@ -39,7 +39,8 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from helpers.vendors.driving import drive, end_of, events_of, leave_early
+from helpers.events import end_of
+from helpers.vendors.driving import drive, events_of, leave_early
 from helpers.vendors.grok_server import HANG, KEY, MODEL, GrokServer, Step, call, chunk, ended, failed
 
 HELLO = Request(messages=(Message("user", "Hello?"),))

@@ -31,7 +31,8 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from helpers.vendors.driving import drive, end_of, events_of, leave_early
+from helpers.events import end_of
+from helpers.vendors.driving import drive, events_of, leave_early
 from helpers.vendors.loopback import Reply, Stream
 from helpers.vendors.ollama_server import MODEL, OllamaServer, answer, failed, line, part
 

@@ -28,7 +28,8 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from helpers.vendors.driving import drive, end_of, events_of, leave_early, text_of
+from helpers.events import end_of, text_of
+from helpers.vendors.driving import drive, events_of, leave_early
 from helpers.vendors.loopback import Reply, Stream
 from helpers.vendors.openai_server import (
     DONE,

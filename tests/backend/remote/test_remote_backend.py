@@ -24,8 +24,6 @@ from emberkeep.types import (
     CallEnded,
     Completed,
     Finished,
-    FinishReason,
-    LookupRecord,
     Message,
     MissReason,
     ReasoningDelta,
@@ -33,11 +31,11 @@ from emberkeep.types import (
     Recall,
     Request,
     TextDelta,
-    Timings,
-    ToolCallDelta,
     Usage,
 )
-from helpers.remote_model import ScriptedProvider, Step, read, remote, said, text, tokens_of
+from helpers.events import read_events, text_of
+from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
+from helpers.tool_calls import calling, depth
 
 HELLO = Request(messages=(Message("user", "Hello"),))
 
@@ -59,8 +57,8 @@ def failing(*errors: Exception) -> ScriptedProvider:
 
 def test_events_pass_and_the_last_one_says_which_model_and_how_long() -> None:
     provider = ScriptedProvider(lambda request: said("Hello to you.", 12, 5))
-    *events, completed = read(remote(provider), HELLO)
-    assert text(events) == "Hello to you."
+    *events, completed = read_events(remote(provider), HELLO)
+    assert text_of(events) == "Hello to you."
     assert isinstance(completed, Completed)
     assert completed.usage == Usage(12, 3, 5)
     assert completed.answered_by == "far"
@@ -71,7 +69,7 @@ def test_events_pass_and_the_last_one_says_which_model_and_how_long() -> None:
 def test_a_service_that_is_down_for_a_moment_is_asked_again() -> None:
     provider = failing(RemoteDown("Busy."), RemoteDown("Busy.", retry_after=0.0))
     backend = remote(provider)
-    assert text(read(backend, HELLO)) == "At last."
+    assert text_of(read_events(backend, HELLO)) == "At last."
     assert len(provider.asked) == 3
     assert backend.stats()["remote"]["retries"] == 2
 
@@ -80,7 +78,7 @@ def test_patience_has_an_end() -> None:
     provider = failing(*[RemoteDown("Busy.")] * 3)
     backend = remote(provider, retries=2)
     with pytest.raises(RemoteDown, match="Busy"):
-        read(backend, HELLO)
+        read_events(backend, HELLO)
     assert len(provider.asked) == 3
     assert backend.health()["error"] == "Busy."
 
@@ -88,7 +86,7 @@ def test_patience_has_an_end() -> None:
 def test_a_service_that_wants_to_be_left_alone_for_long_is_not_waited_for() -> None:
     provider = failing(RemoteDown("Come back tomorrow.", retry_after=3600))
     with pytest.raises(RemoteDown):
-        read(remote(provider), HELLO)
+        read_events(remote(provider), HELLO)
     assert len(provider.asked) == 1
 
 
@@ -96,14 +94,14 @@ def test_a_service_that_wants_to_be_left_alone_for_long_is_not_waited_for() -> N
 def test_what_waiting_cannot_mend_is_raised_at_once(error: Exception) -> None:
     provider = failing(error)
     with pytest.raises(type(error)):
-        read(remote(provider), HELLO)
+        read_events(remote(provider), HELLO)
     assert len(provider.asked) == 1
 
 
 def test_an_answer_that_broke_off_is_not_begun_anew() -> None:
     provider = ScriptedProvider(lambda request: [TextDelta(0, "Hel"), RemoteDown("Gone.")])
     with pytest.raises(RemoteDown):
-        read(remote(provider), HELLO)
+        read_events(remote(provider), HELLO)
     assert len(provider.asked) == 1
 
 
@@ -123,13 +121,13 @@ def test_leaving_an_answer_closes_the_connection() -> None:
 def test_a_deadline_holds_here_too() -> None:
     provider = ScriptedProvider(lambda request: [60.0])
     with pytest.raises(DeadlineExceeded):
-        read(remote(provider), replace(HELLO, deadline_s=0.05))
+        read_events(remote(provider), replace(HELLO, deadline_s=0.05))
     assert provider.left == 1
 
 
 def test_several_choices_are_asked_for_one_after_the_other() -> None:
     provider = ScriptedProvider(lambda request: said("Hi."))
-    events = read(remote(provider), replace(HELLO, n=2))
+    events = read_events(remote(provider), replace(HELLO, n=2))
     assert [event.index for event in events if isinstance(event, Finished)] == [0, 1]
     assert sum(isinstance(event, Completed) for event in events) == 1
     assert events[-1].usage.completion_tokens == 6  # type: ignore[union-attr]
@@ -138,7 +136,7 @@ def test_several_choices_are_asked_for_one_after_the_other() -> None:
 @pytest.mark.parametrize("asked", [Request(prompt="Once"), replace(HELLO, top_logprobs=0)])
 def test_what_only_a_model_here_can_do_is_refused(asked: Request) -> None:
     with pytest.raises(RequestError, match="far"):
-        read(remote(failing()), asked)
+        read_events(remote(failing()), asked)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +145,16 @@ def test_what_only_a_model_here_can_do_is_refused(asked: Request) -> None:
 )
 def test_reasoning_goes_where_it_is_wanted(format: ReasoningFormat | None, expected: str) -> None:
     provider = ScriptedProvider(lambda request: [ReasoningDelta(0, "Hm. "), *said("Yes.")])
-    events = read(remote(provider), replace(HELLO, reasoning=format))
-    assert text(events) == expected
+    events = read_events(remote(provider), replace(HELLO, reasoning=format))
+    assert text_of(events) == expected
     assert any(isinstance(event, ReasoningDelta) for event in events) == (format is None)
 
 
 def test_the_models_own_limit_of_an_answer_holds_unless_a_request_says() -> None:
     provider = failing()
     backend = remote(provider, max_tokens=77)
-    read(backend, HELLO)
-    read(backend, replace(HELLO, max_tokens=5))
+    read_events(backend, HELLO)
+    read_events(backend, replace(HELLO, max_tokens=5))
     assert [request.max_tokens for request in provider.asked] == [77, 5]
 
 
@@ -184,7 +182,7 @@ class Talk:
 
     def say(self, words: str) -> Completed:
         self.messages.append(Message("user", words))
-        *_, completed = read(self.backend, Request(messages=tuple(self.messages)))
+        *_, completed = read_events(self.backend, Request(messages=tuple(self.messages)))
         self.messages.append(Message("assistant", "Noted."))
         assert isinstance(completed, Completed)
         return completed
@@ -236,7 +234,7 @@ def test_without_eviction_too_long_is_an_error(tmp_path: Path) -> None:
         message for i in range(60) for message in (Message("user", note(i)), Message("assistant", "Yes."))
     )
     with pytest.raises(ContextExceeded, match="evict"):
-        read(talk.backend, Request(messages=(*long, Message("user", "And?")), evict=False))
+        read_events(talk.backend, Request(messages=(*long, Message("user", "And?")), evict=False))
 
 
 def test_what_left_comes_back_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -252,29 +250,19 @@ def test_what_left_comes_back_where_it_is_asked_for(tmp_path: Path) -> None:
 # ── tools ──
 
 
-def calling(name: str, arguments: str) -> list[Step]:
-    completed = Completed(Usage(10, 5), Timings(), LookupRecord())
-    return [ToolCallDelta(0, 0, "c1", name, arguments), Finished(0, FinishReason.TOOL_CALLS), completed]
-
-
-def depth(pier: int) -> str:
-    """Measure the depth at a pier."""
-    return f"{pier + 4} metres"
-
-
 def test_the_servers_tools_run_for_a_remote_model_too(tmp_path: Path) -> None:
     rounds = iter([calling("depth", '{"pier": 3}'), said("Seven metres.")])
     provider = ScriptedProvider(lambda request: next(rounds))
     tools = ToolBox([as_tool(depth)], ToolPolicy())
-    events = read(remote(provider, tmp_path, tools=tools, tool_rounds=4), HELLO)
+    events = read_events(remote(provider, tmp_path, tools=tools, tool_rounds=4), HELLO)
     assert [event.outcome.text for event in events if isinstance(event, CallEnded)] == ["7 metres"]
-    assert text(events) == "Seven metres."
+    assert text_of(events) == "Seven metres."
     assert [message.role for message in provider.asked[1].messages] == ["user", "assistant", "tool"]
 
 
 def test_the_model_may_search_its_memory(tmp_path: Path) -> None:
     rounds = iter([calling("search_memory", '{"query": "boat"}'), said("I do not know.")])
     provider = ScriptedProvider(lambda request: next(rounds))
-    events = read(remote(provider, tmp_path, recall=Recall.TOOL), HELLO)
-    assert text(events) == "I do not know."
+    events = read_events(remote(provider, tmp_path, recall=Recall.TOOL), HELLO)
+    assert text_of(events) == "I do not know."
     assert provider.asked[0].tools[-1].name == "search_memory"

@@ -16,7 +16,6 @@ from emberkeep.session.sessions import Policy, Sessions, about_tokens
 from emberkeep.tools.function import ToolFunction, as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
-    CallEnded,
     Completed,
     Event,
     Finished,
@@ -32,14 +31,11 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
-from helpers.remote_model import ScriptedProvider, Step, read, remote, said, text, tokens_of
+from helpers.events import outcomes_of, read_events, text_of
+from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
+from helpers.tool_calls import calling, depth
 
 HELLO = Request(messages=(Message("user", "Hello"),))
-
-
-def calling(name: str, arguments: str = "{}", id: str = "c1") -> list[Step]:
-    completed = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())
-    return [ToolCallDelta(0, 0, id, name, arguments), Finished(0, FinishReason.TOOL_CALLS), completed]
 
 
 def rounds(*scripts: Iterable[Step]) -> ScriptedProvider:
@@ -59,11 +55,6 @@ def honest(*scripts: list[Step]) -> ScriptedProvider:
     return ScriptedProvider(script)
 
 
-def depth(pier: int) -> str:
-    """Measure the depth at a pier."""
-    return f"{pier + 4} metres"
-
-
 async def tide() -> str:
     """Wait for the tide."""
     await asyncio.Event().wait()
@@ -76,7 +67,7 @@ def box(*functions: object) -> ToolBox:
 
 
 def outcomes(events: list[Event]) -> list[str]:
-    return [event.outcome.text for event in events if isinstance(event, CallEnded)]
+    return [said for said, _ in outcomes_of(events)]
 
 
 # ── tools ──
@@ -84,10 +75,10 @@ def outcomes(events: list[Event]) -> list[str]:
 
 def test_a_tool_that_the_model_made_up_is_told_to_it() -> None:
     provider = rounds(calling("dephth"), said("Sorry."))
-    events = read(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
+    events = read_events(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
     assert "did you mean depth?" in outcomes(events)[0]
     assert not any(isinstance(event, ToolCallDelta) for event in events)
-    assert text(events) == "Sorry."
+    assert text_of(events) == "Sorry."
 
 
 def test_a_tool_that_went_is_not_taken_for_a_search(tmp_path: Path) -> None:
@@ -101,24 +92,24 @@ def test_a_tool_that_went_is_not_taken_for_a_search(tmp_path: Path) -> None:
         return calling("depth", '{"pier": 3}')
 
     backend = remote(ScriptedProvider(script), tmp_path, recall=Recall.TOOL, tools=tools, tool_rounds=4)
-    events = read(backend, HELLO)
+    events = read_events(backend, HELLO)
     assert "no tool 'depth'" in outcomes(events)[0]
 
 
 def test_who_may_only_search_is_told_so(tmp_path: Path) -> None:
-    events = read(remote(rounds(calling("sail"), said(".")), tmp_path, recall=Recall.TOOL), HELLO)
+    events = read_events(remote(rounds(calling("sail"), said(".")), tmp_path, recall=Recall.TOOL), HELLO)
     assert outcomes(events) == ["There is no tool 'sail': use search_memory, or answer."]
 
 
 def test_a_client_with_tools_gets_calls_of_unknown_tools(tmp_path: Path) -> None:
     backend = remote(rounds(calling("sail")), tmp_path, recall=Recall.TOOL)
-    events = read(backend, replace(HELLO, tools=(Tool("ferry"),)))
+    events = read_events(backend, replace(HELLO, tools=(Tool("ferry"),)))
     assert [event.name for event in events if isinstance(event, ToolCallDelta)] == ["sail"]
 
 
 def test_ids_that_come_again_in_every_round_are_told_apart(tmp_path: Path) -> None:
     provider = rounds(calling("depth", '{"pier": 1}'), calling("depth", '{"pier": 2}'), said("Both."))
-    read(remote(provider, tmp_path, tools=box(depth), tool_rounds=4), HELLO)
+    read_events(remote(provider, tmp_path, tools=box(depth), tool_rounds=4), HELLO)
     asked = provider.asked[-1].messages
     assert len({call.id for message in asked for call in message.tool_calls}) == 2
     results = {message.tool_call_id: message.content for message in asked if message.role == "tool"}
@@ -129,9 +120,9 @@ def test_without_a_memory_and_without_eviction_the_calls_are_still_in_the_conver
     provider = rounds(calling("depth", '{"pier": 3}'), said("Seven metres."), said("Welcome."))
     backend = remote(provider, tools=box(depth), tool_rounds=4)
     backend._sessions.policy = replace(backend._sessions.policy, evict=False)
-    answered = text(read(backend, HELLO))
+    answered = text_of(read_events(backend, HELLO))
     later = (*HELLO.messages, Message("assistant", answered), Message("user", "Thanks."))
-    read(backend, Request(messages=later))
+    read_events(backend, Request(messages=later))
     roles = [message.role for message in provider.asked[-1].messages]
     assert roles == ["user", "assistant", "tool", "assistant", "user"]
 
@@ -149,13 +140,13 @@ def test_without_a_memory_and_without_eviction_the_calls_are_still_in_the_conver
 )
 def test_who_asks_for_something_else_gets_no_tools_of_ours(fields: dict[str, object]) -> None:
     provider = ScriptedProvider(lambda request: said("Yes."))
-    read(remote(provider, tools=box(depth), tool_rounds=4), replace(HELLO, **fields))  # type: ignore[arg-type]
+    read_events(remote(provider, tools=box(depth), tool_rounds=4), replace(HELLO, **fields))  # type: ignore[arg-type]
     assert all(tool.name == "ferry" for tool in provider.asked[0].tools)
 
 
 def test_when_the_tokens_are_spent_on_calls_the_answer_ends_there() -> None:
     provider = rounds(calling("depth", '{"pier": 1}'), calling("depth", '{"pier": 2}'))
-    events = read(remote(provider, tools=box(depth), tool_rounds=9), replace(HELLO, max_tokens=8))
+    events = read_events(remote(provider, tools=box(depth), tool_rounds=9), replace(HELLO, max_tokens=8))
     assert [request.max_tokens for request in provider.asked] == [8, 3]
     assert Finished(0, FinishReason.LENGTH) in events
     assert outcomes(events) == ["5 metres"]
@@ -168,8 +159,8 @@ def test_a_long_turn_of_calls_goes_on_when_the_context_is_full(tmp_path: Path) -
 
     calls = [calling("read_log", f'{{"page": {i}}}', f"c{i}") for i in range(8)]
     provider = honest(*calls, said("All read."))
-    events = read(remote(provider, tmp_path, context=600, tools=box(read_log), tool_rounds=9), HELLO)
-    assert text(events) == "All read."
+    events = read_events(remote(provider, tmp_path, context=600, tools=box(read_log), tool_rounds=9), HELLO)
+    assert text_of(events) == "All read."
     assert len(outcomes(events)) == 8
     assert "left out to make room" in "".join(m.content for m in provider.asked[-1].messages)
 
@@ -180,7 +171,7 @@ def test_what_a_tool_gave_is_found_when_its_turn_has_left(tmp_path: Path) -> Non
     messages: list[Message] = []
     for i in range(30):
         messages.append(Message("user", f"Ship number {i} carries salt and wool and barrels of tar to the north."))
-        messages.append(Message("assistant", text(read(backend, Request(messages=tuple(messages))))))
+        messages.append(Message("assistant", text_of(read_events(backend, Request(messages=tuple(messages))))))
     assert backend.memory is not None
     found = backend.memory.search("", "ship number 0 metres", max_results=10)
     assert any(use.result == "42 metres" for one in found for use in one.tool_uses)
@@ -193,14 +184,14 @@ def test_one_deadline_holds_over_all_rounds_and_their_tools() -> None:
     provider = rounds(calling("depth", '{"pier": 1}'), calling("tide"))
     backend = remote(provider, tools=box(depth, tide), tool_rounds=4)
     with pytest.raises(DeadlineExceeded):
-        read(backend, replace(HELLO, deadline_s=0.2))
+        read_events(backend, replace(HELLO, deadline_s=0.2))
     assert len(provider.asked) == 2
 
 
 def test_the_configured_deadline_does_the_same() -> None:
     backend = remote(rounds(calling("tide")), tools=box(tide), tool_rounds=4, deadline_s=0.05)
     with pytest.raises(DeadlineExceeded):
-        read(backend, HELLO)
+        read_events(backend, HELLO)
 
 
 def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +223,7 @@ def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.Mo
 def test_the_usage_of_several_choices_has_the_tokens_of_all() -> None:
     completed = Completed(Usage(10, 7, 4, 2), Timings(), LookupRecord())
     provider = ScriptedProvider(lambda request: [Finished(0, FinishReason.STOP), completed])
-    *_, last = read(remote(provider), replace(HELLO, n=3))
+    *_, last = read_events(remote(provider), replace(HELLO, n=3))
     assert isinstance(last, Completed)
     assert last.usage == Usage(10, 21, 4, 6)
     assert last.timings.predicted_n == 21
@@ -240,7 +231,7 @@ def test_the_usage_of_several_choices_has_the_tokens_of_all() -> None:
 
 def test_the_usage_of_several_rounds_has_the_tokens_of_all() -> None:
     provider = rounds(calling("depth", '{"pier": 1}'), said("Five.", 30, 10))
-    *_, last = read(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
+    *_, last = read_events(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
     assert isinstance(last, Completed)
     assert last.usage == Usage(30, 5 + 3, 10)
     assert (last.timings.cache_n, last.timings.prompt_n, last.answered_by) == (10, 20, "far")
@@ -268,7 +259,7 @@ def test_a_conversation_in_chinese_fits_from_the_first_answer_on(tmp_path: Path,
 
     history = [message for i in range(60) for message in (chinese(i), Message("assistant", "好的。"))]
     backend = remote(ScriptedProvider(script), tmp_path, context=1000)
-    *_, completed = read(backend, Request(messages=(*history, chinese(60))))
+    *_, completed = read_events(backend, Request(messages=(*history, chinese(60))))
     assert isinstance(completed, Completed)
     assert completed.fit.evictions
     assert too_long == []
@@ -284,7 +275,7 @@ def test_without_eviction_what_is_too_long_says_what_would_help() -> None:
     backend = remote(provider)
     backend._sessions = Sessions(None, Policy(400, evict=False))
     with pytest.raises(ContextExceeded, match="evict"):
-        read(backend, replace(HELLO, evict=False))
+        read_events(backend, replace(HELLO, evict=False))
     assert len(provider.asked) == 1
 
 
@@ -298,11 +289,11 @@ def test_what_a_provider_does_wrong_is_its_fault_and_its_words_are_not_repeated(
             yield
 
     with pytest.raises(RemoteError, match="far failed with KeyError") as caught:
-        read(remote(Careless(lambda request: [])), HELLO)
+        read_events(remote(Careless(lambda request: [])), HELLO)
     assert "sk-secret" not in str(caught.value)
 
 
 def test_an_answer_without_usage_is_an_error() -> None:
     provider = ScriptedProvider(lambda request: said("Hello.")[:-1])
     with pytest.raises(RemoteError, match="without its usage"):
-        read(remote(provider), HELLO)
+        read_events(remote(provider), HELLO)

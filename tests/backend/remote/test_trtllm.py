@@ -13,7 +13,8 @@ from emberkeep.backend.remote.base import RemoteAbout
 from emberkeep.backend.remote.trtllm import TrtllmProvider, open_trtllm
 from emberkeep.errors import RemoteDown
 from emberkeep.types import Message, RemoteModel, ToolCall
-from helpers.vendors.driving import drive, events_of, text_of
+from helpers.events import text_of
+from helpers.vendors.driving import drive, events_of
 from helpers.vendors.loopback import Reply, Stream
 from helpers.vendors.openai_server import answer, call, failed
 from helpers.vendors.trtllm_server import Told, TrtllmServer, conversation, removed, stored, used

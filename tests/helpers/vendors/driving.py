@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar, cast
 
 from emberkeep.backend.remote.base import Provider
-from emberkeep.types import Completed, Event, Finished, Request, TextDelta
+from emberkeep.types import Event, Request
 
 WAIT_S = 10.0
 P = TypeVar("P", bound=Provider)
@@ -50,13 +50,3 @@ async def leave_early(provider: Provider, request: Request, was_left: asyncio.Ev
         assert not was_left.is_set()
     await was_left.wait()
     return first
-
-
-def text_of(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextDelta))
-
-
-def end_of(events: list[Event]) -> tuple[Finished, Completed]:
-    finished, completed = events[-2:]
-    assert isinstance(finished, Finished) and isinstance(completed, Completed)
-    return finished, completed
