@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
 from emberkeep.chat.template import IsolatedTemplate
 from emberkeep.config import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import Overloaded
-from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Message, MissReason, Request, Sampling, Tool, private_namespace
+from helpers.events import end_of, read_events
+from helpers.fake_backend import fake_backend, settle
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"
@@ -44,7 +44,7 @@ CHAT = Request(
 
 def open_backend(folder: Path, weights: str = "fake", unit: KvUnit = KvUnit.RANGE) -> LocalBackend:
     engine = FakeEngine(cells=1 << 15, weights=weights, kv_unit=unit)
-    return assemble(Config(data_dir=folder), engine, TEMPLATE, ModelCard(weights, 0, 4096))
+    return fake_backend(Config(data_dir=folder), engine, template=TEMPLATE, name=weights)
 
 
 @pytest.fixture
@@ -55,14 +55,8 @@ def backend(tmp_path: Path) -> Iterator[LocalBackend]:
 
 
 def ask(backend: LocalBackend, request: Request) -> Completed:
-    async def generate() -> Completed:
-        [*_, last] = [event async for event in backend.generate(request)]
-        assert isinstance(last, Completed)
-        return last
-
-    completed = asyncio.run(generate())
-    while backend.scheduler.stats()["active"]:  # its turn is being closed
-        backend.scheduler.call(lambda: None).result()
+    _, completed = end_of(read_events(backend, request))
+    settle(backend)
     return completed
 
 

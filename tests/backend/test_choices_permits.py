@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.backend.choices import Permit, Permits
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import InvalidField, Overloaded, RateLimited
-from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Request, Sampling
+from helpers.fake_backend import fake_backend
 from helpers.scheduling import Gate
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +34,7 @@ async def served(
     folder: Path, engine: FakeEngine, *, parallel: int, queue: int, per_user: int | None = None
 ) -> AsyncIterator[LocalBackend]:
     config = Config(data_dir=folder, parallel=parallel, queue=queue, max_concurrent_per_user=per_user)
-    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    backend = fake_backend(config, engine)
     try:
         yield backend
     finally:

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.local import LocalBackend
 from emberkeep.chat.output import TextStream
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
-from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, StepFailed
-from emberkeep.runtime import assemble
 from emberkeep.types import Request, Sampling, TextDelta
+from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Gate
 
 ASKED = Request(prompt="harbour " * 40, sampling=Sampling(temperature=0), max_tokens=6)
@@ -32,7 +31,7 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def backend(tmp_path: Path, engine: FakeEngine) -> Iterator[LocalBackend]:
     config = Config(data_dir=tmp_path, prefill_slice=128)
-    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    backend = fake_backend(config, engine)
     yield backend
     asyncio.run(backend.close())
 

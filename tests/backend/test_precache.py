@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
 from emberkeep.engine.base import KvUnit
-from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.kv.policy import Rate
-from emberkeep.runtime import assemble
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import SHARED, Completed, Lineage, Message, Request, Sampling, Tool, Ttl, private_namespace
+from helpers.events import end_of, read_events
+from helpers.fake_backend import fake_backend, settle
+from helpers.scheduling import Unmeasured
+from helpers.waiting import eventually
 
 SYSTEM = "You are the assistant of a small library that is open from nine to five. " * 6
 PREFIX = Request(
     messages=(Message("system", SYSTEM),), user=SHARED, namespace=SHARED, is_prefix=True, max_tokens=0
 )
 ALICE = private_namespace("alice")
-
-
-class _Unmeasured(Rate):
-    def measure(self, amount: float, seconds: float) -> None:
-        pass
 
 
 @pytest.fixture(params=list(KvUnit))
@@ -47,8 +42,8 @@ class House:
     def open(self, **settings) -> tuple[LocalBackend, FakeEngine]:
         engine = FakeEngine(cells=1 << 15, kv_unit=self._unit)
         config = Config(data_dir=self._folder, sweep_s=3600, **settings)
-        backend = assemble(config, engine, CHATML, ModelCard("fake", 0, 4096))
-        backend._store.costs.evaluate = _Unmeasured()  # this engine is too quick to measure
+        backend = fake_backend(config, engine)
+        backend._store.costs.evaluate = Unmeasured()
         self._open.append(backend)
         return backend, engine
 
@@ -75,19 +70,7 @@ def chat(*texts: str, namespace: str = "", system: str = SYSTEM, **more) -> Requ
 
 
 def completed(backend: LocalBackend, request: Request) -> Completed:
-    async def ask() -> Completed:
-        [*_, last] = [event async for event in backend.generate(request)]
-        assert isinstance(last, Completed)
-        return last
-
-    return asyncio.run(ask())
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    return end_of(read_events(backend, request))[1]
 
 
 def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
@@ -104,12 +87,6 @@ def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
     backend.warmer.keep_warm(prefixes)
     assert done.wait(20)
     settle(backend)
-
-
-def settle(backend: LocalBackend) -> None:
-    """A sequence is put to rest a moment after its answer."""
-    while backend.scheduler.stats()["active"]:
-        backend.scheduler.call(lambda: None).result()
 
 
 def test_the_first_request_of_a_conversation_evaluates_only_its_own_tokens(house):
@@ -162,7 +139,7 @@ def test_a_prefix_that_was_lost_is_evaluated_again(house):
         prefix.warmed_at -= 1000
     backend.warmer.sweep()
     # The sweep of its own thread may have come first, and be at it.
-    until(lambda: engine.evaluated_tokens >= 2 * warmed)
+    assert eventually(lambda: engine.evaluated_tokens >= 2 * warmed)
     settle(backend)
     assert engine.evaluated_tokens == 2 * warmed
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.runtime import assemble
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import Request
+from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Gate
 
 PREFIX = Request(prompt="harbour " * 400, is_prefix=True, max_tokens=0)
@@ -19,7 +18,7 @@ def test_no_request_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> N
     engine = FakeEngine()
     gate = Gate(engine)
     config = Config(data_dir=tmp_path, drain_s=PATIENCE, prefill_slice=128)
-    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    backend = fake_backend(config, engine)
     whole = len(backend.tokenizer.tokenize(str(PREFIX.prompt), add_special=True, parse_special=True))
     backend.warmer.keep_warm([PREFIX])
     gate.reached()

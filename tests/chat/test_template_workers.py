@@ -23,6 +23,7 @@ from emberkeep.chat.sandbox import JinjaTemplate
 from emberkeep.chat.template import MOST_WORKERS, ChatTemplate, IsolatedTemplate
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.types import Message
+from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -49,14 +50,6 @@ def is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_until_gone(pid: int, within_s: float = 30.0) -> None:
-    """What others have started is not ours to wait for."""
-    deadline = time.monotonic() + within_s
-    while is_running(pid):
-        assert time.monotonic() < deadline, "it is still running"
-        time.sleep(0.02)
 
 
 # ── the same text as here ──
@@ -323,7 +316,8 @@ def test_a_worker_ends_with_who_started_it(how: str) -> None:
         if how != "exits":
             parent.kill()
         parent.wait()
-        wait_until_gone(pid)
+        # What others have started is not ours to wait for.
+        assert eventually(lambda: not is_running(pid), within_s=30.0)
         assert parent.stderr.read() == ""
 
 

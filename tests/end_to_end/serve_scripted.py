@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import banner, bind, run_until_stopped
 from helpers.conversing import TEMPLATE, ScriptedEngine
+from helpers.fake_backend import fake_backend
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
     config = Config(data_dir=Path(data_dir), port=int(port), server_tools=True, enable_tools=(tools,))
     engine = ScriptedEngine(context=2048)
     with bind(config.host, config.port) as listener:
-        backend = assemble(config, engine, TEMPLATE, ModelCard("scripted", 0, engine.capabilities.context))
+        backend = fake_backend(config, engine, template=TEMPLATE, name="scripted")
         engine.will_say(*texts)
         print(banner(config, backend, listener), file=sys.stderr, flush=True)
         run_until_stopped(Server(create_app(backend, config), config), backend, listener)

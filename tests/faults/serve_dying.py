@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.base import Backend
 from emberkeep.cli import main as cli
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
-from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.runtime import assemble
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.server import lifecycle
+from helpers.fake_backend import fake_backend
 
 LONG = 1000
 
 
 def open_backend(config: Config) -> Backend:
     engine = FakeEngine()
-    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    backend = fake_backend(config, engine)
 
     def broken() -> None:
         raise RuntimeError("a bug")

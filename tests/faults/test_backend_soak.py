@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.entries import Ghosts
-from emberkeep.runtime import assemble
 from emberkeep.types import Completed, Message, Request, Sampling, private_namespace
+from helpers.fake_backend import fake_backend
 from helpers.growth import descriptors, sizes_below, threads
 
 USERS = int(os.environ.get("EMBERKEEP_TEST_REQUESTS", "160"))
@@ -47,7 +46,7 @@ def asked(number: int) -> Request:
 @pytest.mark.parametrize("disk", [0, 50_000], ids=["disk off", "disk on"])
 def test_requests_of_users_who_come_once_leave_nothing_that_grows(tmp_path: Path, disk: int) -> None:
     config = Config(data_dir=tmp_path, ram_budget=40_000, disk_budget=disk, sweep_s=3600, parallel=2)
-    backend = assemble(config, FakeEngine(cells=1 << 13, context=1024), CHATML, ModelCard("fake", 0, 1024))
+    backend = fake_backend(config, FakeEngine(cells=1 << 13, context=1024))
 
     async def visit(numbers: range) -> None:
         for number in numbers:

@@ -9,11 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
+from helpers.fake_backend import fake_backend
 from helpers.server_process import ServerProcess
 
 _SERVER = Path(__file__).with_name("serve_dying.py")
@@ -27,9 +25,8 @@ def test_health_is_503_and_says_why_to_those_who_may_know(tmp_path: Path, api_ke
         raise RuntimeError("a bug")
 
     async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
-        engine = FakeEngine()
         config = Config(data_dir=tmp_path, api_key=api_key)
-        backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+        backend = fake_backend(config)
         transport = httpx.ASGITransport(create_app(backend, config))
         known = {"Authorization": f"Bearer {api_key}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=known) as http:

@@ -10,21 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from unittest.mock import patch
 
 import httpx
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.kv.policy import StoreClock
 from emberkeep.kv.store import KvStore
-from emberkeep.runtime import assemble
 from emberkeep.types import Json
+from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE
 from helpers.scripted_server import Running, running
+from helpers.waiting import eventually
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"
@@ -80,9 +79,7 @@ class Served:
 
     def wait_until_left(self) -> None:
         """Wait until no request holds a slot; it releases its slot when its events are read no more."""
-        deadline = monotonic() + PATIENCE
-        while self.backend._permits._held:
-            assert monotonic() < deadline
+        assert eventually(lambda: not self.backend._permits._held)
 
     def settle(self) -> None:
         """Wait until the engine has nothing to do, and what it computed is on disk."""
@@ -97,10 +94,9 @@ def served(folder: Path, engine: FakeEngine | None = None, **settings: Json) -> 
     """`settings` are those of `Config`."""
     config = Config(data_dir=folder, **settings)
     engine, clock = engine or FakeEngine(), Clock()
-    card = ModelCard("fake", 0, engine.capabilities.context)
     timed = partial(KvStore, clock=partial(StoreClock, monotonic=clock, wall=clock))
     with patch("emberkeep.runtime.local_model.KvStore", timed):
-        backend = assemble(config, engine, TEMPLATE, card)
+        backend = fake_backend(config, engine, template=TEMPLATE)
     try:
         with running(backend, config) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             yield Served(client, server, backend, engine, clock)

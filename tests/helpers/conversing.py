@@ -11,12 +11,10 @@ from types import TracebackType
 
 import numpy as np
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.engine.base import Logits
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.memory.memory import Memory
-from emberkeep.runtime import assemble
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types import (
     Completed,
@@ -35,6 +33,7 @@ from emberkeep.types import (
     private_namespace,
 )
 from helpers.events import calls_of, text_of
+from helpers.fake_backend import fake_backend, settle
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"
@@ -120,10 +119,7 @@ class Harbour:
     def __init__(self, folder: Path, engine: FakeEngine | None = None, **config: Json) -> None:
         self.engine = engine or ScriptedEngine()
         config.setdefault("disk_budget", 0)
-        context = self.engine.capabilities.context
-        self.backend = assemble(
-            Config(data_dir=folder, **config), self.engine, TEMPLATE, ModelCard("fake", 0, context)
-        )
+        self.backend = fake_backend(Config(data_dir=folder, **config), self.engine, template=TEMPLATE)
         self._runner = asyncio.Runner()
         self._prompts: list[tuple[int, ...]] = []
         submit = self.backend.scheduler.submit
@@ -180,9 +176,11 @@ class Harbour:
         self._runner.run(some())
         self.settle()
 
+    def count_tokens(self, text: str) -> int:
+        return len(self.backend.tokenizer.tokenize(text, add_special=False, parse_special=True))
+
     def settle(self) -> None:
-        while self.backend.scheduler.stats()["active"]:
-            self.backend.scheduler.call(lambda: None).result()
+        settle(self.backend)
 
     def fresh(self, answer: Answer, **more: Json) -> list[int]:
         """What a model says to the same prompt that knows nothing of what was cut, moved or stored."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types import EXACT, Admitted, Approximation, Label, Lineage, Plan, Repair, Sampling, TokenLogprob
 from helpers.kv_building import check_ledger
 from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, prompt_of, reference, text
+from helpers.waiting import eventually
 
 ERRORS = (EngineError("injected"), RuntimeError("injected"), MemoryError("injected"))
 
@@ -315,17 +315,10 @@ def leaks(rig: Rig) -> list[str]:
 
     rig.scheduler.call(look).result(5)
     found += [] if no_pins(rig) else ["pins"]
-    found += [] if reads_end(rig) else ["fetches"]
+    # Of a request that has failed some may still be under way.
+    found += [] if eventually(lambda: not rig.store._fetches, within_s=5) else ["fetches"]
     check_ledger(rig.store)
     return found
-
-
-def reads_end(rig: Rig) -> bool:
-    """Of a request that has failed some may still be under way."""
-    deadline = time.monotonic() + 5
-    while rig.store._fetches and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return not rig.store._fetches
 
 
 def answers_again(rig: Rig) -> list[str]:

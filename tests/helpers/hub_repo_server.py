@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote
+
+from helpers.model_file_server import serving_with
 
 COMMIT = "c" * 40
 LARGE = (".safetensors", ".gguf")
@@ -50,17 +51,9 @@ class ServedRepo:
 
 @contextmanager
 def serving_repo(repo: ServedRepo) -> Iterator[ServedRepo]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(repo))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    repo.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving_with(_handler(repo)) as url:
+        repo.url = url
         yield repo
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def _handler(repo: ServedRepo) -> type[BaseHTTPRequestHandler]:

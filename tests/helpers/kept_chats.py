@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.library import Emberkeep
-from emberkeep.runtime import assemble
-from emberkeep.server.app import create_app
-from emberkeep.server.http_server import Server
-from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announce
 from emberkeep.types import Json
+from helpers.fake_backend import fake_backend
+from helpers.scripted_server import running
 
 WAIT_S = 20.0
 
@@ -29,8 +25,7 @@ def asking(question: str) -> list[Json]:
 
 def open_emberkeep(config: Config, model: str = "fake") -> Emberkeep:
     """Models of different names have different weights, and so stores of their own."""
-    engine = FakeEngine(weights=model)
-    return Emberkeep(assemble(config, engine, CHATML, ModelCard(model, 0, engine.capabilities.context)))
+    return Emberkeep(fake_backend(config, FakeEngine(weights=model), name=model))
 
 
 def keep(data_dir: Path, *questions: str, model: str = "fake", user: str = "") -> None:
@@ -51,28 +46,9 @@ def let_time_pass(data_dir: Path, seconds: float) -> None:
 @contextmanager
 def serving(config: Config, model: str = "fake") -> Iterator[str]:
     """A server in a thread, announced in its data folder; gives its address."""
-    engine = FakeEngine(weights=model)
-    backend = assemble(config, engine, CHATML, ModelCard(model, 0, engine.capabilities.context))
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    with bind("127.0.0.1", 0) as listener:
-        server = Server(create_app(backend, config), config, on_ready=ready.set)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-        async def run() -> None:
-            await server.serve(sockets=[listener])
-            await backend.close()
-
-        def in_thread() -> None:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                runner.run(run())
-
-        thread = threading.Thread(target=in_thread, daemon=True)
-        thread.start()
-        assert ready.wait(WAIT_S)
-        try:
-            with announce(config.data_dir, url):
-                yield url
-        finally:
-            loop.call_soon_threadsafe(server.stop)
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+    backend = fake_backend(config, FakeEngine(weights=model), name=model)
+    try:
+        with running(backend, config) as server, announce(config.data_dir, server.url):
+            yield server.url
+    finally:
+        asyncio.run(backend.close())

@@ -34,7 +34,7 @@ class ServedFile:
 @contextmanager
 def serving(file: ServedFile) -> Iterator[ServedFile]:
     """The same file at every address."""
-    with _serving(lambda _: file) as url:
+    with serving_with(_handler(lambda _: file)) as url:
         file.url = url
         yield file
 
@@ -42,13 +42,14 @@ def serving(file: ServedFile) -> Iterator[ServedFile]:
 @contextmanager
 def serving_folder(files: Mapping[str, ServedFile]) -> Iterator[str]:
     """By name, in the folder whose address it gives."""
-    with _serving(lambda path: files.get(path.rpartition("/")[2])) as url:
+    with serving_with(_handler(lambda path: files.get(path.rpartition("/")[2]))) as url:
         yield f"{url}/folder"
 
 
 @contextmanager
-def _serving(find: Callable[[str], ServedFile | None]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(find))
+def serving_with(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Gives the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

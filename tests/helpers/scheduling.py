@@ -130,7 +130,7 @@ class Rig:
         self.engine = engine or FakeEngine(cells=1 << 15)
         files = ChunkFiles(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, Budgets(warm, cold), files)
-        self.store.costs.evaluate = _Unmeasured()
+        self.store.costs.evaluate = Unmeasured()
         settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory)
         self.scheduler = Scheduler(self.engine, self.store, settings)
 
@@ -192,10 +192,6 @@ class Rig:
         """Wait until nothing runs."""
         while self.scheduler.call(self.scheduler._is_busy).result(PATIENCE):
             pass
-
-    def between_steps(self) -> None:
-        """Wait until everything sent to the loop so far has been obeyed."""
-        self.scheduler.call(lambda: None).result(PATIENCE)
 
 
 _REQUEST = {field.name for field in fields(Request)} - {"lineage", "namespace"}
@@ -290,6 +286,8 @@ def no_pins(rig: Rig) -> bool:
     return all(chunk.pins == 0 for chunk in rig.store._ledger.tree)
 
 
-class _Unmeasured(Rate):
+class Unmeasured(Rate):
+    """The fake engine is too quick to measure."""
+
     def measure(self, amount: float, seconds: float) -> None:
         pass

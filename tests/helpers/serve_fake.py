@@ -14,14 +14,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
-from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.runtime import assemble
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import banner, bind, run_until_stopped
+from helpers.fake_backend import fake_backend
 
 SECONDS_PER_TOKEN = 1e-4
 """Slow enough that loading is worth its while, as with a real model, and that a kill can come in between."""
@@ -44,7 +43,7 @@ def main() -> None:
         sequences=options.sequences, cells=8192, weights=options.weights, on_evaluate=_take_as_long_as_a_model
     )
     with bind(config.host, config.port) as listener:
-        backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+        backend = fake_backend(config, engine)
         print(banner(config, backend, listener), file=sys.stderr, flush=True)
         run_until_stopped(Server(create_app(backend, config), config), backend, listener)
 

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from time import monotonic, sleep
 from types import TracebackType
 
 import httpx
 
 from emberkeep.types import Json
+from helpers.waiting import eventually
 
 START_S = 60.0
 _READY = re.compile(r"ready at (http://\S+)/v1")
@@ -97,14 +97,12 @@ class ServerProcess:
 
     def wait_until_stored(self) -> None:
         """The writer gives way to computation, and answering is computation."""
-        deadline = monotonic() + START_S
-        while monotonic() < deadline:
-            stats = self.stats()
-            inserted, written = stats["store"]["inserted_chunks"], stats["store"]["cold"]["written_chunks"]
-            if not stats["scheduler"]["active"] and written == inserted:
-                return
-            sleep(0.005)
-        raise AssertionError(f"never stored: {stats}")
+        assert eventually(self._is_stored, START_S), f"never stored: {self.stats()}"
+
+    def _is_stored(self) -> bool:
+        stats = self.stats()
+        written, inserted = stats["store"]["cold"]["written_chunks"], stats["store"]["inserted_chunks"]
+        return not stats["scheduler"]["active"] and bool(written == inserted)
 
     def __enter__(self) -> ServerProcess:
         return self

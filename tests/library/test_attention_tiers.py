@@ -8,19 +8,17 @@ from pathlib import Path
 import pytest
 
 from emberkeep import Emberkeep
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine, FakeTiers
+from emberkeep.engine.fake import FakeEngine, FakeTiers
 from emberkeep.errors import RequestError
-from emberkeep.runtime import assemble
 from emberkeep.types import MissReason, Request
+from helpers.fake_backend import fake_backend
 
 STORY = "Once upon a time there was a harbour with seven ships. " * 10
 
 
 def opened(folder: Path, engine: FakeEngine) -> Emberkeep:
-    card = ModelCard("fake", 0, engine.capabilities.context)
-    return Emberkeep(assemble(Config(data_dir=folder), engine, CHATML, card))
+    return Emberkeep(fake_backend(Config(data_dir=folder), engine))
 
 
 @pytest.fixture

@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep import Emberkeep
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import InvalidField
 from emberkeep.library.verify_report import f1, kl
-from emberkeep.runtime import assemble
 from emberkeep.types import Approximation, Repair, TokenLogprob
+from helpers.fake_backend import fake_backend
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +25,7 @@ STORED, SHUFFLED = "".join(DOCUMENTS), "".join(DOCUMENTS[::-1])
 
 @pytest.fixture
 def llm(tmp_path: Path) -> Iterator[Emberkeep]:
-    engine = FakeEngine()
-    card = ModelCard("fake", 0, engine.capabilities.context)
-    with Emberkeep(assemble(Config(data_dir=tmp_path), engine, CHATML, card)) as llm:
+    with Emberkeep(fake_backend(Config(data_dir=tmp_path))) as llm:
         yield llm
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from mcp.server.mcpserver import Context, MCPServer
@@ -16,6 +15,7 @@ from mcp.server.mcpserver import Context, MCPServer
 from emberkeep.config import McpServer
 from emberkeep.mcp.client import ServerStatus
 from helpers.mcp_servers import Clock, call, connected, offered
+from helpers.model_file_server import serving_with
 
 pytestmark = pytest.mark.slow
 
@@ -78,14 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def far() -> Iterator[McpServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield McpServer("far", url=f"http://127.0.0.1:{server.server_port}/mcp", timeout_s=20)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_with(_Handler) as url:
+        yield McpServer("far", url=f"{url}/mcp", timeout_s=20)
 
 
 @pytest.mark.parametrize(

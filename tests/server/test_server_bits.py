@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
 from emberkeep.engine.base import KvUnit
-from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ConfigError
-from emberkeep.runtime import assemble
 from emberkeep.types import SHARED, Message, Request
 from helpers.cache_server import SYSTEM, Served, served, user
+from helpers.fake_backend import fake_backend
 
 pytestmark = pytest.mark.slow
 
@@ -115,14 +114,13 @@ def test_bits_that_the_model_cannot_do_are_a_400(tmp_path: Path) -> None:
 def test_bits_that_the_model_cannot_do_are_no_default(tmp_path: Path) -> None:
     engine = FakeEngine(kv_unit=KvUnit.SNAPSHOT)
     with pytest.raises(ConfigError, match="kv_bits 8"):
-        assemble(Config(data_dir=tmp_path, kv_bits=8), engine, CHATML, ModelCard("fake", 0, 4096))
+        fake_backend(Config(data_dir=tmp_path, kv_bits=8), engine)
     assert engine.is_closed
 
 
 def test_declared_prefixes_are_ready_in_the_configured_bits(tmp_path: Path) -> None:
     prefix = Request(messages=(Message("system", "Be brief. " * 60),), namespace=SHARED, is_prefix=True)
-    engine = FakeEngine()
-    backend = assemble(Config(data_dir=tmp_path, kv_bits=8), engine, CHATML, ModelCard("fake", 0, 4096))
+    backend = fake_backend(Config(data_dir=tmp_path, kv_bits=8))
     try:
         warmed = asyncio.run(backend.warmer.warm(prefix))
         assert warmed.error is None

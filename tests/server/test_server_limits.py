@@ -18,6 +18,7 @@ from emberkeep.config import Config
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.types import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend, running, says
+from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -99,13 +100,6 @@ def refusal(connection: socket.socket) -> tuple[int, str]:
 
 def is_well(server: Running) -> bool:
     return httpx.get(server.url + "/health", timeout=WAIT_S).status_code == 200
-
-
-def eventually(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_so()
 
 
 # ── heads ──

@@ -14,15 +14,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from emberkeep import __version__
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
-from emberkeep.runtime import assemble
 from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
 from emberkeep.server.middleware import AccessLog
 from emberkeep.types import Finished, FinishReason, Json, MissReason, Request, TextDelta
+from helpers.fake_backend import fake_backend
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, Step, running
 
 pytestmark = pytest.mark.slow
@@ -219,8 +217,7 @@ def test_the_model_and_the_version_are_labels() -> None:
 def stats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Json]:
     """What a real backend tells, as dotted paths, after it has done something."""
     config = Config(data_dir=tmp_path_factory.mktemp("data"))
-    engine = FakeEngine()
-    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    backend = fake_backend(config)
 
     async def answer() -> dict[str, Json]:
         async for _ in backend.generate(Request(prompt="hello", max_tokens=3)):

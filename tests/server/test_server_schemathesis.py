@@ -12,12 +12,11 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.python.asgi import HOST
 
-from emberkeep.backend.base import ModelCard
 from emberkeep.config import Config
-from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.runtime import assemble
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app
 from emberkeep.types import Json
+from helpers.fake_backend import fake_backend
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +25,7 @@ pytestmark = pytest.mark.slow
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
     """A small context: answers without a limit end soon."""
     config = Config(data_dir=tmp_path_factory.mktemp("data"), allowed_hosts=(HOST,))
-    engine = FakeEngine(context=256)
-    backend = assemble(config, engine, CHATML, ModelCard("fake", 0, engine.capabilities.context))
+    backend = fake_backend(config, FakeEngine(context=256))
     yield create_app(backend, config)
     asyncio.run(backend.close())
 

@@ -12,7 +12,6 @@ import os
 import random
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ import pytest
 from emberkeep.config import Config
 from emberkeep.server.limits import Limits
 from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running
+from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -137,13 +137,10 @@ def ask_all(server: Running, numbers: range) -> None:
 
 def settled(server: Running) -> dict[str, int]:
     """What is held once all clients have left."""
-    deadline = time.monotonic() + WAIT_S
-    while (server.connections or server.tasks) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(lambda: not server.connections and not server.tasks)
     figures = httpx.get(server.url + "/metrics", timeout=WAIT_S).text
     series = [line for line in figures.splitlines() if "refused_" not in line]  # a reason may be a new one
-    while server.connections and time.monotonic() < deadline:
-        time.sleep(0.02)
+    eventually(lambda: not server.connections)
     gc.collect()
     alive = Counter(str(type(thing).__module__) for thing in gc.get_objects())
     return {

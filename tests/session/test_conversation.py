@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import ContextExceeded
 from emberkeep.types import Message, ToolCall, private_namespace
 from helpers.conversing import CONTEXT, SYSTEM, Answer, Client, Harbour, ScriptedEngine, line
-
-
-@pytest.fixture
-def harbour(tmp_path: Path) -> Iterator[Harbour]:
-    with Harbour(tmp_path, recall="off") as harbour:
-        yield harbour
 
 
 def opening(answer: Answer) -> str:
@@ -155,14 +148,10 @@ def test_a_message_that_barely_fits_is_answered(harbour):
     client = Client(harbour)
     for number in range(6):
         client.say(line(number))
-    room = CONTEXT - 170 - harbour_tokens(harbour, SYSTEM)
+    room = CONTEXT - 170 - harbour.count_tokens(SYSTEM)
     answer = client.say("x" * room)
     assert answer.evictions
     assert "Remark 5" not in answer.prompt
-
-
-def harbour_tokens(harbour: Harbour, text: str) -> int:
-    return len(harbour.backend.tokenizer.tokenize(text, add_special=False, parse_special=True))
 
 
 @pytest.mark.parametrize("how", ["config", "request"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from emberkeep.engine.base import KvUnit
@@ -14,12 +11,6 @@ from emberkeep.types import FinishReason, TextDelta
 from helpers.conversing import CONTEXT, ENDLESS, Client, Harbour, line
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def harbour(tmp_path: Path) -> Iterator[Harbour]:
-    with Harbour(tmp_path, recall="off") as harbour:
-        yield harbour
 
 
 def halfway(harbour: Harbour, **fields: object) -> Client:
@@ -36,16 +27,12 @@ def test_an_answer_goes_on_when_the_context_is_full(harbour):
     assert answer.reason is FinishReason.LENGTH
     assert answer.completed.usage.completion_tokens == len(answer.ids) == 300
     assert answer.completed.usage.prompt_tokens + 300 > CONTEXT
-    assert answer.completed.usage.prompt_tokens == harbour_tokens(harbour, answer.prompt)
+    assert answer.completed.usage.prompt_tokens == harbour.count_tokens(answer.prompt)
     assert len(answer.evictions) >= 1
     assert all(eviction.archived for eviction in answer.evictions)
     assert answer.evictions[-1].out == len(harbour.archived_texts())
     assert answer.lookup.is_approximate
     assert harbour.backend.scheduler.counters.cuts == len(answer.evictions)
-
-
-def harbour_tokens(harbour: Harbour, text: str) -> int:
-    return len(harbour.backend.tokenizer.tokenize(text, add_special=False, parse_special=True))
 
 
 def test_the_next_turn_goes_on_from_there(harbour):

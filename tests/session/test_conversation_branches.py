@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +10,6 @@ from emberkeep.types import Message, MissReason, Request, private_namespace
 from helpers.conversing import SYSTEM, Client, Harbour, line
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def harbour(tmp_path: Path) -> Iterator[Harbour]:
-    with Harbour(tmp_path, recall="off") as harbour:
-        yield harbour
 
 
 def branch(client: Client, harbour: Harbour, length: int) -> Client:

@@ -1,0 +1,22 @@
+"""The real backend over the deterministic engine."""
+
+from __future__ import annotations
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.local import LocalBackend
+from emberkeep.config import Config
+from emberkeep.engine.fake import CHATML, FakeEngine
+from emberkeep.runtime import assemble
+
+
+def fake_backend(
+    config: Config, engine: FakeEngine | None = None, *, template: str = CHATML, name: str = "fake"
+) -> LocalBackend:
+    engine = engine or FakeEngine()
+    return assemble(config, engine, template, ModelCard(name, 0, engine.capabilities.context))
+
+
+def settle(backend: LocalBackend) -> None:
+    """Wait until no turn is being closed any more, which happens a moment after its answer."""
+    while backend.scheduler.stats()["active"]:
+        backend.scheduler.call(lambda: None).result()
