@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -58,41 +56,26 @@ from helpers.vendors.anthropic_server import (
     thinking_block,
     tool_block,
 )
+from helpers.vendors.driving import HELLO, about, ask_when_it_is_gone, asking, drive, leave_early
 from helpers.vendors.loopback import Reply, Stream
 
 pytestmark = pytest.mark.slow
 
 REMOTE = RemoteModel("claude", "anthropic", MODELS[0], api_key_env="ANTHROPIC_API_KEY")
-HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}})
 CALLED = Message("assistant", tool_calls=(ToolCall("toolu_1", "weather", '{"place": "Lyon"}'),))
 ANSWERED = Message("tool", "rain", tool_call_id="toolu_1")
 
 
 def with_provider(
-    server: AnthropicServer, use: Callable[[AnthropicProvider], Awaitable[Any]], key: str = KEY
+    server: AnthropicServer, use: Callable[[AnthropicProvider, AnthropicServer], Awaitable[Any]], key: str = KEY
 ) -> Any:
-    async def run() -> Any:
-        async with server:
-            provider = AnthropicProvider(replace(REMOTE, base_url=server.url), key)
-            try:
-                return await use(provider)
-            finally:
-                await provider.close()
-
-    return asyncio.run(run())
+    return drive(lambda: server, lambda url: AnthropicProvider(replace(REMOTE, base_url=url), key), use)
 
 
 def ask(server: AnthropicServer, *requests: Request, key: str = KEY) -> list[Event]:
     """The events of the last of them."""
-
-    async def use(provider: AnthropicProvider) -> list[Event]:
-        for request in requests:
-            events = [one async for one in provider.answer(request)]
-        return events
-
-    found: list[Event] = with_provider(server, use, key)
-    return found
+    return with_provider(server, asking(*requests), key)  # type: ignore[no-any-return]
 
 
 def sent(request: Request) -> Any:
@@ -112,16 +95,6 @@ def test_text_comes_in_pieces_and_ends_with_what_it_took() -> None:
     assert events[:3] == [TextDelta(0, "Hel"), TextDelta(0, "lo!"), Finished(0, FinishReason.STOP)]
     assert isinstance(events[3], Completed)
     assert events[3].usage == Usage(10, 7)
-
-
-def test_pieces_are_passed_on_before_the_answer_has_ended() -> None:
-    server = AnthropicServer(Stream([*begun(), *text_block(0, "Hel")], end="never"))
-
-    async def use(provider: AnthropicProvider) -> Event:
-        async with aclosing(provider.answer(HELLO)) as events:
-            return await anext(events)
-
-    assert with_provider(server, use) == TextDelta(0, "Hel")
 
 
 def test_cached_tokens_are_part_of_the_prompt() -> None:
@@ -354,27 +327,13 @@ def test_a_request_is_sent_once_whatever_happens() -> None:
 
 
 def test_a_service_that_is_not_there_is_down() -> None:
-    async def run() -> None:
-        async with AnthropicServer() as server:
-            url = server.url
-        provider = AnthropicProvider(replace(REMOTE, base_url=url), KEY)
-        with pytest.raises(RemoteDown, match="cannot be reached"):
-            await anext(provider.answer(HELLO))
-        await provider.close()
-
-    asyncio.run(run())
+    with pytest.raises(RemoteDown, match="cannot be reached"):
+        with_provider(AnthropicServer(), ask_when_it_is_gone)
 
 
-def test_leaving_an_answer_closes_its_connection() -> None:
+def test_an_event_is_there_before_the_next_one_is_written_and_leaving_closes_the_connection() -> None:
     server = AnthropicServer(Stream([*begun(), *text_block(0, "Hel")], end="never"))
-
-    async def use(provider: AnthropicProvider) -> bool:
-        async with aclosing(provider.answer(HELLO)) as events:
-            await anext(events)
-        async with asyncio.timeout(5):
-            return await server.was_left.wait()
-
-    assert with_provider(server, use)
+    assert with_provider(server, leave_early) == TextDelta(0, "Hel")
 
 
 def test_a_wrong_key_is_refused_and_shown_nowhere(
@@ -397,7 +356,4 @@ def test_without_a_key_nothing_is_opened() -> None:
 
 
 def test_it_says_what_it_has() -> None:
-    async def use(provider: AnthropicProvider) -> RemoteAbout:
-        return await provider.about()
-
-    assert with_provider(AnthropicServer(), use) == RemoteAbout(MODELS, 200_000)
+    assert with_provider(AnthropicServer(), about) == RemoteAbout(MODELS, 200_000)

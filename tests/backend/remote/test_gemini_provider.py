@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -43,40 +41,27 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
+from helpers.vendors.driving import HELLO, about, ask_when_it_is_gone, asking, drive, events_of, leave_early
 from helpers.vendors.gemini_server import KEY, MODEL, GeminiServer, blocked, camel, chunk, failed, last, said
 from helpers.vendors.loopback import Reply, Stream
 
 pytestmark = pytest.mark.slow
 
 REMOTE = RemoteModel("gem", "gemini", MODEL, api_key_env="GEMINI_API_KEY")
-HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"type": "object", "properties": {"place": {"type": "string"}}})
 SIGNATURE = base64.b64encode(b"signed").decode()
 CALL = {"functionCall": {"id": "fc-1", "name": "weather", "args": {"place": "Lyon"}}}
 
 
-def with_provider(server: GeminiServer, use: Callable[[GeminiProvider], Awaitable[Any]], key: str = KEY) -> Any:
-    async def run() -> Any:
-        async with server:
-            provider = GeminiProvider(replace(REMOTE, base_url=server.url), key)
-            try:
-                return await use(provider)
-            finally:
-                await provider.close()
-
-    return asyncio.run(run())
+def with_provider(
+    server: GeminiServer, use: Callable[[GeminiProvider, GeminiServer], Awaitable[Any]], key: str = KEY
+) -> Any:
+    return drive(lambda: server, lambda url: GeminiProvider(replace(REMOTE, base_url=url), key), use)
 
 
 def ask(server: GeminiServer, *requests: Request, key: str = KEY) -> list[Event]:
     """The events of the last of them."""
-
-    async def use(provider: GeminiProvider) -> list[Event]:
-        for request in requests:
-            events = [one async for one in provider.answer(request)]
-        return events
-
-    found: list[Event] = with_provider(server, use, key)
-    return found
+    return with_provider(server, asking(*requests), key)  # type: ignore[no-any-return]
 
 
 def sent(request: Request) -> Any:
@@ -103,10 +88,9 @@ def told_back(stream: Stream, *results: str) -> Any:
     """What is sent as history after an answer with calls."""
     server = GeminiServer(stream)
 
-    async def use(provider: GeminiProvider) -> None:
-        events = [one async for one in provider.answer(HELLO)]
-        async for _ in provider.answer(followed(events, *results)):
-            pass
+    async def use(provider: GeminiProvider, _: GeminiServer) -> None:
+        events = await events_of(provider, HELLO)
+        await events_of(provider, followed(events, *results))
 
     with_provider(server, use)
     return camel(server.asked[-1].body)["contents"]
@@ -118,15 +102,6 @@ def test_text_comes_in_pieces_and_ends_with_what_it_took() -> None:
     assert events[:3] == [TextDelta(0, "Hel"), TextDelta(0, "lo!"), Finished(0, FinishReason.STOP)]
     assert isinstance(events[3], Completed)
     assert events[3].usage == Usage(10, 12, 4, 5)
-
-
-def test_pieces_are_passed_on_before_the_answer_has_ended() -> None:
-    async def use(provider: GeminiProvider) -> Event:
-        async with aclosing(provider.answer(HELLO)) as events:
-            return await anext(events)
-
-    server = GeminiServer(Stream([chunk({"text": "Hel"})], end="never"))
-    assert with_provider(server, use) == TextDelta(0, "Hel")
 
 
 def test_thoughts_are_reasoning() -> None:
@@ -290,27 +265,13 @@ def test_a_request_is_sent_once_whatever_happens() -> None:
 
 
 def test_a_service_that_is_not_there_is_down() -> None:
-    async def run() -> None:
-        async with GeminiServer() as server:
-            url = server.url
-        provider = GeminiProvider(replace(REMOTE, base_url=url), KEY)
-        with pytest.raises(RemoteDown, match="cannot be reached"):
-            await anext(provider.answer(HELLO))
-        await provider.close()
-
-    asyncio.run(run())
+    with pytest.raises(RemoteDown, match="cannot be reached"):
+        with_provider(GeminiServer(), ask_when_it_is_gone)
 
 
-def test_leaving_an_answer_closes_its_connection() -> None:
+def test_an_event_is_there_before_the_next_one_is_written_and_leaving_closes_the_connection() -> None:
     server = GeminiServer(Stream([chunk({"text": "Hel"})], end="never"))
-
-    async def use(provider: GeminiProvider) -> bool:
-        async with aclosing(provider.answer(HELLO)) as events:
-            await anext(events)
-        async with asyncio.timeout(5):
-            return await server.was_left.wait()
-
-    assert with_provider(server, use)
+    assert with_provider(server, leave_early) == TextDelta(0, "Hel")
 
 
 def test_a_wrong_key_is_refused_and_shown_nowhere(
@@ -333,7 +294,4 @@ def test_without_a_key_nothing_is_opened() -> None:
 
 
 def test_it_says_what_it_has() -> None:
-    async def use(provider: GeminiProvider) -> RemoteAbout:
-        return await provider.about()
-
-    assert with_provider(GeminiServer(), use) == RemoteAbout((MODEL,), 1_048_576)
+    assert with_provider(GeminiServer(), about) == RemoteAbout((MODEL,), 1_048_576)

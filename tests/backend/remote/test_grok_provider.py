@@ -40,15 +40,21 @@ from emberkeep.types import (
     Usage,
 )
 from helpers.events import end_of
-from helpers.vendors.driving import drive, events_of, leave_early
+from helpers.vendors.driving import (
+    CALLED,
+    HELLO,
+    RAIN,
+    about,
+    ask_when_it_is_gone,
+    asking,
+    drive,
+    events_of,
+    leave_early,
+    sending,
+)
 from helpers.vendors.grok_server import HANG, KEY, MODEL, GrokServer, Step, call, chunk, ended, failed
 
-HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}})
-CALLED = Message(
-    "assistant", reasoning="Lyon, then.", tool_calls=(ToolCall("c1", "weather", '{"place": "Lyon"}'),)
-)
-RAIN = Message("tool", "rain", tool_call_id="c1")
 
 
 def with_provider(
@@ -64,20 +70,12 @@ def with_provider(
 
 
 def ask(request: Request, *scripts: Sequence[Step], **settings: Any) -> list[Event]:
-    async def use(provider: GrokProvider, _: GrokServer) -> list[Event]:
-        return await events_of(provider, request)
-
-    return with_provider(use, *scripts, **settings)  # type: ignore[no-any-return]
+    return with_provider(asking(request), *scripts, **settings)  # type: ignore[no-any-return]
 
 
 def sent(request: Request, **settings: Any) -> Any:
     """The message that reaches the server."""
-
-    async def use(provider: GrokProvider, server: GrokServer) -> Any:
-        await events_of(provider, request)
-        return server.asked[-1]
-
-    return with_provider(use, **settings)
+    return with_provider(sending(request), **settings)
 
 
 def test_thoughts_and_text_come_in_pieces_and_end_with_the_usage() -> None:
@@ -93,10 +91,7 @@ def test_thoughts_and_text_come_in_pieces_and_end_with_the_usage() -> None:
 
 
 def test_an_event_is_there_before_the_next_one_is_written_and_leaving_cancels_the_call() -> None:
-    async def use(provider: GrokProvider, server: GrokServer) -> Event:
-        return await leave_early(provider, HELLO, server.was_left)
-
-    assert with_provider(use, [chunk(content="Wait"), HANG]) == TextDelta(0, "Wait")
+    assert with_provider(leave_early, [chunk(content="Wait"), HANG]) == TextDelta(0, "Wait")
 
 
 def test_calls_are_passed_on_even_if_their_arguments_are_no_json_and_xais_own_are_not() -> None:
@@ -252,19 +247,12 @@ def test_an_answer_without_an_end_is_no_answer(broken: list[Step]) -> None:
 
 
 def test_a_server_that_is_not_there_is_down() -> None:
-    async def use(provider: GrokProvider, server: GrokServer) -> None:
-        await server.__aexit__(None, None, None)
-        await events_of(provider, HELLO)
-
     with pytest.raises(RemoteDown, match="cannot be reached"):
-        with_provider(use)
+        with_provider(ask_when_it_is_gone)
 
 
 def test_it_tells_about_itself_and_without_a_name_the_first_model_is_asked_for() -> None:
-    async def use(provider: GrokProvider, _: GrokServer) -> RemoteAbout:
-        return await provider.about()
-
-    assert with_provider(use, model="grok") == RemoteAbout((MODEL,), 131_072)
+    assert with_provider(about, model="grok") == RemoteAbout((MODEL,), 131_072)
     assert sent(HELLO, model="").model == MODEL
 
 

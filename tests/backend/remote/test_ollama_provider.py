@@ -26,23 +26,28 @@ from emberkeep.types import (
     Sampling,
     TextDelta,
     Tool,
-    ToolCall,
     ToolCallDelta,
     ToolChoice,
     Usage,
 )
 from helpers.events import end_of
-from helpers.vendors.driving import drive, events_of, leave_early
+from helpers.vendors.driving import (
+    CALLED,
+    HELLO,
+    RAIN,
+    about,
+    ask_when_it_is_gone,
+    asking,
+    drive,
+    events_of,
+    leave_early,
+    sending,
+)
 from helpers.vendors.loopback import Reply, Stream
 from helpers.vendors.ollama_server import MODEL, OllamaServer, answer, failed, line, part
 
-HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}, "required": ["place"]})
 CLOCK = Tool("clock", "The time.")
-CALLED = Message(
-    "assistant", reasoning="Lyon, then.", tool_calls=(ToolCall("c1", "weather", '{"place": "Lyon"}'),)
-)
-RAIN = Message("tool", "rain", tool_call_id="c1")
 KEY = "ollama-canary-19d2"
 
 
@@ -61,27 +66,12 @@ def with_provider(
 
 
 def ask(request: Request, *replies: Reply | Stream, **settings: Any) -> list[Event]:
-    async def use(provider: OllamaProvider, _: OllamaServer) -> list[Event]:
-        return await events_of(provider, request)
-
-    return with_provider(use, *replies, **settings)  # type: ignore[no-any-return]
+    return with_provider(asking(request), *replies, **settings)  # type: ignore[no-any-return]
 
 
 def sent(request: Request, **settings: Any) -> Any:
     """The body that reaches the server."""
-
-    async def use(provider: OllamaProvider, server: OllamaServer) -> Any:
-        await events_of(provider, request)
-        return server.asked[-1].body
-
-    return with_provider(use, **settings)
-
-
-def about(**settings: Any) -> RemoteAbout:
-    async def use(provider: OllamaProvider, _: OllamaServer) -> RemoteAbout:
-        return await provider.about()
-
-    return with_provider(use, **settings)  # type: ignore[no-any-return]
+    return with_provider(sending(request), **settings).body
 
 
 def test_thoughts_and_text_come_in_pieces_and_end_with_the_usage() -> None:
@@ -95,10 +85,7 @@ def test_thoughts_and_text_come_in_pieces_and_end_with_the_usage() -> None:
 
 
 def test_an_event_is_there_before_the_next_one_is_written_and_leaving_closes_the_connection() -> None:
-    async def use(provider: OllamaProvider, server: OllamaServer) -> Event:
-        return await leave_early(provider, HELLO, server.was_left)
-
-    assert with_provider(use, Stream([part({"content": "Wait"})], end="never")) == TextDelta(0, "Wait")
+    assert with_provider(leave_early, Stream([part({"content": "Wait"})], end="never")) == TextDelta(0, "Wait")
 
 
 def test_calls_come_whole_and_get_ids() -> None:
@@ -236,20 +223,16 @@ def test_failures_are_told_in_our_words(
 
 
 def test_a_server_that_is_not_there_is_down() -> None:
-    async def use(provider: OllamaProvider, server: OllamaServer) -> None:
-        await server.__aexit__(None, None, None)
-        await events_of(provider, HELLO)
-
     with pytest.raises(RemoteDown, match="cannot be reached"):
-        with_provider(use)
+        with_provider(ask_when_it_is_gone)
 
 
 def test_the_context_is_the_loaded_models_or_the_configured_or_the_largest() -> None:
     configured = {"parameters": "stop x\nnum_ctx    2048", "model_info": {"qwen3.context_length": 40960}}
 
-    assert about() == RemoteAbout((MODEL,), 40960)
-    assert about(shown=configured).context == 2048
-    assert about(shown=configured, loaded={MODEL: 1024}, model="qwen3").context == 1024
+    assert with_provider(about) == RemoteAbout((MODEL,), 40960)
+    assert with_provider(about, shown=configured).context == 2048
+    assert with_provider(about, shown=configured, loaded={MODEL: 1024}, model="qwen3").context == 1024
 
 
 def test_without_a_name_the_first_model_is_asked_for() -> None:

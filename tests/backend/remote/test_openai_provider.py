@@ -23,13 +23,23 @@ from emberkeep.types import (
     Sampling,
     TextDelta,
     Tool,
-    ToolCall,
     ToolCallDelta,
     ToolChoice,
     Usage,
 )
 from helpers.events import end_of, text_of
-from helpers.vendors.driving import drive, events_of, leave_early
+from helpers.vendors.driving import (
+    CALLED,
+    HELLO,
+    RAIN,
+    about,
+    ask_when_it_is_gone,
+    asking,
+    drive,
+    events_of,
+    leave_early,
+    sending,
+)
 from helpers.vendors.loopback import Reply, Stream
 from helpers.vendors.openai_server import (
     DONE,
@@ -44,12 +54,7 @@ from helpers.vendors.openai_server import (
     said,
 )
 
-HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}})
-CALLED = Message(
-    "assistant", reasoning="Lyon, then.", tool_calls=(ToolCall("c1", "weather", '{"place": "Lyon"}'),)
-)
-RAIN = Message("tool", "rain", tool_call_id="c1")
 
 
 def with_provider(
@@ -72,20 +77,12 @@ def with_provider(
 
 
 def ask(request: Request, *replies: Reply | Stream, **settings: Any) -> list[Event]:
-    async def use(provider: OpenAIProvider, _: OpenAIServer) -> list[Event]:
-        return await events_of(provider, request)
-
-    return with_provider(use, *replies, **settings)  # type: ignore[no-any-return]
+    return with_provider(asking(request), *replies, **settings)  # type: ignore[no-any-return]
 
 
 def sent(request: Request, **settings: Any) -> Any:
     """The body that reaches the server."""
-
-    async def use(provider: OpenAIProvider, server: OpenAIServer) -> Any:
-        await events_of(provider, request)
-        return server.asked[-1].body
-
-    return with_provider(use, **settings)
+    return with_provider(sending(request), **settings).body
 
 
 def test_text_comes_in_pieces_and_ends_with_the_usage() -> None:
@@ -106,11 +103,8 @@ def test_text_comes_in_pieces_and_ends_with_the_usage() -> None:
 
 
 def test_an_event_is_there_before_the_next_one_is_written_and_leaving_closes_the_connection() -> None:
-    async def use(provider: OpenAIProvider, server: OpenAIServer) -> Event:
-        return await leave_early(provider, HELLO, server.was_left)
-
     hanging = Stream([chunk({"content": "Wait"})], end="never")
-    assert with_provider(use, hanging) == TextDelta(0, "Wait")
+    assert with_provider(leave_early, hanging) == TextDelta(0, "Wait")
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
@@ -369,12 +363,8 @@ def test_what_is_no_chunk_is_no_answer(data: str) -> None:
 
 
 def test_a_server_that_is_not_there_is_down() -> None:
-    async def use(provider: OpenAIProvider, server: OpenAIServer) -> None:
-        await server.__aexit__(None, None, None)
-        await events_of(provider, HELLO)
-
     with pytest.raises(RemoteDown, match="cannot be reached"):
-        with_provider(use)
+        with_provider(ask_when_it_is_gone)
 
 
 @pytest.mark.parametrize(
@@ -387,11 +377,8 @@ def test_a_server_that_is_not_there_is_down() -> None:
     ],
 )
 def test_servers_say_their_context_in_their_own_ways(card: dict[str, Any], context: int | None) -> None:
-    async def use(provider: OpenAIProvider, _: OpenAIServer) -> RemoteAbout:
-        return await provider.about()
-
-    about = with_provider(use, models=({"id": "other"}, {"id": "gpt-6", **card}))
-    assert about == RemoteAbout(("other", "gpt-6"), context)
+    told = with_provider(about, models=({"id": "other"}, {"id": "gpt-6", **card}))
+    assert told == RemoteAbout(("other", "gpt-6"), context)
 
 
 def test_without_a_name_the_first_model_is_asked_for() -> None:

@@ -28,9 +28,8 @@ from emberkeep.types import (
 )
 from helpers.events import end_of, text_of
 from helpers.scripted_server import COMPLETED, HANG, Running, ScriptedBackend, running, says
-from helpers.vendors.driving import events_of
+from helpers.vendors.driving import HELLO, events_of
 
-HELLO = Request(messages=(Message("user", "Hello?"),))
 WEATHER = Tool("weather", "Of a place.", {"type": "object", "properties": {"place": {"type": "string"}}})
 
 

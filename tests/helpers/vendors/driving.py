@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
-from emberkeep.backend.remote.base import Provider
-from emberkeep.types import Event, Request
+from emberkeep.backend.base import closable
+from emberkeep.backend.remote.base import Provider, RemoteAbout
+from emberkeep.types import Event, Message, Request, ToolCall
 
 WAIT_S = 10.0
+HELLO = Request(messages=(Message("user", "Hello?"),))
+CALLED = Message(
+    "assistant", reasoning="Lyon, then.", tool_calls=(ToolCall("c1", "weather", '{"place": "Lyon"}'),)
+)
+RAIN = Message("tool", "rain", tool_call_id="c1")
 P = TypeVar("P", bound=Provider)
 
 
@@ -43,10 +49,44 @@ async def events_of(provider: Provider, request: Request) -> list[Event]:
     return [event async for event in provider.answer(request)]
 
 
-async def leave_early(provider: Provider, request: Request, was_left: asyncio.Event) -> Event:
-    """The first event; returns when the server has noticed that the client is gone."""
-    async with aclosing(cast(AsyncGenerator[Event, None], provider.answer(request))) as events:
+# ── what to do with both ──
+
+
+def asking(*requests: Request) -> Callable[[Provider, Any], Awaitable[list[Event]]]:
+    """The events of the last of them."""
+
+    async def use(provider: Provider, _: Any) -> list[Event]:
+        for request in requests:
+            events = await events_of(provider, request)
+        return events
+
+    return use
+
+
+def sending(request: Request) -> Callable[[Provider, Any], Awaitable[Any]]:
+    """What reaches the server."""
+
+    async def use(provider: Provider, server: Any) -> Any:
+        await events_of(provider, request)
+        return server.asked[-1]
+
+    return use
+
+
+async def leave_early(provider: Provider, server: Any) -> Event:
+    """The first event of an answer that does not end; returns when the server has noticed
+    that the client is gone."""
+    async with aclosing(closable(provider.answer(HELLO))) as events:
         first = await anext(events)
-        assert not was_left.is_set()
-    await was_left.wait()
+        assert not server.was_left.is_set()
+    await server.was_left.wait()
     return first
+
+
+async def ask_when_it_is_gone(provider: Provider, server: Any) -> None:
+    await server.__aexit__(None, None, None)
+    await events_of(provider, HELLO)
+
+
+async def about(provider: Provider, _: Any) -> RemoteAbout:
+    return await provider.about()
