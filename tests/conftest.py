@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,9 @@ from emberkeep.files import locked, private_folder
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
+
+if TYPE_CHECKING:
+    from emberkeep.memory.memory import Memory
 
 _ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow", re.MULTILINE)
 """In files of tests that take seconds, or are slow to import: the inner loop is to take a minute."""
@@ -85,3 +89,12 @@ def smollm2(model_cache: Path) -> Path:
     """The default model's file, pulled by Emberkeep itself the first time. For tests marked slow."""
     with locked(private_folder(model_cache.parent) / "pull.lock"):  # workers that come second find it there
         return pull(DEFAULT_MODEL, ModelLibrary(model_cache)).path
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Memory]:
+    from emberkeep.memory.memory import Memory
+
+    opened = Memory(tmp_path / "memory.sqlite3", limit_bytes=1 << 40)
+    yield opened
+    opened.close()

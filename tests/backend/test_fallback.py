@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.backend import fallback
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import EmberkeepError, EngineError, ModelNotFound, RemoteDown, RequestError
 from emberkeep.types import Completed, Message, Request, TextDelta
@@ -38,17 +37,6 @@ class Far:
             return remote(self.provider, retries=0)
 
         return Link(self.name, open)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    now = [1000.0]
-    monkeypatch.setattr(fallback, "monotonic", lambda: now[0])
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    return forward
 
 
 def test_the_first_one_answers_and_the_others_are_not_even_opened() -> None:

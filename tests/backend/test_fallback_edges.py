@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.backend import fallback
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import ConfigError, ContextExceeded, EmberkeepError, EngineError, RemoteDown, RequestError
 from emberkeep.types import Completed, Event, Message, Request, TextDelta
@@ -45,17 +44,6 @@ class Near:
 
     def link(self) -> Link:
         return Link(self.name, self._open)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    now = [1000.0]
-    monkeypatch.setattr(fallback, "monotonic", lambda: now[0])
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    return forward
 
 
 async def read(chain: FallbackBackend, request: Request = HELLO) -> list[Event]:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,9 @@ from emberkeep.bench.stage import open_stage
 from emberkeep.cli.bench import app
 from emberkeep.errors import EmberkeepError, ModelError
 from helpers import tiny_gguf
+from helpers.commands import run_module
 
 pytestmark = pytest.mark.slow
-
-
-def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("EMBERKEEP_")}
-    env |= {"XDG_CONFIG_HOME": str(cwd), "XDG_DATA_HOME": str(cwd)}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "emberkeep", "bench", *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def test_a_stage_leaves_nothing_behind_and_touches_nothing_else(tmp_path: Path) -> None:
@@ -79,7 +70,7 @@ def test_the_help_does_not_threaten_the_folder_that_is_measured() -> None:
 def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
     arguments = ("all", "--quick", "--model", str(model), "--data-dir", "data", "--json", "report.json")
-    done = bench(*arguments, cwd=tmp_path)
+    done = run_module("emberkeep", "bench", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     names = [result["name"] for result in report["results"]]
@@ -94,7 +85,7 @@ def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_explained(tmp_path: Path) -> None:
-    done = bench("turns", "--model", "none.gguf", cwd=tmp_path)
+    done = run_module("emberkeep", "bench", "turns", "--model", "none.gguf", cwd=tmp_path)
     assert done.returncode == 1
     assert "none.gguf" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -23,6 +20,7 @@ from emberkeep.bench.words import COMMON, Words
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Eviction
 from helpers import tiny_gguf
+from helpers.commands import run_module
 
 pytestmark = pytest.mark.slow
 
@@ -165,11 +163,8 @@ def test_the_pause_of_an_eviction_is_without_the_engine(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("through", ["http", "library"])
 def test_the_benchmark_runs_and_reports(through: str, tmp_path: Path) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("EMBERKEEP_")}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "benchmarks", "endless", "--quick", "--model", str(model)]
-    options = ["--through", through, "--json", str(tmp_path / "report.json")]
-    done = subprocess.run([*command, *options], env=env, capture_output=True, text=True)
+    options = ("--quick", "--model", str(model), "--through", through, "--json", "report.json")
+    done = run_module("benchmarks", "endless", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads((tmp_path / "report.json").read_text())["results"]
     _, evictions, prompts = result["tables"]

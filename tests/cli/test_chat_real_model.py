@@ -2,18 +2,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.commands import emberkeep
+
 REUSED = re.compile(r"reused (\d+)/(\d+) tokens")
-
-
-def emberkeep(data_dir: Path, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "emberkeep", *arguments, "--data-dir", str(data_dir)]
-    return subprocess.run(command, input=said, capture_output=True, text=True, check=True)
 
 
 def chat(data_dir: Path, message: str) -> tuple[str, int, int]:

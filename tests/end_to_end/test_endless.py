@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ import openai
 import pytest
 
 from emberkeep.types import Json
+from helpers.commands import emberkeep
 from helpers.serve_command import assistant, serve, system, user
 from helpers.server_process import ServerProcess
 
@@ -204,11 +203,6 @@ def test_exact_answers_of_a_long_conversation_are_not_approximate(server: Server
 # ── the chat ──
 
 REUSED = re.compile(r"reused (\d+)/(\d+) tokens")
-
-
-def emberkeep(data_dir: Path, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "emberkeep", *arguments, "--data-dir", str(data_dir)]
-    return subprocess.run(command, input=said, capture_output=True, text=True, check=True)
 
 
 def test_a_chat_outlasts_its_context(smollm2: Path, tmp_path: Path) -> None:

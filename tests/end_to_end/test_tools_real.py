@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 from emberkeep.server.lifecycle import bind
 from emberkeep.types import Json
+from helpers.commands import emberkeep
 from helpers.serve_command import RULES, assistant, serve, system, user
 from helpers.server_process import ServerProcess
 
@@ -43,11 +42,6 @@ ASK: dict[str, Any] = {
 ANSWERED = "POST /v1/chat/completions 200:"
 LEFT = "the client left"
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
-
-
-def emberkeep(data_dir: Path, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "emberkeep", *arguments, "--data-dir", str(data_dir)]
-    return subprocess.run(command, input=said, capture_output=True, text=True, check=True)
 
 
 def register(data_dir: Path, name: str, url: str, max_tokens: int = 40) -> None:

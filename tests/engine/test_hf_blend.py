@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.base import Engine, Outcome, Payload, Piece, Rows
 from emberkeep.errors import EngineError
-from helpers.engines import TOKENS, broken_payloads, evaluate, exported
+from helpers.engines import TOKENS, broken_payloads, close, evaluate, exported
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +23,6 @@ def engine(open_hf):
     engine = open_hf(sequences=4)
     evaluate(engine, 3, 0, END)
     return engine
-
-
-def close(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.abs(a - b).max() < 1e-3 * float(np.abs(b).max()))
 
 
 def with_noise(engine: Engine, payload: Payload, tokens: Iterable[int]) -> Payload:

@@ -13,7 +13,7 @@ from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfWholeEngine
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
-from helpers.engines import TOKENS, evaluate
+from helpers.engines import TOKENS, close, evaluate
 from helpers.scheduling import Rig
 
 pytestmark = pytest.mark.slow
@@ -36,10 +36,6 @@ def reference(family: str) -> np.ndarray:
     tokens = torch.from_numpy(TOKENS[:LENGTH].astype(np.int64))[None]
     with torch.no_grad():
         return tiny_hf.build(family)(input_ids=tokens, use_cache=False).logits[0].numpy()
-
-
-def close(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.abs(a - b).max() < 1e-3 * float(np.abs(b).max()))
 
 
 def test_slices_beside_other_sequences_give_what_the_model_itself_gives(open_hf, family):

@@ -1,8 +1,12 @@
-"""Commands as a person types them."""
+"""Commands as a person types them, here and in processes of their own."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 from typer.testing import CliRunner, Result
@@ -28,3 +32,17 @@ class Commands:
         result = self.run(*arguments)
         assert isinstance(result.exception, EmberkeepError), (result.output, result.exception)
         return str(result.exception)
+
+
+def run_module(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`python -m` with nothing of this machine's settings."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("EMBERKEEP_")}
+    env |= {"XDG_CONFIG_HOME": str(cwd), "XDG_DATA_HOME": str(cwd)}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def emberkeep(data_dir: Path, *arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    """A command that must go well; `said` is typed into it."""
+    command = [sys.executable, "-m", "emberkeep", *arguments, "--data-dir", str(data_dir)]
+    return subprocess.run(command, input=said, capture_output=True, text=True, check=True)

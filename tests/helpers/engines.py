@@ -44,6 +44,11 @@ def same(engine: Engine, a: np.ndarray, b: np.ndarray, noise: float = NOISE) -> 
     return np.array_equal(a, b) if isinstance(engine, FakeEngine) else bool(np.abs(a - b).max() < noise)
 
 
+def close(a: np.ndarray, b: np.ndarray) -> bool:
+    """Up to a thousandth of the largest."""
+    return bool(np.abs(a - b).max() < 1e-3 * float(np.abs(b).max()))
+
+
 def exported(engine: Engine, sequence: int, start: int, end: int) -> Payload:
     (payload,) = engine.export_kv(sequence, (start, end))
     return payload

@@ -21,11 +21,11 @@ from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import profile_of
 from emberkeep.models.pull import pull
-from emberkeep.models.reporter import Silent
 from emberkeep.models.spec import HubFile, HubQuantisation, LocalFile, UrlFile, parse
 from helpers.gguf_builders import PARTS, split_llama, tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo
 from helpers.model_file_server import ServedFile, serving_folder
+from helpers.pull_reporter import Watching
 
 pytestmark = pytest.mark.slow
 
@@ -47,23 +47,6 @@ def files(tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def contents(files: list[Path]) -> list[bytes]:
     return [file.read_bytes() for file in files]
-
-
-class Watching(Silent):
-    """Keeps what it is told, and stops the pull like Ctrl-C after so many bytes."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.sentences: list[str] = []
-        self.seen: list[tuple[str, int, int | None]] = []
-        self._stop_after = stop_after
-
-    def say(self, sentence: str) -> None:
-        self.sentences.append(sentence)
-
-    def progress(self, step: str, done: int, total: int | None) -> None:
-        self.seen.append((step, done, total))
-        if self._stop_after is not None and done >= self._stop_after:
-            raise KeyboardInterrupt
 
 
 def _kept(model: InstalledModel) -> list[bytes]:

@@ -11,6 +11,7 @@ from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.pull import pull
 from helpers.gguf_builders import tiny_llama
 from helpers.model_file_server import ServedFile, serving
+from helpers.pull_reporter import Watching
 
 pytestmark = pytest.mark.slow
 
@@ -29,22 +30,6 @@ def served(tmp_path: Path) -> Iterator[ServedFile]:
 @pytest.fixture
 def library(tmp_path: Path) -> ModelLibrary:
     return ModelLibrary(tmp_path / "models")
-
-
-class Watching:
-    """A reporter that keeps the numbers, and stops the pull like Ctrl-C after so many bytes."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.seen: list[tuple[str, int, int | None]] = []
-        self._stop_after = stop_after
-
-    def say(self, sentence: str) -> None:
-        pass
-
-    def progress(self, step: str, done: int, total: int | None) -> None:
-        self.seen.append((step, done, total))
-        if self._stop_after is not None and done >= self._stop_after:
-            raise KeyboardInterrupt
 
 
 def _pull(served: ServedFile, library: ModelLibrary, reporter: Watching | None = None) -> InstalledModel:

@@ -15,7 +15,6 @@ from helpers.kv_building import exported, new_store, prompt, put
 VOCAB = FakeVocab()
 QUESTION = prompt(140)
 ANSWER = [ord(c) for c in "then"]  # the tokenizer would say "th" "en"
-NEXT = prompt(30, seed=4)
 
 
 def replayed(look, before, text):

@@ -78,13 +78,6 @@ class Site:
         return [json.loads(line) for line in response.text.splitlines()]
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> Iterator[Memory]:
-    memory = Memory(tmp_path / "memory.sqlite3", limit_bytes=1 << 30)
-    yield memory
-    memory.close()
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     memory = Memory(tmp_path_factory.mktemp("data") / "memory.sqlite3", limit_bytes=1 << 30)
@@ -183,13 +176,13 @@ def test_a_saved_conversation_is_shown_in_openais_shape(site: Site, user_id: str
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "entry_not_found")
 
 
-def test_everything_of_a_user_can_be_taken_along(site: Site, user_id: str, stored: Memory) -> None:
+def test_everything_of_a_user_can_be_taken_along(site: Site, user_id: str, memory: Memory) -> None:
     site.archive(user_id, *(f"word number {number}" for number in range(600)))  # more than are sent at a time
     site.set_fact("cat", "Kater Murr 🐈", user_id=user_id)
     exported = site.exported(user_id=user_id)
-    stored.import_(exported)
-    assert stored.stats(private_namespace(user_id))["turns"] == 600
-    assert [fact.value for fact in stored.facts(private_namespace(user_id))] == ["Kater Murr 🐈"]
+    memory.import_(exported)
+    assert memory.stats(private_namespace(user_id))["turns"] == 600
+    assert [fact.value for fact in memory.facts(private_namespace(user_id))] == ["Kater Murr 🐈"]
     counted = site.get("/stats", user_id=user_id)
     assert (counted["turns"], counted["facts"]) == (600, 1)
     assert "bytes" not in counted
@@ -315,16 +308,16 @@ def test_memory_that_fails_says_why_and_the_rest_goes_on() -> None:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_a_server_that_stops_takes_nothing_in_any_more(stored: Memory) -> None:
-    app = app_over(stored)
+def test_a_server_that_stops_takes_nothing_in_any_more(memory: Memory) -> None:
+    app = app_over(memory)
     app.state.drain.begin()
     assert asked(app, "PUT", "/v1/memory/facts/x", json={"value": "x"}).status_code == 503
-    assert stored.facts("") == []
+    assert memory.facts("") == []
 
 
-def test_a_client_that_got_everything_has_not_left(stored: Memory, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_got_everything_has_not_left(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="emberkeep.server.middleware")
-    asked(AccessLog(app_over(stored)), "GET", "/v1/memory/export")
+    asked(AccessLog(app_over(memory)), "GET", "/v1/memory/export")
     assert caplog.messages == ["GET /v1/memory/export 200"]
 
 

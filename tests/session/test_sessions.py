@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.session.view import View
 from emberkeep.types import Eviction, Message, Recall, Request, ToolCall, Usage, private_namespace
-from helpers.remembering import PLENTY
 
 POLICY = Policy(context=1000)
 SAID = ["anchor", "barge", "cargo", "dock", "eddy", "the anchor?"]
@@ -33,13 +30,6 @@ class Failing:
         if self.is_full:
             raise MemoryFailed("The disk is full.")
         return self._archive(*args, **more)
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    memory = Memory(tmp_path / "memory.sqlite3", limit_bytes=PLENTY)
-    yield memory
-    memory.close()
 
 
 def request(length: int = 11, **fields: object) -> Request:

@@ -28,13 +28,6 @@ def evict(sessions: Sessions, asked: Request, groups: int = 2) -> None:
     sessions.left(asked, sessions.without(view, asked, leaving), leaving, 100, 1.0)
 
 
-@pytest.fixture
-def memory(tmp_path):
-    memory = Memory(tmp_path / "memory.sqlite3", limit_bytes=1 << 30)
-    yield memory
-    memory.close()
-
-
 def nothing_is_left(memory: Memory) -> bool:
     return CANARY not in raw_bytes(memory._database.path).lower() and memory.stats("")["turns"] == 0
 

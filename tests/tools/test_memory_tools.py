@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,17 +11,10 @@ from emberkeep.memory.memory import Memory
 from emberkeep.session.recall import SEARCH
 from emberkeep.tools.memory_tools import memory_tools
 from emberkeep.types import Json, private_namespace
-from helpers.remembering import PLENTY, turn
+from helpers.remembering import turn
 from helpers.tool_calls import box_of, refused, told
 
 ALICE, BOB = private_namespace("alice"), private_namespace("bob")
-
-
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Memory]:
-    opened = Memory(tmp_path / "memory.sqlite3", limit_bytes=PLENTY)
-    yield opened
-    opened.close()
 
 
 def done(memory: Memory, name: str, owner: str = ALICE, /, **arguments: Json) -> str:

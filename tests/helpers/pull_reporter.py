@@ -1,0 +1,22 @@
+"""A pull that is watched."""
+
+from __future__ import annotations
+
+from emberkeep.models.reporter import Silent
+
+
+class Watching(Silent):
+    """Keeps what it is told, and stops the pull like Ctrl-C after so many bytes."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.sentences: list[str] = []
+        self.seen: list[tuple[str, int, int | None]] = []
+        self._stop_after = stop_after
+
+    def say(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+    def progress(self, step: str, done: int, total: int | None) -> None:
+        self.seen.append((step, done, total))
+        if self._stop_after is not None and done >= self._stop_after:
+            raise KeyboardInterrupt
