@@ -40,7 +40,7 @@ from emberkeep.types import AttentionTier, Json, Recall, RemoteModel, Repair, Tt
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
-"""State that stands at another place is not reused."""
+"""State that was stored at another position is not reused."""
 
 _YEAR_S = 365 * 86_400
 
@@ -141,7 +141,7 @@ class Config:
     approximate: str = _setting(
         OFF,
         one_of(OFF, *Repair),
-        "How stored state that stands at another place is repaired and reused, unless a request says; "
+        "How state that was stored at another position is repaired and reused, unless a request says; "
         "what it gives is not exact.",
     )
     exact: bool = _setting(
@@ -238,7 +238,7 @@ class Config:
         2, whole(0, 20), "How often a request is sent again that a remote service failed."
     )
     warm: tuple[WarmPrefix, ...] = _setting(
-        (), PREFIXES, "System prompt to have ready for everybody, or a file with one (.json: messages and tools)."
+        (), PREFIXES, "System prompt to have ready for all users, or a file with one (.json: messages and tools)."
     )
     ttl_short_s: float = _setting(
         300.0, clamped_seconds(2, _YEAR_S), "Seconds after its last use that a prefix is kept ready."
