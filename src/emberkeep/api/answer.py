@@ -67,7 +67,7 @@ class _ChoiceBuilder:
     calls: dict[int, ToolCall] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     logprobs_start: int = 0
-    """Characters of `text` before the first token with a log probability: an echoed prompt has none."""
+    """Characters of `text` before the first token with a log probability; an echoed prompt has none of these."""
     finish: FinishReason | None = None
 
     def add_text(self, delta: TextDelta) -> None:
@@ -186,7 +186,7 @@ class _Chunks:
         return self.chunk([choice], prompt_progress=spent | {"time_ms": event.elapsed_ms})
 
     def aside(self, choice: Json, detail: Json) -> bytes:
-        """What happens here beside the answer."""
+        """A frame for something that happens beside the answer, such as a tool call."""
         return b"event: emberkeep\n" + self.chunk([choice], emberkeep=detail)
 
     def keep(self, event: Completed) -> bytes:
@@ -312,7 +312,7 @@ def _text_choice(index: int, text: str, logprobs: Json = None, finish: Json = No
 # ── log probabilities ──
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON cannot express."""
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:

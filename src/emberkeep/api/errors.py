@@ -59,7 +59,7 @@ class Refused(EmberkeepError):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Errors that are not ours keep their details to themselves."""
+    """What the client is told about `error`. Details of errors that are not ours are not shown."""
     message = str(error)
     match error:
         case Refused():
@@ -150,7 +150,7 @@ _PHRASES = {
     "too_short": "give {min_length} or more entries",
     "too_long": "give {max_length} or fewer entries",
 }
-"""pydantic's kinds of errors. Its own sentences speak to programmers of pydantic, not to ours."""
+"""Our words for pydantic's kinds of errors: its own sentences are for people who know pydantic."""
 
 _LONGEST_NAME = 64
 

@@ -138,7 +138,7 @@ MAX_MESSAGES = 100_000
 
 MessageList = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
 BeginningList = Annotated[list[MessageBody], Field(max_length=MAX_MESSAGES)]
-"""Of a prefix, which may be tools alone."""
+"""The messages of a prefix; there may be none, because tools alone are a prefix too."""
 
 
 def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:

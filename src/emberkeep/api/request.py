@@ -30,7 +30,7 @@ from emberkeep.types import (
 
 MAX_DEPTH = 64
 MAX_VALUES = 600_000
-"""And keys: a hundred thousand messages. No other thread goes on while they are parsed, a third of a second."""
+"""Values and keys of a body: 100,000 messages. While they are parsed, a third of a second, all threads wait."""
 
 
 class Body(BaseModel):
@@ -90,12 +90,12 @@ def _parse_json(raw: bytes) -> Json:
 
 
 def _values(raw: bytes) -> int:
-    """No fewer than the values and keys that are there: each but the first follows one of these."""
+    """At least the number of values and keys: each but the first follows one of these characters."""
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{") + raw.count(b":")
 
 
 def _without_strings(raw: bytes) -> bytes:
-    """Texts may have as many commas as they like. More strings than values are allowed are not looked at."""
+    """Without the strings, whose commas do not count. Stops after as many strings as values are allowed."""
     unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(unescaped.split(b'"', 2 * MAX_VALUES)[::2])
 
@@ -173,7 +173,7 @@ UserId = Annotated[str, Field(pattern=USER_ID)]
 
 
 class ApproximationFields(Body):
-    """How state from other places is repaired; whatever is left out is as in `Approximation`."""
+    """How state from other positions is repaired. Fields that are left out are as in `Approximation`."""
 
     repair: Literal["off", "none", "selective", "cacheblend"] = "cacheblend"
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -190,7 +190,7 @@ class ApproximationFields(Body):
 
 
 def _as_object(value: Json) -> Json:
-    """A word says how to repair, and false is one for it."""
+    """A word is short for an object with that `repair`; false stands for off."""
     if value is False:
         return {"repair": OFF}
     return {"repair": value} if isinstance(value, str) else value
@@ -216,7 +216,7 @@ class RoomFields(Body):
 
 
 NO_OTHERS: dict[str, Json] = {"additionalProperties": False}
-"""For a schema of a mapping: pydantic only says which keys may be there."""
+"""For the schema of a mapping: no other keys are allowed, which pydantic does not say."""
 
 
 class GenerationFields(Body):
@@ -307,7 +307,7 @@ class OwnerFields(UserFields):
     prompt_cache_key: Label | None = None
 
     def to_owned(self) -> Request:
-        """A request that says this and nothing else. Raises InvalidField where fields contradict each other."""
+        """A request with these fields and nothing else. Raises InvalidField where fields contradict each other."""
         return Request(
             user=self.to_user(),
             namespace=self.to_namespace(),

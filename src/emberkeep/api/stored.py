@@ -45,12 +45,12 @@ def entry_json(entry: CacheEntry) -> dict[str, Json]:
 
 
 def _tiers(entry: CacheEntry) -> dict[str, int]:
-    """Tokens by where their state is, the fastest place first."""
+    """Tokens by the tier that holds their state, the fastest tier first."""
     return {"hot": entry.hot_tokens, "warm": entry.warm_tokens, "cold": entry.cold_tokens}
 
 
 def entry_from_json(listed: Json) -> CacheEntry:
-    """The value that `entry_json` was made of. Raises LookupError, TypeError or ValueError for anything else."""
+    """The inverse of `entry_json`. Raises LookupError, TypeError or ValueError for anything else."""
     return CacheEntry(
         id=listed["id"],
         kind=EntryKind(listed["kind"]),

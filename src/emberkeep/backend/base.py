@@ -45,9 +45,9 @@ class ModelCard:
     owned_by: str = "emberkeep"
     details: Mapping[str, Json] | None = None
     calls_tools: bool = True
-    """It was taught to."""
+    """The model was trained to call tools."""
     also: tuple[str, ...] = ()
-    """Other names that clients may ask for it by."""
+    """Other names by which clients may ask for it."""
     remote: str = field(default="", repr=False)
     """How the configuration calls the service that runs it; empty: it runs here. Not in the repr, of which clients
     get a hash as `system_fingerprint`."""
@@ -145,16 +145,16 @@ class Backend(Protocol):
         """Counters and gauges, cheap enough to be polled."""
 
     def health(self) -> dict[str, Json]:
-        """Who answers, and what is wrong with those who do not."""
+        """Which backend answers, and why the others do not."""
 
     def failure(self) -> EmberkeepError | None:
-        """Why it will never answer again, however often it is asked; None while it may."""
+        """Why it can never answer again; None while it can."""
 
     async def start(self) -> None:
-        """What needs the event loop: connect to what tools need. Never raises."""
+        """Connect to what tools need, which takes the event loop. Never raises."""
 
     async def close(self) -> None:
-        """No new work; finish or fail what runs; write what is not yet on disk."""
+        """Take no new work, finish or fail what runs, and write what is not yet on disk."""
 
     # ── what some can do ──
 

@@ -32,7 +32,7 @@ from emberkeep.types import (
 _EXCERPT_TOKENS = 12
 _SHOWN_CHARS = 64
 _NOTICEABLE = 16
-"""Tokens that another user must have in common with a prompt for that to be an explanation."""
+"""The fewest tokens shared with another user that an explanation mentions."""
 
 
 class StoreCache:
@@ -46,7 +46,7 @@ class StoreCache:
         verifier: Verifier,
         forget_beside: Callable[[Container[str]], Future[None]],
     ) -> None:
-        """`forget_beside` lets go of everything of these owners that is not in the store."""
+        """`forget_beside` drops what is kept of these owners outside of the store."""
         self._scheduler = scheduler
         self._store = scheduler.store
         self._prompts = prompts
@@ -116,7 +116,7 @@ class Explainer:
         lineages: Lineages,
         equip: Callable[[Request], Request],
     ) -> None:
-        """`equip`: a request with the tools that its model gets besides."""
+        """`equip` adds the tools of the server to a request."""
         self._scheduler = scheduler
         self._store = scheduler.store
         self._prompts = prompts

@@ -40,7 +40,7 @@ def attention_of(backend: Backend) -> AttentionSwitch:
 
 
 async def warm_prefix(backend: Backend, request: Request) -> Warmed:
-    """As `Warmer.warm`. A service keeps what it likes for as long as it likes: that is in the result's `error`."""
+    """As `Warmer.warm`. A remote model cannot be warmed: then the result's `error` says so."""
     if backend.warmer is not None:
         return await backend.warmer.warm(request)
     error = f"{backend.card.remote} runs elsewhere: its prompts cannot be warmed from here."

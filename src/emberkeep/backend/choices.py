@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One choice is over."""
+    """One choice has ended."""
 
     index: int
     ending: Ending
@@ -80,7 +80,7 @@ class Choice:
         return self._stream.text_kept_tokens
 
     def full(self) -> bool:
-        """Where more room can be made, it is asked for."""
+        """The context is full: ask for more room, if more can be made."""
         if self._grows_to is not None and self._tokens >= self._grows_to:
             return False
         self._channel.put(Full(self._index))
@@ -99,7 +99,7 @@ class Choice:
         self._channel.put(error)
 
     def _over(self) -> None:
-        """Once: what failed to be told is told again, as a failure."""
+        """Note the end. Twice is harmless: if `ended` fails, `failed` is called after it."""
         if not self.is_over:
             self.is_over = True
             self._permit.choice_over()
@@ -179,7 +179,7 @@ class Channel(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T, *, wake: bool = True) -> None:
-        """The reader hears of it at the next flush, or with the next item that wakes it."""
+        """Add an item. The reader gets it at the next flush, or with the next item that wakes it."""
         self._items.append(item)
         if wake:
             self._outbox.add(self._loop, self._ready)

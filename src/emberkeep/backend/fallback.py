@@ -37,7 +37,7 @@ from emberkeep.types import (
 log = logging.getLogger("emberkeep.backend")
 
 _BACKOFF_S = 30.0
-"""How long one that failed is left alone."""
+"""Seconds for which a backend that failed is not asked again."""
 
 FAILURES = (RemoteError, EngineError, ModelError, ConfigError)
 """For these another backend is asked. What the first one finds wrong with a request is wrong everywhere; what a
@@ -75,7 +75,7 @@ class FallbackBackend:
     """Owns its backends. Everything but answers is asked of the one that answered last."""
 
     def __init__(self, links: Sequence[Link]) -> None:
-        """Opens the first that can be. Blocks. Raises the first one's error where none can be."""
+        """Open the first backend that can be opened. Blocks. If none can, raises the error of the first one."""
         self._links = links
         self._prefixes: Sequence[Request] = ()
         self._active = self._open_first()
@@ -132,7 +132,7 @@ class FallbackBackend:
         raise next((error for error in failures if isinstance(error, FAILURES)), failures[0])
 
     def _is_request_wrong(self, error: EmberkeepError, link: Link) -> bool:
-        """It is the request that is wrong, and not the backend."""
+        """Whether the error is the request's fault, and not the backend's."""
         return isinstance(error, RequestError) and link is self._links[0]
 
     def _note_failure(self, link: Link, error: EmberkeepError) -> None:
@@ -169,7 +169,7 @@ class FallbackBackend:
         return await warm_prefix(self._backend, request)
 
     def keep_warm(self, prefixes: Sequence[Request]) -> None:
-        """Those that are opened later warm them too."""
+        """Also holds for backends that are opened later."""
         self._prefixes = (*self._prefixes, *prefixes)
         keep_warm(self._backend, prefixes)
 
@@ -180,7 +180,7 @@ class FallbackBackend:
         return {**self._backend.health(), "chain": [link.health() for link in self._links]}
 
     def failure(self) -> EmberkeepError | None:
-        """Of any: another one may answer meanwhile, but only a new process brings this one back."""
+        """The failure of any backend: others may still answer, but only a new process brings that one back."""
         opened = [link.backend for link in self._links if link.backend]
         return next((failure for backend in opened if (failure := backend.failure())), None)
 
@@ -188,7 +188,7 @@ class FallbackBackend:
         await self._backend.start()
 
     async def close(self) -> None:
-        """What is being opened is waited for: it has to be closed too."""
+        """Close all backends. Waits for those that are being opened, because they must be closed too."""
         opening = [link.opening for link in self._links if link.opening]
         await asyncio.gather(*opening, return_exceptions=True)
         for link in self._links:
@@ -222,6 +222,6 @@ class FallbackBackend:
 
 
 def _retrieve_error(opening: asyncio.Task[None]) -> None:
-    """No request may be left that asks why it failed: asyncio would complain."""
+    """Read the error of a task that nothing awaits, or asyncio would log it."""
     if not opening.cancelled():
         opening.exception()

@@ -1,4 +1,4 @@
-"""What only a model that runs here can do besides answering: tell its tokens, count experts, switch attention."""
+"""What only a local model can do besides answering: tokenize, count experts, switch attention."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from emberkeep.session.sessions import Sessions
 from emberkeep.types import Caller, Event, Message, Recall, Request, Tool, ToolCall, ToolOutcome, Usage
 
 _SEARCH_ROUNDS = 4
-"""Searches before one answer; then it has to be given."""
+"""Most rounds of searches for one answer; then the model has to answer."""
 
 Answer = Callable[[Request], AsyncGenerator[Event, None]]
 
@@ -77,7 +77,7 @@ class ServerTools:
         return replace(request, tools=(*request.tools, *new)) if new else request
 
     def run(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
-        """`answer` with the tools, again and again until none of them is called."""
+        """Run rounds of `answer` with the tools until the model calls none of them."""
         limit_s = request.deadline_s or self._deadline_s
         events = self._run(request, answer)
         return with_deadline(events, limit_s) if limit_s else events
@@ -103,7 +103,7 @@ class ServerTools:
 
 @dataclass(frozen=True, slots=True)
 class SessionTranscript:
-    """Calls and results go into the session's archive: prompts have them, the client does not."""
+    """Keeps calls and results as notes of the session: later prompts have them, the client does not."""
 
     sessions: Sessions
     request: Request
@@ -122,7 +122,7 @@ class SessionTranscript:
 
 @dataclass(frozen=True, slots=True)
 class _ToolsAndSearch:
-    """What runs for one request: the server's tools, where it has any, and the search of the memory."""
+    """The tools of one request: the server's own, if it has any, and the search of the memory."""
 
     sessions: Sessions
     tools: HostTools | None

@@ -45,12 +45,12 @@ from emberkeep.types import (
 SAME_CALLS = 2
 """How often a call with the same arguments is executed in one turn."""
 MOST_CALLS = 64
-"""Of one answer; a model that writes more goes round in circles."""
+"""Calls of one answer that are executed; a model that writes more is in a loop."""
 _REPEATED_CHARS = 1000
 _BESIDE = 8
 """Calls that run at the same time."""
 _GAP = "\n\n"
-"""Between what was said before a call and what is said after it, where the client has both as one answer."""
+"""Separates the texts before and after a call, where the client gets both as one answer."""
 
 
 class LoopTools(Protocol):
@@ -187,7 +187,7 @@ class ToolLoop:
 
 @dataclass(slots=True)
 class Round:
-    """What one round of generation brought."""
+    """The outcome of one round of generation."""
 
     request: Request
     """As it was sent."""
@@ -237,7 +237,7 @@ class Round:
 
     @property
     def is_speechless(self) -> bool:
-        """It ended by itself, with nothing."""
+        """The model ended the round without text and without calls."""
         ended = self.finished is not None and self.finished.reason is FinishReason.STOP
         return ended and not (self.text.strip() or self._ours or self._others)
 
@@ -249,8 +249,8 @@ class Round:
 
 
 def next_request(asked: Request, usage: Usage, *, may_call: bool) -> Request | None:
-    """For the next round, with the tokens that are left; None where none are. A client that insists on a call
-    still gets one."""
+    """The request of the next round, with the tokens that are left; None if none are. A `tool_choice` other than
+    `auto` stays, even where no more calls run."""
     choice = asked.tool_choice if may_call or asked.tool_choice.mode != "auto" else ToolChoice("none")
     if asked.max_tokens is None:
         return replace(asked, tool_choice=choice)
@@ -343,6 +343,6 @@ def _groups(calls: Sequence[ToolCall], may_run_beside: Callable[[str], bool]) ->
 
 
 def _results(calls: Sequence[ToolCall], ended: Iterable[ToolOutcome]) -> list[str]:
-    """In the order of the calls, whatever ended first."""
+    """The results in the order of the calls, whichever call ended first."""
     by_id = {outcome.call.id: outcome.text for outcome in ended}
     return [by_id[call.id] for call in calls]

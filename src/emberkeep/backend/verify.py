@@ -55,7 +55,7 @@ class Verifier:
         )
 
     async def _continue(self, request: Request) -> tuple[list[int], LookupRecord]:
-        """The ids that follow, and what of the prompt was reused."""
+        """The ids of the continuation, and what was reused of the prompt."""
         ids: list[int] = []
         lookup = LookupRecord()
         async for event in self.generate(request):

@@ -44,7 +44,7 @@ Messages = str | Sequence[Message | Mapping[str, Json]]
 """A text is one message of the user."""
 
 Tools = Sequence[Tool | Mapping[str, Json] | Callable[..., Any]]
-"""Definitions, whose calls the caller carries out, and functions, which run here."""
+"""Definitions, whose calls the caller executes, and functions, which run here."""
 
 Approximate = str | bool | Approximation | Mapping[str, Json] | None
 
@@ -64,9 +64,9 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str] | None
     json_schema: Mapping[str, Json] | None
     user: str | None
-    """Who asks: stored state is shared only between calls for the same user."""
+    """The user: stored state is shared only between calls for the same user."""
     namespace: str | None
-    """The same once more, within a user: HTTP's `cache_salt`."""
+    """Separates state further within a user: HTTP's `cache_salt`."""
     use_cache: bool | None
     approximate: Approximate
     """`cacheblend`, `selective`, `none`, or an `Approximation`: stored state may be reused at other places. False:
@@ -93,7 +93,7 @@ class _GenerationCall(GenerationFields, RoomFields):
     ttl: Literal["short", "long", "extended"] | None = None
 
     def to_base(self) -> Request:
-        """What this call says, without a prompt."""
+        """The request of this call, without its prompt."""
         return Request(
             format=None if self.json_schema is None else JsonFormat(self.json_schema),
             sampling=self.to_sampling(),
@@ -195,7 +195,7 @@ def _what_is(name: str) -> str:
 
 
 def _plain(value: object) -> Json:
-    """As it would have come over HTTP."""
+    """The value as JSON would have it."""
     match value:
         case str():
             return _check_characters(value)

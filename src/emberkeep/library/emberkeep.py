@@ -118,7 +118,7 @@ class Emberkeep:
         return ToolSession(self._bridge, self._backend, tools, asks=asks, turns=config.tool_turns)
 
     def health(self) -> dict[str, Json]:
-        """Who answers, and what is wrong with those who do not."""
+        """Which backend answers, and why the others do not."""
         return self._backend.health()
 
     def warm(
@@ -185,7 +185,7 @@ class Emberkeep:
         return VerifyReport(self._finish(greedy), fresh, self._follow(greedy, fresh), tuple(answers))
 
     def _follow(self, request: Request, fresh: Result) -> Result | None:
-        """`request`, made to give the fresh answer; None where its tokens are not all known."""
+        """The result of `request` with the fresh answer forced; None if not all of its tokens are known."""
         if not fresh.tokens or len(fresh.tokens) != fresh.usage.completion_tokens:
             return None
         return self._finish(replace(request, forced=fresh.tokens, max_tokens=len(fresh.tokens)))

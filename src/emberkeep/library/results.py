@@ -42,17 +42,17 @@ class Result:
     tokens: tuple[int, ...]
     """The sampled ids behind `text`."""
     fit: Fit
-    """With which plan it was evaluated, and what was left out of the prompt."""
+    """The plan of its memory, and what was left out of the prompt."""
     logprobs: tuple[TokenLogprob, ...]
     """Of these, where they were asked for."""
     exchanges: tuple[Message, ...] = ()
     """What the model said and called before `text`, and the results: where tools ran here."""
     answered_by: str = ""
-    """The backend, where there are several that stand in for each other."""
+    """The backend that answered, if there are several."""
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What the conversation has more than it was sent with."""
+        """The messages that were added to the conversation."""
         return (*self.exchanges, Message("assistant", self.text, self.reasoning, self.tool_calls))
 
     @property

@@ -20,7 +20,7 @@ TURNS = 16
 
 
 class ToolSession:
-    """A toolbox at work for one model, and what a person has allowed it.
+    """A toolbox for one model, and what the user has allowed it.
 
     Every method blocks and may be called from any thread. Owns the toolbox: close it.
     """
@@ -80,7 +80,7 @@ class ToolSession:
 
 
 async def _now(read: Callable[[], Any]) -> Any:
-    """On the loop, to which toolboxes belong."""
+    """Call `read` on the event loop, to which toolboxes belong."""
     return read()
 
 
@@ -95,5 +95,5 @@ def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolB
 
 
 def is_runnable(tool: object) -> bool:
-    """A function to run, not a definition for the caller to carry out."""
+    """Whether it is a function to run, and not a definition of a tool that the caller executes."""
     return callable(tool) or hasattr(tool, "run")

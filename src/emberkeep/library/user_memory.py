@@ -76,7 +76,7 @@ class UserMemory:
         return self._memory.facts(_owner(user, namespace))
 
     def delete_fact(self, name: str, *, user: str = "", namespace: str = "") -> bool:
-        """Whether there was one."""
+        """Returns whether there was one."""
         named = _validate(_NameFields, name=name, user=user, namespace=namespace)
         return self._memory.delete_fact(named.owner, named.name)
 
@@ -118,7 +118,7 @@ class UserMemory:
         user: str = "",
         namespace: str = "",
     ) -> None:
-        """Save a conversation anew."""
+        """Save a conversation in place of the one with that id."""
         named = _validate(_ConversationFields, conversation_id=conversation_id, user=user, namespace=namespace)
         self._memory.replace_messages(named.owner, named.conversation_id, messages, model=model)
 

@@ -123,7 +123,7 @@ class VerifyReport:
         return f"Greedy tokens that agree: {same}{told}."
 
     def _pairs(self) -> list[tuple[TokenLogprob, TokenLogprob]]:
-        """For each token of the fresh answer: what stored state thinks there, and what a fresh evaluation does."""
+        """For each token of the fresh answer: its distribution from stored state, and from a fresh evaluation."""
         if self.forced is None:
             return []
         return list(zip(self.forced.logprobs, self.fresh.logprobs, strict=False))

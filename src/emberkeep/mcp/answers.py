@@ -40,7 +40,7 @@ class ListedTool:
     definition: Tool
     """What models are told, under the name that they call it by."""
     is_read_only: bool
-    """It says so; that is no reason to believe it."""
+    """The server's own claim, which decides nothing."""
     digest: str
     """Of all that a person approves by using it, as the server said it."""
 
@@ -68,7 +68,7 @@ class PromptArgument:
 @dataclass(frozen=True, slots=True)
 class Listing:
     about: str = ""
-    """How the server calls itself."""
+    """The server's own name and version."""
     tools: tuple[ListedTool, ...] = ()
     prompts: tuple[McpPrompt, ...] = ()
 
@@ -141,7 +141,7 @@ def _tool(tool: wire.Tool, name: str) -> ListedTool:
 
 
 def unlisted_tool(server: str, name: str) -> ListedTool:
-    """One that the server has not told of."""
+    """A tool that the server has not listed."""
     return ListedTool(name, Tool(_names(server, [name])[0]), False, "")
 
 

@@ -44,7 +44,7 @@ class ServerState:
     reason: str
     """Why it has stopped."""
     about: str
-    """How it calls itself."""
+    """The server's own name and version."""
     tools: Mapping[str, Standing]
     """By the names that the server calls them by."""
     prompts: int

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _LONGEST_WAIT_S = 60.0
 _TIMEOUTS = 2
-"""A server that did not answer so often in a row is started anew."""
+"""After so many timeouts in a row a server is restarted."""
 _PAUSE_S = 1.0
 """Between two readings of what a server offers, however often it says that this has changed."""
 _CLOSE_S = 10.0
@@ -228,7 +228,7 @@ class McpSession:
         return await asyncio.shield(self._ready)
 
     def end(self, reason: str) -> None:
-        """What is running on it fails. Returns at once."""
+        """End the session: running calls fail. Returns at once."""
         if not self.reason:
             self.reason = shorten(mask_secrets(strip_hidden(reason), self._secrets), _REASON_CHARS)
             self.ended_at = self._clock()

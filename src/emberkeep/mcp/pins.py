@@ -1,4 +1,4 @@
-"""Which definitions of tools were approved: those of a server's first use, and later ones that a user looked at.
+"""Which definitions of tools were approved: those of a server's first use, and later ones that a user approved.
 
 A server that says something else afterwards does not get it past the user."""
 

@@ -109,7 +109,7 @@ class _Errors:
 async def _read(
     process: Process, inward: MemoryObjectSendStream[SessionMessage | Exception], errors: _Errors
 ) -> str:
-    """Passes on what it says until it says no more; the reason is returned."""
+    """Pass its messages on until it ends; returns the reason."""
     assert process.stdout is not None
     unasked = 0
     while unasked <= _UNASKED:
@@ -127,7 +127,7 @@ async def _read(
 
 
 def _parse(line: bytes) -> JSONRPCMessage | None:
-    """None: something else, as programs print it by mistake."""
+    """None: it is no message; programs print other lines by mistake."""
     try:
         return jsonrpc_message_adapter.validate_json(line, by_name=False)
     except ValueError:

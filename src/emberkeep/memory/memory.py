@@ -125,7 +125,7 @@ class Memory:
             return records.read_facts(db, owner)
 
     def delete_fact(self, owner: str, name: str) -> bool:
-        """Whether there was one."""
+        """Returns whether there was one."""
         with self._database.transaction() as db:
             return records.delete_fact(db, records.owner_id(db, owner), name)
 

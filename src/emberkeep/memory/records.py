@@ -178,7 +178,7 @@ def read_fact(db: apsw.Connection, owner: str, name: str) -> Fact | None:
 
 
 def delete_fact(db: apsw.Connection, owner: int | None, name: str) -> bool:
-    """Whether there was one."""
+    """Returns whether there was one."""
     db.execute("DELETE FROM facts WHERE owner = ? AND name = ?", (owner, encodable(name)))
     return db.changes() > 0
 

@@ -1,1 +1,1 @@
-"""The HTTP face: OpenAI's endpoints over any `Backend`. It never sees an engine, a cache or a scheduler."""
+"""The HTTP server: OpenAI's endpoints over any `Backend`. It never sees an engine, a cache or a scheduler."""

@@ -77,7 +77,7 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _on_bad_parameter(http: HttpRequest, error: Exception) -> Response:
-    """What the framework checks by itself: parameters in the path and in the query."""
+    """The answer to a bad parameter in the path or in the query, which the framework checks."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     _, *location = first["loc"]

@@ -51,7 +51,7 @@ class VerifyBody(Body):
 
 
 class _EntryId(StringConvertor):
-    """Whatever may be meant for an id: asking for an action in the wrong way is another mistake."""
+    """Any text but the names of actions: those are another mistake, with an error of its own."""
 
     regex = rf"(?!(?:{'|'.join(_ACTIONS)})$)[^/]+"
 
@@ -120,7 +120,7 @@ def _add_checks(router: APIRouter, backend: Backend, side: SideWork) -> None:
 
 
 async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) -> list[Verified]:
-    """One after the other, so that others are held up little."""
+    """One after the other, so that other requests wait little."""
     ids = body.ids
     if ids is None:
         latest = await side.run(cache_of(backend).entries)
@@ -134,7 +134,7 @@ def _list_page(backend: Backend, user: str | None, kind: Kind | None, limit: int
 
 
 def _select(entries: Sequence[CacheEntry], user: str | None, kind: Kind | None) -> list[CacheEntry]:
-    """What is shared belongs to no user."""
+    """Entries of a user and a kind. Shared entries belong to no user."""
     mine = [entry for entry in entries if user is None or (entry.user == user and not entry.is_shared)]
     return [entry for entry in mine if kind in (None, entry.kind)]
 

@@ -60,7 +60,7 @@ def uvicorn_config(
 
 
 class Server(uvicorn.Server):
-    """Goes on listening while it drains, so that new requests hear 503 instead of a closed port."""
+    """Still listens while it drains, so that new requests get a 503 instead of a closed port."""
 
     def __init__(self, app: FastAPI, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """`on_ready` is called once requests are answered without delay."""
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         self._failure: Callable[[], EmberkeepError | None] = lambda: None
 
     def watch(self, backend: Backend) -> None:
-        """Stop by itself when the backend will never answer again."""
+        """Stop when the backend can never answer again."""
         self._failure = backend.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _cut_off(self) -> None:
-        """Left to uvicorn, this would be an error in the log."""
+        """Cancel what still runs. If uvicorn did it, the log would have an error."""
         running = list(self.server_state.tasks)
         for task in running:
             task.cancel()
@@ -215,12 +215,12 @@ class HttpConnection(HttpToolsProtocol):
         self._body_parts = 0
         self._body_bytes = 0
         self._head_since: float | None = None
-        """None while the client has begun no request, and is in no hurry to."""
+        """When the current request's head began; None while there is none."""
         self._in_body = False
         self._got_further = False
-        """By what came last: a head has ended, or there is more of a body."""
+        """The latest data ended a head or added to a body."""
         self._is_deaf = False
-        """Refused: whatever else comes is not looked at."""
+        """The request was refused: further data is ignored."""
         self._failure = _BAD_HTTP
         self._close_at: float | None = None
         self._unread: tuple[float, int] | None = None
@@ -308,7 +308,7 @@ class HttpConnection(HttpToolsProtocol):
         self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, self.url, headers, rest))
 
     def _count_unfinished(self, size: int) -> None:
-        """The parser tells of a header when it is complete; one that is too long never gets there."""
+        """Count bytes that the parser has not reported: it reports a header only when it is complete."""
         self._unfinished_bytes += size
         is_large = self._unfinished_bytes > self._limits.target_bytes + self._limits.header_bytes
         if is_large or (self._in_body and self._has_large_headers()):
@@ -394,7 +394,7 @@ class HttpConnection(HttpToolsProtocol):
         self._unread = self.loop.time(), self.transport.get_write_buffer_size()
 
     def _refuse(self, failure: Failure) -> None:
-        """An answer that is on its way stays whole, and is the last one here."""
+        """Refuse the request. An answer that is being sent is completed first, and is the last one here."""
         log.debug("Refused a request: %s", failure.message)
         self.shared.on_refusal(failure)
         self._is_deaf = True
@@ -431,7 +431,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()  # nothing was asked
 
     def _has_stalled(self, now: float) -> bool:
-        """Nothing is written to a client that is behind: what is left for it can only become less."""
+        """Whether the client reads too slowly. While it is behind, nothing more is written to it."""
         if self._unread is None:
             if self.transport.is_closing():
                 self._watch_reading()

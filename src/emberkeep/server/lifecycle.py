@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 HURRY_S = 5.0
 """After the second signal: time for the backend to write what it has."""
 _TALKATIVE = ("httpx", "httpx2")
-"""They log the whole address of every request, and some services want their key in there."""
+"""Libraries that log whole URLs, in which some services expect their key."""
 
 
 def serve(config: Config, *, install: Callable[[Config], None]) -> None:

@@ -1,4 +1,4 @@
-"""What clients may take before they have been answered: sizes, counts and times of HTTP itself."""
+"""Limits for clients: sizes, counts and times of HTTP itself."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Limits:
 
     stalled_s: float = 30.0
     read_bytes_per_s: float = 1 << 10
-    """A client that has more to read takes this much on average, or is let go after `stalled_s`."""
+    """The slowest rate at which a client may read; one that is slower for `stalled_s` is disconnected."""
     unsent_bytes: int = 4 << 20
-    """Of a stream's events that wait for their client to read the ones before."""
+    """Bytes of a stream's events that wait because the client has not read earlier ones."""
 
     linger_s: float = 2.0
     """Time to read a refusal while the rest of what was refused still comes."""

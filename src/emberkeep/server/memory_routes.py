@@ -59,7 +59,7 @@ class AnswerBody(UserFields):
 
 
 def one_owner(body: UserFields, query: UserFields) -> str:
-    """The user may be named in either. Raises InvalidField where that makes two."""
+    """The user may be named in the query or in the body. Raises InvalidField if they differ."""
     told, asked = body.to_namespace(), query.to_namespace()
     if told and asked and told != asked:
         raise InvalidField("user_id", "the query and the body name different users: name one.")
@@ -67,7 +67,7 @@ def one_owner(body: UserFields, query: UserFields) -> str:
 
 
 class _AnyText(StringConvertor):
-    """Names have slashes and line breaks if their owners want them to."""
+    """A path parameter that may contain slashes and line breaks, as names of facts do."""
 
     regex = r"[\s\S]+"
 
@@ -200,7 +200,7 @@ def _no_fact(name: str) -> NoSuchEntry:
 
 
 def _named_owner(whose: UserFields) -> str:
-    """A user that is left out does not mean that everything is forgotten."""
+    """The owner, who must be named: a request without one must not forget anything."""
     if whose.user_id is None and whose.llama_user_id is None and whose.user is None:
         raise InvalidField("user_id", "is required; an empty one means everybody who gave no name.")
     return whose.to_namespace()
@@ -259,7 +259,7 @@ def _head_json(conversation: SavedConversation) -> dict[str, Json]:
 
 
 def stats_json(stats: Mapping[str, Json]) -> dict[str, Json]:
-    """Without the size of the file, which tells about others."""
+    """Without the size of the file, which depends on other users."""
     return {key: value for key, value in stats.items() if key not in ("bytes", "limit")}
 
 

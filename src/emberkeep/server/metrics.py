@@ -79,7 +79,7 @@ class RequestMetrics:
                 self._misses.labels(reason)
 
     def observe(self, record: RequestRecord, seconds: float) -> None:
-        """Of a request that has ended and took that long."""
+        """Count a request that has ended after that many seconds."""
         outcome = record.outcome
         if outcome is RequestOutcome.REFUSED and record.failure:
             self.refused(record.failure)
@@ -91,7 +91,7 @@ class RequestMetrics:
             self._observe_completed(completed)
 
     def refused(self, failure: Failure) -> None:
-        """Before it became a request."""
+        """Count what was refused before it became a request."""
         self._requests.labels(RequestOutcome.REFUSED).inc()
         self._refused.labels(failure.code or failure.type).inc()
 

@@ -39,7 +39,7 @@ RETRY_AFTER_S = 5.0
 
 _RECORD = "emberkeep.record"
 _TAKEN_ON = frozenset({"server_error", "upstream_error", "deadline"})
-"""Types of failure of requests that were not refused."""
+"""Types of failures that do not count as refusals."""
 
 
 class RequestOutcome(StrEnum):
@@ -102,7 +102,7 @@ class _FailureResponse(Response):
 _QUIET_PATHS = frozenset({"/health", "/metrics"})
 """Asked by machines every few seconds: told at the level debug."""
 _BEFORE_NAMES = ("/v1/memory/facts/", "/v1/memory/conversations/")
-"""What follows is a text of a user."""
+"""Paths after which a user's text follows, which is not logged."""
 
 
 class AccessLog:
@@ -136,7 +136,7 @@ class AccessLog:
 
 
 class _Exchange:
-    """Sees the status go out and the client leave."""
+    """Notes the status that is sent, and whether the client leaves."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -236,7 +236,7 @@ class SecurityMiddleware:
             )
 
     def _check_origin(self, headers: Headers) -> str | None:
-        """The origin if it is another one that may read answers; None if there is nothing to tell it."""
+        """The origin, if it is a foreign one that is allowed; None if no CORS headers are needed."""
         origins = headers.getlist("origin")
         if not origins:
             return None
@@ -293,8 +293,8 @@ def _with_cors(send: Send, origin: str) -> Send:
 
 
 class Drain:
-    """New work is refused while what runs may finish. Shared by the server, which begins it, and the middleware,
-    which keeps count."""
+    """New work is refused while running requests may finish. Shared by the server, which begins it, and the
+    middleware, which keeps count."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -309,7 +309,7 @@ class Drain:
 
     @contextmanager
     def waiting(self, upload: asyncio.Timeout) -> Iterator[None]:
-        """For a client to send more of its request; the drain ends that."""
+        """For a block that waits for more of a request: the drain ends the wait."""
         if self.draining:
             upload.reschedule(0)
         self._uploads.add(upload)

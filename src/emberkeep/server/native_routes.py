@@ -47,7 +47,7 @@ class TemplateBody(Body):
 
 
 def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: bool) -> APIRouter:
-    """`is_public`: who asks may not know the key."""
+    """`is_public`: clients that do not have the key can read `/health`."""
     router = APIRouter()
 
     @router.get("/")
@@ -87,7 +87,7 @@ def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: 
 
 
 def _without_reasons(health: Json) -> Json:
-    """Of failures, which name addresses: not for clients that may not know the key."""
+    """Without the reasons of failures: they name addresses, which are not for clients without the key."""
     if isinstance(health, list):
         return [_without_reasons(item) for item in health]
     if not isinstance(health, dict):

@@ -28,7 +28,7 @@ from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json, Request
 
 _MOST_HOPS = 8
 _DIGITS = 4
-"""Of a number in a header: no chain is that long."""
+"""Most digits of a number in a header."""
 
 
 def openai_routes(backend: Backend) -> APIRouter:
@@ -104,7 +104,7 @@ def new_envelope(prefix: str, card: ModelCard, conversation_id: str | None) -> E
 
 
 def check_hops(http: HttpRequest) -> int:
-    """How many servers have passed a request on. Raises RemoteLoop where they do so in a circle."""
+    """How many servers have passed a request on. Raises RemoteLoop if there are too many: a circle."""
     hops = number_in(http, HOPS_HEADER)
     if hops > _MOST_HOPS:
         raise RemoteLoop(f"This request was passed on by {hops} servers: check whose backend asks whom.")
@@ -118,7 +118,7 @@ def number_in(http: HttpRequest, header: str) -> int:
 
 
 def check_model(name: str | None, card: ModelCard) -> None:
-    """None, an empty name and `default` mean the one that is served. Raises ModelNotFound."""
+    """None, an empty name and `default` mean the served model. Raises ModelNotFound."""
     if name and name not in ("default", card.id, *card.also):
         raise ModelNotFound(f"The model {name[:100]!r} is not served here: use {card.id!r} or 'default'.")
 

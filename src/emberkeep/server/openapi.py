@@ -98,5 +98,5 @@ def _error_response(status: int) -> dict[str, Json]:
 
 
 def _possible_errors(method: str, operation: dict[str, Json]) -> tuple[int, ...]:
-    """Only what takes nothing and changes nothing has nothing to refuse."""
+    """A route without parameters that changes nothing has no errors of its own."""
     return _EVERYWHERE if method == "get" and "parameters" not in operation else tuple(_ERRORS)

@@ -25,7 +25,7 @@ _FOLDER = "servers"
 
 @contextmanager
 def announce(data_dir: Path, url: str) -> Iterator[None]:
-    """Let others find this server until the block ends. Where that cannot be written, they do not."""
+    """Let commands find this server until the block ends. If the file cannot be written, they do not find it."""
     path = data_dir / _FOLDER / f"{os.getpid()}.json"
     try:
         descriptor = _write(path, url)
@@ -41,7 +41,7 @@ def announce(data_dir: Path, url: str) -> Iterator[None]:
 
 
 def server_urls(data_dir: Path) -> list[str]:
-    """Of every server that runs on this folder, the latest first. It may have stopped to answer."""
+    """The address of every server that runs on this folder, the latest first. It may no longer answer."""
     found = sorted((data_dir / _FOLDER).glob("*.json"), key=_written_at, reverse=True)
     return [url for path in found if (url := _url_in(path))]
 

@@ -19,20 +19,20 @@ RETRY_AFTER_S = 1.0
 
 
 class SideWork:
-    """Threads of its own: answers use those of the loop, and must not wait behind this."""
+    """Has its own threads, because answers use those of the loop and must not wait for this work."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="emberkeep-side")
         self._here = 0
 
     async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Raises what `work` raises, and Overloaded. Not stopped when the client leaves, only forgotten."""
+        """Raises what `work` raises, and Overloaded. If the client leaves, the work goes on to its end."""
         if self._here >= THREADS + WAITING:
             raise Overloaded("Too many requests of this kind wait: try again in a moment.", RETRY_AFTER_S)
         self._here += 1
         working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
         working.add_done_callback(self._ended)
-        return await asyncio.shield(working)  # a place is free when the thread is
+        return await asyncio.shield(working)  # its place is free again when the thread has ended
 
     def _ended(self, working: asyncio.Future[T]) -> None:
         self._here -= 1

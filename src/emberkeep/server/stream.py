@@ -54,7 +54,7 @@ class ClientGone(Exception):
 
 
 class ReadTooSlowly(Refused):
-    """What piled up for a client was not read in time."""
+    """The client did not read its events in time."""
 
     def __init__(self) -> None:
         message = "The answer was not read in time, and was given up: ask again, and read it as it comes."
@@ -77,7 +77,7 @@ async def read_object(http: HttpRequest) -> dict[str, Json]:
 
 
 async def make_of_body(http: HttpRequest, make: Callable[[], T]) -> T:
-    """What `make` makes of a body that was read: of a large one in a thread, so that streams need not wait."""
+    """The result of `make`, which parses the body; a large one in a thread, so that streams do not wait."""
     is_large = len(await http.body()) > _LARGE_BYTES
     return await asyncio.to_thread(make) if is_large else make()
 
@@ -160,7 +160,7 @@ def _feed(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> F
 
 
 def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterator[Event]]:
-    """One per prompt, with the choices numbered through."""
+    """One stream of events per prompt; all choices are numbered in one sequence."""
     first, *others = (backend.generate(request) for request in requests)
     return [first, *(_renumber(other, (i + 1) * requests[0].n) for i, other in enumerate(others))]
 

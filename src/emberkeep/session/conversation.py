@@ -21,7 +21,7 @@ from emberkeep.session.view import Gone, View, read_history
 from emberkeep.types import Fit, Lineage, Message, Request
 
 _CLOSE_ENOUGH = 1.15
-"""Times the target: what leaves is chosen by the length of its text, which tells its tokens only roughly."""
+"""Times the target: turns are chosen by the length of their text, which gives their tokens only roughly."""
 _CHARS_PER_TOKEN = 8
 """More than any text has on the average: a conversation that is too long even so need not be tokenized to know."""
 _WORTH_LEAVING = 16
@@ -41,7 +41,7 @@ class Conversation:
     fit: Fit = field(default_factory=Fit)
     """What was done to make it fit."""
     view: View | None = None
-    """None: nothing is known of it here, and nothing may leave it."""
+    """None: it is not tracked here, and nothing may leave it."""
     may_splice: bool = False
     """Where messages leave it, what follows is moved up and not evaluated again."""
     can_grow: bool = False
@@ -162,7 +162,7 @@ class Conversations:
             return []
 
     def _room_for_answer(self, request: Request) -> int:
-        """A prompt that fills the context would leave one token for the answer."""
+        """Tokens to keep free, so that a long prompt leaves room for an answer."""
         context = self._prompts.context
         wanted = context // 4 if request.max_tokens is None else request.max_tokens
         return min(wanted, context // 2)
@@ -173,7 +173,7 @@ class Conversations:
     # ── what leaves ──
 
     def _shown(self, request: Request, lineage: Lineage, *, is_dry_run: bool = False) -> Conversation:
-        """May still be too long: then nothing else may leave."""
+        """The conversation that the model is shown. It may still be too long, if nothing else may leave."""
         view = self._sessions.view(request, is_dry_run=is_dry_run)
         if not self._sessions.may_evict(request):
             return self._seen(request, lineage, view)

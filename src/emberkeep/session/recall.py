@@ -26,7 +26,7 @@ def notice(count: int, recall: Recall, *, is_archived: bool) -> str:
 
 
 def quoted(found: Sequence[Recollection]) -> str:
-    """What stands before the user's message for what was recalled."""
+    """The text that is put before the user's message, with what was recalled."""
     return f"[Earlier in this conversation:\n{listed(found)}]\n\n"
 
 

@@ -125,7 +125,7 @@ class Sessions:
         return self._memory
 
     def applies(self, request: Request) -> bool:
-        """It is a conversation, of which something may be known here."""
+        """Whether the request is a conversation that is tracked here."""
         is_chat = request.prompt is None and not request.is_prefix
         return is_chat and (self.may_evict(request) or self._memory is not None or bool(self._unwritten))
 
@@ -274,8 +274,8 @@ class Sessions:
 
     @contextmanager
     def answering(self, request: Request) -> Generator[None, None, None]:
-        """Within it the conversation ends with what was `exchanged`. Without it that belongs to an earlier answer
-        to the same words, and the world may have changed since."""
+        """Inside the block, the conversation ends with what was `exchanged`. Outside of it, that belongs to an
+        earlier answer to the same words, and the world may have changed since."""
         keys = read_history(request.messages, request.conversation_id).keys
         place = request.namespace, keys[-1] if keys else b""
         self._began(request.namespace, keys, is_dry_run=False)
@@ -354,7 +354,7 @@ class Sessions:
             return self._begun[places[0]] if places else 0
 
     def _is_forgotten(self, owner: str, conversation: str, unwritten: _Unwritten) -> bool:
-        """It is not to be written any more, and is let go of."""
+        """Whether its owner or conversation was forgotten since: then it is dropped and not written."""
         if self._memory is None:
             return False
         try:
@@ -367,7 +367,7 @@ class Sessions:
         return True
 
     def _written(self, owner: str, view: View, turns: Sequence[Turn], note: Note, as_of: int | None = None) -> str:
-        """Why it was not, or nothing. What was not is kept in RAM, and tried again on the next turn.
+        """Write it; returns why that failed, or "". It then stays in RAM, and is tried again on the next turn.
 
         `as_of`: of something that is tried again.
         """

@@ -68,7 +68,7 @@ class Gone:
     tokens: int = 0
     """About how many more the prompt would have with them."""
     root: str = ""
-    """Names the first eviction: state that was cut is for the conversation it was cut in."""
+    """The key of the first eviction: spliced state is only for the conversation in which it was spliced."""
     notice: str = ""
 
     def note(self, history: History) -> Note:
@@ -78,7 +78,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """What stands in a conversation that its client does not know of."""
+    """What was inserted into a conversation without its client knowing."""
 
     before: str = ""
     """Before the text of a message."""
@@ -87,7 +87,7 @@ class Inserted:
     after: tuple[Message, ...] = ()
     """After a message: what the model asked its memory, and what it was told."""
     said: str = ""
-    """What the client has of it: the next message begins with that."""
+    """The part of it that the client has: the next message begins with it."""
 
     def note(self, key: bytes) -> Note:
         after = [_message_json(message) for message in self.after]

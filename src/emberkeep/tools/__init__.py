@@ -1,4 +1,4 @@
-"""What a model can do besides talking."""
+"""Tools: what a model can do besides talking."""
 
 from __future__ import annotations
 

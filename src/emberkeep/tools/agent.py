@@ -54,7 +54,7 @@ class RequestTranscript:
 
     backend: Backend
     given: int
-    """How many of the messages are the client's."""
+    """How many of the messages came from the client."""
     is_shown = True
 
     async def add(self, asked: Request, messages: tuple[Message, ...], usage: Usage) -> Request:

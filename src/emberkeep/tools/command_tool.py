@@ -96,7 +96,7 @@ def _argv(command: str | list[str]) -> list[str]:
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Nothing that could be a secret: only what programs cannot do without."""
+    """Only variables that programs need; none that could be a secret."""
     return {"PATH": os.defpath, **{name: ours[name] for name in _PASSED_ON if name in ours}, "TERM": "dumb"}
 
 

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Run = Callable[[Mapping[str, Json], Caller], Coroutine[Any, Any, Any]]
 
 USER_GROUP = "user"
-"""Of tools that say no other."""
+"""The group of tools that name no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class ToolFunction:
     """May raise anything: what it raises is what the model reads. Returns a text, what JSON can say, or
     `Answered`."""
     is_dangerous: bool = False
-    """It can do harm: the user is asked first, or it is off."""
+    """It can do harm: the user is asked first, or it is off where there is no user to ask."""
     runs_beside: bool = True
     """It may run while others do."""
     timeout_s: float | None = None
     """None: the usual one."""
     acts_as: Callable[[Mapping[str, Json]], ToolFunction] | None = None
-    """What a call with these arguments really does, where that is another tool's to allow."""
+    """The tool that a call with these arguments really runs, if it is another one."""
     allowed_by: str = ""
     """A setting that lets it run without asking."""
 
@@ -57,7 +57,7 @@ class ToolFunction:
         return self.definition.name
 
     def target(self, arguments: Mapping[str, Json]) -> ToolFunction:
-        """The tool that has to be allowed for such a call: itself, mostly."""
+        """The tool that has to be allowed for such a call: usually itself."""
         return self if self.acts_as is None else self.acts_as(arguments)
 
 

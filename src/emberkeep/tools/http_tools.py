@@ -94,7 +94,7 @@ class HttpTools:
             raise ToolFailed(f"{url} cannot be asked: {error or type(error).__name__}.") from error
 
     def _client(self) -> httpx.AsyncClient:
-        """For one call: what a site leaves behind, no other finds. The environment's proxies are not asked."""
+        """A client for one call, so that no cookies are kept. Proxies of the environment are not used."""
         return httpx.AsyncClient(
             transport=PublicTransport(self._exceptions, self._resolve, _certificates()),
             headers={"User-Agent": "emberkeep", "Accept-Encoding": "gzip"},

@@ -17,11 +17,11 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Consulted:
-    """What another model said, and what it took."""
+    """What another model answered, its tokens and its time."""
 
     text: str
     model: str
-    """What it is called where it runs."""
+    """Its name at its service."""
     prompt_tokens: int
     completion_tokens: int
     ms: float

@@ -37,7 +37,7 @@ class Permissions:
 
     @contextmanager
     def asking(self, call: ToolCall, function: ToolFunction) -> Generator[Awaitable[bool], None, None]:
-        """From here on `decide` counts; what is awaited is whether the call may run.
+        """While the block runs, `decide` answers for the call. Yields an awaitable: whether the call may run.
 
         `always` and `never` hold for the rest of the session: `never` for a name, `always` for a tool while its
         definition is the one that the user has seen.
@@ -81,7 +81,7 @@ class PermissionGate(Gate):
         self._tools = tools
         self._permissions = permissions
         self._allowed: dict[str, bool] = {}
-        """What the user said, by the call's id."""
+        """The user's decisions, by the call's id."""
 
     async def ask(self, calls: Sequence[ToolCall]) -> AsyncGenerator[PermissionAsked, None]:
         for call in calls:

@@ -1,4 +1,4 @@
-"""Functions of others, run so that they can neither hold up the event loop nor end the program."""
+"""Runs foreign functions so that they can neither block the event loop nor end the program."""
 
 from __future__ import annotations
 

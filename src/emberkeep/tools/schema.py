@@ -164,7 +164,7 @@ def _takes_null(schema: Mapping[str, Json]) -> bool:
 # ── what is wrong with arguments, said so that a model can correct them ──
 
 _SHOWN = 5
-"""Wrong arguments: a model that is told more corrects less."""
+"""Most faults that are named: a model that is told of more corrects fewer."""
 
 
 def _explain(error: ValidationError, known: Sequence[str]) -> str:

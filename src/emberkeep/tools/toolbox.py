@@ -66,13 +66,13 @@ class ToolBox:
         return self._sources
 
     def known(self) -> list[ToolFunction]:
-        """All there are, used or not, by group and name."""
+        """All tools, used or not, by group and name."""
         found = [*self._functions, *(function for source in self._sources for function in source.functions())]
         by_name = {function.name: function for function in reversed(found)}
         return sorted(by_name.values(), key=lambda function: (function.group, function.name))
 
     def functions(self) -> list[ToolFunction]:
-        """Those that may be called, in an order that stays: definitions are the beginning of every prompt."""
+        """Those that may be called, in a stable order, because their definitions begin every prompt."""
         return [function for function in self.known() if self._policy.takes(function)]
 
     @property
@@ -198,7 +198,7 @@ class ToolPolicy:
         return self.takes(target) or (_any_fits(self.enabled, function) and not _any_fits(self.disabled, target))
 
     def would_ask(self, function: ToolFunction) -> bool:
-        """It is left out for one reason only: no user can be asked."""
+        """Whether it is left out only because there is no user to ask."""
         return not (self.enabled or self.asks or _any_fits(self.disabled, function)) and function.is_dangerous
 
     def check(self, functions: Sequence[ToolFunction], later: Iterable[str] = ()) -> None:
@@ -228,7 +228,7 @@ def _fits(entry: str, function: ToolFunction) -> bool:
 # ── what a model reads of a call ──
 
 _ERROR_CHARS = 2000
-"""Of what others say about an error."""
+"""Most characters of a foreign error message."""
 
 
 def _result_text(value: Any) -> str:

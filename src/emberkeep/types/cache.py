@@ -1,4 +1,4 @@
-"""What is kept."""
+"""Values about the cache: entries, labels, and what warming, verifying and explaining return."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Label:
     head: str
     """The first words, for people."""
     ttl: Ttl | None = None
-    """None: as it was, or the usual one of its kind."""
+    """None: as before, or the default for its kind."""
     name: str = ""
     """The conversation id, if the client gave one."""
     source: str = ""
@@ -57,13 +57,13 @@ class CacheEntry:
     branches: int
     ttl: Ttl
     expires_in_s: float
-    """Negative: it is not wanted any more, and goes first when room is needed."""
+    """Negative: it has expired, and is the first to go when room is needed."""
     is_pinned: bool
     hot_tokens: int = 0
-    """How many of `tokens` rest in the engine."""
+    """How many of `tokens` are in the engine."""
     kv_bits: int = EXACT_BITS
     repair: Repair | None = None
-    """Of state that was moved; None where all is where it was computed."""
+    """How moved state in it was repaired; None if nothing was moved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,11 @@ class Admitted:
     plan: Plan
     prompt_tokens: int
     max_new: int
-    """How long the answer may become: as long as asked for, or as memory lasts."""
+    """Most tokens of the answer: what was asked for, or what fits into memory."""
     predicted: int
     """The peak of the device's memory, in bytes."""
     beyond: int
-    """The part of it that is not always there."""
+    """The part of it beyond what the engine always holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Eviction:
     """Deciding what leaves."""
     archive_ms: float = 0.0
     engine_ms: float = 0.0
-    """Cutting the state: the engine's own work."""
+    """The splice of the state: the engine's own work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,13 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt left what was stored: the token index and the text on both sides."""
+    """Where a prompt differs from what is stored: the token index and the text on both sides."""
 
     token_index: int
     stored_text: str
     prompt_text: str
     where: str = ""
-    """The part of the request that stands there (`message 3 (user)`), where that is known."""
+    """The part of the request at that token (`message 3 (user)`), if it is known."""
 
 
 class MissReason(StrEnum):
@@ -140,7 +140,7 @@ class LookupRecord:
     warm_tokens: int = 0
     cold_tokens: int = 0
     moved_tokens: int = 0
-    """Taken from other places, or moved up where something was cut out: approximate."""
+    """Tokens whose state was moved from other positions, or moved up by a splice: approximate."""
     repaired_tokens: int = 0
     """How many of them were evaluated again, through most of the layers."""
     wide_tokens: int = 0
@@ -149,10 +149,10 @@ class LookupRecord:
     """The first so many of the reused ones: evaluated again, alone and in steps of many rows, they have the very
     bytes that were stored."""
     is_approximate: bool = False
-    """The answer rests on state that was moved or quantised, by this request or before it."""
+    """The answer depends on state that was moved or quantised, by this request or before it."""
     load_ms: float = 0.0
     cut_ms: float = 0.0
-    """What the engine needed to cut out what left the context."""
+    """Time of the engine to splice out what left the context."""
     reason: MissReason = MissReason.NEW
     divergence: Divergence | None = None
 
@@ -184,7 +184,7 @@ def expectation(reused: int, wide: int, reproducible: int) -> str:
 
 
 class Decision(StrEnum):
-    """What a person says to a call that may do harm."""
+    """The user's answer about a call that may do harm."""
 
     ONCE = "once"
     NO = "no"  # not this one
@@ -204,14 +204,14 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
-    """What a call came to. A call that failed has a result too: the model reads why."""
+    """The outcome of a tool call. A call that failed has a text too, which tells the model why."""
 
     call: ToolCall
     text: str
     failed: bool = False
     ms: float = 0.0
     remark: str = ""
-    """For the person who watches: whose answer it is, how many tokens it took."""
+    """For the user: which model answered, and how many tokens it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class PermissionAsked:
-    """The call waits until a person has decided."""
+    """The call waits until the user has decided."""
 
     call: ToolCall
     group: str
@@ -234,7 +234,7 @@ class PermissionAsked:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """From now on the conversation has these: what the model said and called, and the results."""
+    """The conversation now has these messages too: what the model said and called, and the results."""
 
     messages: tuple[Message, ...]
 
@@ -311,11 +311,11 @@ class Completed:
     lookup: LookupRecord
     fit: Fit = field(default_factory=Fit)
     answered_by: str = ""
-    """The backend, where there are several that stand in for each other."""
+    """The backend that answered, if there are several."""
 
 
 ToolEvent = CallStarted | CallEnded | PermissionAsked | Exchanged
-"""Of tools that run here, for a model and not for its client."""
+"""Events about tools that run here."""
 
 Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent
 

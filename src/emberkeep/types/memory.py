@@ -22,7 +22,7 @@ class Turn:
     """Messages of a conversation that have left its context together."""
 
     key: bytes
-    """Names everything the conversation said up to the end of this turn: an owner has a turn once."""
+    """A hash of everything the conversation said up to the end of this turn; unique for an owner."""
     conversation: str
     at: float
     """Unix seconds."""
@@ -38,10 +38,10 @@ class NoteKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is known about one place of a conversation, so that the next turn is rendered as the last one was."""
+    """What is known about one position of a conversation, so that the next prompt begins as the last one did."""
 
     key: bytes
-    """As a turn's, up to that place."""
+    """As a turn's key, up to that position."""
     kind: NoteKind
     data: Json
 

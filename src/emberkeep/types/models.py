@@ -87,9 +87,9 @@ class RemoteModel:
 
     name: str
     backend: str
-    """What it is spoken to with: `openai`, `anthropic`, ... or the name of an entry point."""
+    """The vendor: `openai`, `anthropic`, ... or the name of an entry point."""
     model: str = ""
-    """What it is called there; empty takes the first that is served."""
+    """Its name at the service; empty takes the first that is served."""
     base_url: str | None = None
     """None: the vendor's own."""
     api_key_env: str | None = None
@@ -103,7 +103,7 @@ class RemoteModel:
 
 
 DEPTH_HEADER = "X-Emberkeep-Depth"
-"""How many models have asked each other already; one Emberkeep tells it another."""
+"""Sent between Emberkeep servers: how many models have asked each other already."""
 
 HOPS_HEADER = "X-Emberkeep-Hops"
 """How many Emberkeeps have passed a request on."""

@@ -1,4 +1,4 @@
-"""What is asked, and whose state may be reused for it."""
+"""A request, and the lineage of the state that it may reuse."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SHARED = "*"
 namespace looks like this (see `private_namespace`)."""
 
 EXACT_BITS = 16
-"""As the engine has it, whatever its own type is."""
+"""State in the engine's own type, whichever that is."""
 
 _SPLICE = "cut-"
 
 
 class Repair(StrEnum):
-    """What is evaluated again of state that was taken from another place."""
+    """What is evaluated again of state that was moved from another position."""
 
     NONE = "none"  # nothing: its keys are rotated to where they stand now
     SELECTIVE = "selective"  # the tokens next to each seam
@@ -55,7 +55,7 @@ class Lineage:
     bits: int = EXACT_BITS
     """In how many bits the state is stored."""
     repair: Repair | None = None
-    """How state that was moved into it from other places was repaired. None: nothing was."""
+    """How state that was moved from other positions was repaired. None: nothing was moved."""
     splice: str = ""
     """Names the conversation in which messages were taken out of the context, and out of the state with them.
     Empty: nothing was."""
@@ -66,7 +66,7 @@ class Lineage:
 
     @property
     def stored(self) -> Lineage:
-        """What its state is as long as nothing was moved into it or taken out of it."""
+        """The lineage of its state as long as nothing was moved or spliced."""
         return Lineage(self.owner, self.bits)
 
     @property
@@ -110,7 +110,7 @@ class Lineage:
 _REPAIRS = frozenset(Repair)
 
 EXACT = Lineage()
-"""Of those who gave no name."""
+"""The exact lineage of requests without a user."""
 
 
 def owner_of(name: str) -> str:
@@ -200,7 +200,7 @@ class JsonFormat:
 
 
 class Recall(StrEnum):
-    """How what has left a context comes back into it."""
+    """How messages that left a context come back into it."""
 
     OFF = "off"
     TOOL = "tool"  # the model asks: it has a tool `search_memory`
@@ -217,7 +217,7 @@ class ReasoningFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Approximation:
-    """Stored state may be reused at other places than where it was computed. The result is not exact."""
+    """Stored state may be reused at other positions than where it was computed. The result is not exact."""
 
     repair: Repair = Repair.CACHEBLEND
     ratio: float = 0.15
@@ -229,7 +229,7 @@ class Approximation:
     overlap: int = 0
     """Where two matches overlap, at most so many of the tokens that both know are evaluated again."""
     sinks: int = 4
-    """The first tokens of any sequence: attention leans on them, so they are neither moved nor replaced."""
+    """The first tokens of a sequence (attention sinks), which are neither moved nor replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class Request:
     top_logprobs: int | None = None
     """None: no logprobs. 0: the chosen token's only."""
     forced: tuple[int, ...] = ()
-    """What the answer begins with, whatever is likely: to learn what the model thinks of it (`top_logprobs`)."""
+    """Tokens that the answer is made to begin with, to learn their probabilities (`top_logprobs`)."""
     echo: bool = False
     template_args: Mapping[str, Json] = field(default_factory=dict)
     """Extra variables for the chat template (`enable_thinking`, ...)."""
@@ -290,7 +290,7 @@ class Request:
     ttl: Ttl | None = None
     """None: the usual one."""
     slot: int | None = None
-    """The engine's slot that the client would like best."""
+    """The engine's slot that the client prefers."""
     want_progress: bool = False
     in_pieces: bool = True
     """False: its client reads the answer when it is whole, so its events may come late and all together."""
@@ -298,7 +298,7 @@ class Request:
 
 
 def exceeds_depth(value: Json, levels: int) -> bool:
-    """Whether more than `levels` objects and lists stand in each other. Not recursive."""
+    """Whether objects and lists are nested deeper than `levels`. Not recursive."""
     level = [value]
     for _ in range(levels):
         level = [child for parent in level for child in _containers(parent)]
@@ -320,17 +320,17 @@ _CANNOT_MOVE = "needs an engine that can move stored state: use --engine hf, or 
 @dataclass(frozen=True, slots=True)
 class Lineages:
     default_bits: int
-    """In which state is stored unless a request asks for something else."""
+    """In how many bits state is stored, unless a request says otherwise."""
     packs: frozenset[int]
     """What the engine can do."""
     approximation_by_default: Approximation | None = None
-    """What requests get that do not say whether state may be moved."""
+    """For requests that do not say whether state may be moved."""
     can_move: bool = False
-    """The engine can."""
+    """The engine can move state."""
     exact: bool = False
-    """Whatever is asked for, nothing is approximate."""
+    """Nothing is approximate, whatever a request asks for."""
     can_splice: bool = False
-    """The engine can take something out of its state."""
+    """The engine can splice its state."""
 
     def check(self) -> None:
         """Raises ConfigError unless the engine can do the default."""

@@ -292,7 +292,7 @@ def _result(message: Message) -> Block:
 
 
 def _text(text: str) -> list[Block]:
-    """A text that is empty is refused."""
+    """Content with `text`, or none: the API refuses empty texts."""
     return [{"type": "text", "text": text}] if text.strip() else []
 
 
@@ -304,7 +304,7 @@ def _image(image: Image) -> Block:
 
 
 def _id(call_id: str) -> str:
-    """Other backends' ids may have characters that are refused here."""
+    """Ids of other backends may have characters that this API refuses."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", call_id) or "call"
 
 
@@ -335,7 +335,7 @@ def _output(request: Request) -> Block | None:
 
 
 def _thinking(request: Request) -> Block | None:
-    """As the model does it, unless the request says."""
+    """What the request says about thinking; if it says nothing, the model's own default."""
     wanted = request.template_args.get("enable_thinking")
     if wanted is None:
         return None
@@ -343,12 +343,12 @@ def _thinking(request: Request) -> Block | None:
 
 
 def _metadata(user: str) -> Block | None:
-    """Users are told apart, and not named: that is what the vendor asks for."""
+    """An anonymous id of the user, as the vendor asks for it."""
     return {"user_id": anonymous_id(user)} if user else None
 
 
 def _mark_cached(system: list[Block], tools: list[Block], turns: list[Block], ttl: Ttl | None) -> None:
-    """Where a prefix may be found again; four marks are allowed."""
+    """Mark where cached prefixes end. The API allows four marks."""
     mark = {"type": "ephemeral"} if ttl in (None, Ttl.SHORT) else {"type": "ephemeral", "ttl": "1h"}
     said = [turn["content"] for turn in turns if turn["role"] == "user"]
     for block in _last_of([tools, system, *said[-_CACHED_TURNS:]]):

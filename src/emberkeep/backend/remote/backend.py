@@ -46,7 +46,7 @@ log = logging.getLogger("emberkeep.remote")
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 20.0
 _LONGEST = 4 << 20
-"""Characters of an answer: several times what any model writes."""
+"""Most characters of an answer: several times what any model writes."""
 _MOST_TOKENS = 10**9
 _SHORTER = 4
 """How often a conversation that the service finds too long is shortened again."""
@@ -55,9 +55,9 @@ _SHORTER = 4
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
     retries: int = 2
-    """How often a service is asked again that failed before its first word."""
+    """How often a request is sent again after the service failed before its first word."""
     max_tokens: int | None = None
-    """Of an answer, unless a request says."""
+    """Longest answer in tokens, if the request does not say."""
     tool_rounds: int = 1
     deadline_s: float | None = None
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
@@ -147,7 +147,7 @@ class RemoteBackend:
                     yield event
 
     async def _fitted_answer(self, request: Request) -> AsyncGenerator[Event, None]:
-        """What the service finds too long is shortened, and sent again."""
+        """Send the request. If the service finds it too long, shorten it and send it again."""
         for left in reversed(range(_SHORTER)):
             fitted = await asyncio.to_thread(self._fitter.fit, request)
             if self._lost is not None:
@@ -167,7 +167,7 @@ class RemoteBackend:
                     ) from error
 
     async def _with_retries(self, fitted: FittedChat) -> AsyncGenerator[Event, None]:
-        """Once more where the service failed before its first word; what was said cannot be taken back."""
+        """Try again if the service failed before its first word; later, sent text cannot be taken back."""
         for attempt in range(self._settings.retries + 1):
             has_begun = False
             try:
@@ -235,7 +235,7 @@ class RemoteBackend:
         return {**told, "error": self._last_error} if self._last_error else told
 
     def failure(self) -> None:
-        """Whatever is wrong with it may pass."""
+        """None: a service that fails now may work later."""
 
     async def start(self) -> None:
         await self._server_tools.start()
@@ -256,7 +256,7 @@ def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:
 
 
 def _plausible(said: Usage) -> Usage:
-    """Services are free to write anything there, and it is added up for as long as we run."""
+    """Counts within sensible bounds: a service may write anything, and the counters add it up."""
     prompt, completion, cached, reasoning = (
         min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0
         for count in (said.prompt_tokens, said.completion_tokens, said.cached_tokens, said.reasoning_tokens)
@@ -265,12 +265,12 @@ def _plausible(said: Usage) -> Usage:
 
 
 def _backoff(attempt: int) -> float:
-    """Longer each time, and never quite the same: many clients may have failed together."""
+    """Seconds to wait: longer each time, and random, because many clients may have failed at the same time."""
     return float(min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.75, 1.25))
 
 
 def _present(event: Event, format: ReasoningFormat | None) -> Event | None:
-    """What a client gets that wants no reasoning, or wants it in the text."""
+    """The event with reasoning as the client wants it: separate, in the text, or (None) left out."""
     if isinstance(event, ReasoningDelta) and format is ReasoningFormat.STRIP:
         return None
     if isinstance(event, ReasoningDelta) and format is ReasoningFormat.INLINE:

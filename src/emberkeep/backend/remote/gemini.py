@@ -331,7 +331,7 @@ def _calling_config(choice: ToolChoice) -> types.FunctionCallingConfig:
 
 
 def _thinking(request: Request) -> types.ThinkingConfig | None:
-    """As the model does it, unless the request says."""
+    """What the request says about thinking; if it says nothing, the model's own default."""
     wanted = request.template_args.get("enable_thinking")
     if wanted is None:
         return None

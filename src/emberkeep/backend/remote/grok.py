@@ -66,7 +66,7 @@ _REASONS = {
     sample_pb2.REASON_TIME_LIMIT: FinishReason.LENGTH,
 }
 _OWN_CALLS = (chat_pb2.TOOL_CALL_TYPE_INVALID, chat_pb2.TOOL_CALL_TYPE_CLIENT_SIDE_TOOL)
-"""The others are made and answered at xAI."""
+"""Kinds of calls that the client answers. xAI makes and answers the others itself."""
 _SAMPLED = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
 _LARGEST_SEED = 2**31 - 1
 _ROLES = {
@@ -99,7 +99,7 @@ class GrokProvider:
 
     @cached_property
     def _client(self) -> Any:
-        """Not before it is used: a channel of gRPC belongs to the event loop that it was made in."""
+        """Made at its first use, because a gRPC channel belongs to the event loop that it was made in."""
         return self._connect()
 
     async def answer(self, request: Request) -> AsyncIterator[Event]:
@@ -159,7 +159,7 @@ class GrokProvider:
 
 
 def _host(remote: RemoteModel) -> tuple[str, bool]:
-    """The address that gRPC wants, and whether it is spoken to in the clear."""
+    """The address for gRPC, and whether the connection is unencrypted."""
     if remote.base_url is None:
         return _VENDOR_HOST, False
     parts = urlsplit(remote.base_url if "//" in remote.base_url else f"//{remote.base_url}")
@@ -171,7 +171,7 @@ def _host(remote: RemoteModel) -> tuple[str, bool]:
 
 
 def _conversation_header(request: Request) -> tuple[tuple[str, str], ...]:
-    """Prompts are cached per server: a conversation shall come to the same one again."""
+    """xAI caches prompts per server: this header sends a conversation to the same server again."""
     conversation = request.conversation_id or request.cache_key
     return ((_CONVERSATION_HEADER, quote(conversation)),) if conversation else ()
 
@@ -223,7 +223,7 @@ class _AnswerReader:
 
 
 def _usage(said: Any) -> Usage:
-    """xAI's completion tokens are without the reasoning."""
+    """Usage with the reasoning tokens added: xAI's completion tokens do not include them."""
     return Usage(
         said.prompt_tokens,
         said.completion_tokens + said.reasoning_tokens,
@@ -271,7 +271,7 @@ def _messages(sent: Sequence[Message], kept: Keepsakes[str]) -> list[chat_pb2.Me
 
 
 def _message(message: Message, kept: Keepsakes[str], *, thinks_on: bool) -> chat_pb2.Message:
-    """`thinks_on`: the model is in the middle of a turn, and gets back what it has thought so far."""
+    """`thinks_on`: the model is in the middle of a turn, and gets its thoughts of this turn back."""
     encrypted = next(filter(None, (kept.get(call.id) for call in message.tool_calls)), "")
     return chat_pb2.Message(
         role=_ROLES[message.role],

@@ -27,7 +27,7 @@ by place. Each is reported once. Called in the event loop: must not block."""
 _MOST_REQUESTS = 256
 _MOST_CONVERSATIONS = 1024
 _MOST_BLOCKS = 1_000_000
-"""More than a server has; only events that went missing lead there."""
+"""More blocks than a server has: they can add up only if events were lost."""
 _OVERHEAD = 16
 """What a template writes around a message, in characters."""
 _IMAGE = 2000
@@ -53,7 +53,7 @@ class LostMessages:
         self._archiving: set[asyncio.Task[None]] = set()
 
     def note_request(self, shown: Request, asked: Request) -> None:
-        """What the server gets to see of what the client has asked."""
+        """Note the request as the server gets it, and as the client sent it."""
         self._asked[shown.namespace, shown.messages] = asked
         while len(self._asked) > _MOST_REQUESTS:
             self._asked.popitem(last=False)
@@ -110,7 +110,7 @@ class _Conversation:
     reported: set[int] = field(default_factory=set)
 
     def end_turn(self, request: Request, answer: Message, usage: Usage) -> None:
-        """Of a history that was changed, what was known about it before the change is still right."""
+        """Note the end of a turn. If the history was edited, what is known of the part before the edit is kept."""
         same = _shared(self.request.messages, request.messages)
         kept = [one for one in self.anchors if one[0] <= same and one[1] < usage.prompt_tokens]
         self.anchors = (*kept, (len(request.messages), usage.prompt_tokens))
@@ -120,7 +120,7 @@ class _Conversation:
         self.waits = True
 
     def lose(self, key: BlockKey) -> set[int]:
-        """The messages that are not whole any more without a block. What follows it is lost with it: state is
+        """The messages that are no longer complete without a block. What follows it is lost with it: state is
         found from the beginning on, and of blocks whose beginning is gone the server does not always tell."""
         if key not in self.blocks:
             return set()
@@ -256,7 +256,7 @@ def _shared(before: Sequence[Message], now: Sequence[Message]) -> int:
 
 
 def _spans(request: Request, anchors: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
-    """Each message's tokens: exact from anchor to anchor, and by share of text between them."""
+    """The token range of each message: exact at anchors, estimated by the length of the text between them."""
     spans: list[tuple[float, float]] = []
     at, tokens = 0, 0
     for until, upto in anchors:
@@ -290,7 +290,7 @@ class KvBlock:
     end: int
     """Its tokens, counted from the beginning of the prompt."""
     order: int
-    """The how manieth it was that was stored."""
+    """Its number in the order of storing."""
 
 
 class BlockTree:
@@ -328,7 +328,7 @@ class BlockTree:
         self._children.clear()
 
     def ends(self, after: int) -> Iterator[KvBlock]:
-        """Blocks that no other follows, of those that were stored after the first so many."""
+        """Leaves of the tree among the blocks that were stored after the first `after`."""
         for block in reversed(self._blocks.values()):
             if block.order <= after:
                 return

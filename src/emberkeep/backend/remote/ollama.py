@@ -55,7 +55,7 @@ _PROPERTY_FIELDS = frozenset({"type", "items", "description", "enum", "title", "
 
 
 def open_ollama(remote: RemoteModel, key: str | None) -> Provider:
-    """A server of one's own needs no key."""
+    """The server may need no key."""
     return OllamaProvider(remote, key)
 
 
@@ -95,7 +95,7 @@ class OllamaProvider:
         await self._client.close()  # type: ignore[no-untyped-call]  # the SDK's method has no hints
 
     async def _context(self, model: str) -> int | None:
-        """What a loaded model has, or else would be loaded with, or else could have."""
+        """The context of the loaded model, or the one it would be loaded with, or the largest possible one."""
         for loaded in (await self._client.ps()).models:
             if loaded.model in (model, f"{model}:latest") and loaded.context_length:
                 return loaded.context_length
@@ -111,7 +111,7 @@ class OllamaProvider:
         return self._model
 
     async def _check(self, response: httpx.Response) -> None:
-        """Here because the SDK's own errors know no headers."""
+        """Check the status here, because the SDK's own errors have no headers."""
         if response.is_error:
             await response.aread()
             said, wait_s = ResponseError(response.text).error, retry_after(response.headers)
@@ -215,7 +215,7 @@ def _messages(sent: Sequence[Message], service: Service) -> list[dict[str, Any]]
 
 
 def _message(message: Message, service: Service, *, thinks_on: bool) -> dict[str, Any]:
-    """`thinks_on`: the model is in the middle of a turn, and gets back what it has thought so far."""
+    """`thinks_on`: the model is in the middle of a turn, and gets its thoughts of this turn back."""
     calls = [
         {"function": {"name": call.name, "arguments": arguments_of(call.arguments)}} for call in message.tool_calls
     ]
@@ -248,7 +248,7 @@ def _tool(tool: Tool) -> dict[str, Json]:
 
 
 def _property(schema: Json) -> Json:
-    """The SDK leaves out what it has no field for, so that is told in words."""
+    """A property for the SDK. What the SDK has no field for is put into the description."""
     if not isinstance(schema, Mapping) or schema.keys() <= _PROPERTY_FIELDS:
         return schema
     rest = {name: value for name, value in schema.items() if name != "description"}

@@ -243,12 +243,12 @@ def _usage(said: Any) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class ServerDialect:
-    """What one kind of server takes. Fields that it does not know may make it refuse a request."""
+    """Which fields one kind of server accepts. It may refuse a request with unknown fields."""
 
     is_vendor: bool = False
     """OpenAI's own service, with what only that has."""
     limit: str = "max_tokens"
-    """How it calls the longest answer."""
+    """Its name for the limit of an answer."""
     sampling: frozenset[str] = _STANDARD
 
 
@@ -267,7 +267,7 @@ class Kept:
 
 @dataclass(slots=True)
 class ReplayedHistory:
-    """What a server has shown about how it wants the past told."""
+    """How a server wants the history to be sent, learned from its answers."""
 
     kept: Keepsakes[Kept] = field(default_factory=Keepsakes)
     reasoning_field: str = "reasoning_content"
@@ -364,7 +364,7 @@ def _format(wanted: JsonFormat | None) -> Json:
 
 
 def _is_strict(schema: Json) -> bool:
-    """Whether OpenAI can hold an answer to it: it refuses a strict schema whose objects are not closed."""
+    """Whether OpenAI accepts it as strict: all objects of a strict schema must be closed."""
     if isinstance(schema, list):
         return all(map(_is_strict, schema))
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""The service that is asked: how it is reached, and what it says instead of an answer, in our words."""
+"""A remote service: how it is reached, and its errors in our words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("emberkeep.remote")
 
 CONNECT_S = 10.0
 READ_S = 600.0
-"""The longest silence: a model that thinks says nothing for minutes."""
+"""Longest time between two reads: a model that thinks sends nothing for minutes."""
 
 _TOO_LONG = re.compile(
     r"too long|too many tokens|context.{0,20}(length|window|limit|size)|input token count|"
@@ -45,7 +45,7 @@ _LOOP = 508
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Who is asked. What it says is repeated without the key."""
+    """A remote service. Its messages are repeated without the key."""
 
     model: str
     at: str
@@ -55,7 +55,7 @@ class Service:
 
     @classmethod
     def of(cls, remote: RemoteModel, vendor: str, key: str | None) -> Service:
-        """It is called by its vendor, or by the host where it stands elsewhere."""
+        """Named by its vendor, or by its host if it has an address of its own."""
         # Without a user's name and password, which may stand before the host.
         host = urlsplit(remote.base_url).netloc.rpartition("@")[2] if remote.base_url is not None else ""
         return cls(remote.model, host or vendor, remote.api_key_env, key)
@@ -135,7 +135,7 @@ def required_key(remote: RemoteModel, key: str | None, usual_variable: str) -> s
 
 @cache
 def ssl_context() -> ssl.SSLContext:
-    """As httpx itself would make it. Read once: that takes longer than many an answer."""
+    """As httpx itself would make it. Made once, because reading the certificates is slow."""
     return httpx.create_ssl_context()
 
 

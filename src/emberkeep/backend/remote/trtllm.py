@@ -38,7 +38,7 @@ _ANSWER_S = 30.0
 
 
 def open_trtllm(remote: RemoteModel, key: str | None) -> Provider:
-    """A server of one's own needs no key."""
+    """The server may need no key."""
     return TrtllmProvider(remote, key)
 
 
@@ -119,7 +119,7 @@ class TrtllmProvider:
 
 
 class _AnswerCollector:
-    """An answer put together again from its events."""
+    """Builds the whole answer from its events."""
 
     def __init__(self) -> None:
         self.usage = Usage()
@@ -129,7 +129,7 @@ class _AnswerCollector:
 
     @property
     def answer(self) -> Message | None:
-        """None until it is whole."""
+        """None until it is complete."""
         if not self._is_whole:
             return None
         return Message("assistant", "".join(self._text), tool_calls=tuple(self._calls.values()))

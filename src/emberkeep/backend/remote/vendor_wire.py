@@ -29,17 +29,17 @@ def chosen_sampling(sampling: Sampling, known: Collection[str]) -> dict[str, Jso
 
 
 def anonymous_id(user: str) -> str | None:
-    """For a vendor, who shall tell users apart and not learn their names."""
+    """A hash of the user's name, so that a vendor can tell users apart without learning their names."""
     return sha256(user.encode()).hexdigest()[:32] if user else None
 
 
 def turn_start(messages: Sequence[Message]) -> int:
-    """Where the present turn begins: after the last thing that the user has said."""
+    """Where the current turn begins: after the last message of the user."""
     return 1 + max((place for place, message in enumerate(messages) if message.role == "user"), default=-1)
 
 
 def arguments_of(text: str) -> Mapping[str, Json]:
-    """What a model wrote as arguments, as the object that vendors want. Whatever is none becomes part of one."""
+    """The arguments that a model wrote, as an object for the vendor; anything else is put into an object."""
     try:
         value = json.loads(text or "{}", strict=False)
     except (ValueError, RecursionError):
@@ -48,7 +48,7 @@ def arguments_of(text: str) -> Mapping[str, Json]:
 
 
 def split_system(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
-    """What stands before the conversation, and the conversation."""
+    """The leading system messages, and the rest of the conversation."""
     others = (index for index, message in enumerate(messages) if message.role not in _SYSTEM_ROLES)
     border = next(others, len(messages))
     return messages[:border], messages[border:]
@@ -77,7 +77,7 @@ def inline_image(image: Image) -> InlineImage | None:
 
 
 class Keepsakes(Generic[T]):
-    """What a vendor wants back with the history and a client does not know of: the latest, by tool call id."""
+    """What a vendor wants back with the history and the client does not have, by tool call id; the latest ones."""
 
     def __init__(self, most: int = _KEPT) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""Which services can be spoken to, and what is usual for each: its SDK, its key, its address, its model."""
+"""The known services, and the defaults of each: its SDK, its key, its address, its model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberkeep.text import did_you_mean
 from emberkeep.types import RemoteModel
 
 GROUP = "emberkeep.backends"
-"""Of entry points: the name is the vendor, the value an `OpenProvider`."""
+"""The group of entry points: the name is the vendor, the value an `OpenProvider`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Vendor:
     context: int = 8192
     """Tokens, where neither the user nor the service says."""
     base_url: str | None = None
-    """None: the SDK's own, or none that is usual."""
+    """None: the SDK's own, or there is no default."""
     needs_url: bool = False
 
 
@@ -70,7 +70,7 @@ def check_address(remote: RemoteModel) -> None:
 
 
 def with_defaults(remote: RemoteModel) -> RemoteModel:
-    """With what is usual where the user has said nothing. Raises ConfigError for an unknown vendor."""
+    """With the vendor's defaults for what the user left out. Raises ConfigError for an unknown vendor."""
     vendor = _vendor(remote.backend)
     return replace(
         remote,
