@@ -1,4 +1,4 @@
-"""Models whose state cannot be cut by token, in a server that is killed: stored state gives the same answers."""
+"""Models whose state cannot be divided by token, in a server that is killed: stored state answers the same."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_the_plain_model_and_other_scales_find_nothing_of_it(open_engine, adapte
             assert rig.run(prompt).lookup.reused_tokens == 0
 
 
-def test_state_out_of_which_something_was_cut_is_the_adapters(open_engine, adapter) -> None:
+def test_spliced_state_is_the_adapters(open_engine, adapter) -> None:
     """The keys that are moved were computed with it, and so is what takes their place."""
     engine, fresh = open_engine(adapters=[adapter()]), open_engine(adapters=[adapter()])
     assert engine.capabilities.can_shift

@@ -104,10 +104,10 @@ NOTICE = "Some of this was left out. "
 def test_a_spliced_conversation_goes_on_almost_as_if_the_shorter_one_had_been_evaluated(open_engine):
     engine = open_engine()
     texts = (STORY[:90], STORY[90:900], LATER, NOTICE, QUESTION)
-    first, cut, later, notice, question = (np.array(engine.vocab.tokenize(text), np.int32) for text in texts)
-    longer, shorter = (np.concatenate([first, middle, later, question]) for middle in (cut, notice))
+    first, removed, later, notice, question = (np.array(engine.vocab.tokenize(text), np.int32) for text in texts)
+    longer, shorter = (np.concatenate([first, middle, later, question]) for middle in (removed, notice))
     evaluate(engine, 0, 0, len(longer) - len(question), longer)
-    assert engine.splice(0, len(first), len(first) + len(cut), notice) is Outcome.DONE
+    assert engine.splice(0, len(first), len(first) + len(removed), notice) is Outcome.DONE
     spliced = evaluate(engine, 0, len(shorter) - len(question), len(shorter), shorter)
     evaluate(engine, 1, 0, len(shorter) - len(question), shorter)
     fresh = evaluate(engine, 1, len(shorter) - len(question), len(shorter), shorter)

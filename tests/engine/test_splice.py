@@ -135,7 +135,7 @@ def test_a_spliced_sequence_ends_where_it_should(engine):
     assert np.isfinite(evaluate(engine, 0, 110, 120)).all()
 
 
-def test_what_stands_before_the_cut_is_untouched_and_what_is_inserted_is_exact(engine):
+def test_what_is_before_the_splice_is_untouched_and_what_is_inserted_is_exact(engine):
     evaluate(engine, 0, 0, 200)
     before = bytes(exported(engine, 0, 0, 20))
     splice(engine, 0, 20, 120)
@@ -145,7 +145,7 @@ def test_what_stands_before_the_cut_is_untouched_and_what_is_inserted_is_exact(e
     assert same(engine, evaluate(engine, 0, 30, 40, shorter), evaluate(engine, 1, 0, 40, shorter))
 
 
-def test_what_follows_still_knows_what_was_cut(engine):
+def test_what_follows_still_depends_on_what_was_spliced_out(engine):
     shorter = after(20, 120, INSERT, 200)
     evaluate(engine, 0, 0, 200)
     splice(engine, 0, 20, 120)
@@ -190,7 +190,7 @@ def test_those_who_share_all_of_the_state_keep_it(engine, source, inserted):
     assert same(engine, evaluate(engine, 1 - source, 200, 210), evaluate(engine, 3, 0, 210))
 
 
-def test_those_who_share_what_stands_before_the_cut_keep_it(engine):
+def test_sequences_that_share_what_is_before_the_splice_keep_it(engine):
     evaluate(engine, 0, 0, 20)
     engine.copy_kv(0, 1, 20)
     evaluate(engine, 0, 20, 200)
@@ -269,7 +269,7 @@ def test_sequences_that_come_and_go_are_what_their_tokens_give(make_shallow):
 @pytest.mark.parametrize(
     ("start", "end", "inserted"),
     [(20, 120, 0), (20, 20, 5), (30, 20, 5), (-1, 20, 5), (20, 201, 5), (200, 200, 5)],
-    ids=["nothing to insert", "nothing to cut", "backwards", "before", "beyond", "at the end"],
+    ids=["nothing to insert", "nothing to splice out", "backwards", "before", "beyond", "at the end"],
 )
 def test_what_makes_no_sense_is_refused_and_changes_nothing(engine, start, end, inserted):
     evaluate(engine, 0, 0, 200)

@@ -183,7 +183,7 @@ class Harbour:
         settle(self.backend)
 
     def fresh(self, answer: Answer, **more: Json) -> list[int]:
-        """What a model says to the same prompt that knows nothing of what was cut, moved or stored."""
+        """What a model says to the same prompt that has no state which was spliced, moved or stored."""
         more = {"max_tokens": 2, "sampling": GREEDY, **more}
         alone = Request(prompt=answer.prompt_ids, namespace="no user", use_cache=False, is_kept=False, **more)
         return self.ask(alone).ids

@@ -81,7 +81,7 @@ def test_selective_repair_evaluates_the_seams(rig):
     assert lookup.moved_tokens == MOVED - 2 * 2 * 16
 
 
-def test_slices_that_cut_pieces_give_the_same_state():
+def test_slices_that_divide_pieces_give_the_same_state():
     answers = []
     for prefill_slice in (32, 100, 256):
         with Rig(None, prefill_slice=prefill_slice) as rig:

@@ -1,4 +1,4 @@
-"""What leaves a prompt is cut out of its state; the rest is not evaluated again, and exact state never notices."""
+"""What leaves a prompt is spliced out of its state; the rest is not evaluated again. Exact state is untouched."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eo
 MARKED = Lineage(splice="abc")
 
 
-def cut(source: list[int], start: int = 50, end: int = 350, insert: list[int] = NOTICE) -> Splice:
+def splice_of(source: list[int], start: int = 50, end: int = 350, insert: list[int] = NOTICE) -> Splice:
     return Splice(np.array(source, np.int32), start, end, np.array(insert, np.int32), may_shift=True)
 
 
 def shorter(source: list[int]) -> tuple[list[int], dict]:
     """The prompt without OLD, and what its sequence needs to come by the longer one's state."""
-    made = cut(source)
+    made = splice_of(source)
     return [*source[: made.start], *NOTICE, *source[made.end :]], {"splice": made, "lineage": MARKED}
 
 
@@ -80,7 +80,7 @@ def test_the_next_turn_finds_all_of_it_in_the_lineage_and_nothing_outside(rig):
     assert not marked.lookup.is_approximate
 
 
-def test_what_was_cut_survives_a_restart(tmp_path):
+def test_spliced_state_survives_a_restart(tmp_path):
     with Rig(tmp_path) as rig:
         prompt, how = shorter(first_turn(rig))
         answer = rig.run(prompt, **how)
@@ -92,7 +92,7 @@ def test_what_was_cut_survives_a_restart(tmp_path):
         assert rig.run(again).lookup.reused_tokens == len(LEAD)
 
 
-def test_the_longer_state_is_loaded_from_disk_to_be_cut(tmp_path):
+def test_the_longer_state_is_loaded_from_disk_to_be_spliced(tmp_path):
     with Rig(tmp_path) as rig:
         longer = first_turn(rig)
     with Rig(tmp_path) as rig:
@@ -124,7 +124,7 @@ def test_without_state_of_the_longer_prompt_everything_is_exact(rig):
     assert rig.run(prompt).lookup.reused_tokens == len(prompt) - 1  # and so every user may have it
 
 
-def test_state_that_is_there_without_a_cut_is_preferred(rig):
+def test_state_that_is_there_without_a_splice_is_preferred(rig):
     longer = first_turn(rig)
     prompt, how = shorter(longer)
     rig.run(prompt)
@@ -135,7 +135,7 @@ def test_state_that_is_there_without_a_cut_is_preferred(rig):
 
 
 @pytest.mark.parametrize("unit", [KvUnit.SNAPSHOT, KvUnit.BOTH])
-def test_state_that_cannot_be_cut_is_evaluated_again(unit):
+def test_state_that_cannot_be_spliced_is_evaluated_again(unit):
     with Rig(engine=FakeEngine(cells=1 << 15, kv_unit=unit)) as rig:
         prompt, how = shorter(first_turn(rig))
         answer = rig.run(prompt, **how)
@@ -144,7 +144,7 @@ def test_state_that_cannot_be_cut_is_evaluated_again(unit):
 
 
 @pytest.mark.parametrize("outcome", ["fails", "no room"])
-def test_an_engine_that_does_not_cut_costs_an_evaluation_and_nothing_else(rig, monkeypatch, outcome):
+def test_an_engine_that_does_not_splice_costs_an_evaluation_and_nothing_else(rig, monkeypatch, outcome):
     def splice(*args):
         if outcome == "fails":
             raise EngineError("No.")
@@ -236,7 +236,7 @@ def test_where_nothing_may_be_moved_what_stays_is_evaluated_again(rig):
 
 
 @pytest.mark.parametrize("unit", [KvUnit.SNAPSHOT, KvUnit.BOTH])
-def test_the_same_for_state_that_cannot_be_cut(unit):
+def test_the_same_for_state_that_cannot_be_spliced(unit):
     with Rig(engine=FakeEngine(cells=1 << 15, kv_unit=unit)) as rig:
         recorder = Growing(rig, PROMPT).run()
         first = recorder.answer[:10]
@@ -282,8 +282,8 @@ def test_the_engine_says_that_there_is_no_room(monkeypatch):
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_exact_answers_never_change_whatever_was_cut(data):
-    """Any order of cut and exact sequences over a few prompts: who asks for exact state gets the reference."""
+def test_exact_answers_never_change_whatever_was_spliced(data):
+    """Any order of spliced and exact sequences over a few prompts: exact requests get the reference."""
     with Rig() as rig:
         known: list[list[int]] = []
         for _ in range(data.draw(st.integers(2, 5))):
@@ -293,7 +293,7 @@ def test_exact_answers_never_change_whatever_was_cut(data):
                 end = data.draw(st.integers(start, len(source) - 30))
                 insert = text(data.draw(st.integers(1, 20)), seed=9)
                 prompt = [*source[:start], *insert, *source[end:]]
-                made = cut(source, start, end, insert)
+                made = splice_of(source, start, end, insert)
                 answer = rig.run(prompt, splice=made, lineage=MARKED, max_new=4)
                 if not answer.lookup.is_approximate:
                     assert answer.answer == reference(prompt, max_new=4)

@@ -1,4 +1,4 @@
-"""State that cannot be cut by token: stored where it will be wanted, and restored as a whole."""
+"""Snapshots: state that cannot be divided by token is stored where it will be needed, and restored as a whole."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_prompt_of_one_token_is_answered(rig):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 4, 6, 7])
-def test_a_stop_string_is_cut_out_of_the_state(rig, engine, kept):
+def test_a_stop_string_is_trimmed_off_the_state(rig, engine, kept):
     stop = Recorder(lambda tokens: kept if len(tokens) == 7 else None)
     rig.run(PROMPT, stop)
     assert stop.ending.reason is EndReason.STOPPED
@@ -56,7 +56,7 @@ def test_a_stop_string_is_cut_out_of_the_state(rig, engine, kept):
 
 
 @pytest.mark.parametrize("kept", [0, 3, 127])
-def test_a_stop_string_over_a_chunk_border_is_cut_out_of_the_state(rig, kept):
+def test_a_stop_string_over_a_chunk_border_is_trimmed_off_the_state(rig, kept):
     """The full chunk was stored with tokens that are then taken back."""
     prompt = text(125)
     stop = Recorder(lambda tokens: min(kept, 8) if len(tokens) == 9 else None)

@@ -64,7 +64,7 @@ def test_in_exact_mode_what_stays_is_evaluated_again(harbour):
 
 
 @pytest.mark.parametrize("unit", [KvUnit.SNAPSHOT, KvUnit.BOTH])
-def test_an_engine_that_cannot_cut_evaluates_again(tmp_path, unit):
+def test_an_engine_that_cannot_splice_evaluates_again(tmp_path, unit):
     engine = FakeEngine(context=CONTEXT, cells=4 * CONTEXT, kv_unit=unit)
     with Harbour(tmp_path, engine, recall="off") as harbour:
         client = halfway(harbour)

@@ -1,4 +1,4 @@
-"""Clients edit, regenerate and go back: what they send decides what is out, and whose cut state it may have."""
+"""Clients edit, regenerate and go back: what they send decides what is out, and which spliced state fits."""
 
 from __future__ import annotations
 
@@ -143,14 +143,14 @@ def test_the_same_where_everything_is_exact(tmp_path):
         assert again.ids == harbour.fresh(again)
 
 
-def test_state_that_was_cut_is_approximate_and_says_so(harbour):
+def test_spliced_state_is_approximate_and_says_so(harbour):
     client = Client(harbour)
     answer = client.talk_until_full()
     assert answer.lookup.is_approximate
     assert client.say("More.").lookup.is_approximate
 
 
-# ── whose cut state it is ──
+# ── whose spliced state it is ──
 
 
 def same_prompt(harbour: Harbour, client: Client, **fields: object) -> Request:
@@ -166,7 +166,7 @@ def shortened(harbour: Harbour, **fields: object) -> Client:
     return client
 
 
-def test_the_same_conversation_finds_its_cut_state(harbour):
+def test_the_same_conversation_finds_its_spliced_state(harbour):
     client = shortened(harbour)
     answer = harbour.ask(client.request())
     assert answer.lookup.is_approximate
@@ -184,7 +184,7 @@ def test_another_conversation_with_the_same_words_does_not(harbour, name):
 
 
 def test_one_that_is_shortened_to_the_same_words_does_not_either(harbour):
-    """Its messages are the same but for the first, which has left: what was cut knows which one it was."""
+    """Its messages are the same but for the first, which has left: spliced state depends on which one it was."""
     one, two = Client(harbour, conversation_id="one"), Client(harbour, conversation_id="two")
     first = one.talk_until_full()
     two.messages = one.messages[:-1]

@@ -169,7 +169,7 @@ FIGURES = (
     Figure(r"scheduler\.moved_tokens", "moved_tokens_total", "Prompt tokens whose state was moved: approximate."),
     Figure(r"scheduler\.repaired_tokens", "repaired_tokens_total", "Moved tokens that were evaluated again."),
     Figure(r"scheduler\.approximate_jobs", "approximate_answers_total", "Answers that rest on moved state."),
-    Figure(r"scheduler\.cuts", "cuts_total", "Times that a part was cut out of state in the engine: approximate."),
+    Figure(r"scheduler\.cuts", "cuts_total", "Splices of state in the engine: approximate."),
     Figure(r"scheduler\.blended_tokens", "blended_tokens_total", "Tokens of steps into which state was moved."),
     Figure(
         r"scheduler\.blended_token_layers",
