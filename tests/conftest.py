@@ -72,7 +72,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session", autouse=True)
 def _signals_as_in_a_terminal() -> None:
-    """Also under nohup: what tests start has to hear them. exec undoes handlers, so children get the default."""
+    """Also under nohup: what tests start has to get them. exec undoes handlers, so children get the default."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else lambda *_: None)

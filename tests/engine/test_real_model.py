@@ -124,7 +124,7 @@ def _divergence(one: np.ndarray, other: np.ndarray) -> float:
 WORDS = ["walnut", "harbour", "quartz", "saffron", "meadow", "lantern"]
 
 
-def test_users_with_secrets_never_hear_each_others(open_engine, tmp_path):
+def test_users_never_see_each_others_secrets(open_engine, tmp_path):
     """Many users at once in an engine too small for all of them. Batch shapes change logits a little, so the
     first token's distribution is compared, not the text."""
     engine = open_engine(cells=1024)

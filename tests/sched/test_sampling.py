@@ -147,7 +147,7 @@ def test_a_mask_is_stronger_than_a_bias():
     assert set(drawn(replace(PLAIN, logit_bias={0: 100.0}), matcher=Only(3), count=20)) == {3}
 
 
-def test_a_constraint_hears_of_every_token():
+def test_a_constraint_is_told_of_every_token():
     matcher = Only(1, 2)
     sampler = Sampler(PLAIN, matcher)
     chosen = [sampler.sample(LOGITS, PIECES)[0] for _ in range(10)]

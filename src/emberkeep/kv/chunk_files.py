@@ -6,7 +6,7 @@
                    tmp/<owner>/        files being written; removed once their owner is dead
                    in-use              lock: shared by all processes that have the store open
                    opening, evict      locks: held alone while opening, and by the one evictor
-    <root>/forgotten.json              users of whom nothing may be left, for every process and store
+    <root>/forgotten.json              users that were forgotten, for every process and store
 
 A crash at any moment leaves either no file under a chunk's name or the whole file: data is written and
 forced to disk under `tmp/`, then renamed, then the folder is forced to disk. Several processes may share
@@ -248,7 +248,7 @@ class ChunkFiles:
         return swept
 
     def finish_forgetting(self) -> None:
-        """Sweep again for users for whom a process began to, and was killed or failed. Never raises."""
+        """Finish sweeps for forgotten users that a process began, and that it could not finish. Never raises."""
         for forgetting, whose in list(self.forgotten.owed):
             try:
                 self.sweep(whose)
@@ -387,7 +387,7 @@ class ChunkFiles:
         # Parents first: then they are entered in one go, now and later.
         described.sort(key=lambda one: one[0].start)
         with self.forgotten.held():
-            # Whoever is just being forgotten has files left, which are about to go.
+            # A user who is just being forgotten has files left, which are about to go.
             going = self.forgotten.unfinished()
             allowed = [(d, size) for d, size in described if not any(d.namespace in whose for _, whose in going)]
             self.index.add(allowed)

@@ -61,7 +61,7 @@ class Moved:
 
 
 class ContentIndex:
-    """Where the windows of exact state are, each owner for itself. Whoever uses it holds the store's lock."""
+    """Where the windows of exact state are, each owner for itself. Callers hold the store's lock."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._places: dict[str, dict[int, list[tuple[Chunk, int]]]] = {}

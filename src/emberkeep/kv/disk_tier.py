@@ -320,8 +320,8 @@ class DiskTier:
 
 
 class Forgetter:
-    """Lets go of users whom any process on this folder has forgotten. Safe to use from any thread; blocks on
-    disk."""
+    """Drops the state of users that any process on this folder has forgotten. Safe to use from any thread; blocks
+    on disk."""
 
     def __init__(self, files: ChunkFiles | None, transact: Transact) -> None:
         self._files = files
@@ -331,7 +331,7 @@ class Forgetter:
         """Called for all who are forgotten, by any process. Must be quick, and must not call the store."""
 
     def notice(self) -> None:
-        """Let go of everyone who was forgotten meanwhile. One system call unless there are some.
+        """Drop the state of users that were forgotten meanwhile. One system call if there are none.
 
         Raises OSError: then it is not known who was.
         """
@@ -341,7 +341,7 @@ class Forgetter:
             self._notice(self._files)
 
     def refresh(self) -> None:
-        """Learn what other processes stored, and whom they forgot. Reads the index. Never raises."""
+        """Learn what other processes stored, and which users they forgot. Reads the index. Never raises."""
         if (files := self._files) is None:
             return
         try:

@@ -121,7 +121,7 @@ class ForgottenRecord:
         known = self._read()
         self._seen_id, self._seen = (known.id, known.last) if known else ("", 0)
         self.going: Whose = _going(known)
-        """Those of whom there may be files left, as of the last time that the record was looked at."""
+        """Users who may have files left, as of the last time that the record was read."""
         self.owed: list[tuple[Forgetting, Whose]] = []
         """Those whose files this process could not all remove: it tries again, and until then enters nothing of
         theirs."""
@@ -133,7 +133,7 @@ class ForgottenRecord:
             yield
 
     def is_known(self) -> bool:
-        """Nobody was forgotten since `know`. One system call."""
+        """No user was forgotten since the record was last read. One system call."""
         return self._version() == self._seen_version
 
     def newly_forgotten(self) -> tuple[Whose | None, Callable[[], None]]:

@@ -344,8 +344,8 @@ class Ledger:
     def shrink_disk(
         self, target: float, now: float, newcomer: Chunk | None = None, *, most_chunks: int = sys.maxsize
     ) -> list[Chunk]:
-        """Drop leaves that no lookup uses and no one pinned, expired ones first, then by worth, down to `target`
-        bytes and `most_chunks`.
+        """Drop leaves that no lookup uses and that are not pinned, expired ones first, then by worth, down to
+        `target` bytes and `most_chunks`.
 
         With a `newcomer`, only what is worth less than it goes. A parent that becomes a leaf is weighed with the
         rest. Returns what was dropped.
@@ -463,7 +463,7 @@ class Orphans:
         return [row for parent, rows in self._below.items() if parent in chunks for row in rows.values()]
 
     def parents(self, chunks: Container[ChunkKey], *, lost_ones_too: bool) -> list[ChunkKey]:
-        """For whom some wait; unless `lost_ones_too`, those who are not among `chunks` and will not come back."""
+        """Parents of orphans. Without `lost_ones_too`, only those that are neither in `chunks` nor lost."""
         if lost_ones_too:
             return list(self._below)
         return [key for key in self._below if key not in self._lost and key not in chunks]

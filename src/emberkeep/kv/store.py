@@ -257,19 +257,19 @@ class KvStore:
             return stored_ids(cursor, text, start, borders, pieces, specials)
 
     def refresh(self) -> None:
-        """Learn what other processes stored, and whom they forgot. Reads the index: call it outside the engine's
-        thread."""
+        """Learn what other processes stored, and which users they forgot. Reads the index: call it outside the
+        engine's thread."""
         self._forgetter.refresh()
 
     def notice_forgotten(self) -> None:
-        """Let go of users whom another process on this folder has forgotten: one system call if there are none."""
+        """Drop the state of users that another process has forgotten. One system call if there are none."""
         try:
             self._forgetter.notice()
         except OSError as error:
             log.warning("cannot read who was forgotten: %s", error)
 
     def on_forget(self, listener: Callable[[Container[str]], None]) -> None:
-        """`listener` is told the owners of whom everything is forgotten, here or by another process, from any
+        """`listener` is told the owners that are forgotten, here or by another process, from any
         thread. It must be quick, and must not call the store."""
         self._forgetter.on_forget = listener
 

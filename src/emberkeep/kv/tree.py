@@ -10,8 +10,8 @@ A snapshot is a chunk of no tokens: the state after exactly the tokens above it 
 hangs where it was taken, beside the chunks that go on from there.
 
 Each owner has a root. What hangs below `SHARED`'s root may belong to any owner: a user's own text after a prefix
-that the operator shares. Whoever walks the tree sees what is shared and what is theirs, and nothing else. What is
-approximate hangs below the exact state that it goes on from, with a lineage that only those see who ask for it.
+that the operator shares. A lookup sees what is shared and what belongs to its owner, and nothing else. Approximate
+state hangs below the exact state that it continues, with a lineage that only lookups see which ask for it.
 
 A chunk's key is a hash chain in which every field is length-prefixed, so that no two inputs collide. It commits to
 the format version, the fingerprint (weights, KV layout, engine), the lineage, the parent's key, how many of the
@@ -58,12 +58,12 @@ class Made(IntFlag):
     NARROW = 4
     """Tokens of it were computed in steps with few: decoding, short turns, slices beside the answers of others."""
     REPRODUCIBLE = 8
-    """All of it, and all that it was computed from, is of wide steps of an engine that held nothing else: who
-    does the same again gets the same bytes."""
+    """All of it, and all that it was computed from, is of wide steps of an engine that held nothing else:
+    the same steps give the same bytes again."""
 
     @property
     def steps(self) -> Made:
-        """What it says about the steps alone. Whoever says nothing may have been in narrow ones."""
+        """What it says about the steps alone. If it says nothing, they may have been narrow."""
         return self & ~Made.GIVEN or Made.NARROW
 
 
@@ -125,7 +125,7 @@ class Chunk:
         self.pins = 0
         """Lookups that are using it now."""
         self.is_pinned = False
-        """Somebody asked that it be kept."""
+        """A user asked that it be kept."""
         self.hits = 0
         """Lookups that reused it, also before it was evicted and stored again."""
         self.last_used = 0
@@ -166,7 +166,7 @@ class Chunk:
 
     @property
     def may_go(self) -> bool:
-        """Nothing hangs below it, no lookup uses it, and no one asked that it be kept."""
+        """Nothing hangs below it, no lookup uses it, and it is not pinned."""
         return self.is_leaf and not self.pins and not self.is_pinned
 
     def is_at_or_below(self, ancestor: Chunk) -> bool:

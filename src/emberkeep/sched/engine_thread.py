@@ -104,7 +104,7 @@ class Inbox:
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._refusal: Callable[[], EmberkeepError] | None = None
-        """What those hear who come when it is shut."""
+        """The error for commands that come when it is shut."""
         self._door = threading.Lock()
         """Held while a command enters, so that none comes in after it was shut."""
 

@@ -2,7 +2,7 @@
 talks to it through an inbox.
 
 Whatever goes wrong for one sequence, of whatever kind, ends that sequence: `_only` stands around everything that
-is done for one. What goes wrong outside of it ends the scheduler, and every request hears of it at once.
+is done for one. What goes wrong outside of it ends the scheduler, and every request is told at once.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Scheduler:
         )
 
     def cancel(self, sequence: Sequence) -> None:
-        """Stop within one step. What was computed is kept; the output hears nothing more."""
+        """Stop within one step. What was computed is kept; the output gets nothing more."""
         self._inbox.put(Cancel(sequence))
 
     def call(self, action: Callable[[], T]) -> Future[T]:
@@ -314,8 +314,7 @@ class Scheduler:
         return self._planner.plan(self._slots.active)
 
     def _flush(self) -> None:
-        """Let outputs hear what is new. It concerns all of them: it is tried twice before it ends the
-        scheduler."""
+        """Wake the readers of new output. It is tried twice before a failure ends the scheduler."""
         try:
             self.after_step()
         except Exception:
@@ -672,7 +671,7 @@ class Scheduler:
             self._put_to_rest(sequence)
 
     def _put_to_rest(self, sequence: Sequence) -> None:
-        """What was computed is kept, and its output hears nothing of it. Never raises."""
+        """Keep what was computed; the output is not told. Never raises."""
         sequence.output = None
         with self._only(sequence):
             self._cache.abandon(sequence)
@@ -731,7 +730,7 @@ class Scheduler:
 
 
 def _explained(error: Exception) -> EmberkeepError:
-    """What a client hears. Errors that are not ours are for the log."""
+    """The error that a client gets. Errors that are not ours are for the log."""
     if isinstance(error, EmberkeepError):
         return error
     log.error("a request failed", exc_info=error)

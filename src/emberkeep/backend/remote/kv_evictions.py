@@ -39,7 +39,7 @@ BlockKey = tuple[int, int | str]
 
 @runtime_checkable
 class ReportsEvictions(Protocol):
-    """A provider that hears what happens to its server's KV cache."""
+    """A provider that reports what happens to its server's KV cache."""
 
     on_removed: OnRemoved | None
 

@@ -85,7 +85,7 @@ class OpenAIProvider:
         self._dialect = dialect
         self._service = Service.of(remote, "OpenAI", key)
         self._client = _client(remote, key, dialect)
-        # The SDK wants to hear with every request that none is to be sent.
+        # The SDK must be told with every request that none is to be sent.
         self._headers: dict[str, Any] = {} if key else {"Authorization": Omit()}
         self._history = ReplayedHistory()
         self._model = remote.model
