@@ -6,15 +6,20 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 def private_folder(path: Path) -> Path:
-    """Make `path`, and whatever is missing above it, so that only its owner can enter; return it."""
+    """Make `path`, and whatever is missing above it, so that only its owner can enter; return it.
+
+    What was made survives a power cut, where the file system can promise that.
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(OSError):
+            sync(folder.parent)
     return path
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -44,6 +45,28 @@ def test_a_written_chunk_is_read_back_and_listed(tier):
     sizes = tier.write([entry(0), entry(1)]).sizes
     assert tier.read(description(1)) == payload(description(1))
     assert keys_of(tier) == set(sizes) == {description(0).key, description(1).key}
+
+
+def test_whatever_leads_to_a_new_chunk_is_forced_to_disk(tmp_path, monkeypatch):
+    forced: set[tuple[int, int]] = set()
+    sync = os.fsync
+
+    def remember(handle: int) -> None:
+        forced.add(identity(os.fstat(handle)))
+        sync(handle)
+
+    monkeypatch.setattr("os.fsync", remember)
+    tier = ChunkFiles(tmp_path / "kv", FINGERPRINT)
+    tier.open_rows()
+    tier.write([entry(0)])
+    [chunk] = tmp_path.rglob("*.kv")
+    leading = [chunk, *chunk.parents[: len(chunk.relative_to(tmp_path).parts)]]
+    assert [path for path in leading if identity(path.stat()) not in forced] == []
+    tier.close()
+
+
+def identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def test_nothing_but_the_owner_can_enter_the_store(tier, tmp_path):

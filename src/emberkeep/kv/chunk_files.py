@@ -332,7 +332,7 @@ class ChunkFiles:
 
     def _publish(self, key: ChunkKey, temporary: Path) -> None:
         target = self._path(key)
-        target.parent.mkdir(mode=0o700, exist_ok=True)
+        private_folder(target.parent)
         try:
             temporary.rename(target)
         except IsADirectoryError:  # a folder stands there
