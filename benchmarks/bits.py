@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from time import perf_counter
@@ -17,6 +16,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.listener import Listener
 from emberkeep.bench.bare import Tokens
 from emberkeep.bench.figures import Series, series
 from emberkeep.bench.report import BenchResult, Row, Table, Value
@@ -25,19 +25,16 @@ from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.base import Outcome, Payload
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
-from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import CHUNK_TOKENS
 from emberkeep.runtime import open_store
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.sched.sequence import Ending
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types import (
     EXACT,
     EXACT_BITS,
     Lineage,
-    Progress,
     Request,
     Sampling,
     TokenLogprob,
@@ -123,33 +120,6 @@ class _Script(Sampler):
         return next(self._script, token), logprob
 
 
-class _Waiter:
-    """A consumer that says when it is over, and with what tokens."""
-
-    def __init__(self) -> None:
-        self.over: Future[list[int]] = Future()
-        self._tokens: list[int] = []
-
-    def progress(self, progress: Progress) -> None:
-        pass
-
-    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
-        self._tokens.append(token)
-        return False
-
-    def full(self) -> bool:
-        return False
-
-    def kept_tokens(self) -> int:
-        return len(self._tokens)
-
-    def ended(self, ending: Ending) -> None:
-        self.over.set_result(self._tokens)
-
-    def failed(self, error: EmberkeepError) -> None:
-        self.over.set_exception(error)
-
-
 @dataclass(slots=True)
 class _Findings:
     """Of one number of bits."""
@@ -227,11 +197,12 @@ class _Bench:
         from_store: bool = False,
         is_kept: bool = True,
     ) -> list[int]:
-        waiter = _Waiter()
+        listener = Listener()
         made = prompt_of_ids(np.asarray(prompt, np.int32), lineage, max_new=length)
         request = Request(from_store=from_store, is_kept=is_kept)
-        self._loop.submit(Sequence_(made, request, sampler, waiter))
-        return await asyncio.wrap_future(waiter.over)
+        self._loop.submit(Sequence_(made, request, sampler, listener))
+        await asyncio.wrap_future(listener.ending)
+        return listener.tokens
 
     def close(self) -> None:
         self._loop.close()

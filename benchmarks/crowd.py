@@ -6,13 +6,13 @@ is found again.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.listener import Listener
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Folder
 from emberkeep.chat.prompt import prompt_of_ids
@@ -26,7 +26,7 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending
 from emberkeep.sched.sequence import Sequence as Sequence_
-from emberkeep.types import EntryKind, Label, Progress, Request, Sampling, TokenLogprob
+from emberkeep.types import EntryKind, Label, Request, Sampling
 
 _CONTEXT = 4096
 _PRINTABLE = (32, 127)
@@ -138,48 +138,22 @@ class _House:
             engine, self.store, SchedulerSettings(parallel=1, prefill_slice=engine.capabilities.batch)
         )
 
-    def answer(self, conversation: _Conversation, length: int) -> _Answer:
-        """One turn; what was said becomes part of the conversation."""
+    def answer(self, conversation: _Conversation, length: int) -> Ending:
+        """One turn; what was said becomes part of the conversation. Raises EmberkeepError."""
         label = Label(EntryKind.CONVERSATION, conversation.name, "")
-        answer = _Answer()
+        listener = Listener()
         prompt = prompt_of_ids(np.array(conversation.tokens, np.int32), max_new=length)
-        sequence = Sequence_(prompt, Request(), Sampler(Sampling(temperature=0.0)), answer)
+        sequence = Sequence_(prompt, Request(), Sampler(Sampling(temperature=0.0)), listener)
         sequence.label = label
         self._loop.submit(sequence)
-        answer.over.wait()
-        conversation.tokens += answer.tokens
-        return answer
+        try:
+            return listener.ending.result()
+        finally:
+            conversation.tokens += listener.tokens
 
     def close(self) -> None:
         self._loop.close()
         self.store.close()
-
-
-@dataclass(eq=False, slots=True)
-class _Answer:
-    tokens: list[int] = field(default_factory=list)
-    ending: Ending | None = None
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def progress(self, progress: Progress) -> None:
-        pass
-
-    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
-        self.tokens.append(token)
-        return False
-
-    def full(self) -> bool:
-        return False
-
-    def kept_tokens(self) -> int:
-        return len(self.tokens)
-
-    def ended(self, ending: Ending) -> None:
-        self.ending = ending
-        self.over.set()
-
-    def failed(self, error: EmberkeepError) -> None:
-        self.over.set()
 
 
 class _Unmeasured(Rate):
@@ -194,8 +168,9 @@ def _served(folder: Path, plan: Workload, budget: int, policy: Worth) -> Outcome
     asked = reused = most_warm = most_cold = failures = 0
     try:
         for conversation in _Crowd(plan).turns():
-            ending = house.answer(conversation, plan.answer).ending
-            if ending is None:
+            try:
+                ending = house.answer(conversation, plan.answer)
+            except EmberkeepError:
                 failures += 1
                 continue
             asked += ending.prompt_tokens

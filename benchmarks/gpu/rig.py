@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from benchmarks.gpu.workload import Workload
+from benchmarks.listener import Listener
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.baseline import Shape, random_model
 from emberkeep.engine.hf.device import DeviceLimits
-from emberkeep.errors import EmberkeepError, EngineError
+from emberkeep.errors import EngineError
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.sched.sequence import Ending
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import LookupRecord, Progress, Request, Sampling, TokenLogprob
+from emberkeep.types import LookupRecord, Request, Sampling
 
 T = TypeVar("T")
 
@@ -40,35 +38,6 @@ class Answer:
     ttft_ms: float
     tokens: tuple[int, ...]
     lookup: LookupRecord
-
-
-@dataclass(slots=True)
-class _Listener:
-    """Receives a sequence's output, on the engine's thread."""
-
-    submitted: float
-    first: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    ending: Future[Ending] = field(default_factory=Future)
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
-        self.first = self.first or perf_counter()
-        self.tokens.append(token)
-        return False
-
-    def full(self) -> bool:
-        return False
-
-    def kept_tokens(self) -> int:
-        return len(self.tokens)
-
-    def ended(self, ending: Ending) -> None:
-        self.ending.set_result(ending)
-
-    def failed(self, error: EmberkeepError) -> None:
-        self.ending.set_exception(error)
 
 
 class Rig:
@@ -101,7 +70,7 @@ class Rig:
         prompt = prompt_of_ids(tokens, max_new=max_new)  # in a server the tokenizer has made it
         sampler = Sampler(Sampling(temperature=0))
         request = Request(use_cache=not afresh, is_kept=not afresh)
-        listener = _Listener(perf_counter())
+        listener = Listener()
         self._loop.submit(Sequence_(prompt, request, sampler, listener))
         ending = listener.ending.result()
         self._loop.call(lambda: None).result()  # what is stored after the answer belongs to this request
