@@ -98,3 +98,9 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
     opened = Memory(tmp_path / "memory.sqlite3", limit_bytes=1 << 40)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test writes very many files, and cuts no power."""
+    monkeypatch.setattr("os.fsync", lambda _: None)

@@ -19,14 +19,11 @@ from emberkeep.types import Lineage
 from helpers.canaries import TOKENS, Canary, found_in
 from helpers.kv_building import chunk_files, chunks_of, load, new_store, reopened
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
 HISTORIES = int(os.environ.get("EMBERKEEP_TEST_HISTORIES", "12"))
 STEPS = 40
 ANN, BOB = Canary(0), Canary(1)
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 def traces_in(store: KvStore, canary: Canary) -> list[str]:

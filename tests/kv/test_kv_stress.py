@@ -14,12 +14,9 @@ from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
 from helpers.kv_building import CHUNK_TOKENS, check_ledger, chunks_of, exported, load, new_store, right_bytes
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
 ROUNDS = 30
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 def conversation(number: int, length: int) -> TokenArray:

@@ -22,11 +22,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "data" / "models")
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "Tiny-1B")
 

@@ -14,11 +14,6 @@ from helpers.gguf_builders import tiny_llama
 RECORD = ModelRecord(source="here", sha256="ab" * 32, size=1, quantisation="F32", pulled_at=1_700_000_000)
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "data" / "models")
-
-
 def _install(library: ModelLibrary, id: str, record: ModelRecord = RECORD) -> InstalledModel:
     return library.install(id, tiny_llama(library.workspace(id) / "w.gguf"), record)
 

@@ -27,11 +27,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedFile]
         yield file
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "models")
-
-
 def test_a_hub_file_is_downloaded_and_installed(hub: ServedFile, library: ModelLibrary) -> None:
     model = pull("hf:owner/repo/sub/Tiny.gguf@main", library)
     assert model.path.read_bytes() == hub.content

@@ -33,11 +33,6 @@ REPO = "owner/Big-GGUF"
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "data" / "models")
-
-
-@pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     folder = tmp_path / "mine"
     folder.mkdir()

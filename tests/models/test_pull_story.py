@@ -31,11 +31,6 @@ class Said(Silent):
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "models")
-
-
-@pytest.fixture
 def slow_file(tmp_path: Path) -> Path:
     return tiny_llama(tmp_path / "Slow.gguf", weights="Q4_1")
 

@@ -27,11 +27,6 @@ def served(tmp_path: Path) -> Iterator[ServedFile]:
         yield file
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "models")
-
-
 def _pull(served: ServedFile, library: ModelLibrary, reporter: Watching | None = None) -> InstalledModel:
     return pull(f"{served.url}/dir/Tiny.gguf?key=s3cret", library, reporter=reporter)
 

@@ -29,11 +29,6 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> ModelLibrary:
-    return ModelLibrary(tmp_path / "data" / "models")
-
-
-@pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "digests"
 

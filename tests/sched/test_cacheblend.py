@@ -355,11 +355,6 @@ def test_counters_tell_what_was_moved(rig):
 # ── any history ──
 
 
-@pytest.fixture
-def quick_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda _: None)
-
-
 @dataclass
 class Talk:
     namespace: str

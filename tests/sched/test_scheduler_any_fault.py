@@ -35,6 +35,8 @@ from helpers.faulty_crowd import (
 )
 from helpers.scheduling import Rig
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
 CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "2")))
 UNITS = [KvUnit.RANGE, KvUnit.BOTH]
 PARTS: dict[type, Callable[[Rig], object]] = {
@@ -51,11 +53,6 @@ PARTS: dict[type, Callable[[Rig], object]] = {
 NEVER_FAIL = {(PrefixCache, "release"), (Affinity, "forget")}
 """Cleaning up, and requests that this test does not make."""
 PLACES = [(part, name) for part in PARTS for name in methods(part) if (part, name) not in NEVER_FAIL]
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 @pytest.fixture(scope="module")

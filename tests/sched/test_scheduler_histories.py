@@ -12,12 +12,9 @@ from emberkeep.engine.fake import FakeEngine
 from helpers.kv_building import check_ledger
 from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
 SHARED = text(140)
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 @dataclass
