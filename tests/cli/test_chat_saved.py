@@ -42,7 +42,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, gone: set[str]) -> list[Config]:
         if config.model in gone:
             raise ModelNotFound(f"There is no {config.model}.")
 
-    for place in ("chat", "conversation"):
+    for place in ("chat", "chat_history"):
         monkeypatch.setattr(f"emberkeep.cli.{place}.install_model", install)
     return []
 
