@@ -20,6 +20,7 @@ from helpers.kv_building import (
     check_ledger,
     chunk_files,
     load,
+    new_store,
     prompt,
     put,
 )
@@ -90,9 +91,16 @@ def test_an_entry_tells_what_a_person_asks(store, time):
     assert (entry.kind, entry.name, entry.head, entry.user) == ("conversation", "travel", "about travel", "alice")
     assert (entry.tokens, entry.warm_tokens, entry.hits, entry.turns, entry.branches) == (300, 300, 1, 1, 1)
     assert (entry.idle_s, entry.ttl, entry.expires_in_s) == (60, Ttl.LONG, 3540)
-    assert entry.bytes == 3 * CHUNK_BYTES - 84 * CHUNK_BYTES // 128
     store.flush()
     assert store.catalogue.entries()[0].cold_tokens == 300
+
+
+def test_what_was_not_written_yet_has_the_size_of_its_payloads():
+    store = new_store(None)
+    turn(store, LONG[:300], "travel", ALICE)
+    (entry,) = store.catalogue.entries()
+    assert entry.bytes == 3 * CHUNK_BYTES - 84 * CHUNK_BYTES // 128
+    store.close()
 
 
 def test_the_latest_used_comes_first(store, time):
