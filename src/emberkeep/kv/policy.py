@@ -151,11 +151,8 @@ _DAY_S = 86_400
 class WriteBudget:
     """Bytes written today. `limit` None: as many as there is room for."""
 
-    def __init__(
-        self, limit: int | None, day: int = 0, spent: int = 0, *, wall: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, limit: int | None, day: int = 0, spent: int = 0) -> None:
         self.limit = limit
-        self._wall = wall
         self._day = day
         self._spent = spent
 
@@ -174,7 +171,7 @@ class WriteBudget:
         return self._day, self._spent
 
     def _turn_page(self) -> None:
-        today = int(self._wall() // _DAY_S)
+        today = int(time.time() // _DAY_S)
         if today != self._day:
             self._day, self._spent = today, 0
 

@@ -604,8 +604,8 @@ class Shapes:
     """In what steps the positions from 0 on were computed: an engine rounds differently in those of few rows and
     those of many. What is not known is taken to be narrow."""
 
-    def __init__(self, runs: Iterable[_Run] = ()) -> None:
-        self._runs = list(runs)
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
 
     def computed(self, start: int, end: int, made: Made) -> None:
         """The positions [start, end) were; nothing is known beyond them any more."""

@@ -208,6 +208,7 @@ _UNKNOWN, _CONTROL, _BYTE = 2, 3, 6
 VOCABULARY = len(_TOKENS)
 
 _ALIGNMENT = 32
+_WIDTH, _LAYERS = 256, 2
 _UINT32, _INT32, _FLOAT32, _TEXT, _ARRAY = 4, 5, 6, 8, 9
 _Blocks = npt.NDArray[np.uint8]
 
@@ -236,10 +237,10 @@ _FORMATS = {
 }
 
 
-def write_specimen(path: Path, *, width: int = 256, layers: int = 2, only: str | None = None) -> None:
-    """Write one to `path`; equal arguments give equal bytes. `only`: a single format for all matrices."""
+def write_specimen(path: Path) -> None:
+    """Write one to `path`, always the same."""
     random = np.random.default_rng(0)
-    formats = [_FORMATS[only]] if only else list(_FORMATS.values())
+    width, layers, formats = _WIDTH, _LAYERS, list(_FORMATS.values())
     tensors: list[tuple[str, tuple[int, ...], _Format, bytes]] = []
 
     def matrix(name: str, inputs: int, outputs: int) -> None:
