@@ -77,7 +77,7 @@ def test_steps_with_few_tokens_say_nothing_about_the_speed():
 def test_what_loads_or_is_idle_has_no_part_in_a_step(planner):
     loading, idle = sequence(0, 100), sequence(1, 100, computed=100)
     loading.phase = Phase.LOADING
-    idle.rest()
+    idle.become_idle()
     assert planned(planner, loading, idle) == {}
 
 

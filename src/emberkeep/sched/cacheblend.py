@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 
-from emberkeep.engine.base import Blended, Engine, Outcome, Rows
-from emberkeep.engine.base import Piece as EnginePiece
+from emberkeep.engine.base import Blended, Engine, Outcome, Piece, Rows
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.transfers import FetchState
-from emberkeep.sched.sequence import Piece, Sequence
+from emberkeep.sched.sequence import Sequence, StoredPiece
 from emberkeep.sched.slots import Slots
 from emberkeep.types import Approximation, MissReason, Repair
 
@@ -48,10 +47,10 @@ class CacheBlend:
                 sequence.moved.remove(moved)
                 sequence.reuse.reason = MissReason.CHEAPER
 
-    def _fetched(self, moved: Moved) -> list[Piece]:
+    def _fetched(self, moved: Moved) -> list[StoredPiece]:
         shift = moved.shift
         return [
-            Piece(s.start + shift, s.end + shift, s.chunk, s.start, self._store.fetch(s.chunk, self._wake))
+            StoredPiece(s.start + shift, s.end + shift, s.chunk, s.start, self._store.fetch(s.chunk, self._wake))
             for s in moved.segments
         ]
 
@@ -103,19 +102,19 @@ class CacheBlend:
             self._store.release(sequence.moved[-1])
             sequence.moved.pop()
 
-    def _slice(self, sequence: Sequence, approximation: Approximation, room: int) -> tuple[int, list[Piece]]:
+    def _slice(self, sequence: Sequence, approximation: Approximation, room: int) -> tuple[int, list[StoredPiece]]:
         ratio = _ratio(approximation)
         cost = min(ratio + _FIRST_LAYERS, 1.0) if ratio else 0.0
         end = sequence.blend_end(room, self._engine.capabilities.batch, cost)
         return end, [p.part(p.start, min(p.end, end)) for p in takewhile(lambda p: p.start < end, sequence.pieces)]
 
-    def _blend(self, rows: Rows, pieces: list[EnginePiece], ratio: float) -> Blended:
+    def _blend(self, rows: Rows, pieces: list[Piece], ratio: float) -> Blended:
         while True:
             blended = self._engine.blend(rows, pieces, ratio)
             if blended.outcome is Outcome.DONE or not self._slots.free_cells():
                 return blended
 
-    def _refused(self, sequence: Sequence, taken: list[Piece]) -> None:
+    def _refused(self, sequence: Sequence, taken: list[StoredPiece]) -> None:
         """With one piece alone it is clear whose bytes are bad."""
         if len(taken) > 1:
             sequence.one_by_one = True
@@ -125,7 +124,7 @@ class CacheBlend:
         sequence.reuse.reason = MissReason.CORRUPT
         self._keep_only(sequence, lambda piece: piece.chunk is not bad)
 
-    def _keep_only(self, sequence: Sequence, wanted: Callable[[Piece], bool]) -> None:
+    def _keep_only(self, sequence: Sequence, wanted: Callable[[StoredPiece], bool]) -> None:
         kept = [piece for piece in sequence.pieces if wanted(piece)]
         sequence.pieces.clear()
         sequence.pieces += kept
@@ -137,5 +136,5 @@ def _ratio(approximation: Approximation) -> float:
     return approximation.ratio if approximation.repair is Repair.CACHEBLEND else 0.0
 
 
-def _engine_piece(piece: Piece, payload: memoryview) -> EnginePiece:
-    return EnginePiece(piece.start, piece.end, payload, piece.chunk.start, piece.source)
+def _engine_piece(piece: StoredPiece, payload: memoryview) -> Piece:
+    return Piece(piece.start, piece.end, payload, piece.chunk.start, piece.source)

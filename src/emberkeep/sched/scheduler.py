@@ -336,7 +336,7 @@ class Scheduler:
         output, sequence.output = sequence.output, None
         self._cache.release(sequence)
         self._slots.drop(sequence)
-        sequence.rest()  # others may be waiting for what it was about to compute
+        sequence.become_idle()  # others may be waiting for what it was about to compute
         self._slot_freed = True
         if output is None:
             log.warning("the state of a request that is over is not kept: %r", error)
@@ -425,7 +425,7 @@ class Scheduler:
         if rows.want_logits:
             self._sample(sequence, index)
         elif sequence.phase is Phase.CLOSING:
-            self._rest_if_closed(sequence)
+            self._finish_if_closed(sequence)
         else:
             self._go_on(sequence)
 
@@ -637,17 +637,17 @@ class Scheduler:
         is_whole = reason is not EndReason.STOPPED and sequence.max_new
         sequence.close(sequence.prompt.closing if is_whole else ())
         self._watch.ended(sequence)
-        self._rest_if_closed(sequence)
+        self._finish_if_closed(sequence)
 
-    def _rest_if_closed(self, sequence: Sequence) -> None:
+    def _finish_if_closed(self, sequence: Sequence) -> None:
         if not sequence.pending:
-            self._rest(sequence)
+            self._finish(sequence)
 
-    def _rest(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         entry = self._cache.commit_turn(sequence)
         if entry is not None:
             self._slots.demote(entry.id, entry.turns - self._settings.warm_after)
-        sequence.rest(entry)
+        sequence.become_idle(entry)
         if not sequence.computed or not sequence.is_kept:
             self._slots.drop(sequence)
         self._slot_freed = True
@@ -668,14 +668,14 @@ class Scheduler:
         if sequence.output is not None and sequence.phase is not Phase.WAITING:
             self.counters.cancelled += 1
             self._count(sequence)
-            self._put_to_rest(sequence)
+            self._abandon(sequence)
 
-    def _put_to_rest(self, sequence: Sequence) -> None:
+    def _abandon(self, sequence: Sequence) -> None:
         """Keep what was computed; the output is not told. Never raises."""
         sequence.output = None
         with self._only(sequence):
             self._cache.abandon(sequence)
-            self._rest(sequence)
+            self._finish(sequence)
 
     def _expire(self) -> None:
         now = monotonic()
@@ -686,7 +686,7 @@ class Scheduler:
         for sequence in self._slots.active:
             output = sequence.output
             if output is not None and sequence.deadline is not None and now > sequence.deadline:
-                self._put_to_rest(sequence)
+                self._abandon(sequence)
                 self._tell(output, late)
 
     def _next_deadline(self) -> float | None:
@@ -718,7 +718,7 @@ class Scheduler:
             if self._failed_with:
                 self._fail(sequence, self._over())
                 continue
-            self._put_to_rest(sequence)
+            self._abandon(sequence)
             self._tell(output, self._over())
 
     def _over(self) -> EmberkeepError:

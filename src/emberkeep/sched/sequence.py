@@ -102,7 +102,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """State of another place, for [start, end) of the sequence."""
 
     start: int
@@ -112,7 +112,7 @@ class Piece:
     """The position in its own sequence that goes to `start`."""
     fetch: Fetch
 
-    def part(self, start: int, end: int) -> Piece:
+    def part(self, start: int, end: int) -> StoredPiece:
         return replace(self, start=start, end=end, source=self.source + start - self.start)
 
 
@@ -223,7 +223,7 @@ class Sequence:
         self.splices = 0
         self.inserted_tokens = 0
         """Evaluated in the place of what was spliced out."""
-        self.pieces: deque[Piece] = deque()
+        self.pieces: deque[StoredPiece] = deque()
         """What is still to be moved here, in order."""
         self.moved: list[Moved] = []
         """Pinned for the sake of `pieces`."""
@@ -534,7 +534,7 @@ class Sequence:
         self.phase = Phase.CLOSING
         self.tokens.extend(closing)
 
-    def rest(self, entry: Entry | None = None) -> None:
+    def become_idle(self, entry: Entry | None = None) -> None:
         """Its state stays in the engine for the request that continues it, which may be the next turn of
         `entry`."""
         self.output = None
