@@ -72,7 +72,7 @@ def test_two_stores_may_compute_the_same_prompt(store, tmp_path):
     store.refresh()
     other.refresh()
     for one in (store, other):
-        for chunk in chunks_of(one):
+        for chunk in [chunk for chunk in chunks_of(one) if chunk.payload is not None]:
             chunk.payload, one._ledger.ram.tally.bytes = None, one._ledger.ram.tally.bytes - len(chunk.payload)
         assert load(one, LONG) == 1000
         assert one.counters.damaged_chunks == 0
