@@ -6,18 +6,18 @@ missing then.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.types import (
     AttentionTier,
     CacheEntry,
     Completed,
     EntryText,
-    Event,
+    Events,
     ExpertStats,
     Explanation,
     Json,
@@ -134,7 +134,7 @@ class Backend(Protocol):
     @property
     def card(self) -> ModelCard: ...
 
-    def generate(self, request: Request) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> Events:
         """Events of one request, ending with `Completed`.
 
         Raises an `EmberkeepError`: before the first event for everything that is wrong with the request
@@ -181,11 +181,6 @@ class Backend(Protocol):
         """What has left conversations, and facts. None: nothing is remembered."""
 
 
-def closable(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
-    """A backend's iterator can be closed, although its type does not say so."""
-    return cast("AsyncGenerator[Event, None]", events)
-
-
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
     text: str
@@ -195,10 +190,10 @@ class WholeAnswer:
     ms: float
 
 
-async def read_answer(events: AsyncIterator[Event]) -> WholeAnswer:
+async def read_answer(events: Events) -> WholeAnswer:
     """A whole answer at once, for a caller that does not watch it being written. Raises what `events` raises."""
     begin, first, text, usage = perf_counter(), 0.0, "", Usage()
-    async with aclosing(closable(events)):
+    async with aclosing(events):
         async for event in events:
             first = first or perf_counter() - begin
             if isinstance(event, TextDelta):

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from emberkeep.backend.base import closable
 from emberkeep.errors import DeadlineExceeded
-from emberkeep.types import Event
+from emberkeep.types import (
+    Event,
+    Events,
+)
 
 
-async def with_deadline(events: AsyncIterator[Event], limit_s: float | None) -> AsyncGenerator[Event, None]:
+async def with_deadline(events: Events, limit_s: float | None) -> Events:
     """All of them within that time, whatever it is spent on. Raises DeadlineExceeded."""
     deadline = asyncio.get_running_loop().time() + limit_s if limit_s else None
-    async with aclosing(closable(events)) as waiting:
+    async with aclosing(events) as waiting:
         while (event := await _next(waiting, deadline)) is not None:
             yield event
 
 
-async def _next(events: AsyncGenerator[Event, None], deadline: float | None) -> Event | None:
+async def _next(events: Events, deadline: float | None) -> Event | None:
     """None at the end."""
     try:
         async with asyncio.timeout_at(deadline) as timer:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, ModelCard, Tokenizer, Warmer, closable
+from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, ModelCard, Tokenizer, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
 from emberkeep.errors import (
     ConfigError,
@@ -28,6 +28,7 @@ from emberkeep.memory.memory import Memory
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Json,
     Request,
     ToolEvent,
@@ -105,14 +106,14 @@ class FallbackBackend:
         assert self._active.backend is not None
         return self._active.backend
 
-    async def generate(self, request: Request) -> AsyncIterator[Event]:
+    async def generate(self, request: Request) -> Events:
         failures: list[EmberkeepError] = []
         # Those that failed lately come last: rather one that may have recovered than none.
         for link in sorted(self._links, key=lambda link: link.is_backing_off):
             has_begun, held = False, list[Event]()
             try:
                 backend = await self._opened_backend(link)
-                async with aclosing(closable(backend.generate(request))) as events:
+                async with aclosing(backend.generate(request)) as events:
                     async for event in events:
                         if not has_begun and (request.in_pieces or isinstance(event, ToolEvent | Completed)):
                             has_begun = True

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Container
+from collections.abc import Container
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +22,7 @@ from time import monotonic
 
 import numpy as np
 
-from emberkeep.backend.base import ModelCard, closable
+from emberkeep.backend.base import ModelCard
 from emberkeep.backend.cache import Explainer, StoreCache
 from emberkeep.backend.choices import Channel, Choice, Full, Item, Outbox, Permit, Permits, until_completed
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
@@ -50,7 +50,7 @@ from emberkeep.session.conversation import Conversation, Conversations
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
     Completed,
-    Event,
+    Events,
     Fit,
     Json,
     Lineage,
@@ -140,26 +140,24 @@ class LocalBackend:
 
     # ── the line ──
 
-    def generate(self, request: Request) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> Events:
         if any(message.images for message in request.messages):
             raise RequestError(f"{self.card.id} reads text only: leave the images out.", "messages")
         request = self._with_defaults(request)
         return self._use_tools(request) if self._server_tools.applies(request) else self._answer(request)
 
-    async def _use_tools(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _use_tools(self, request: Request) -> Events:
         """With the tools that run here. It has one permit: an answer is not refused in the middle."""
         permit = self._permits.acquire(request.user)
         try:
             answer = partial(self._answer, held=permit, asked_at=monotonic())
-            async with aclosing(closable(self._server_tools.run(request, answer))) as events:
+            async with aclosing(self._server_tools.run(request, answer)) as events:
                 async for event in events:
                     yield event
         finally:
             permit.release()
 
-    async def _answer(
-        self, request: Request, held: Permit | None = None, asked_at: float | None = None
-    ) -> AsyncGenerator[Event, None]:
+    async def _answer(self, request: Request, held: Permit | None = None, asked_at: float | None = None) -> Events:
         """With its own permit, or one that is `held` for more than this, which began at `asked_at`."""
         arrived = monotonic()
         asked_at = asked_at or arrived

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -19,7 +19,15 @@ from emberkeep.chat.prompt import PromptBuilder, label_of
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.types import SHARED, Completed, Event, Lineage, Request, Ttl, Warmed
+from emberkeep.types import (
+    SHARED,
+    Completed,
+    Events,
+    Lineage,
+    Request,
+    Ttl,
+    Warmed,
+)
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -56,7 +64,7 @@ class Precache:
 
     def __init__(
         self,
-        generate: Callable[[Request], AsyncIterator[Event]],
+        generate: Callable[[Request], Events],
         prepare: Callable[[Request], tuple[Request, Lineage]],
         prompts: PromptBuilder,
         scheduler: Scheduler,

@@ -7,7 +7,7 @@ client has sent none. What it asked and was told stays in the conversation (`ses
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,22 @@ from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
 from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import Caller, Event, Message, Recall, Request, Tool, ToolCall, ToolOutcome, Usage
+from emberkeep.types import (
+    Caller,
+    Events,
+    Message,
+    Recall,
+    Request,
+    Tool,
+    ToolCall,
+    ToolOutcome,
+    Usage,
+)
 
 _SEARCH_ROUNDS = 4
 """Most rounds of searches for one answer; then the model has to answer."""
 
-Answer = Callable[[Request], AsyncGenerator[Event, None]]
+Answer = Callable[[Request], Events]
 
 
 class HostTools(LoopTools, Protocol):
@@ -76,13 +86,13 @@ class ServerTools:
         new = tuple(tool for tool in ours if tool.name not in known)
         return replace(request, tools=(*request.tools, *new)) if new else request
 
-    def run(self, request: Request, answer: Answer) -> AsyncIterator[Event]:
+    def run(self, request: Request, answer: Answer) -> Events:
         """Run rounds of `answer` with the tools until the model calls none of them."""
         limit_s = request.deadline_s or self._deadline_s
         events = self._run(request, answer)
         return with_deadline(events, limit_s) if limit_s else events
 
-    async def _run(self, request: Request, answer: Answer) -> AsyncGenerator[Event, None]:
+    async def _run(self, request: Request, answer: Answer) -> Events:
         equipped = self.equip(request)
         tools = _ToolsAndSearch(self._sessions, self._tools, request)
         loop = ToolLoop(answer, tools, Gate(), SessionTranscript(self._sessions, request))

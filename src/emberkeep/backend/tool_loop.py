@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
-from emberkeep.backend.base import closable
 from emberkeep.errors import ContextExceeded
 from emberkeep.session.tool_results import exchange_messages
 from emberkeep.types import (
@@ -24,6 +23,7 @@ from emberkeep.types import (
     CallStarted,
     Completed,
     Event,
+    Events,
     Exchanged,
     Finished,
     FinishReason,
@@ -96,14 +96,12 @@ class Transcript(Protocol):
 class ToolLoop:
     """For one answer. Belongs to the event loop."""
 
-    generate: Callable[[Request], AsyncIterator[Event]]
+    generate: Callable[[Request], Events]
     tools: LoopTools
     gate: Gate
     transcript: Transcript
 
-    async def run(
-        self, request: Request, rounds: int, is_ours: Callable[[str], bool]
-    ) -> AsyncGenerator[Event, None]:
+    async def run(self, request: Request, rounds: int, is_ours: Callable[[str], bool]) -> Events:
         """The events of all rounds as those of one answer, with what happens to calls in between.
 
         `rounds`: at most so many, of which the last has to be an answer. `is_ours`: whether a tool of that name
@@ -144,14 +142,14 @@ class ToolLoop:
             yield end
         yield merge_usage(completed, are_rounds=True)
 
-    async def _run_round(self, current: Round, completed: list[Completed]) -> AsyncGenerator[Event, None]:
+    async def _run_round(self, current: Round, completed: list[Completed]) -> Events:
         """The events of one round that its client gets; the rest of them goes into `current` and `completed`.
 
         Results that do not fit into the context are shortened as long as they can be.
         """
         while True:
             try:
-                async with aclosing(closable(self.generate(current.request))) as events:
+                async with aclosing(self.generate(current.request)) as events:
                     async for event in events:
                         if isinstance(event, Completed):
                             completed.append(event)
@@ -164,9 +162,7 @@ class ToolLoop:
                     raise
                 current.request = shorter
 
-    async def _execute(
-        self, asked: Request, calls: Sequence[ToolCall], history: CallHistory
-    ) -> AsyncGenerator[Event, None]:
+    async def _execute(self, asked: Request, calls: Sequence[ToolCall], history: CallHistory) -> Events:
         caller = Caller(asked.namespace, asked.depth)
         repeated = {call.id: reason for call in calls if (reason := history.refusal(call)) is not None}
         async with aclosing(self.gate.ask([call for call in calls if call.id not in repeated])) as questions:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from emberkeep.types import (
     SHARED,
     CacheEntry,
     Completed,
-    Event,
+    Events,
     Lineage,
     LookupRecord,
     Request,
@@ -22,7 +22,7 @@ from emberkeep.types import (
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    generate: Callable[[Request], AsyncIterator[Event]]
+    generate: Callable[[Request], Events]
     vocab: Vocab
     context: int
 

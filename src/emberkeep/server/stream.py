@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
@@ -22,13 +22,14 @@ from starlette.types import Receive, Scope, Send
 from emberkeep.api.answer import Answer, Frames
 from emberkeep.api.errors import Failure, Refused, failure_of
 from emberkeep.api.request import B, parse_body, parse_object
-from emberkeep.backend.base import Backend, closable
+from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import record_of
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Finished,
     Json,
     ReasoningDelta,
@@ -159,14 +160,14 @@ def _feed(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> F
     return Feed(_sources(backend, requests), http.receive, record.completed, http.app.state.limits)
 
 
-def _sources(backend: Backend, requests: Sequence[Request]) -> list[AsyncIterator[Event]]:
+def _sources(backend: Backend, requests: Sequence[Request]) -> list[Events]:
     """One stream of events per prompt; all choices are numbered in one sequence."""
     first, *others = (backend.generate(request) for request in requests)
     return [first, *(_renumber(other, (i + 1) * requests[0].n) for i, other in enumerate(others))]
 
 
-async def _renumber(source: AsyncIterator[Event], offset: int) -> AsyncIterator[Event]:
-    async with aclosing(closable(source)):
+async def _renumber(source: Events, offset: int) -> Events:
+    async with aclosing(source):
         async for event in source:
             if isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
                 yield replace(event, index=event.index + offset)
@@ -182,7 +183,7 @@ class Feed:
 
     def __init__(
         self,
-        sources: Sequence[AsyncIterator[Event]],
+        sources: Sequence[Events],
         receive: Receive,
         completed: list[Completed] | None = None,
         limits: Limits = _LIMITS,
@@ -233,8 +234,8 @@ class Feed:
     ) -> None:
         await self.close()
 
-    async def _read(self, source: AsyncIterator[Event]) -> None:
-        async with aclosing(closable(source)):
+    async def _read(self, source: Events) -> None:
+        async with aclosing(source):
             try:
                 await self._read_to_completed(source)
             except Exception as error:
@@ -243,7 +244,7 @@ class Feed:
                 self._reading -= 1
                 self._changed.set()
 
-    async def _read_to_completed(self, source: AsyncIterator[Event]) -> None:
+    async def _read_to_completed(self, source: Events) -> None:
         async for event in source:
             self._events.append(event)
             self._changed.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,13 @@ from emberkeep.session.sessions import about_tokens
 from emberkeep.session.tool_results import fit_results, room_for_results, shorten_results
 from emberkeep.tools.permissions import PermissionGate, Permissions
 from emberkeep.tools.toolbox import ToolBox
-from emberkeep.types import Event, Message, Request, ToolChoice, Usage
+from emberkeep.types import (
+    Events,
+    Message,
+    Request,
+    ToolChoice,
+    Usage,
+)
 
 
 class Agent:
@@ -26,7 +31,7 @@ class Agent:
         self._permissions = permissions
         self._turns = turns
 
-    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: Request) -> Events:
         """As `Backend.generate`, with tool events in between: after `Exchanged` the conversation has its messages.
 
         Tools of the request itself are its client's: an answer that calls one ends there. Whatever else is called

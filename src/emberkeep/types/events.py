@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -318,6 +318,8 @@ ToolEvent = CallStarted | CallEnded | PermissionAsked | Exchanged
 """Events about tools that run here."""
 
 Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent
+Events = AsyncGenerator[Event, None]
+"""Of one answer. Closing it gives the answer up."""
 
 
 def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> Completed:

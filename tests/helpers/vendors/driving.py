@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from emberkeep.backend.base import closable
 from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.types import Event, Message, Request, ToolCall
 
@@ -76,7 +75,7 @@ def sending(request: Request) -> Callable[[Provider, Any], Awaitable[Any]]:
 async def leave_early(provider: Provider, server: Any) -> Event:
     """The first event of an answer that does not end; returns when the server has noticed
     that the client is gone."""
-    async with aclosing(closable(provider.answer(HELLO))) as events:
+    async with aclosing(provider.answer(HELLO)) as events:
         first = await anext(events)
         assert not server.was_left.is_set()
     await server.was_left.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from emberkeep.errors import EmberkeepError, InvalidField
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Finished,
     FinishReason,
     Image,
@@ -96,7 +97,7 @@ class AnthropicProvider:
         )
         self._kept: Keepsakes[list[Block]] = Keepsakes()
 
-    async def answer(self, request: Request) -> AsyncIterator[Event]:
+    async def answer(self, request: Request) -> Events:
         body = _request_body(request, self._remote, self._kept)
         reader = _AnswerReader(self._service, self._kept)
         with self._translate_errors(reader):

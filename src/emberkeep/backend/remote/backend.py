@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
 
-from emberkeep.backend.base import ModelCard, closable
+from emberkeep.backend.base import ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.remote.base import Provider
@@ -28,6 +28,7 @@ from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Finished,
     Json,
     LookupRecord,
@@ -111,7 +112,7 @@ class RemoteBackend:
         self._counters = _RemoteCounters()
         self._last_error = ""
 
-    def generate(self, request: Request) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> Events:
         request = self._check(request)
         asks = self._server_tools.applies(request)
         answer = self._server_tools.run(request, self._answer) if asks else self._answer(request)
@@ -128,7 +129,7 @@ class RemoteBackend:
         reasoning = request.reasoning or self._settings.reasoning
         return replace(request, max_tokens=limit, reasoning=reasoning, raw_tools=raw_tools)
 
-    async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _answer(self, request: Request) -> Events:
         """Choices one after the other: services charge a prompt for each of them anyway."""
         completed: list[Completed] = []
         deadline_s = request.deadline_s or self._settings.deadline_s
@@ -140,13 +141,13 @@ class RemoteBackend:
                     yield _renumber(event, len(completed))
         yield _merge_choices(completed)
 
-    async def _choices(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _choices(self, request: Request) -> Events:
         for _ in range(request.n):
             async with aclosing(self._fitted_answer(replace(request, n=1))) as events:
                 async for event in events:
                     yield event
 
-    async def _fitted_answer(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def _fitted_answer(self, request: Request) -> Events:
         """Send the request. If the service finds it too long, shorten it and send it again."""
         for left in reversed(range(_SHORTER)):
             fitted = await asyncio.to_thread(self._fitter.fit, request)
@@ -166,7 +167,7 @@ class RemoteBackend:
                         may_evict=self._sessions.may_evict(request),
                     ) from error
 
-    async def _with_retries(self, fitted: FittedChat) -> AsyncGenerator[Event, None]:
+    async def _with_retries(self, fitted: FittedChat) -> Events:
         """Try again if the service failed before its first word; later, sent text cannot be taken back."""
         for attempt in range(self._settings.retries + 1):
             has_begun = False
@@ -187,12 +188,12 @@ class RemoteBackend:
                 log.info("%s: asking again in %.1f s: %s", self.name, wait, error)
                 await asyncio.sleep(wait)
 
-    async def _ask_once(self, fitted: FittedChat) -> AsyncGenerator[Event, None]:
+    async def _ask_once(self, fitted: FittedChat) -> Events:
         begin = monotonic()
         first, length, is_complete = 0.0, 0, False
         self._counters.requests += 1
         with translate_faults(self.name):
-            async with aclosing(closable(self._provider.answer(fitted.shown))) as events:
+            async with aclosing(self._provider.answer(fitted.shown)) as events:
                 async for event in events:
                     if isinstance(event, Completed):
                         is_complete = True
@@ -278,10 +279,10 @@ def _present(event: Event, format: ReasoningFormat | None) -> Event | None:
     return event
 
 
-async def _with_permit(answer: AsyncIterator[Event], permits: Permits, user: str) -> AsyncIterator[Event]:
+async def _with_permit(answer: Events, permits: Permits, user: str) -> Events:
     permit = permits.acquire(user)
     try:
-        async with aclosing(closable(answer)) as events:
+        async with aclosing(answer) as events:
             async for event in events:
                 yield event
     finally:

@@ -6,12 +6,16 @@ A backend of your own is a factory of a `Provider`, registered as an entry point
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from emberkeep.errors import RemoteError
-from emberkeep.types import Event, RemoteModel, Request
+from emberkeep.types import (
+    Events,
+    RemoteModel,
+    Request,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class RemoteAbout:
 class Provider(Protocol):
     """Belongs to the event loop. Its SDK's own retries are off: they are made above, the same for all."""
 
-    def answer(self, request: Request) -> AsyncIterator[Event]:
+    def answer(self, request: Request) -> Events:
         """The events of one chat: text, reasoning and tool calls as they come, `Finished`, then one `Completed`
         of which only `usage` is set (prompt tokens with the cached ones, completion tokens with the reasoning).
 

@@ -31,6 +31,7 @@ from emberkeep.errors import EmberkeepError, InvalidField, RemoteError
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Finished,
     FinishReason,
     Image,
@@ -85,7 +86,7 @@ class GeminiProvider:
         self._models = genai.Client(api_key=key, vertexai=False, http_options=options).aio.models
         self._kept: Kept = Keepsakes()
 
-    async def answer(self, request: Request) -> AsyncIterator[Event]:
+    async def answer(self, request: Request) -> Events:
         contents, config = _request_contents(request.messages, self._kept), _request_config(request, self._remote)
         reader = _AnswerReader(self._service, self._kept, request.parallel_tool_calls)
         with self._translate_errors(reader):

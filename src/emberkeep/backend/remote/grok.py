@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -22,6 +22,7 @@ from emberkeep.errors import ConfigError, EmberkeepError, RequestError
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Finished,
     FinishReason,
     JsonFormat,
@@ -102,7 +103,7 @@ class GrokProvider:
         """Made at its first use, because a gRPC channel belongs to the event loop that it was made in."""
         return self._connect()
 
-    async def answer(self, request: Request) -> AsyncIterator[Event]:
+    async def answer(self, request: Request) -> Events:
         chat = self._chat(request, await self._model_name())
         # Not `chat.stream()`: for its telemetry that reads every call's arguments, and fails on what is no JSON.
         call = chat._stub.GetCompletionChunk(chat.proto, metadata=_conversation_header(request))

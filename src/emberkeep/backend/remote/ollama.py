@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from emberkeep.errors import RequestError
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Finished,
     FinishReason,
     Json,
@@ -73,7 +74,7 @@ class OllamaProvider:
         )
         self._model = remote.model
 
-    async def answer(self, request: Request) -> AsyncIterator[Event]:
+    async def answer(self, request: Request) -> Events:
         body = _request_body(request, self._remote, await self._model_name(), self._service)
         reader = _AnswerReader(self._service, most_calls=None if request.parallel_tool_calls else 1)
         with self._translate_errors(reader):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from emberkeep.types import (
     HOPS_HEADER,
     Completed,
     Event,
+    Events,
     Finished,
     FinishReason,
     Json,
@@ -90,7 +91,7 @@ class OpenAIProvider:
         self._history = ReplayedHistory()
         self._model = remote.model
 
-    async def answer(self, request: Request) -> AsyncIterator[Event]:
+    async def answer(self, request: Request) -> Events:
         body = _request_body(request, self._remote, await self._model_name(), self._dialect, self._history)
         body["extra_headers"] = {**self._headers, **body.get("extra_headers", {})}
         reader = _AnswerReader(self._service, self._history)

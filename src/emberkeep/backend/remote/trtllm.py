@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import httpx
 
-from emberkeep.backend.base import closable
 from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.backend.remote.kv_evictions import OnRemoved, TurnTracker
 from emberkeep.backend.remote.openai import TRTLLM, OpenAIProvider
@@ -18,6 +17,7 @@ from emberkeep.backend.remote.service import CONNECT_S, ssl_context
 from emberkeep.types import (
     Completed,
     Event,
+    Events,
     Message,
     RemoteModel,
     Request,
@@ -61,13 +61,13 @@ class TrtllmProvider:
         self._poller: asyncio.Task[None] | None = None
         self._polling = asyncio.Lock()  # events are worth something only in their order
 
-    async def answer(self, request: Request) -> AsyncIterator[Event]:
+    async def answer(self, request: Request) -> Events:
         if self._poller is None:
             self._poller = asyncio.create_task(self._keep_polling(), name="trtllm-events")
         said = _AnswerCollector()
         self._turns.begin(request)
         try:
-            async with aclosing(closable(self._model.answer(request))) as events:
+            async with aclosing(self._model.answer(request)) as events:
                 async for event in events:
                     said.add(event)
                     yield event
