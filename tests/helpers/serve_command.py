@@ -8,9 +8,9 @@ from emberkeep.types import Json
 from helpers.server_process import ServerProcess
 
 RULES = "You are the careful secretary of a small harbour. " + " ".join(
-    f"Rule {i}: ships of type {i} wait at pier {i * 7 % 13} and pay {i * 3 + 2} coins." for i in range(1, 13)
+    f"Rule {i}: ships of type {i} wait at pier {i * 7 % 13} and pay {i * 3 + 2} coins." for i in range(1, 25)
 )
-"""About 300 tokens that every agent would send with every call."""
+"""About 600 tokens that every agent would send with every call."""
 
 
 def serve(model: Path | str, data_dir: Path, *options: str) -> ServerProcess:
