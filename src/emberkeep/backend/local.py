@@ -184,7 +184,7 @@ class LocalBackend:
                     yield TextDelta(index, prompt.text)
             if prompt.keys.stable and request.is_kept:
                 running = [sequence for sequence, _ in sequences]
-                await asyncio.to_thread(self._note_stable, request, prompt, running)
+                asyncio.get_running_loop().run_in_executor(None, self._note_stable, request, prompt, running)
             async for event in until_completed(channel, len(sequences)):
                 if isinstance(event, Full):
                     sequence, _ = sequences[event.index]
@@ -299,8 +299,13 @@ class LocalBackend:
         return self._store.peek(prompt.lineage, prompt.tokens, snapshots=snapshots).warm_tokens
 
     def _note_stable(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> None:
-        """Off the critical path: the prompt is being evaluated meanwhile."""
-        stable = self._prompts.stable(request, prompt)
+        """Off the critical path: the prompt is being evaluated meanwhile, and nothing waits for it. Never
+        raises."""
+        try:
+            stable = self._prompts.stable(request, prompt)
+        except Exception:
+            log.exception("the stable beginning of a prompt was not noted")
+            return
         for sequence in sequences:
             sequence.stable = stable
 
