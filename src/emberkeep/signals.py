@@ -20,6 +20,11 @@ _CANNOT_RUN = 127
 """As shells say it."""
 
 
+class Leaving(SystemExit):
+    """A signal has asked this process to end. It is raised wherever the main thread is, and has to get through where
+    a foreign function's own SystemExit is caught."""
+
+
 def ending_signals() -> tuple[signal.Signals, ...]:
     """Those that ask this process to end. nohup switches SIGHUP off, and off it stays."""
     always = (signal.SIGINT, signal.SIGTERM)

@@ -3,14 +3,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from emberkeep.errors import ToolFailed
+from emberkeep.signals import Leaving
 from emberkeep.tools.command_tool import CommandTool
 from emberkeep.tools.function import tools_of
+from emberkeep.tools.runner import within
+from emberkeep.types import Caller
 
 
 def run(root: Path, command: str | list[str], limit: float = 20, **how: Any) -> dict[str, Any]:
@@ -161,3 +165,22 @@ def test_kill_leaves_no_time_to_answer(tmp_path: Path) -> None:
 
 def test_the_signal_that_ended_it_is_named(tmp_path: Path) -> None:
     assert run(tmp_path, ["sh", "-c", "kill -ABRT $$"])["signal"] == "SIGABRT"
+
+
+@pytest.mark.parametrize("error", [Leaving(143), KeyboardInterrupt()], ids=repr)
+def test_a_signal_that_comes_while_it_is_started_ends_it(tmp_path: Path, error: BaseException) -> None:
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *work, **how):
+            super().submit(*work, **how)
+            raise error
+
+    commands = CommandTool(tmp_path, 600)
+    commands._threads = Interrupted(1)
+    (function,) = tools_of(commands)
+
+    async def story() -> None:
+        await within(600, function.run({"command": ["sleep", "600"]}, Caller()))
+
+    with pytest.raises(type(error)):
+        asyncio.run(story())
+    commands._threads.shutdown()  # waits for what runs

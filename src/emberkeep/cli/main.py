@@ -26,7 +26,7 @@ from emberkeep.cli.models import app as models_app
 from emberkeep.cli.tools import app as tools_app
 from emberkeep.config import Config, LoadedConfig, load_config, public_values, show_value
 from emberkeep.errors import EmberkeepError
-from emberkeep.signals import ending_signals
+from emberkeep.signals import Leaving, ending_signals
 from emberkeep.types import Json
 
 EXAMPLES = """\b
@@ -178,7 +178,7 @@ def _leave_in_order() -> None:
 
     def leave(number: int, _: object) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)  # who asks twice does not want to wait
-        sys.exit(128 + number)
+        raise Leaving(128 + number)
 
     numbers = ending_signals()
     for number in numbers:

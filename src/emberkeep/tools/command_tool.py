@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from emberkeep.errors import ToolFailed
+from emberkeep.signals import Leaving
 from emberkeep.tools.file_root import Root, translate_errors
 from emberkeep.tools.function import tool
 from emberkeep.tools.process import FLOOD, ProcessCommand, ProcessEnding, ProcessResult, run
@@ -60,15 +61,19 @@ class CommandTool:
     async def _run(self, command: ProcessCommand) -> ProcessResult:
         """Cancelling it ends the program, and returns when that is done."""
         stop = threading.Event()
-        work = asyncio.get_running_loop().run_in_executor(self._threads, run, command, stop)
         try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            stop.set()
-            await asyncio.wait([work])
-            raise
+            work = asyncio.get_running_loop().run_in_executor(self._threads, run, command, stop)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                stop.set()
+                await asyncio.wait([work])
+                raise
         except OSError as error:
             raise ToolFailed(f"{command.argv[0]!r} cannot be started: {error.strerror or error}.") from error
+        except (Leaving, KeyboardInterrupt):  # while it was being started
+            stop.set()
+            raise
 
     def _folder(self, cwd: str) -> Path:
         parts = self._root.parts(cwd)

@@ -18,6 +18,7 @@ from typing import Any
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError
 from emberkeep.memory.memory import Memory
+from emberkeep.signals import Leaving
 from emberkeep.tools.command_tool import CommandTool
 from emberkeep.tools.file_tools import FileTools
 from emberkeep.tools.function import ToolFunction, as_tool, is_marked, tools_of
@@ -64,6 +65,8 @@ def tools_of_packages() -> list[ToolFunction]:
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
             found += _read_offer(point.load())
+        except Leaving:
+            raise
         except (Exception, SystemExit) as error:
             log.warning("the tools of %s (%s) cannot be used: %s", point.name, point.value, _say(error))
     return found
@@ -110,6 +113,8 @@ def _run_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their types up there
     try:
         spec.loader.exec_module(module)
+    except Leaving:
+        raise
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"The tools of {path} cannot be used{_line(error, path)}: {_say(error)}") from error

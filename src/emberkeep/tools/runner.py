@@ -12,6 +12,7 @@ from types import coroutine
 from typing import Any, TypeVar
 
 from emberkeep.errors import ToolFailed
+from emberkeep.signals import Leaving
 
 T = TypeVar("T")
 
@@ -123,6 +124,8 @@ class _Driven:
     async def run(self) -> Any:
         try:
             return await self._steps()
+        except Leaving:
+            raise
         except SystemExit as error:
             raise _harmless(error) from error
 

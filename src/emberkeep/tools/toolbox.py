@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from pydantic_core import to_json
 
 from emberkeep.errors import ConfigError, EmberkeepError, ToolFailed
+from emberkeep.signals import Leaving
 from emberkeep.text import did_you_mean, encodable
 from emberkeep.tools.function import Answered, ToolFunction, ToolSource
 from emberkeep.tools.runner import TookTooLong, within
@@ -106,7 +107,7 @@ class ToolBox:
             value = await self._call(call, caller)
             answered = value if isinstance(value, Answered) else Answered(value, "")
             text, remark, failed = _result_text(answered.value), answered.remark, False
-        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, Leaving):
             raise
         except BaseException as error:
             text, remark, failed = _error_text(error, call.name), "", True
