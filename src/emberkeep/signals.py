@@ -21,8 +21,8 @@ _CANNOT_RUN = 127
 
 
 class Leaving(SystemExit):
-    """A signal has asked this process to end. It is raised wherever the main thread is, and has to get through where
-    a foreign function's own SystemExit is caught."""
+    """A signal has asked this process to end. It is raised wherever the main thread is, and has to get through
+    where a foreign function's own SystemExit is caught."""
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
