@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -15,8 +16,8 @@ def private_folder(path: Path) -> Path:
 
     What was made survives a power cut, where the file system can promise that.
     """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(missing):
+    missing = takewhile(lambda folder: not folder.exists(), (path, *path.parents))
+    for folder in reversed(list(missing)):
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(OSError):
             sync(folder.parent)

@@ -38,7 +38,7 @@ def drawn(settings: Sampling, logits: np.ndarray = LOGITS, count: int = 4000, **
     return {token: number / count for token, number in counts.items()}
 
 
-def support(settings: Sampling, logits: np.ndarray = LOGITS, count: int = 300) -> set[int]:
+def support(settings: Sampling, logits: np.ndarray = LOGITS, count: int = 1500) -> set[int]:
     return set(drawn(settings, logits, count))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -21,9 +20,6 @@ from helpers.fake_backend import fake_backend
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("EMBERKEEP_TEST_EXAMPLES", "40"))
-"""Of random requests per operation, besides every border of every field."""
-
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
@@ -38,7 +34,7 @@ def findings(app: FastAPI) -> list[str]:
     """What is wrong with any operation; the same cases in every run."""
     settings: dict[str, Json] = {
         "seed": 1,
-        "generation": {"deterministic": True, "max-examples": EXAMPLES, "database": "none"},
+        "generation": {"deterministic": True, "max-examples": 100, "database": "none"},
         "request-timeout": 60,
         # Which tokens a model has, how long a prompt may be and which fields go together, no schema says.
         "checks": {"positive_data_acceptance": {"enabled": False}},

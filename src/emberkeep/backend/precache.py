@@ -19,15 +19,7 @@ from emberkeep.chat.prompt import PromptBuilder, label_of
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.types import (
-    SHARED,
-    Completed,
-    Events,
-    Lineage,
-    Request,
-    Ttl,
-    Warmed,
-)
+from emberkeep.types import SHARED, Completed, Events, Lineage, Request, Ttl, Warmed
 
 log = logging.getLogger("emberkeep.backend")
 

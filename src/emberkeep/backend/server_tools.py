@@ -18,17 +18,7 @@ from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
 from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import (
-    Caller,
-    Events,
-    Message,
-    Recall,
-    Request,
-    Tool,
-    ToolCall,
-    ToolOutcome,
-    Usage,
-)
+from emberkeep.types import Caller, Events, Message, Recall, Request, Tool, ToolCall, ToolOutcome, Usage
 
 _SEARCH_ROUNDS = 4
 """Most rounds of searches for one answer; then the model has to answer."""

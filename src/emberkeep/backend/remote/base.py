@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from emberkeep.errors import RemoteError
-from emberkeep.types import (
-    Events,
-    RemoteModel,
-    Request,
-)
+from emberkeep.types import Events, RemoteModel, Request
 
 
 @dataclass(frozen=True, slots=True)
