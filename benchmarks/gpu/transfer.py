@@ -52,7 +52,7 @@ def _round_trip(rig: Rig, engine: Engine, borders: list[int]) -> tuple[float, fl
     export = _seconds(rig, lambda: payloads.extend(engine.export_kv(0, borders)))
     load = _seconds(rig, lambda: _load(engine, borders, payloads))
     # Engines may hold payloads until the next step: as in a request, one follows.
-    step(engine, [Rows(1, borders[-1], np.zeros(1, np.int32), want_logits=True)])
+    step(engine, [Rows(1, borders[-1], np.zeros(1, np.int32), outputs=1)])
     engine.trim(1, 0)
     total = sum(len(payload) for payload in payloads)
     return rig.limits.load_speed(total) / _GB, total / load / _GB, total / export / _GB

@@ -68,6 +68,41 @@ def test_sequences_of_one_batch_get_their_own_logits(engine):
     assert same(engine, engine.logits(2).copy(), alone[1])
 
 
+def test_the_last_tokens_of_several_sequences_each_have_logits(engine):
+    other = TOKENS[::-1].copy()
+    alone = [evaluate(engine, 0, start, start + 1) for start in range(4)]
+    beside = [evaluate(engine, 1, start, start + 1, other) for start in range(2)]
+    engine.trim(0, 0)
+    engine.trim(1, 0)
+    rows = [Rows(0, 0, TOKENS[:4], outputs=3), Rows(2, 0, TOKENS[:9], outputs=0), Rows(1, 0, other[:2], outputs=2)]
+    assert engine.evaluate(rows) is Outcome.DONE
+    for row in range(3):
+        assert same(engine, engine.logits(0, row).copy(), alone[1 + row])
+    for row in range(2):
+        assert same(engine, engine.logits(2, row).copy(), beside[row])
+
+
+def test_a_draft_that_is_taken_back_leaves_nothing(make):
+    """The same steps give the same bytes, whether other tokens stood there meanwhile or not."""
+    speculative, plain = make(), make()
+    for engine in (speculative, plain):
+        evaluate(engine, 0, 0, 100)
+    assert speculative.evaluate([Rows(0, 100, TOKENS[300:309], outputs=9)]) is Outcome.DONE
+    speculative.trim(0, 100)
+    for start, end in ((100, 101), (101, 140)):
+        after = [evaluate(engine, 0, start, end) for engine in (speculative, plain)]
+        assert np.array_equal(*after)
+    assert exported(speculative, 0, 0, 140) == exported(plain, 0, 0, 140)
+
+
+def test_as_many_rows_have_logits_as_an_engine_says(make):
+    engine = make()
+    most = engine.capabilities.outputs
+    assert most > engine.capabilities.max_sequences
+    assert engine.evaluate([Rows(0, 0, TOKENS[:most], outputs=most)]) is Outcome.DONE
+    assert engine.logits(0, most - 1).shape == (engine.vocab.size,)
+
+
 def test_state_that_went_out_and_in_gives_bit_equal_logits(make):
     source, target = make(), make()
     evaluate(source, 0, 0, 200)

@@ -39,12 +39,12 @@ def opened(folders):
 
 
 def fill(engine: HfEngine, sequence: int, end: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
-    engine.evaluate([Rows(sequence, 0, tokens[:end], want_logits=True)])
+    engine.evaluate([Rows(sequence, 0, tokens[:end], outputs=1)])
     return engine.logits(0).copy()
 
 
 def decode(engine: HfEngine, sequences: list[int], at: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
-    rows = [Rows(s, at, tokens[at : at + 1], want_logits=True) for s in sequences]
+    rows = [Rows(s, at, tokens[at : at + 1], outputs=1) for s in sequences]
     engine.evaluate(rows)
     return np.stack([engine.logits(index).copy() for index in range(len(rows))])
 
@@ -75,7 +75,7 @@ def test_recorded_steps_follow_sequences_of_different_lengths(opened):
     lengths = {0: 1, 1: 31, 2: 32, 3: 500}
     for sequence, length in lengths.items():
         fill(engine, sequence, length)
-    rows = [Rows(s, n, TOKENS[n : n + 1], want_logits=True) for s, n in lengths.items()]
+    rows = [Rows(s, n, TOKENS[n : n + 1], outputs=1) for s, n in lengths.items()]
     engine.evaluate(rows)
     together = [engine.logits(index).copy() for index in range(len(rows))]
     for (sequence, length), logits in zip(lengths.items(), together, strict=True):

@@ -89,7 +89,7 @@ def computed(engine: LlamaEngine, slices: list[int]) -> bytes:
     """The state after slices of so many tokens."""
     start = 0
     for count in slices:
-        engine.evaluate([Rows(0, start, TOKENS[start : start + count], want_logits=False)])
+        engine.evaluate([Rows(0, start, TOKENS[start : start + count], outputs=0)])
         start += count
     state = b"".join(bytes(part) for part in engine.export_kv(0, [0, 100, start]))
     if engine.capabilities.kv_unit.has_snapshots:
@@ -151,8 +151,8 @@ def evaluated_alone(engine: LlamaEngine, chunk: Chunk) -> bytes:
     parts = [part.chunk.tokens[: part.end - part.start] for part in way_to(chunk)]
     tokens = np.concatenate([*parts, TOKENS[: 2 * WIDE_ROWS]])
     half = len(tokens) // 2
-    engine.evaluate([Rows(0, 0, tokens[:half], want_logits=False)])
-    engine.evaluate([Rows(0, half, tokens[half:], want_logits=False)])
+    engine.evaluate([Rows(0, 0, tokens[:half], outputs=0)])
+    engine.evaluate([Rows(0, half, tokens[half:], outputs=0)])
     state = bytes(exported(engine, 0, chunk.start, chunk.end))
     engine.trim(0, 0)
     return state

@@ -59,12 +59,12 @@ def test_restored_state_gives_bit_equal_logits(open_engine):
     source, target = open_engine(), open_engine()
     tokens = np.array(source.vocab.tokenize(STORY), np.int32)[:400]
     more = tokens[:8]
-    assert source.evaluate([Rows(0, 0, tokens, want_logits=False)]) is Outcome.DONE
+    assert source.evaluate([Rows(0, 0, tokens, outputs=0)]) is Outcome.DONE
     for start in range(0, 400, 128):
         end = min(start + 128, 400)
         payload = exported(source, 0, start, end)
         assert target.import_kv(0, start, end, payload, start) is Outcome.DONE
-    rows = Rows(0, 400, more, want_logits=True)
+    rows = Rows(0, 400, more, outputs=1)
     source.evaluate([rows])
     target.evaluate([rows])
     assert np.array_equal(source.logits(0), target.logits(0))
@@ -90,7 +90,7 @@ def test_both_engines_read_the_same_tokens_and_expect_the_same_to_follow(smollm2
     assert ours == theirs
     logits = []
     for engine in engines:
-        engine.evaluate([Rows(0, 0, np.array(ours, np.int32), want_logits=True)])
+        engine.evaluate([Rows(0, 0, np.array(ours, np.int32), outputs=1)])
         logits.append(engine.logits(0)[: loaded_by_torch.vocab.size].copy())
         engine.close()
     assert logits[0].argmax() == logits[1].argmax()

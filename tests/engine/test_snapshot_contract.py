@@ -189,7 +189,7 @@ def test_ranges_without_their_snapshot_are_not_evaluated(make):
     evaluate(source, 0, 0, 30)
     engine.import_kv(0, 0, 30, exported(source, 0, 0, 30), 0)
     with pytest.raises(EngineError):
-        engine.evaluate([Rows(0, 30, TOKENS[30:40], want_logits=True)])
+        engine.evaluate([Rows(0, 30, TOKENS[30:40], outputs=1)])
     with pytest.raises(EngineError):
         engine.export_snapshot(0)
     engine.trim(0, 0)

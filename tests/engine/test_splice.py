@@ -131,7 +131,7 @@ def test_a_spliced_sequence_ends_where_it_should(engine):
     with pytest.raises(EngineError):
         engine.export_kv(0, (0, 111))
     with pytest.raises(EngineError):
-        engine.evaluate([Rows(0, 200, TOKENS[:1], want_logits=False)])
+        engine.evaluate([Rows(0, 200, TOKENS[:1], outputs=0)])
     assert np.isfinite(evaluate(engine, 0, 110, 120)).all()
 
 
@@ -208,7 +208,7 @@ def test_sequences_that_share_nothing_do_not_notice(make):
         evaluate(one, 0, 0, 200)
     splice(engine, 0, 20, 120)
     assert exported(engine, 1, 0, 60) == exported(alone, 1, 0, 60)
-    batch = [Rows(0, 110, TOKENS[:3], want_logits=True), Rows(1, 60, other[60:70], want_logits=True)]
+    batch = [Rows(0, 110, TOKENS[:3], outputs=1), Rows(1, 60, other[60:70], outputs=1)]
     assert engine.evaluate(batch) is Outcome.DONE
     assert same(engine, engine.logits(1), evaluate(alone, 1, 60, 70, other))
 
@@ -237,7 +237,7 @@ def test_sequences_that_come_and_go_are_what_their_tokens_give(make_shallow):
         move = random.choice(["go on", "go on", "go on", "copy", "copy", "splice", "splice", "forget"])
         more = random.integers(40, 120, random.integers(1, 60), dtype=np.int32)
         if move == "go on" and len(tokens) < 250:
-            if engine.evaluate([Rows(slot, len(tokens), more, want_logits=False)]) is Outcome.DONE:
+            if engine.evaluate([Rows(slot, len(tokens), more, outputs=0)]) is Outcome.DONE:
                 known[slot] = np.concatenate([tokens, more])
         elif move == "copy" and known and not len(tokens):
             source = int(random.choice(list(known)))
@@ -307,7 +307,7 @@ def filled(engine: Engine, sequence: int) -> int:
     """Let it go on until not one more token fits; where it ends."""
     end = 0
     for step in (32, 1):
-        while engine.evaluate([Rows(sequence, end, TOKENS[end : end + step], want_logits=False)]) is Outcome.DONE:
+        while engine.evaluate([Rows(sequence, end, TOKENS[end : end + step], outputs=0)]) is Outcome.DONE:
             end += step
     return end
 

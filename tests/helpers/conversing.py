@@ -62,8 +62,8 @@ class ScriptedEngine(FakeEngine):
         for text in texts:
             self._script += [*self.vocab.tokenize(text), self.vocab.specials["<|im_end|>"]]
 
-    def logits(self, index: int) -> Logits:
-        logits = super().logits(index)
+    def logits(self, index: int, row: int = 0) -> Logits:
+        logits = super().logits(index, row)
         if self._script:
             logits[self._script.popleft()] = 100.0
         return logits

@@ -34,7 +34,7 @@ def evaluate(engine: Engine, sequence: int, start: int, end: int, tokens: np.nda
     step = engine.capabilities.batch
     for begin in range(start, end, step):
         stop = min(begin + step, end)
-        outcome = engine.evaluate([Rows(sequence, begin, tokens[begin:stop], want_logits=stop == end)])
+        outcome = engine.evaluate([Rows(sequence, begin, tokens[begin:stop], outputs=stop == end)])
         assert outcome is Outcome.DONE
     return engine.logits(0).copy()
 
@@ -76,5 +76,5 @@ class RecordingEngine(FakeEngine):
         self.shapes: list[list[tuple[int, int, int, bool]]] = []
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
-        self.shapes.append([(rows.sequence, rows.start, len(rows.tokens), rows.want_logits) for rows in batch])
+        self.shapes.append([(rows.sequence, rows.start, len(rows.tokens), rows.outputs) for rows in batch])
         return super().evaluate(batch)

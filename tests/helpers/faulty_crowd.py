@@ -97,7 +97,7 @@ def wreck(engine: FakeEngine, name: str, arguments: tuple, *, promised: bool) ->
     elif name in ("import_snapshot", "trim", "splice") or (name.startswith("export_") and not promised):
         _scramble(engine, arguments[0], 0)
     elif name == "logits":
-        _scramble(engine, engine._latest[arguments[0]], 0)
+        _scramble(engine, engine._latest[arguments[0]][0], 0)
 
 
 def _scramble(engine: FakeEngine, sequence: int, start: int) -> None:

@@ -36,7 +36,7 @@ def prompt(length: int, *, seed: int = 0, start: Sequence[int] = ()) -> TokenArr
 def exported(tokens: TokenArray, start: int, end: int) -> memoryview:
     """The payload of [start, end) of a sequence that begins with `tokens`."""
     engine = FakeEngine(cells=1 << 20, context=1 << 20)
-    engine.evaluate([Rows(0, 0, tokens[:end], want_logits=False)])
+    engine.evaluate([Rows(0, 0, tokens[:end], outputs=0)])
     (payload,) = engine.export_kv(0, (start, end))
     return payload
 

@@ -254,7 +254,7 @@ def reference(
     todo = np.fromiter(tokens, np.int32)
     start, answer = 0, []
     while len(answer) < max_new:
-        engine.evaluate([Rows(0, start, todo, want_logits=True)])
+        engine.evaluate([Rows(0, start, todo, outputs=1)])
         token, _ = sampler.sample(engine.logits(0), engine.vocab.pieces)
         if token in engine.vocab.eog:
             break

@@ -39,8 +39,8 @@ def test_the_last_prompt_token_is_evaluated_alone(planner):
 def test_only_the_last_token_wants_logits(planner):
     ((_, first),) = planner.plan([sequence(0, 100)])
     ((_, last),) = planner.plan([sequence(0, 100, computed=99)])
-    assert not first.want_logits
-    assert last.want_logits
+    assert not first.outputs
+    assert last.outputs
 
 
 def test_short_prompts_go_first_and_the_oldest_keeps_a_quarter(planner):
@@ -86,4 +86,4 @@ def test_a_closing_turn_is_evaluated_without_logits(planner):
     closing.phase = Phase.CLOSING
     closing.tokens.extend((7, 8))
     ((_, rows),) = planner.plan([closing])
-    assert (len(rows.tokens), rows.want_logits) == (2, False)
+    assert (len(rows.tokens), rows.outputs) == (2, False)

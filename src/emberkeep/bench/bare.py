@@ -30,7 +30,7 @@ def prefill(engine: Engine, tokens: Tokens, slices: Sequence[int]) -> None:
     start = 0
     for length in slices:
         end = start + length
-        _evaluate(engine, [Rows(0, start, tokens[start:end], want_logits=end == len(tokens))])
+        _evaluate(engine, [Rows(0, start, tokens[start:end], outputs=end == len(tokens))])
         start = end
     engine.logits(0).argmax()
     engine.trim(0, 0)
@@ -38,14 +38,12 @@ def prefill(engine: Engine, tokens: Tokens, slices: Sequence[int]) -> None:
 
 def decode_seconds(engine: Engine, prompts: Sequence[Tokens], lengths: Sequence[int]) -> float:
     """Evaluate all prompts in one batch, then time decoding greedily until each has its length; forget all."""
-    _evaluate(engine, [Rows(i, 0, prompt, want_logits=True) for i, prompt in enumerate(prompts)])
+    _evaluate(engine, [Rows(i, 0, prompt, outputs=1) for i, prompt in enumerate(prompts)])
     begin = perf_counter()
     chosen = {i: int(engine.logits(i).argmax()) for i in range(len(prompts))}
     for step in range(1, max(lengths)):
         alive = [i for i in chosen if step < lengths[i]]
-        batch = [
-            Rows(i, len(prompts[i]) + step - 1, np.array([chosen[i]], np.int32), want_logits=True) for i in alive
-        ]
+        batch = [Rows(i, len(prompts[i]) + step - 1, np.array([chosen[i]], np.int32), outputs=1) for i in alive]
         _evaluate(engine, batch)
         chosen = {i: int(engine.logits(row).argmax()) for row, i in enumerate(alive)}
     seconds = perf_counter() - begin

@@ -18,9 +18,13 @@ import numpy.typing as npt
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
+
 Logits = npt.NDArray[np.float32]
 Payload = memoryview
 """KV bytes of a token range, in the engine's own layout. Read-only outside of the engine."""
+
+DRAFT_ROWS = 64
+"""Drafted tokens in one step, at most."""
 
 
 class KvUnit(StrEnum):
@@ -54,6 +58,8 @@ class Capabilities:
     """Longest single sequence."""
     batch: int
     """Most rows that one `evaluate` takes."""
+    outputs: int
+    """Most rows after which one `evaluate` gives logits."""
     kv_bytes_per_token: int
     """Of what is by range."""
     snapshot_bytes: int
@@ -75,8 +81,9 @@ class Rows:
     sequence: int
     start: int
     tokens: npt.NDArray[np.int32]
-    want_logits: bool
-    """Whether logits are needed after the last of these tokens."""
+    outputs: int
+    """After how many of these tokens, the last ones, logits are needed: 1 where the next token is sampled, more
+    where the last tokens are a draft of which it is not known yet whether it is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +191,8 @@ class Engine(Protocol):
         follows them, and everything where there are snapshots, is unknown until it is trimmed.
         """
 
-    def logits(self, index: int) -> Logits:
-        """Logits after the last token of `batch[index]` of the latest `evaluate`, which wanted them.
+    def logits(self, index: int, row: int = 0) -> Logits:
+        """Logits of the latest `evaluate`: after that one, by `row`, of the tokens of `batch[index]` that wanted them.
 
         A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`.
         """
@@ -231,7 +238,10 @@ class Engine(Protocol):
         """
 
     def trim(self, sequence: int, start: int) -> None:
-        """Forget positions from `start` on. With snapshots, only 0 and the sequence's end are possible."""
+        """Forget positions from `start` on. With snapshots, only 0 and the sequence's end are possible.
+
+        Drafted tokens that were not accepted are taken back so: what is left is as if they had never been there.
+        """
 
     def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
         """Put `insert` (one token or more), evaluated, in place of positions [start, end), and reposition what

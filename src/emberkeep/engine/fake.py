@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import (
+    DRAFT_ROWS,
     Blended,
     Capabilities,
     Footprint,
@@ -154,6 +155,7 @@ class FakeEngine:
             cells=cells,
             context=context,
             batch=batch,
+            outputs=sequences + DRAFT_ROWS,
             kv_bytes_per_token=_CELL.size if kv_unit.has_ranges else 0,
             snapshot_bytes=_SNAPSHOT.size if kv_unit.has_snapshots else 0,
             can_blend=kv_unit is KvUnit.RANGE,
@@ -170,7 +172,8 @@ class FakeEngine:
         self._weights = int.from_bytes(hashlib.sha256(weights.encode()).digest()[:8], "little")
         self._unit = kv_unit
         self._states: dict[int, _FakeState] = {}
-        self._latest: list[int] = []
+        self._latest: list[tuple[int, int]] = []
+        """Of each of the latest rows, which sequence it extended, and where its first logits are."""
 
     @property
     def fingerprint(self) -> bytes:
@@ -188,16 +191,19 @@ class FakeEngine:
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
             self._append(state, rows.tokens.tolist())
             self.evaluated_tokens += len(rows.tokens)
-        self._latest = [rows.sequence for rows in batch]
+        self._latest = [(rows.sequence, rows.start + len(rows.tokens) - rows.outputs + 1) for rows in batch]
         return Outcome.DONE
 
-    def logits(self, index: int) -> Logits:
-        latest = self._state(self._latest[index])
+    def logits(self, index: int, row: int = 0) -> Logits:
+        sequence, first = self._latest[index]
+        latest = self._state(sequence)
         attended = latest.attended
         state = attended[-1] if attended else self._weights
         for cell in latest.cells[len(attended) :]:
             state = _mix(state, cell.value)
             attended.append(state)
+        if self._unit.has_ranges:
+            state = attended[first + row - 1]
         if self._unit.has_snapshots:
             state = _mix(state, latest.rest)
         logits = np.random.Generator(np.random.PCG64(state)).standard_normal(self.vocab.size).astype(np.float32)
@@ -287,7 +293,7 @@ class FakeEngine:
                 self._append(state, [token])
         evaluated = len(rows.tokens) - len(kept)
         self.evaluated_tokens += evaluated
-        self._latest = [rows.sequence]
+        self._latest = [(rows.sequence, state.end)]
         return Blended(Outcome.DONE, sum(piece.end - piece.start for piece in pieces) - len(kept), evaluated)
 
     def _values(self, piece: Piece) -> list[int]:
@@ -323,7 +329,7 @@ class FakeEngine:
         state = self._state(sequence)
         check_splice(self.capabilities, state.end, start, end, insert)
         if self.on_evaluate:
-            self.on_evaluate([Rows(sequence, start, insert, want_logits=False)])
+            self.on_evaluate([Rows(sequence, start, insert, outputs=0)])
         before = state.cells
         # A cell has one position: what moves is no longer shared.
         state.cells, moved = before[:start], [_Cell(cell.value) for cell in before[end:]]

@@ -78,7 +78,7 @@ class CacheBlend:
         if len(pieces) < len(taken):  # they were removed meanwhile
             self._keep_only(sequence, lambda piece: piece.chunk.payload is not None)
             return None
-        rows = Rows(sequence.slot, sequence.computed, sequence.tokens[sequence.computed : end], False)
+        rows = Rows(sequence.slot, sequence.computed, sequence.tokens[sequence.computed : end], 0)
         try:
             blended = self._blend(rows, pieces, _ratio(sequence.approximation))
         except StepFailed:

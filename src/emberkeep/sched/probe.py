@@ -82,7 +82,7 @@ def step_seconds(engine: Engine) -> float:
     token = engine.vocab.bos if engine.vocab.bos is not None else 0
     begin = perf_counter()
     try:
-        engine.evaluate([Rows(0, 0, np.array([token], np.int32), want_logits=True)])
+        engine.evaluate([Rows(0, 0, np.array([token], np.int32), outputs=1)])
         return perf_counter() - begin
     finally:
         engine.trim(0, 0)

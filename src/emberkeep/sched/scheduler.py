@@ -422,7 +422,7 @@ class Scheduler:
 
     def _process_output(self, sequence: Sequence, rows: Rows, index: int) -> None:
         self._cache.commit(sequence)
-        if rows.want_logits:
+        if rows.outputs:
             self._sample(sequence, index)
         elif sequence.phase is Phase.CLOSING:
             self._finish_if_closed(sequence)
@@ -466,7 +466,7 @@ class Scheduler:
         """Take the longest answer whose context can be shortened out of a step for which there is no room."""
         for sequence, rows in sorted(batch, key=lambda row: -row[0].computed):
             output = sequence.output
-            if output is None or not rows.want_logits or not sequence.sampled_count:
+            if output is None or not rows.outputs or not sequence.sampled_count:
                 continue
             with self._only(sequence):
                 if not output.full():

@@ -1,4 +1,4 @@
-"""Decoding on CUDA: one token per sequence, the whole step recorded once and replayed.
+"""Decoding on CUDA: a few tokens, the whole step recorded once and replayed.
 
 A step of a small batch is hundreds of small kernels, and launching them from Python takes ten times as long as
 running them. What changes from step to step (tokens, positions, cells, tables, lengths) lies in tensors that are
@@ -22,6 +22,8 @@ from emberkeep.engine.hf.pool import BLOCK, KvMemory
 from emberkeep.engine.hf.step import DecodeRow
 
 _WARM_UPS = 3
+_WITH_DRAFTS = 16
+"""Tokens of one step at least, whatever the number of sequences: one with its draft."""
 _HEAD = 4
 """Numbers per row beside its table: token, position, cell, length."""
 
@@ -75,9 +77,11 @@ class DecodeGraphs:
         """Blocks for seconds while it compiles and records. Raises what torch raises where it cannot."""
         self._network = network
         self._graphs: list[tuple[DecodeBatch, torch.cuda.CUDAGraph, torch.Tensor]] = []
+        self.rows = max(sequences, _WITH_DRAFTS)
+        """Most tokens of one step."""
         pool = None
         with fuse_kernels(network.layers):
-            for rows in _sizes(sequences):
+            for rows in _sizes(self.rows):
                 batch = DecodeBatch(memory, rows, -(-context // BLOCK))
                 graph, logits = self._record(batch, pool)
                 pool = graph.pool()
@@ -104,11 +108,11 @@ class DecodeGraphs:
         return graph, logits
 
 
-def _sizes(sequences: int) -> list[int]:
+def _sizes(most: int) -> list[int]:
     """Powers of two, and the most there can be."""
     sizes = [1]
-    while sizes[-1] < sequences:
-        sizes.append(min(2 * sizes[-1], sequences))
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
     return sizes
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import (
+    DRAFT_ROWS,
     Blended,
     Capabilities,
     Footprint,
@@ -74,8 +75,9 @@ class HfEngine:
         self._transfer = Transfer(self._memory)
         self._graphs: DecodeGraphs | None = None
         self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
-        self._host_logits = HostLogits(self._network.device, settings.sequences, model.vocab.size)
+        self._host_logits = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
         self._logits_of: dict[int, Logits] = {}
+        """By the index of rows in the batch: of each of their outputs."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -83,6 +85,7 @@ class HfEngine:
             cells=cells,
             context=min(settings.context, cells),
             batch=settings.batch,
+            outputs=settings.sequences + DRAFT_ROWS,
             kv_bytes_per_token=self._memory.bytes_per_token,
             snapshot_bytes=0,
             layers=len(layers),
@@ -114,21 +117,34 @@ class HfEngine:
             if not has_room:
                 return Outcome.NO_ROOM
             self._logits_of = {}
-            decoding = [index for index, rows in enumerate(batch) if self._can_replay(rows)]
+            decoding = self._replayable(batch)
             filling = [index for index in range(len(batch)) if index not in decoding]
             for part, run in ((decoding, self._replay), (filling, self._run)):
                 if part:
                     run(part, [batch[index] for index in part], [tables[index] for index in part])
         return Outcome.DONE
 
-    def _can_replay(self, rows: Rows) -> bool:
-        return self._graphs is not None and self.attention.tier is AttentionTier.OWN and len(rows.tokens) == 1
+    def _replayable(self, batch: Sequence[Rows]) -> list[int]:
+        """Which of `batch` a recorded step can do: decoding, with as many drafted tokens as there is room for."""
+        if self._graphs is None or self.attention.tier is not AttentionTier.OWN:
+            return []
+        room, chosen = self._graphs.rows, list[int]()
+        for index in sorted(range(len(batch)), key=lambda index: len(batch[index].tokens)):
+            rows = len(batch[index].tokens)
+            if rows == batch[index].outputs and rows <= room:
+                chosen.append(index)
+                room -= rows
+        return sorted(chosen)
 
     def _replay(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
-        """One token each, by what was recorded."""
+        """Token by token, by what was recorded: each sees those before it, since all are written first."""
         assert self._graphs is not None
-        rows = [DecodeRow(int(r.tokens[0]), r.start, t) for r, t in zip(batch, tables, strict=True)]
-        self._take_logits(self._graphs.run(rows), indices)
+        rows = [
+            DecodeRow(token, position, table)
+            for each, table in zip(batch, tables, strict=True)
+            for position, token in enumerate(each.tokens.tolist(), each.start)
+        ]
+        self._take_logits(self._graphs.run(rows), [(i, r.outputs) for i, r in zip(indices, batch, strict=True)])
 
     def _run(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
         ends = np.cumsum([len(rows.tokens) for rows in batch]).tolist()
@@ -140,20 +156,22 @@ class HfEngine:
         cells = np.concatenate([t.cells(r.start, t.length) for t, r in zip(tables, batch, strict=True)])
         positions = np.concatenate([np.arange(r.start, r.start + len(r.tokens)) for r in batch])
         tokens = np.concatenate([r.tokens for r in batch]).astype(np.int64)
-        wanted = [row for row, rows in enumerate(batch) if rows.want_logits]
+        wanted = [np.arange(end - rows.outputs, end) for end, rows in zip(ends, batch, strict=True)]
         step = PoolStep(self._memory, spans, self._tensor(cells), tier=self.attention.tier)
-        last = self._tensor(np.array([ends[row] - 1 for row in wanted], np.int64))
+        last = self._tensor(np.concatenate(wanted).astype(np.int64))
         logits = self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
-        self._take_logits(logits, [indices[row] for row in wanted])
+        self._take_logits(logits, [(i, r.outputs) for i, r in zip(indices, batch, strict=True)])
 
-    def _take_logits(self, logits: torch.Tensor, indices: Sequence[int]) -> None:
-        """Blocks until everything before it is done."""
-        rows = self._host_logits.take(logits, already=len(self._logits_of))
+    def _take_logits(self, logits: torch.Tensor, outputs: Sequence[tuple[int, int]]) -> None:
+        """`outputs`: how many rows of `logits` are whose. Blocks until everything before it is done."""
+        rows = self._host_logits.take(logits, already=sum(len(taken) for taken in self._logits_of.values()))
         self._transfer.finish_loads()
-        self._logits_of |= {index: rows[row] for row, index in enumerate(indices)}
+        for index, count in outputs:
+            self._logits_of[index], rows = rows[:count], rows[count:]
 
-    def logits(self, index: int) -> Logits:
-        return self._logits_of[index]
+    def logits(self, index: int, row: int = 0) -> Logits:
+        taken: Logits = self._logits_of[index][row]
+        return taken
 
     # ── moving state in and out ──
 
@@ -234,16 +252,16 @@ class HfEngine:
             step = BlendStep(
                 self._memory, whole, cells, tier=self.attention.tier, known=self._tensor(known), kept=kept
             )
-            logits = evaluate_deviating(self._network, step, tokens, rows.want_logits)
+            logits = evaluate_deviating(self._network, step, tokens, bool(rows.outputs))
             token_layers = count * FULL_LAYERS + kept * (layers - FULL_LAYERS)
         elif kept:
             plain = PoolStep(self._memory, whole, cells, tier=self.attention.tier)
-            logits = evaluate_some(self._network, plain, tokens, self._tensor(fresh), rows.want_logits)
+            logits = evaluate_some(self._network, plain, tokens, self._tensor(fresh), bool(rows.outputs))
             token_layers = kept * layers
         else:
             return Blended(Outcome.DONE)
         self._logits_of = {}
-        self._take_logits(logits, [0] if rows.want_logits else [])
+        self._take_logits(logits, [(0, rows.outputs)])
         return Blended(Outcome.DONE, repaired, token_layers)
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
@@ -268,7 +286,7 @@ class HfEngine:
         try:
             with translate_errors():
                 self._memory.copy(copies)
-                self._insert(Rows(sequence, start, insert, want_logits=False), table)
+                self._insert(Rows(sequence, start, insert, outputs=0), table)
                 if followers:
                     self._transfer.write(table, stop, table.length, followers)
         except EngineError:
@@ -286,7 +304,7 @@ class HfEngine:
         step = self.capabilities.batch
         for begin in range(0, len(rows.tokens), step):
             tokens = rows.tokens[begin : begin + step]
-            part = Rows(rows.sequence, rows.start + begin, tokens, want_logits=False)
+            part = Rows(rows.sequence, rows.start + begin, tokens, outputs=0)
             self._run([0], [part], [BlockTable(table.blocks, part.start + len(tokens))])
 
     def _rotate(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
@@ -344,7 +362,7 @@ class HfEngine:
         count = min(24, self.capabilities.cells // 2)
         prompts = [np.arange(offset, offset + count, dtype=np.int32) % self.vocab.size for offset in (3, 5)]
         for start, end in ((0, count // 2), (count // 2, count - 1), (count - 1, count)):
-            self.evaluate([Rows(s, start, prompts[s][start:end], want_logits=True) for s in (0, 1)])
+            self.evaluate([Rows(s, start, prompts[s][start:end], outputs=1) for s in (0, 1)])
         for sequence, prompt in enumerate(prompts):
             expected = self._network.reference(self._tensor(prompt.astype(np.int64)))[-1].float().cpu().numpy()
             # Half precision rounds differently in every batch shape; what is wrong is not even similar.

@@ -95,7 +95,7 @@ def _peak_of(engine: _Steps, device: torch.device, tokens: int, before: int) -> 
     for start, count in ((0, before), (before, tokens)):
         torch.cuda.reset_peak_memory_stats(device)
         if count:
-            engine.evaluate([Rows(0, start, np.zeros(count, np.int32), want_logits=False)])
+            engine.evaluate([Rows(0, start, np.zeros(count, np.int32), outputs=0)])
     peak = int(torch.cuda.max_memory_allocated(device))
     engine.trim(0, 0)
     return peak

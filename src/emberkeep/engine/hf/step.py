@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One token at the end of a sequence, for which `table` has room."""
+    """One token of the last ones of a sequence, for which `table` has room."""
 
     token: int
     position: int

@@ -74,6 +74,7 @@ class HfWholeEngine:
             cells=cells,
             context=min(settings.context, cells),
             batch=settings.batch,
+            outputs=settings.sequences,
             kv_bytes_per_token=0,
             snapshot_bytes=size * settings.context,
         )
@@ -91,11 +92,11 @@ class HfWholeEngine:
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
             logits, cache = self._run(rows.tokens, state.cache if state else None)
             self._states[rows.sequence] = _WholeState(cache, rows.start + len(rows.tokens))
-            if rows.want_logits:
+            if rows.outputs:
                 self._logits_of[index] = logits
         return Outcome.DONE
 
-    def logits(self, index: int) -> Logits:
+    def logits(self, index: int, row: int = 0) -> Logits:
         return self._logits_of[index]
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.config import total_ram
-from emberkeep.engine.base import Footprint
+from emberkeep.engine.base import DRAFT_ROWS, Footprint
 from emberkeep.engine.llamacpp.c_api import FLASH_ATTENTION_ON, TYPES, Handle, ThreadPoolParams, defaults
 from emberkeep.engine.llamacpp.kv_state import (
     EMPTY,
@@ -69,7 +69,7 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     params.n_ctx = settings.cells
     params.n_batch = params.n_ubatch = settings.batch
     params.n_seq_max = settings.sequences + 1
-    params.n_outputs_max = settings.sequences + 1
+    params.n_outputs_max = outputs(settings)
     params.n_threads = params.n_threads_batch = settings.threads or available_cores()
     params.flash_attn_type = FLASH_ATTENTION_ON
     params.type_k = params.type_v = TYPES[settings.kv_type]
@@ -85,6 +85,12 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
         raise EngineError(_cannot_open(settings, take_errors() or "out of memory"))
     model.adapt(context)
     return context
+
+
+def outputs(settings: LlamaSettings) -> int:
+    """Rows with logits in one step: one of each sequence, and drafts. Each takes as many floats as there are
+    tokens."""
+    return min(settings.sequences + 1 + DRAFT_ROWS, max(settings.batch, settings.sequences + 1))
 
 
 def _cannot_open(settings: LlamaSettings, reason: str) -> str:

@@ -36,6 +36,7 @@ from emberkeep.engine.llamacpp.context import (
     footprint_of,
     learn_layout,
     open_context,
+    outputs,
     windows_suffice,
 )
 from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
@@ -79,7 +80,7 @@ class LlamaEngine:
         self._threads = ThreadPool()
         self._context: Handle = 0
         self._batch = BatchBuffer(settings.batch)
-        self._last_rows: list[int] = []
+        self._first_outputs: list[int] = []
         try:
             self._threads.start(settings.threads or available_cores())
             self._open()
@@ -103,6 +104,7 @@ class LlamaEngine:
             cells=settings.cells,
             context=min(settings.context, settings.cells),
             batch=settings.batch,
+            outputs=outputs(settings),
             kv_bytes_per_token=self._row_bytes(),
             snapshot_bytes=self._snapshot_bytes(),
             packs=packs(layout),
@@ -117,7 +119,7 @@ class LlamaEngine:
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         for rows in batch:
             self._require(rows.sequence, end=rows.start)
-        llama_batch, self._last_rows = self._batch.fill(batch)
+        llama_batch, self._first_outputs = self._batch.fill(batch)
         code = llama().llama_decode(self._context, llama_batch)
         if code == 0:
             for rows in batch:
@@ -130,8 +132,8 @@ class LlamaEngine:
             return Outcome.NO_ROOM
         raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors() or f'code {code}'}.")
 
-    def logits(self, index: int) -> Logits:
-        pointer = llama().llama_get_logits_ith(self._context, self._last_rows[index])
+    def logits(self, index: int, row: int = 0) -> Logits:
+        pointer = llama().llama_get_logits_ith(self._context, self._first_outputs[index] + row)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if address is None:
             raise EngineError("llama.cpp has no logits for that row.")
@@ -268,10 +270,10 @@ class LlamaEngine:
         llama().llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, by)
         step = self._settings.batch
         for begin in range(0, len(insert), step):
-            rows = Rows(sequence, start + begin, insert[begin : begin + step], want_logits=False)
+            rows = Rows(sequence, start + begin, insert[begin : begin + step], outputs=0)
             if self.evaluate([rows]) is Outcome.NO_ROOM:
                 raise EngineError("llama.cpp has fewer free cells than were counted.")
-        self._last_rows = []
+        self._first_outputs = []
         # It goes on without rotating when that fails.
         if complaint := take_errors():
             raise EngineError(f"llama.cpp could not rotate keys: {complaint}.")
@@ -327,10 +329,10 @@ class LlamaEngine:
         """
         empty = self._exports()
         probe = self.vocab.bos if self.vocab.bos is not None else 0
-        self.evaluate([Rows(_SCRATCH - 1, 0, np.full(PROBE, probe, np.int32), want_logits=False)])
+        self.evaluate([Rows(_SCRATCH - 1, 0, np.full(PROBE, probe, np.int32), outputs=0)])
         exports = self._exports()
         # A step with logits touches what the first real one would otherwise have to wait for.
-        self.evaluate([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), want_logits=True)])
+        self.evaluate([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), outputs=1)])
         llama().llama_memory_clear(self._memory, True)
         self._cells = CellMap()
         try:

@@ -435,19 +435,19 @@ class BatchBuffer:
         )
 
     def fill(self, batch: Sequence[Rows]) -> tuple[Batch, list[int]]:
-        """The filled batch and, for each of `batch`, the row of its last token."""
+        """The filled batch and, for each of `batch`, its first row that wants logits."""
         end = 0
-        last_rows = []
+        first_outputs = []
         for rows in batch:
             begin, end = end, end + len(rows.tokens)
             self._tokens[begin:end] = rows.tokens
             self._positions[begin:end] = np.arange(rows.start, rows.start + end - begin, dtype=np.int32)
             self._sequences[begin:end] = rows.sequence + 1  # 0 is the engine's scratch sequence
             self._wanted[begin:end] = 0
-            self._wanted[end - 1] = rows.want_logits
-            last_rows.append(end - 1)
+            self._wanted[end - rows.outputs : end] = 1
+            first_outputs.append(end - rows.outputs)
         self._batch.n_tokens = end
-        return self._batch, last_rows
+        return self._batch, first_outputs
 
 
 def _pointer(array: np.ndarray[tuple[int], np.dtype[np.generic]], to: type) -> object:

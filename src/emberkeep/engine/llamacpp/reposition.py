@@ -77,7 +77,7 @@ def _rotates_whole_heads(model: LlamaModel) -> bool:
 
 
 def _evaluate(context: Handle, sequence: int, position: int) -> None:
-    rows = Rows(sequence - 1, position, np.zeros(1, np.int32), want_logits=False)
+    rows = Rows(sequence - 1, position, np.zeros(1, np.int32), outputs=0)
     buffer = BatchBuffer(1)  # named: the batch points into its memory, and must not outlive it
     batch, _ = buffer.fill([rows])
     if llama().llama_decode(context, batch):

@@ -193,7 +193,7 @@ def _evaluate(model: LlamaModel, shapes: tuple[int, ...], *, must_be_finite: boo
     try:
         for rows in shapes:
             tokens = np.arange(rows, dtype=np.int32) % model.vocab.size
-            engine.evaluate([Rows(0, 0, tokens, want_logits=True)])
+            engine.evaluate([Rows(0, 0, tokens, outputs=1)])
             if must_be_finite and not np.isfinite(engine.logits(0)).all():
                 raise EngineError(f"computed no numbers in a batch of {rows} tokens")
             engine.trim(0, 0)
