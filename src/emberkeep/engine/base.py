@@ -18,7 +18,6 @@ import numpy.typing as npt
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
-
 Logits = npt.NDArray[np.float32]
 Payload = memoryview
 """KV bytes of a token range, in the engine's own layout. Read-only outside of the engine."""
@@ -192,7 +191,7 @@ class Engine(Protocol):
         """
 
     def logits(self, index: int, row: int = 0) -> Logits:
-        """Logits of the latest `evaluate`: after that one, by `row`, of the tokens of `batch[index]` that wanted them.
+        """Logits of the latest `evaluate` after one of the tokens of `batch[index]` that wanted them, by number.
 
         A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`.
         """
