@@ -15,6 +15,10 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Of the completion, those that were drafted before they were sampled."""
+    rejected_prediction_tokens: int = 0
+    """Drafted, evaluated, and taken back."""
 
     @property
     def total_tokens(self) -> int:
@@ -32,6 +36,9 @@ class Timings:
     predicted_ms: float = 0.0
     ttft_ms: float = 0.0
     queue_ms: float = 0.0
+    draft_n: int = 0
+    """Drafted tokens."""
+    draft_n_accepted: int = 0
 
     @property
     def prompt_per_second(self) -> float:

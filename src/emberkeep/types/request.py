@@ -295,6 +295,10 @@ class Request:
     in_pieces: bool = True
     """False: its client reads the answer when it is whole, so its events may come late and all together."""
     deadline_s: float | None = None
+    speculation: bool | None = None
+    """False: one token per step, nothing is drafted. None: as configured."""
+    prediction: str = ""
+    """What the client expects the answer to be like: OpenAI's `prediction`."""
 
 
 def exceeds_depth(value: Json, levels: int) -> bool:
