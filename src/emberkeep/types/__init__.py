@@ -81,12 +81,14 @@ from emberkeep.types.request import (
     private_namespace,
     user_of,
 )
+from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 
 __all__ = [
     "DEPTH_HEADER",
     "EXACT",
     "EXACT_BITS",
     "HOPS_HEADER",
+    "LENGTH_BUCKETS",
     "SHARED",
     "Admitted",
     "Approximation",
@@ -98,6 +100,7 @@ __all__ = [
     "Completed",
     "Decision",
     "Divergence",
+    "DraftSource",
     "EntryKind",
     "EntryText",
     "Event",
@@ -138,6 +141,8 @@ __all__ = [
     "Role",
     "Sampling",
     "SavedConversation",
+    "SourceStats",
+    "SpeculationStats",
     "TextDelta",
     "Timings",
     "TokenLogprob",

@@ -345,6 +345,8 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
             completion_tokens=sum(one.usage.completion_tokens for one in completed),
             cached_tokens=sum(one.usage.cached_tokens for one in prompts),
             reasoning_tokens=sum(one.usage.reasoning_tokens for one in completed),
+            accepted_prediction_tokens=sum(one.usage.accepted_prediction_tokens for one in completed),
+            rejected_prediction_tokens=sum(one.usage.rejected_prediction_tokens for one in completed),
         ),
         timings=Timings(
             cache_n=sum(one.cache_n for one in timings),
@@ -354,6 +356,8 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
             predicted_ms=sum(one.timings.predicted_ms for one in completed),
             ttft_ms=first.timings.ttft_ms if are_rounds else min(one.ttft_ms for one in timings),
             queue_ms=first.timings.queue_ms if are_rounds else max(one.queue_ms for one in timings),
+            draft_n=sum(one.timings.draft_n for one in completed),
+            draft_n_accepted=sum(one.timings.draft_n_accepted for one in completed),
         ),
         lookup=_merge_lookups([one.lookup for one in prompts]),
         fit=replace(

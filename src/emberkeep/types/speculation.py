@@ -1,0 +1,69 @@
+"""How much was drafted, by which source, and how much of it was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from emberkeep.types.request import Json
+
+LENGTH_BUCKETS = 17
+"""Of `SourceStats.accepted_lengths`: 0 to 15 tokens have one each, and one is for 16 and more."""
+
+
+class DraftSource(StrEnum):
+    """Where the tokens of a draft come from."""
+
+    CONTEXT = "context"  # the prompt and the answer so far
+    CORPUS = "corpus"  # the same user's earlier prompts and answers
+    PATH = "path"  # how exactly this text went on before
+    PREDICTION = "prediction"  # what the request says that the answer will be like
+    GRAMMAR = "grammar"  # the only tokens that a schema or grammar allows
+    MODEL = "model"  # a draft model
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_lengths: tuple[int, ...] = (0,) * LENGTH_BUCKETS
+    """How many drafts had 0, 1, 2, ... tokens accepted; the last one: 16 and more."""
+
+    @property
+    def acceptance(self) -> float:
+        """The share of the drafted tokens that was accepted; 0 where nothing was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    def json(self) -> dict[str, Json]:
+        return {
+            "drafts": self.drafts,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance": self.acceptance,
+            "accepted_lengths": list(self.accepted_lengths),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    enabled: bool
+    reason: str = ""
+    """Why not, in one sentence; empty where it is enabled."""
+    steps: int = 0
+    """Steps of the engine with a draft in them."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    sources: Mapping[str, SourceStats] = field(default_factory=dict)
+    """By the name of their `DraftSource`: those that have drafted something."""
+
+    def json(self) -> dict[str, Json]:
+        return {
+            "enabled": self.enabled,
+            "reason": self.reason or None,
+            "steps": self.steps,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "sources": {name: source.json() for name, source in self.sources.items()},
+        }
