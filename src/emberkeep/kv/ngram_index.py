@@ -285,7 +285,7 @@ def _sorted_suffixes(tokens: TokenArray) -> npt.NDArray[np.int64]:
 
     By doubling: where suffixes stand among all, by their first tokens, sorts them by twice as many.
     """
-    rank = np.where(tokens == _BORDER, 1 << 31, tokens).astype(np.uint64)
+    rank = np.where(tokens == _BORDER, np.uint64(1 << 31), tokens.astype(np.uint64))
     known = 1
     while known < MAX_MATCH:
         key = rank << np.uint64(32)
