@@ -20,8 +20,15 @@ def model_file(tmp_path_factory):
 
 
 @pytest.fixture
-def open_engine(model_file):
+def flash() -> bool:
+    """Modules that hold without flash attention, too, have one of their own."""
+    return True
+
+
+@pytest.fixture
+def open_engine(model_file, flash):
     engines = []
+    is_flash_on = flash
 
     def make(
         kind: str = "dense",
@@ -32,6 +39,7 @@ def open_engine(model_file):
         digest: str = "digest",
         rope_switches: bool = True,
         kv_type: str = "f16",
+        flash: bool = is_flash_on,
         adapters: Sequence[Adapter] = (),
     ) -> LlamaEngine:
         settings = LlamaSettings(
@@ -42,6 +50,7 @@ def open_engine(model_file):
             threads=1,
             rope_switches=rope_switches,
             kv_type=kv_type,
+            flash=flash,
         )
         engines.append(LlamaEngine(LlamaModel(model_file(kind), adapters=adapters), settings, digest))
         return engines[-1]

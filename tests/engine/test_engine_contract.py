@@ -15,15 +15,18 @@ from helpers.engines import NOISE, TOKENS, broken_payloads, evaluate, exported, 
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(params=["fake", "llama.cpp", pytest.param("hf", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=["fake", "llama.cpp", "llama.cpp without flash", pytest.param("hf", marks=pytest.mark.slow)]
+)
 def make(request, open_engine, open_hf):
     """Makes engines with a few cells."""
 
     def make_one(*, cells: int = 1024, weights: str = "w") -> Engine:
         if request.param == "fake":
             return FakeEngine(cells=cells, context=cells, sequences=4, batch=256, weights=weights)
-        opened = open_engine if request.param == "llama.cpp" else open_hf
-        return opened(cells=cells, sequences=4, digest=weights)
+        if request.param == "hf":
+            return open_hf(cells=cells, sequences=4, digest=weights)
+        return open_engine(cells=cells, sequences=4, digest=weights, flash=request.param == "llama.cpp")
 
     return make_one
 

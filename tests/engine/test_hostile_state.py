@@ -20,6 +20,11 @@ pytestmark = pytest.mark.slow
 START, END = 10, 30
 
 
+@pytest.fixture(params=[True, False], ids=["flash", "no flash"])
+def flash(request) -> bool:
+    return request.param
+
+
 @dataclass(frozen=True)
 class Case:
     """A payload of a state, and where it belongs: into sequence 1, which then ends at `start`."""

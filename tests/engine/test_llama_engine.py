@@ -13,6 +13,11 @@ from helpers.engines import KINDS, RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate
 from helpers.scheduling import Recorder, Rig
 
 
+@pytest.fixture(params=[True, False], ids=["flash", "no flash"])
+def flash(request) -> bool:
+    return request.param
+
+
 @pytest.mark.parametrize("kind", RANGE_KINDS)
 def test_ranges_that_went_out_and_in_give_bit_equal_logits(open_engine, kind):
     source, target = open_engine(kind), open_engine(kind)

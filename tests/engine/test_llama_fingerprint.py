@@ -38,8 +38,8 @@ def test_what_is_set_up_the_same_has_the_same_fingerprint(fingerprint_of) -> Non
     assert fingerprint_of() == fingerprint_of(dataclasses.replace(PLAIN, sequences=4, batch=128))
 
 
-@pytest.mark.parametrize("other", [{"threads": 2}, {"kv_type": "q8_0"}], ids=str)
-def test_threads_and_types_have_fingerprints_of_their_own(fingerprint_of, other) -> None:
+@pytest.mark.parametrize("other", [{"threads": 2}, {"kv_type": "q8_0"}, {"flash": False}], ids=str)
+def test_threads_types_and_attention_have_fingerprints_of_their_own(fingerprint_of, other) -> None:
     assert fingerprint_of(dataclasses.replace(PLAIN, **other)) != fingerprint_of()
 
 

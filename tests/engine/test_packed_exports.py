@@ -20,6 +20,11 @@ NEAR = {8: 0.15, 4: 2.0}
 """How far logits may be off, of which other tokens change several."""
 
 
+@pytest.fixture(params=[True, False], ids=["flash", "no flash"])
+def flash(request) -> bool:
+    return request.param
+
+
 def packed(engine: Engine, start: int, end: int, bits: int) -> memoryview:
     (payload,) = engine.export_kv(0, (start, end), bits)
     return payload

@@ -33,21 +33,24 @@ def loaded_by_torch(smollm2: Path) -> HfModel:
     return load_model(source, device="cpu", dtype="auto", attention="eager")
 
 
-def open_llama(path: Path, cells: int) -> LlamaEngine:
-    return LlamaEngine(LlamaModel(path), LlamaSettings(context=cells, cells=cells, sequences=8), "smollm2")
+def open_llama(path: Path, cells: int, flash: bool) -> LlamaEngine:
+    settings = LlamaSettings(context=cells, cells=cells, sequences=8, flash=flash)
+    return LlamaEngine(LlamaModel(path), settings, "smollm2")
 
 
 def open_hf(model: HfModel, cells: int) -> HfEngine:
     return HfEngine(model, HfSettings(context=cells, cells=cells, sequences=8, batch=512), "smollm2")
 
 
-@pytest.fixture(params=["llama.cpp", "hf"])
+@pytest.fixture(params=["llama.cpp", "no flash", "hf"])
 def open_engine(request: pytest.FixtureRequest, smollm2: Path, loaded_by_torch: HfModel):
     engines = []
 
     def make(cells: int = 2048) -> Engine:
-        is_llama = request.param == "llama.cpp"
-        engines.append(open_llama(smollm2, cells) if is_llama else open_hf(loaded_by_torch, cells))
+        if request.param == "hf":
+            engines.append(open_hf(loaded_by_torch, cells))
+        else:
+            engines.append(open_llama(smollm2, cells, flash=request.param == "llama.cpp"))
         return engines[-1]
 
     yield make

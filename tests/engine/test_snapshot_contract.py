@@ -27,7 +27,13 @@ SHORT = 60
 """A few times what a window sees."""
 
 
-@pytest.fixture(params=[*FAKES, *SNAPSHOT_KINDS, pytest.param("hf", marks=pytest.mark.slow)])
+LLAMA = {kind: (kind, True) for kind in SNAPSHOT_KINDS} | {
+    f"{kind} without flash": (kind, False) for kind in SNAPSHOT_KINDS if kind != "recurrent"
+}
+"""Kinds of models, and whether flash attention is on."""
+
+
+@pytest.fixture(params=[*FAKES, *LLAMA, pytest.param("hf", marks=pytest.mark.slow)])
 def make(request, open_engine, open_hf):
     def make_one(*, cells: int = 1024) -> Engine:
         if request.param in FAKES:
@@ -35,7 +41,8 @@ def make(request, open_engine, open_hf):
             return FakeEngine(cells=cells, context=cells, sequences=4, batch=64, kv_unit=unit)
         if request.param == "hf":
             return open_hf("lfm2", cells=cells, sequences=4, batch=64)
-        return open_engine(request.param, cells=cells, sequences=4, batch=64)
+        kind, flash = LLAMA[request.param]
+        return open_engine(kind, cells=cells, sequences=4, batch=64, flash=flash)
 
     return make_one
 

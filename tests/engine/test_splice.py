@@ -29,7 +29,8 @@ def opened(request, folder, *, layers: int):
         if request.param == "fake":
             return FakeEngine(cells=cells, context=cells, sequences=4, batch=64)
         if request.param != "hf":
-            settings = LlamaSettings(context=cells, cells=cells, sequences=4, batch=64, threads=1)
+            flash = request.param != "no flash"
+            settings = LlamaSettings(context=cells, cells=cells, sequences=4, batch=64, threads=1, flash=flash)
             return LlamaEngine(LlamaModel(model), settings, "digest")
         from emberkeep.engine.hf import HfEngine, HfSettings
 
@@ -60,12 +61,12 @@ def written(kind: str, folder, layers: int):
 HF = pytest.param("hf", marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=["fake", "llama.cpp", HF])
+@pytest.fixture(params=["fake", "llama.cpp", "no flash", HF])
 def make(request, tmp_path):
     yield from opened(request, tmp_path, layers=2)
 
 
-@pytest.fixture(params=["llama.cpp", "latent", HF])
+@pytest.fixture(params=["llama.cpp", "latent", "no flash", HF])
 def make_shallow(request, tmp_path):
     yield from opened(request, tmp_path, layers=1)
 

@@ -41,7 +41,7 @@ TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_BYTE, TOKEN_LSTRIP, TOKE
 """Bits of a token's attributes."""
 
 VOCAB_NONE, VOCAB_SPM, VOCAB_BPE, VOCAB_UGM, VOCAB_RWKV = 0, 1, 2, 4, 5
-FLASH_ATTENTION_ON = 1
+FLASH_ATTENTION_OFF, FLASH_ATTENTION_ON = 0, 1
 TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """ggml's numbers for the types that live KV may have."""
 

@@ -1,4 +1,4 @@
-"""Opening a llama.cpp context: one unified KV cache for all sequences, flash attention, and threads that stay.
+"""Opening a llama.cpp context: one unified KV cache for all sequences, and threads that stay.
 
 OpenMP's threads wait for each other by spinning. Two of them on one core, put there by the kernel because another
 process or a waking thread was on the other one, spin through each other's time slices: beside one busy process a
@@ -23,7 +23,14 @@ from typing import Any
 
 from emberkeep.config import total_ram
 from emberkeep.engine.base import DRAFT_ROWS, Footprint
-from emberkeep.engine.llamacpp.c_api import FLASH_ATTENTION_ON, TYPES, Handle, ThreadPoolParams, defaults
+from emberkeep.engine.llamacpp.c_api import (
+    FLASH_ATTENTION_OFF,
+    FLASH_ATTENTION_ON,
+    TYPES,
+    Handle,
+    ThreadPoolParams,
+    defaults,
+)
 from emberkeep.engine.llamacpp.kv_state import (
     EMPTY,
     HEAD_BYTES,
@@ -60,6 +67,8 @@ class LlamaSettings:
     threads: int | None = None
     kv_type: str = "f16"
     """In what keys and values are held: one of `TYPES`."""
+    flash: bool = True
+    """Whether attention is computed in one pass; llama.cpp takes no other way with a `kv_type` other than f16."""
     rope_switches: bool = True
     """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
 
@@ -71,7 +80,7 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     params.n_seq_max = settings.sequences + 1
     params.n_outputs_max = outputs(settings)
     params.n_threads = params.n_threads_batch = settings.threads or available_cores()
-    params.flash_attn_type = FLASH_ATTENTION_ON
+    params.flash_attn_type = FLASH_ATTENTION_ON if settings.flash else FLASH_ATTENTION_OFF
     params.type_k = params.type_v = TYPES[settings.kv_type]
     params.kv_unified = True
     # Layers with a window keep what they see, and not the whole context.
@@ -125,7 +134,8 @@ def fingerprint(
         llama().llama_model_rope_type(model.handle),
         llama().llama_model_rope_freq_scale_train(model.handle),
         settings.rope_switches and cells > _original_context(model),
-        "flash, unified, windows cut off",
+        "flash" if settings.flash else "no flash",
+        "unified, windows cut off",
         layout,
         settings.kv_type,
         # Its own switches: with one of them it does not rotate what it quantises, and writes nowhere that it did.

@@ -1,4 +1,4 @@
-"""The llama.cpp engine: one context over one model, with a unified KV cache and flash attention."""
+"""The llama.cpp engine: one context over one model, with a unified KV cache."""
 
 from __future__ import annotations
 

@@ -41,14 +41,15 @@ def unpack_range(layout: Layout, payload: Payload) -> Payload:
 
 def _streams(layout: Layout) -> Iterator[Streams]:
     for _, run in layout.runs(0):
-        yield Streams(run.is_key, run.row_bytes // 2, run.count)
+        yield Streams(run.is_key, run.tensor.row_bytes // 2, run.count)
 
 
 def _rows(layout: Layout, state: Bytes, cells: int) -> Iterator[Floats]:
     """Views into `state`, one for each of `_streams`."""
     for offset, run in layout.runs(cells):
-        shape = (run.count, cells, run.row_bytes // 2)
-        yield np.ndarray(shape, "<f2", state, offset, (run.stride(cells), run.row_bytes, 2))
+        shape = (run.count, cells, run.tensor.row_bytes // 2)
+        strides = (2, 2 * cells) if run.tensor.number_bytes else (run.tensor.row_bytes, 2)
+        yield np.ndarray(shape, "<f2", state, offset, (run.stride(cells), *strides))
 
 
 @lru_cache(maxsize=16)

@@ -13,12 +13,14 @@ Numbers are little-endian. A part of attention layers, which is over after `cell
 
     u32 n_stream = 1, u32 cell_count
     cell_count x { i32 pos, u32 n_seq_id = 1, [i32 x, i32 y, i32 token,] i32 seq_id }
-    u32 v_trans = 0, u32 n_layer [, 8 bytes since release 0.6]
+    u32 v_trans, u32 n_layer [, 8 bytes since release 0.6]
     n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } K
-    n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } V
+    n_layer x { i32 type, u64 row_bytes, cell_count x row_bytes } V                           if v_trans is 0
+    n_layer x { i32 type, u32 number_bytes, u32 width, width x cell_count x number_bytes } V  if it is 1
 
-Cells have x, y and token where a token has several positions. V is in rows because flash attention is on, and
-missing where K holds a latent of both. A part of recurrent layers, whose whole past is one cell:
+Cells have x, y and token where a token has several positions. V is transposed (for each of its numbers, that of
+all cells) unless flash attention is on, and missing where K holds a latent of both. A part of recurrent layers,
+whose whole past is one cell:
 
     u32 cell_count, cell_count x { i32 pos, u32 n_seq_id = 0 }
     u32 s_trans = 0, u32 n_layer of the model
@@ -49,16 +51,18 @@ from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
 _TensorRow = tuple[int, int]
-"""Type and bytes of one row."""
+"""Type and bytes of one row, of recurrent layers."""
 
 _Chosen = slice | npt.NDArray[np.intp]
 
 _F16 = 1
 _PAIR = struct.Struct("<II")
 _TENSOR = struct.Struct("<iQ")
+_TRANSPOSED = struct.Struct("<iII")
 _RECURRENT_HEAD = struct.Struct("<III")
 _RECURRENT_CELL = struct.Struct("<iI")
 _CELL_BYTES = (12, 24)
+_NUMBER_BYTES = (2, 4)
 VARIANTS = tuple(product((True, False), (0, 8)))
 """Whether a part has values, and how many bytes stand between its head and its tensors."""
 
@@ -239,26 +243,61 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTensor:
+    """The keys or the values of one layer, in a part of any number of cells."""
+
+    kind: int
+    """Of ggml's types."""
+    row_bytes: int
+    """Of one cell, which stand together unless it is transposed."""
+    number_bytes: int | None = None
+    """Of one number, if it is transposed."""
+
+    @classmethod
+    def read(cls, part: Bytes, offset: int, *, is_transposed: bool) -> LayerTensor:
+        """Raises struct.error."""
+        if not is_transposed:
+            return cls(*_TENSOR.unpack_from(part, offset))
+        kind, number_bytes, width = _TRANSPOSED.unpack_from(part, offset)
+        if number_bytes not in _NUMBER_BYTES:
+            raise struct.error
+        return cls(kind, number_bytes * width, number_bytes)
+
+    @property
+    def head(self) -> bytes:
+        if self.number_bytes is None:
+            return _TENSOR.pack(self.kind, self.row_bytes)
+        return _TRANSPOSED.pack(self.kind, self.number_bytes, self.row_bytes // self.number_bytes)
+
+    def rows(self, data: Bytes, cells: int) -> npt.NDArray[np.unsignedinteger]:
+        """A view of `data` that is indexed by cell, however the tensor lies in it."""
+        if self.number_bytes is None:
+            return data.reshape(cells, self.row_bytes)
+        numbers = data.view(f"<u{self.number_bytes}")
+        return numbers.reshape(self.row_bytes // self.number_bytes, cells).T
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRun:
     """Layers one after the other whose rows have the same type and size."""
 
     is_key: bool
-    kind: int
-    """Of ggml's types."""
-    row_bytes: int
+    tensor: LayerTensor
     count: int
 
     def stride(self, cells: int) -> int:
-        """From the rows of one layer to those of the next, in a part with so many cells."""
-        return _TENSOR.size + cells * self.row_bytes
+        """From one layer to the next, in a part with so many cells."""
+        return _TENSOR.size + cells * self.tensor.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     cell_bytes: int
     layers: int
-    tensors: tuple[_TensorRow, ...]
+    tensors: tuple[LayerTensor, ...]
     """Of each K layer, then of each V layer."""
+    is_transposed: bool
+    """Whether V is, or would be if there were any."""
     extra: bytes = b""
     """What stands between the head and the tensors."""
 
@@ -279,31 +318,32 @@ class Attention:
         cls, part: Bytes, cells: int, cell_bytes: int, has_values: bool, extra: int
     ) -> Attention | None:
         offset = _PAIR.size + cells * cell_bytes
-        tensors: list[_TensorRow] = []
+        tensors: list[LayerTensor] = []
         try:
-            _, layers = _PAIR.unpack_from(part, offset)
+            transposed, layers = _PAIR.unpack_from(part, offset)
             begin, offset = offset + _PAIR.size, offset + _PAIR.size + extra
-            while len(tensors) < layers * (1 + has_values):
-                tensors.append(_TENSOR.unpack_from(part, offset))
-                offset += _TENSOR.size + cells * tensors[-1][1]
+            while transposed < 2 and len(tensors) < layers * (1 + has_values):
+                is_transposed = bool(transposed) and len(tensors) >= layers
+                tensors.append(LayerTensor.read(part, offset, is_transposed=is_transposed))
+                offset += _TENSOR.size + cells * tensors[-1].row_bytes
         except (struct.error, OverflowError):
             return None
-        return cls(cell_bytes, layers, tuple(tensors), bytes(part[begin : begin + extra]))
+        return cls(cell_bytes, layers, tuple(tensors), bool(transposed), bytes(part[begin : begin + extra]))
 
     @property
     def row_bytes(self) -> int:
-        return sum(size for _, size in self.tensors)
+        return sum(tensor.row_bytes for tensor in self.tensors)
 
     @property
     def has_half_rows(self) -> bool:
-        return all(kind == _F16 for kind, _ in self.tensors)
+        return all(tensor.kind == _F16 for tensor in self.tensors)
 
     def runs(self, cells: int) -> Iterator[tuple[int, LayerRun]]:
         """What the rows of a part with `cells` cells consist of, each with where its first row begins."""
         offset = 2 * _PAIR.size + len(self.extra) + cells * self.cell_bytes
-        rows = ((index < self.layers, *tensor) for index, tensor in enumerate(self.tensors))
-        for (is_key, kind, row), same in groupby(rows):
-            run = LayerRun(is_key, kind, row, len(list(same)))
+        rows = ((index < self.layers, tensor) for index, tensor in enumerate(self.tensors))
+        for (is_key, tensor), same in groupby(rows):
+            run = LayerRun(is_key, tensor, len(list(same)))
             yield offset + _TENSOR.size, run
             offset += run.count * run.stride(cells)
 
@@ -336,17 +376,19 @@ class Attention:
         table = part[_PAIR.size : _PAIR.size + cells * self.cell_bytes]
         return _words(table.reshape(cells, self.cell_bytes))
 
-    def _blocks(self, part: Bytes, cells: int) -> Iterator[tuple[Bytes, Bytes]]:
+    def _blocks(self, part: Bytes, cells: int) -> Iterator[tuple[Bytes, npt.NDArray[np.unsignedinteger]]]:
         """A piece of the skeleton and the rows behind it, one after the other."""
+        cell = LayerTensor(0, self.cell_bytes)
+        nothing = LayerTensor(0, 0)
         offset = 0
-        for skeleton, row in (
-            (_PAIR.size, self.cell_bytes),
-            (_PAIR.size + len(self.extra), 0),
-            *((_TENSOR.size, row) for _, row in self.tensors),
+        for skeleton, tensor in (
+            (_PAIR.size, cell),
+            (_PAIR.size + len(self.extra), nothing),
+            *((_TENSOR.size, tensor) for tensor in self.tensors),
         ):
             begin = offset + skeleton
-            end = begin + cells * row
-            yield part[offset:begin], part[begin:end].reshape(cells, row)
+            end = begin + cells * tensor.row_bytes
+            yield part[offset:begin], tensor.rows(part[begin:end], cells)
             offset = end
 
 
@@ -358,8 +400,8 @@ def _skeleton(attention: Attention, cells: int) -> tuple[npt.NDArray[np.intp], B
     """
     pieces = [
         (_PAIR.pack(1, cells), attention.cell_bytes),
-        (_PAIR.pack(0, attention.layers) + attention.extra, 0),
-        *((_TENSOR.pack(*tensor), tensor[1]) for tensor in attention.tensors),
+        (_PAIR.pack(attention.is_transposed, attention.layers) + attention.extra, 0),
+        *((tensor.head, tensor.row_bytes) for tensor in attention.tensors),
     ]
     offsets, offset = [], 0
     for piece, row in pieces:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ def can_reposition(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bo
     """
     if layout.unit is not KvUnit.RANGE or not _survives_trial(model, live.kv_type):
         return False
-    settings = LlamaSettings(_CELLS, _CELLS, sequences=2, batch=8, threads=live.threads, kv_type=live.kv_type)
+    settings = replace(live, context=_CELLS, cells=_CELLS, sequences=2, batch=8)
     context = open_context(model, settings, None)
     memory = llama().llama_get_memory(context)
     try:
@@ -89,7 +90,7 @@ def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:
     for begin, run in layout.runs(1):
         for offset in range(begin, begin + run.count * run.stride(1), run.stride(1)):
             if run.is_key:
-                yield dequantize(state[offset : offset + run.row_bytes], run.kind)
+                yield dequantize(state[offset : offset + run.tensor.row_bytes], run.tensor.kind)
 
 
 def _are_close(moved: Sequence[Numbers], fresh: Sequence[Numbers], tolerance: float) -> bool:
