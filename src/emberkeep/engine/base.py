@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
@@ -250,6 +251,10 @@ class Engine(Protocol):
         that share state with this one keep theirs as it was. Blocks for one step. NO_ROOM: nothing has changed.
         Raises EngineError, with the sequence unchanged, unless the engine can (`can_shift`).
         """
+
+    @property
+    def step_table(self) -> StepTable | None:
+        """How long its steps take on this machine; None where it was not measured. May be read from any thread."""
 
     @property
     def footprint(self) -> Footprint | None:

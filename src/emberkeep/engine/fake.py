@@ -33,6 +33,7 @@ from emberkeep.engine.base import (
     Rows,
     check_splice,
 )
+from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, Json
 
@@ -145,6 +146,7 @@ class FakeEngine:
         kv_unit: KvUnit = KvUnit.RANGE,
         wide_rows: int | None = 64,
         attention: FakeTiers | None = None,
+        step_table: StepTable | None = None,
         on_evaluate: Callable[[Sequence[Rows]], None] | None = None,
     ) -> None:
         self.vocab = FakeVocab()
@@ -165,6 +167,7 @@ class FakeEngine:
         self._name = f"fake engine, weights {weights}, by {kv_unit}"
         self.experts = None
         self.attention = attention
+        self.step_table = step_table
         self.footprint: Footprint | None = None
         self.on_evaluate = on_evaluate
         self.evaluated_tokens = 0

@@ -58,6 +58,7 @@ class HfEngine:
         self.vocab = model.vocab
         self.experts = None
         self.attention = Tiers(self._network.device, settings.attention)
+        self.step_table = None
         learned = learn(self._network)
         layers = [learned.shapes[index] for index in range(len(learned.shapes))]
         self._rotations = learn_rotations(self._network)

@@ -51,6 +51,7 @@ class HfWholeEngine:
     experts = None
     attention = None
     footprint: Footprint | None = None
+    step_table = None
 
     @torch.no_grad()
     def __init__(self, model: HfModel, settings: HfSettings, weights_digest: str) -> None:

@@ -51,6 +51,7 @@ from emberkeep.engine.llamacpp.shared_library import (
     take_errors,
     version,
 )
+from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 
 
@@ -71,6 +72,20 @@ class LlamaSettings:
     """Whether attention is computed in one pass; llama.cpp takes no other way with a `kv_type` other than f16."""
     rope_switches: bool = True
     """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was measured of a model on this machine, and what follows from it."""
+
+    reason: str
+    """Why flash attention is on or off, in a few words."""
+    step_table: StepTable | None = None
+    wide_rows: int | None = None
+    """See `Capabilities.wide_rows`."""
+
+
+NOT_TUNED = Tuning("nothing was measured")
 
 
 def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Handle:

@@ -27,10 +27,12 @@ from emberkeep.engine.base import (
 )
 from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.context import (
+    NOT_TUNED,
     PROBE,
     Exports,
     LlamaSettings,
     ThreadPool,
+    Tuning,
     available_cores,
     fingerprint,
     footprint_of,
@@ -71,11 +73,18 @@ class LlamaEngine:
     Raises EngineError, and has freed them then, where there is no room.
     """
 
-    def __init__(self, model: LlamaModel, settings: LlamaSettings, weights_digest: str) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        settings: LlamaSettings,
+        weights_digest: str,
+        tuning: Tuning = NOT_TUNED,
+    ) -> None:
         self._model = model
         self.vocab = model.vocab
         self._settings = settings
         self.attention = None
+        self.step_table = tuning.step_table
         self.experts = ExpertCounter.of(model, self._reopen)
         self._threads = ThreadPool()
         self._context: Handle = 0

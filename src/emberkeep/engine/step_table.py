@@ -1,0 +1,108 @@
+"""How long a step takes on this machine, by the number of its rows and by how deep in a sequence they are.
+
+The time does not always grow with the rows: a kernel that takes rows together may begin with 8 or 64 of them, and
+a step just below costs more than one that is filled up with rows that mean nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf, isfinite
+from typing import cast
+
+from emberkeep.types import Json
+
+_NEAR = 128
+"""Depths are told apart no better than this, so that a step is looked up and not computed."""
+_GAIN = 0.9
+"""A step is filled up where it then takes at most this share of its time: measurements are not exact."""
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Measured once; every number in between is interpolated, and beyond them extrapolated."""
+
+    rows: tuple[int, ...]
+    depths: tuple[int, ...]
+    """One or two, in ascending order like `rows`."""
+    milliseconds: tuple[tuple[float, ...], ...]
+    """For each of `depths`, of steps of so many `rows`."""
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """Of a step of so many rows, filled up where that is quicker. Any thread, a microsecond."""
+        times = self._times(depth)
+        return min([self._at(times, rows), *times[bisect_left(self.rows, rows) :]]) / 1e3
+
+    def filled(self, rows: int, depth: int, most: int) -> int:
+        """How many rows a step of `rows` should have, up to `most`: `rows` unless more are clearly quicker."""
+        times = self._times(depth)
+        first = bisect_left(self.rows, rows)
+        counts = [*zip(times[first:], self.rows[first : bisect_right(self.rows, most)], strict=False)]
+        time, count = min(counts, default=(inf, rows))
+        return count if time < _GAIN * self._at(times, rows) else rows
+
+    def json(self) -> dict[str, Json]:
+        return {
+            "rows": list(self.rows),
+            "depths": list(self.depths),
+            "milliseconds": [[round(time, 3) for time in times] for times in self.milliseconds],
+        }
+
+    @classmethod
+    def from_json(cls, data: Json) -> StepTable:
+        """Raises ValueError for anything else than what `json` gave."""
+        try:
+            fields = cast("dict[str, list[list[float]]]", data)
+            rows, depths = (
+                tuple(int(cast("float", each)) for each in fields[name]) for name in ("rows", "depths")
+            )
+            times = tuple(tuple(float(time) for time in line) for line in fields["milliseconds"])
+        except (TypeError, KeyError, OverflowError) as error:
+            raise ValueError("This is no table of steps.") from error
+        if not (
+            _ascends(rows, 1) and _ascends(depths, 0) and len(depths) <= 2 and _are_times(times, rows, depths)
+        ):
+            raise ValueError("This is no table of steps.")
+        return cls(rows, depths, times)
+
+    def _at(self, times: Sequence[float], rows: int) -> float:
+        """On the straight line between the two nearest numbers of rows."""
+        if len(self.rows) == 1:
+            return times[0] * rows / self.rows[0]
+        right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
+        x, y = self.rows[right - 1 : right + 1]
+        rise = times[right] - times[right - 1]
+        if rows > y and rise < 0:  # the step down that a cliff makes does not go on
+            rise = times[right] * (y - x) / y
+        return times[right] + rise * (rows - y) / (y - x)
+
+    def _times(self, depth: int) -> tuple[float, ...]:
+        """Of `self.rows` at a depth, from the shallowest measured one on."""
+        near = max(depth, self.depths[0]) // _NEAR
+        if near not in self._known:
+            columns = zip(*self.milliseconds, strict=True)
+            self._known[near] = tuple(self._deep(times, near * _NEAR) for times in columns)
+        return self._known[near]
+
+    def _deep(self, times: tuple[float, ...], depth: int) -> float:
+        if len(times) == 1:
+            return times[0]
+        (shallow, deep), (first, last) = times, self.depths
+        return shallow + max(deep - shallow, 0) * max(depth - first, 0) / (last - first)
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[float, ...]]:
+        return {}
+
+
+def _ascends(numbers: Sequence[int], least: int) -> bool:
+    return bool(numbers) and numbers[0] >= least and all(a < b for a, b in pairwise(numbers))
+
+
+def _are_times(times: Sequence[Sequence[float]], rows: Sequence[int], depths: Sequence[int]) -> bool:
+    shape = len(times) == len(depths) and all(len(line) == len(rows) for line in times)
+    return shape and all(isfinite(time) and time > 0 for line in times for time in line)
