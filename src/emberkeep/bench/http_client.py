@@ -20,6 +20,7 @@ from emberkeep.types import Json
 Messages = Sequence[Mapping[str, str]]
 
 _FIRST_TOKEN = re.compile(rb'"(?:content|text)": ?"[^"]')
+_TEXT_KEYS = ("content", "text")
 _POLL_S = 0.01
 _READ_BYTES = 1 << 16
 
@@ -64,7 +65,7 @@ class Reply:
     load_ms: float
     decode_step_ms: float
     detail: Mapping[str, Json] = field(default_factory=dict)
-    """What the server tells about it: the `emberkeep` object."""
+    """What the server tells about it: the `emberkeep` object, which other servers do not send."""
 
 
 class Client:
@@ -127,22 +128,24 @@ def _greedy(max_tokens: int, *, stream: bool) -> dict[str, Json]:
 
 
 def parse_stream(exchange: Exchange) -> Reply:
-    """Raises EmberkeepError when the stream ended with one."""
+    """Of our server or of a llama-server. Raises EmberkeepError when the stream ended with an error."""
     frames = list(_frames(exchange.body()))
     failed = [frame["error"]["message"] for frame in frames if "error" in frame]
     if failed:
         raise EmberkeepError(f"The server under test failed in the middle of an answer: {failed[0]}")
-    last = next(frame for frame in frames if "emberkeep" in frame)
-    timings, detail, usage = last["timings"], last["emberkeep"], frames[-1]["usage"]
+    timings, usage = frames[-1]["timings"], frames[-1]["usage"]
+    detail: Json = next(
+        (frame["emberkeep"] for frame in frames if "timings" in frame and "emberkeep" in frame), {}
+    )
     return Reply(
         ttft_ms=exchange.ttft_ms,
         text="".join(_text(frame) for frame in frames),
         prompt_tokens=usage["prompt_tokens"],
         completion_tokens=usage["completion_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        tier=_tier(detail["reused"]),
-        prepare_ms=detail["queue_ms"],
-        load_ms=detail["load_ms"],
+        tier=_tier(detail.get("reused", {})),
+        prepare_ms=detail.get("queue_ms", 0.0),
+        load_ms=detail.get("load_ms", 0.0),
         decode_step_ms=timings["predicted_ms"] / max(usage["completion_tokens"] - 1, 1),
         detail=detail,
     )
@@ -195,9 +198,12 @@ def _frames(body: bytes) -> Iterator[dict[str, Json]]:
 
 
 def _text(frame: Mapping[str, Json]) -> str:
-    return "".join(choice["delta"].get("content") or "" for choice in frame.get("choices", ()))
+    """Of a chat or of a completion."""
+    return "".join(
+        choice.get("delta", choice).get(key) or "" for choice in frame.get("choices", ()) for key in _TEXT_KEYS
+    )
 
 
 def _tier(reused: Mapping[str, int]) -> str:
-    most = max(reused, key=lambda tier: reused[tier])
-    return most if reused[most] else "-"
+    most = max(reused, key=lambda tier: reused[tier], default="-")
+    return most if reused.get(most) else "-"

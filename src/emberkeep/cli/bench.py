@@ -13,9 +13,9 @@ from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option, Typer
+from typer import BadParameter, Option, Typer
 
-from emberkeep.cli.console import console, show
+from emberkeep.cli.console import console, show, show_facts
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, with_flags
 from emberkeep.cli.model_setup import install_model
 
@@ -35,6 +35,10 @@ class Flags:
         list[int] | None, Option("--sessions", min=1, help="Number of sessions; may be given several times.")
     ] = None
     prefix_tokens: Annotated[int | None, Option("--prefix", min=1, help="Tokens of the shared prefix.")] = None
+    peer: Annotated[
+        Path | None,
+        Option("--peer", exists=True, dir_okay=False, resolve_path=True, help="The llama-server to compare with."),
+    ] = None
     data_dir: Annotated[
         Path | None,
         Option(
@@ -88,6 +92,11 @@ class Benchmark:
         return replace(plan.quick() if flags.quick else plan, **chosen)
 
 
+def _require_peer(flags: Flags) -> None:
+    if flags.peer is None:
+        raise BadParameter("give the program to compare with: --peer PATH of a llama-server.")
+
+
 BENCHMARKS = (
     Benchmark(
         "restart",
@@ -108,7 +117,15 @@ BENCHMARKS = (
         ("sessions", "prefix_tokens"),
     ),
     Benchmark("load", "Eight clients at once, against a bare decode loop.", "emberkeep.bench.load", ("repeat",)),
+    Benchmark(
+        "peers",
+        "The same model in our server and in a llama-server (--peer PATH), in turns: first tokens, tokens/s.",
+        "emberkeep.bench.peers",
+        ("peer", "sizes", "repeat"),
+        check=_require_peer,
+    ),
 )
+ALL = ("restart", "turns", "shared", "load")
 
 
 def make_app(
@@ -149,9 +166,9 @@ def _command(
 
 
 app = make_app(
-    "Measure this machine: restarts, turns, sharing, load. Leave it alone meanwhile.",
+    "Measure this machine: restarts, turns, sharing, load, another server. Leave it alone meanwhile.",
     BENCHMARKS,
-    [benchmark.name for benchmark in BENCHMARKS],
+    ALL,
 )
 
 
@@ -177,6 +194,8 @@ def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
     results = []
     with _place(model, flags.data_dir, with_words=needs is Needs.WORDS) as stage:
         around = surroundings(model, stage.folder)
+        if flags.peer is not None:
+            around["doctor"] = _tell_machine(flags)
         for benchmark, plan in zip(benchmarks, plans, strict=True):
             _say(benchmark.name)
             results.append(asyncio.run(import_module(benchmark.module).run(stage, plan)))
@@ -184,6 +203,16 @@ def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
             if flags.json_file is not None:
                 # After every benchmark: an hour of measuring must not be lost to a Ctrl-C in the last one.
                 flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
+
+
+def _tell_machine(flags: Flags) -> dict[str, str]:
+    """What `emberkeep doctor` says of the machine, printed: figures beside another server's will be quoted."""
+    from emberkeep.cli.doctor import CHECKS
+
+    settled = load_config(model=flags.model, config=flags.config)
+    found = {name: CHECKS[name](settled).text for name in ("platform", "llama.cpp", "gpu", "memory", "speed")}
+    show_facts(found.items())
+    return found
 
 
 def _place(model: Path | None, parent: Path | None, *, with_words: bool) -> AbstractContextManager[Folder]:
