@@ -67,6 +67,15 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("top_logprobs", [0, None], [5, 21, -1, "1"]),
     ("chat_template_kwargs", [{"enable_thinking": False, "a": 1, "b": "x", "c": None}], [{"a": []}, {"a b": 1}]),
     ("id_slot", [0, -1, 7, None], [-2, 2**31, 1.5, "0", True]),
+    ("speculation", [True, False, None], ["off", "auto", 0]),
+    (
+        "prediction",
+        [{"type": "content", "content": c} for c in ("", "x" * 2**20, [], [{"type": "text", "text": "a"}])]
+        + [None],
+        ["x", [], {}, {"content": "x"}, {"type": "text", "content": "x"}, {"type": "content"}]
+        + [{"type": "content", "content": c} for c in (None, 5, "x" * (2**20 + 1), ["x"], [{"type": "text"}])]
+        + [{"type": "content", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}],
+    ),
     ("an_unknown_field", [{"anything": []}], []),
 ]
 
@@ -256,6 +265,35 @@ def test_retention_becomes_a_class_of_time_to_live(asked: str | None, kept: Ttl 
 @pytest.mark.parametrize(("asked", "wanted"), [(0, 0), (7, 7), (-1, None), (None, None)])
 def test_a_slot_can_be_wished_for(asked: int | None, wanted: int | None) -> None:
     assert request_of(id_slot=asked).slot == wanted
+
+
+def test_a_prediction_is_a_text_or_texts_that_are_joined_as_in_messages() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert request_of(prediction={"type": "content", "content": "def f():"}).prediction == "def f():"
+    assert request_of(prediction={"type": "content", "content": parts}).prediction == "a\nb"
+    assert request_of().prediction == ""
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("x", "prediction"),
+        ({"content": "x"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"type": "content", "content": "x" * (2**20 + 1)}, "prediction.content"),
+    ],
+    ids=["text", "no-type", "no-content", "image", "long"],
+)
+def test_a_prediction_of_another_shape_is_refused_with_its_place(prediction: Any, param: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(prediction=prediction)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_speculation_can_be_switched_off(asked: bool | None) -> None:
+    assert request_of(speculation=asked).speculation is asked
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ def test_generate_sends_a_raw_prompt_and_chat_sends_messages() -> None:
     assert (chat.prompt, chat.messages) == (None, (Message("user", "hi"),))
 
 
+def test_a_prediction_is_a_text_or_has_openais_shape() -> None:
+    llm, backend = scripted(*answer("x"))
+    with llm:
+        llm.generate("Once", prediction="upon a time")
+        llm.chat("hi", prediction={"type": "content", "content": "Hello."}, speculation=False)
+    raw, chat = backend.requests
+    assert (raw.prediction, raw.speculation) == ("upon a time", None)
+    assert (chat.prediction, chat.speculation) == ("Hello.", False)
+
+
 def test_messages_and_tools_may_have_openais_shape() -> None:
     llm, backend = scripted(*answer("x"))
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -134,6 +144,9 @@ def test_a_bad_request_names_its_field(messages: object, options: dict[str, obje
         {"tools": [{"type": "function", "function": {"name": "two words"}}]},
         {"user": "u" * 513},
         {"conversation_id": 5},
+        {"speculation": "off"},
+        {"prediction": 5},
+        {"prediction": {"type": "content", "content": 5}},
     ],
     ids=str,
 )

@@ -82,6 +82,8 @@ def test_an_answer_has_openais_shape(backend: ScriptedBackend, client: openai.Op
     assert answer.usage.prompt_tokens_details.cached_tokens == 8
     assert answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.reasoning_tokens == 1
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
 
 
 def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, http: httpx.Client) -> None:
@@ -110,6 +112,51 @@ def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, h
         "truncated_messages": 0,
         "conversation_id": "c1",
     }
+
+
+DRAFTED = replace(
+    COMPLETED,
+    usage=replace(COMPLETED.usage, accepted_prediction_tokens=2, rejected_prediction_tokens=5),
+    timings=replace(COMPLETED.timings, draft_n=7, draft_n_accepted=2),
+)
+PREDICTION: Any = {"type": "content", "content": "Hello world"}
+
+
+def test_drafts_are_told_where_there_were_some(backend: ScriptedBackend, http: httpx.Client) -> None:
+    backend.reset(TextDelta(0, "Hello"), Finished(0, FinishReason.STOP), DRAFTED)
+    timings = ask(http).json()["timings"]
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (7, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_client_sends_a_prediction_and_reads_what_came_of_it(
+    backend: ScriptedBackend, client: openai.OpenAI, stream: bool
+) -> None:
+    backend.reset(TextDelta(0, "Hello"), Finished(0, FinishReason.STOP), DRAFTED)
+    asked: dict[str, Any] = {"model": "default", "messages": HELLO, "prediction": PREDICTION}
+    if stream:
+        *_, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        usage = last.usage
+    else:
+        usage = client.chat.completions.create(**asked, extra_body={"speculation": False}).usage
+        assert backend.last.speculation is False
+    assert backend.last.prediction == "Hello world"
+    assert usage is not None and usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 2
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 5
+
+
+def test_a_prediction_of_a_wrong_shape_is_a_bad_request(backend: ScriptedBackend, http: httpx.Client) -> None:
+    response = ask(http, prediction={"type": "text", "content": "x"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prediction.type"
+    assert backend.requests == []
+
+
+def test_a_text_completion_may_be_predicted_too(backend: ScriptedBackend, http: httpx.Client) -> None:
+    body = {"prompt": "Once", "prediction": PREDICTION, "speculation": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert (backend.last.prediction, backend.last.speculation) == ("Hello world", True)
 
 
 @pytest.mark.parametrize(("where", "told"), [("message 2 (user)", "message 2 (user)"), ("", None)])

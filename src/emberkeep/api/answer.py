@@ -360,11 +360,17 @@ def usage_json(usage: Usage) -> dict[str, Json]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+        },
     }
 
 
 def timings_json(timings: Timings) -> dict[str, Json]:
+    """Drafts are told where there were some, as llama.cpp's server does."""
+    drafts = {"draft_n": timings.draft_n, "draft_n_accepted": timings.draft_n_accepted}
     return {
         "cache_n": timings.cache_n,
         "prompt_n": timings.prompt_n,
@@ -373,6 +379,7 @@ def timings_json(timings: Timings) -> dict[str, Json]:
         "predicted_n": timings.predicted_n,
         "predicted_ms": timings.predicted_ms,
         "predicted_per_second": timings.predicted_per_second,
+        **(drafts if timings.draft_n else {}),
     }
 
 

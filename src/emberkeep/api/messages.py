@@ -23,6 +23,7 @@ from emberkeep.api.request import (
     Limit,
     RoomFields,
     Schema,
+    TextPart,
     to_limit,
     validate,
 )
@@ -38,11 +39,6 @@ from emberkeep.types import (
     ToolCall,
     ToolChoice,
 )
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
 
 
 class ImageAddress(Body):

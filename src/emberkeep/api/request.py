@@ -215,6 +215,41 @@ class RoomFields(Body):
         return Recall(self.recall) if self.recall is not None else None
 
 
+MAX_PREDICTION = 1 << 20
+"""Characters: more than any context holds."""
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+def _join_texts(content: Json) -> Json:
+    """A list of texts as one text, each on its own line: as in messages."""
+    if not isinstance(content, list):
+        return content
+    return "\n".join(map(_text_of, content))
+
+
+def _text_of(part: Json) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise ValueError("give a text or a list of parts of type text")
+
+
+PredictedText = Annotated[str, Field(max_length=MAX_PREDICTION)]
+
+
+class PredictionBody(Body):
+    """What the answer will be like: a draft that the model checks."""
+
+    type: Literal["content"]
+    content: Annotated[
+        PredictedText, BeforeValidator(_join_texts, json_schema_input_type=PredictedText | list[TextPart])
+    ]
+
+
 NO_OTHERS: dict[str, Json] = {"additionalProperties": False}
 """For the schema of a mapping: no other keys are allowed, which pydantic does not say."""
 
@@ -238,6 +273,11 @@ class GenerationFields(Body):
 
     kv_bits: KvBits | None = None
     approximate: Approximate | None = None
+    speculation: bool | None = None
+    prediction: PredictionBody | None = None
+
+    def to_prediction(self) -> str:
+        return self.prediction.content if self.prediction is not None else ""
 
     def to_approximation(self) -> Approximation | Literal[False] | None:
         return self.approximate.to_approximation() if self.approximate is not None else None
@@ -355,6 +395,8 @@ class GenerationBody(GenerationFields, OwnerFields):
             ttl=_TTLS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
             slot=None if self.id_slot == ANY_SLOT else self.id_slot,
             want_progress=bool(self.stream and self.return_progress),
+            speculation=self.speculation,
+            prediction=self.to_prediction(),
         )
 
 

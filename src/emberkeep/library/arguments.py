@@ -82,6 +82,10 @@ class Options(TypedDict, total=False):
     conversation_id: str | None
     ttl: str | None
     """`short`, `long` or `extended`."""
+    speculation: bool | None
+    """False: nothing is drafted. None: as configured."""
+    prediction: str | Mapping[str, Json] | None
+    """What the answer will be like, as a text or in OpenAI's shape: where it is right, the answer comes faster."""
 
 
 class _GenerationCall(GenerationFields, RoomFields):
@@ -108,6 +112,8 @@ class _GenerationCall(GenerationFields, RoomFields):
             recall=self.to_recall(),
             conversation_id=self.conversation_id or None,
             ttl=Ttl(self.ttl) if self.ttl else None,
+            speculation=self.speculation,
+            prediction=self.to_prediction(),
         )
 
 
@@ -186,7 +192,10 @@ def _settle(options: Options) -> dict[str, Json]:
     for name in options:
         if name not in Options.__annotations__:
             raise InvalidField(name, f"is not an argument here: {_what_is(name)}")
-    return {"max_tokens": MAX_TOKENS, **{name: _plain(value) for name, value in options.items()}}
+    given = {name: _plain(value) for name, value in options.items()}
+    if isinstance(prediction := given.get("prediction"), str):
+        given["prediction"] = {"type": "content", "content": prediction}
+    return {"max_tokens": MAX_TOKENS, **given}
 
 
 def _what_is(name: str) -> str:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from emberkeep.backend.remote.base import RemoteAbout
-from emberkeep.backend.remote.openai import COMPATIBLE, OPENAI, OpenAIProvider, ServerDialect, open_openai
+from emberkeep.backend.remote.openai import (
+    COMPATIBLE,
+    OPENAI,
+    TRTLLM,
+    OpenAIProvider,
+    ServerDialect,
+    open_openai,
+)
 from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
 from emberkeep.types import (
     Event,
@@ -91,7 +98,11 @@ def test_text_comes_in_pieces_and_ends_with_the_usage() -> None:
         "completion_tokens": 30,
         "total_tokens": 42,
         "prompt_tokens_details": {"cached_tokens": 8},
-        "completion_tokens_details": {"reasoning_tokens": 20},
+        "completion_tokens_details": {
+            "reasoning_tokens": 20,
+            "accepted_prediction_tokens": 5,
+            "rejected_prediction_tokens": 2,
+        },
     }
 
     events = ask(HELLO, said("Good", " day", usage=usage))
@@ -99,7 +110,7 @@ def test_text_comes_in_pieces_and_ends_with_the_usage() -> None:
     assert events[:2] == [TextDelta(0, "Good"), TextDelta(0, " day")]
     finished, completed = end_of(events)
     assert finished.reason is FinishReason.STOP
-    assert completed.usage == Usage(12, 30, 8, 20)
+    assert completed.usage == Usage(12, 30, 8, 20, 5, 2)
 
 
 def test_an_event_is_there_before_the_next_one_is_written_and_leaving_closes_the_connection() -> None:
@@ -259,6 +270,14 @@ def test_each_kind_of_server_gets_the_fields_that_it_has() -> None:
     assert vendor.items() >= {**shared, "max_completion_tokens": 9, "prompt_cache_key": "talk-1"}.items()
     assert not vendor.keys() & {"max_tokens", "top_k", "user", "chat_template_kwargs"}
     assert "ann" not in vendor["safety_identifier"]
+
+
+@pytest.mark.parametrize(("dialect", "takes_it"), [(OPENAI, True), (COMPATIBLE, True), (TRTLLM, False)])
+def test_a_prediction_goes_where_there_is_a_field_for_it(dialect: ServerDialect, takes_it: bool) -> None:
+    body = sent(Request(messages=HELLO.messages, prediction="Good day", speculation=False), dialect=dialect)
+
+    assert body.get("prediction") == ({"type": "content", "content": "Good day"} if takes_it else None)
+    assert "speculation" not in body
 
 
 def test_the_models_own_limit_holds_unless_the_request_has_one() -> None:

@@ -221,12 +221,12 @@ def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.Mo
 
 
 def test_the_usage_of_several_choices_has_the_tokens_of_all() -> None:
-    completed = Completed(Usage(10, 7, 4, 2), Timings(), LookupRecord())
+    completed = Completed(Usage(10, 7, 4, 2, 3, 1), Timings(), LookupRecord())
     provider = ScriptedProvider(lambda request: [Finished(0, FinishReason.STOP), completed])
     *_, last = read_events(remote(provider), replace(HELLO, n=3))
     assert isinstance(last, Completed)
-    assert last.usage == Usage(10, 21, 4, 6)
-    assert last.timings.predicted_n == 21
+    assert last.usage == Usage(10, 21, 4, 6, 9, 3)
+    assert (last.timings.predicted_n, last.timings.draft_n, last.timings.draft_n_accepted) == (21, 12, 9)
 
 
 def test_the_usage_of_several_rounds_has_the_tokens_of_all() -> None:

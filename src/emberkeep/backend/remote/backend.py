@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from time import monotonic
 
 from emberkeep.backend.base import ModelCard
@@ -219,6 +219,8 @@ class RemoteBackend:
             predicted_n=usage.completion_tokens,
             predicted_ms=1e3 * (seconds - first),
             ttft_ms=1e3 * first,
+            draft_n=usage.accepted_prediction_tokens + usage.rejected_prediction_tokens,
+            draft_n_accepted=usage.accepted_prediction_tokens,
         )
         lookup = LookupRecord(usage.prompt_tokens, reason=MissReason.REMOTE)
         return Completed(usage, timings, lookup, fitted.fit, self.name)
@@ -258,11 +260,12 @@ def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:
 
 def _plausible(said: Usage) -> Usage:
     """Counts within sensible bounds: a service may write anything, and the counters add it up."""
-    prompt, completion, cached, reasoning = (
-        min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0
-        for count in (said.prompt_tokens, said.completion_tokens, said.cached_tokens, said.reasoning_tokens)
+    prompt, completion, cached, reasoning, accepted, rejected = (
+        min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0 for count in astuple(said)
     )
-    return Usage(prompt, completion, min(cached, prompt), min(reasoning, completion))
+    return Usage(
+        prompt, completion, min(cached, prompt), min(reasoning, completion), min(accepted, completion), rejected
+    )
 
 
 def _backoff(attempt: int) -> float:
@@ -304,10 +307,14 @@ def _merge_choices(completed: Sequence[Completed]) -> Completed:
             usage,
             completion_tokens=sum(one.usage.completion_tokens for one in completed),
             reasoning_tokens=sum(one.usage.reasoning_tokens for one in completed),
+            accepted_prediction_tokens=sum(one.usage.accepted_prediction_tokens for one in completed),
+            rejected_prediction_tokens=sum(one.usage.rejected_prediction_tokens for one in completed),
         ),
         timings=replace(
             timings,
             predicted_n=sum(one.timings.predicted_n for one in completed),
             predicted_ms=sum(one.timings.predicted_ms for one in completed),
+            draft_n=sum(one.timings.draft_n for one in completed),
+            draft_n_accepted=sum(one.timings.draft_n_accepted for one in completed),
         ),
     )

@@ -236,6 +236,8 @@ def _usage(said: Any) -> Usage:
         said.completion_tokens or 0,
         (prompt and prompt.cached_tokens) or 0,
         (completion and completion.reasoning_tokens) or 0,
+        (completion and completion.accepted_prediction_tokens) or 0,
+        (completion and completion.rejected_prediction_tokens) or 0,
     )
 
 
@@ -251,11 +253,12 @@ class ServerDialect:
     limit: str = "max_tokens"
     """Its name for the limit of an answer."""
     sampling: frozenset[str] = _STANDARD
+    takes_prediction: bool = True
 
 
 OPENAI = ServerDialect(is_vendor=True, limit="max_completion_tokens")
 COMPATIBLE = ServerDialect(sampling=_STANDARD | {"top_k", "min_p", "typical_p", "repetition_penalty"})
-TRTLLM = ServerDialect(sampling=_STANDARD | {"top_k", "min_p", "repetition_penalty"})
+TRTLLM = ServerDialect(sampling=_STANDARD | {"top_k", "min_p", "repetition_penalty"}, takes_prediction=False)
 
 
 @dataclass(slots=True)
@@ -288,6 +291,7 @@ def _request_body(
         **_tools(request),
         "response_format": _format(request.format),
         "stop": list(request.stop) or None,
+        "prediction": _prediction(request.prediction) if dialect.takes_prediction else None,
         dialect.limit: limit,
         **{name: value for name, value in sampling.items() if name in _STANDARD},
         "extra_body": {name: value for name, value in sampling.items() if name not in _STANDARD},
@@ -362,6 +366,10 @@ def _format(wanted: JsonFormat | None) -> Json:
         return {"type": "json_object"}
     schema = {"name": "answer", "schema": dict(wanted.schema), "strict": _is_strict(wanted.schema)}
     return {"type": "json_schema", "json_schema": schema}
+
+
+def _prediction(expected: str) -> Json:
+    return {"type": "content", "content": expected} if expected else None
 
 
 def _is_strict(schema: Json) -> bool:
