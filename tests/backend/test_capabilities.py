@@ -12,12 +12,13 @@ from emberkeep.backend.capabilities import (
     cache_of,
     experts_of,
     keep_warm,
+    speculation_of,
     tokenizer_of,
     warm_prefix,
 )
 from emberkeep.backend.remote.backend import RemoteBackend
 from emberkeep.errors import NoSuchEntry, RequestError
-from emberkeep.types import Message, Removed, Request
+from emberkeep.types import Message, Removed, Request, SpeculationStats
 from helpers.remote_model import ScriptedProvider, remote
 from helpers.scripted_backend import ScriptedBackend
 
@@ -49,6 +50,10 @@ def test_a_model_here_may_have_neither() -> None:
         experts_of(here)
     with pytest.raises(RequestError, match="scripted has one way to compute attention: tiers are for --engine hf"):
         attention_of(here)
+
+
+def test_nothing_is_drafted_for_it(far: RemoteBackend) -> None:
+    assert speculation_of(far) == SpeculationStats(False, "far runs elsewhere: nothing is drafted here.")
 
 
 def test_nothing_of_it_is_warmed(far: RemoteBackend, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,13 @@ def test_the_stats_line_says_what_cut_an_answer(bench: Bench) -> None:
     assert stats_line(cut, 9, 300) == f"{line} · the context of 300 tokens is full, /clear begins anew"
 
 
+def test_the_stats_line_says_how_much_was_drafted(bench: Bench) -> None:
+    whole = bench.llm.chat("hi")
+    drafted = replace(whole, timings=replace(whole.timings, draft_n=40, draft_n_accepted=34))
+    line = stats_line(whole, 9, 300)
+    assert stats_line(drafted, 9, 300) == f"{line} · 34 of 40 drafted tokens accepted"
+
+
 def test_the_stats_line_says_what_left_and_what_came_back(bench: Bench) -> None:
     whole = bench.llm.chat("hi")
     line = stats_line(whole, 9, 300)

@@ -18,6 +18,7 @@ from emberkeep.types import (
     LookupRecord,
     Message,
     Request,
+    SpeculationStats,
     TextDelta,
     Timings,
     Tool,
@@ -70,6 +71,9 @@ class ScriptedBackend:
         return {"backend": "scripted", "model": self.card.id}
 
     def failure(self) -> EmberkeepError | None:
+        return None
+
+    def speculation_stats(self) -> SpeculationStats | None:
         return None
 
     def __init__(self, script: Callable[[Request], Iterable[Step]]) -> None:

@@ -25,6 +25,7 @@ from emberkeep.types import (
     Message,
     MissReason,
     Request,
+    SpeculationStats,
     TextDelta,
     Timings,
     Tool,
@@ -111,6 +112,9 @@ class ScriptedBackend:
         return {"backend": "scripted", "model": self.card.id}
 
     def failure(self) -> EmberkeepError | None:
+        return None
+
+    def speculation_stats(self) -> SpeculationStats | None:
         return None
 
     async def start(self) -> None: ...

@@ -22,6 +22,8 @@ from emberkeep.types import (
     Message,
     ReasoningDelta,
     Request,
+    SourceStats,
+    SpeculationStats,
     TextDelta,
     Tool,
     ToolCall,
@@ -375,6 +377,14 @@ def test_stats_come_from_the_backend() -> None:
     with llm:
         llm.chat("hi")
         assert llm.stats()["requests"] == 1
+
+
+def test_what_was_drafted_comes_from_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SpeculationStats(True, "", 2, 8, 4, {"context": SourceStats(2, 8, 4)})
+    llm, backend = scripted()
+    monkeypatch.setattr(backend, "speculation_stats", lambda: told)
+    with llm:
+        assert llm.speculative_stats() is told
 
 
 def test_load_refuses_unknown_settings() -> None:

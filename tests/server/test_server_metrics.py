@@ -19,7 +19,17 @@ from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
 from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
 from emberkeep.server.middleware import AccessLog
-from emberkeep.types import Finished, FinishReason, Json, MissReason, Request, TextDelta
+from emberkeep.types import (
+    LENGTH_BUCKETS,
+    Finished,
+    FinishReason,
+    Json,
+    MissReason,
+    Request,
+    SourceStats,
+    SpeculationStats,
+    TextDelta,
+)
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, Step, running
 
@@ -201,6 +211,32 @@ def test_figures_of_the_tiers_are_told_by_tier() -> None:
     assert samples['emberkeep_evictions_total{reason="pressure",tier="warm"}'] == 3
     assert samples['emberkeep_evictions_total{reason="expired",tier="cold"}'] == 4
     assert not any(name.startswith("emberkeep_queue") for name in samples)
+
+
+def test_drafts_are_told_by_their_source() -> None:
+    lengths = (2, 0, 1, *[0] * (LENGTH_BUCKETS - 4), 1)
+    drafts = {"context": SourceStats(4, 30, 22, lengths), "corpus": SourceStats(1, 3, 0, (1, *lengths[3:], 0))}
+    samples = stats_scraped({"speculation": SpeculationStats(True, "", 5, 33, 22, drafts).json()})
+    assert samples["emberkeep_speculative_steps_total"] == 5
+    assert samples['emberkeep_drafts_total{source="context"}'] == 4
+    assert samples['emberkeep_drafted_tokens_total{source="corpus"}'] == 3
+    assert samples['emberkeep_accepted_draft_tokens_total{source="context"}'] == 22
+    name = "emberkeep_accepted_draft_length"
+    buckets = [
+        samples[f'{name}_bucket{{le="{bound}",source="context"}}'] for bound in ("0", "1", "2", "15", "+Inf")
+    ]
+    assert buckets == [2, 2, 3, 3, 4]
+    assert samples[f'{name}_sum{{source="context"}}'] == 22
+    assert samples[f'{name}_count{{source="context"}}'] == 4
+
+
+def test_the_histogram_of_drafts_is_in_the_documentation() -> None:
+    """It is not among the figures, and a server that has drafted nothing does not tell it."""
+    samples = stats_scraped({"speculation": SpeculationStats(True, sources={"path": SourceStats()}).json()})
+    assert {name.split("{")[0] for name in samples if "draft_length" in name} == {
+        f"emberkeep_accepted_draft_length_{part}" for part in ("bucket", "count", "sum")
+    }
+    assert "`emberkeep_accepted_draft_length`" in DOCS
 
 
 def test_what_is_not_known_yet_is_not_told() -> None:

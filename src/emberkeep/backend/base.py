@@ -24,6 +24,7 @@ from emberkeep.types import (
     Message,
     Removed,
     Request,
+    SpeculationStats,
     TextDelta,
     Tool,
     Usage,
@@ -175,6 +176,9 @@ class Backend(Protocol):
     @property
     def attention(self) -> AttentionSwitch | None:
         """None where there is one way to compute attention too."""
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        """How much was drafted and accepted. None: the model runs elsewhere."""
 
     @property
     def memory(self) -> Memory | None:

@@ -9,7 +9,16 @@ from typing import Literal
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, Tokenizer
 from emberkeep.errors import NoSuchEntry, RequestError
-from emberkeep.types import CacheEntry, EntryText, Explanation, Removed, Request, Verified, Warmed
+from emberkeep.types import (
+    CacheEntry,
+    EntryText,
+    Explanation,
+    Removed,
+    Request,
+    SpeculationStats,
+    Verified,
+    Warmed,
+)
 
 log = logging.getLogger("emberkeep.remote")
 
@@ -37,6 +46,12 @@ def attention_of(backend: Backend) -> AttentionSwitch:
     if backend.card.remote:
         raise _only_here(backend.card.remote, "computes attention as it likes")
     raise RequestError(f"{backend.card.id} has one way to compute attention: tiers are for --engine hf.")
+
+
+def speculation_of(backend: Backend) -> SpeculationStats:
+    """How much was drafted and accepted; nothing for a model that runs elsewhere."""
+    told = backend.speculation_stats()
+    return told or SpeculationStats(False, f"{backend.card.remote} runs elsewhere: nothing is drafted here.")
 
 
 async def warm_prefix(backend: Backend, request: Request) -> Warmed:

@@ -31,6 +31,7 @@ from emberkeep.types import (
     Events,
     Json,
     Request,
+    SpeculationStats,
     ToolEvent,
     Warmed,
 )
@@ -216,6 +217,9 @@ class FallbackBackend:
     @property
     def attention(self) -> AttentionSwitch | None:
         return self._backend.attention
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        return self._backend.speculation_stats()
 
     @property
     def memory(self) -> Memory | None:

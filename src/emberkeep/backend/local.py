@@ -60,6 +60,7 @@ from emberkeep.types import (
     ReasoningFormat,
     Request,
     Sampling,
+    SpeculationStats,
     TextDelta,
 )
 
@@ -342,11 +343,13 @@ class LocalBackend:
         self._store.notice_forgotten()
         costs, admission = self._store.costs, self._settings.admission
         tier = self.attention.tier if self.attention else None
+        speculation = self.speculation_stats()
         return {
             "model": self.card.id,
             "scheduler": self.scheduler.stats(),
             "store": self._store.stats(),
             "engine": {"attention": tier, **self.scheduler.engine_stats()},
+            **({"speculation": speculation.json()} if speculation else {}),
             "planning": {
                 "enabled": admission is not None,
                 "margin": admission.margin if admission else None,
@@ -364,6 +367,9 @@ class LocalBackend:
                 "read_bytes_per_s": costs.read.value,
             },
         }
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        return None
 
     def health(self) -> dict[str, Json]:
         failure = self.failure()

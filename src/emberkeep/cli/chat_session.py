@@ -272,6 +272,8 @@ def _parts(result: Result, max_tokens: int | None, context: int) -> Iterator[str
     yield f"reused {usage.cached_tokens}/{usage.prompt_tokens} tokens"
     yield f"first token {result.ttft_ms:.0f} ms"
     yield f"{usage.completion_tokens} tokens at {result.timings.predicted_per_second:.0f}/s"
+    if drafted := result.timings.draft_n:
+        yield f"{result.timings.draft_n_accepted} of {drafted} drafted tokens accepted"
     if left := sum(eviction.messages for eviction in result.evictions):
         archived = " (archived)" if all(eviction.archived for eviction in result.evictions) else ""
         yield f"{plural(left, 'message', 'messages')} left the context{archived}"

@@ -40,7 +40,7 @@ from emberkeep.types import AttentionTier, Json, Recall, RemoteModel, Repair, Tt
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
-"""State that was stored at another position is not reused."""
+"""`approximate`: state that was stored at another position is not reused. `speculation`: nothing is drafted."""
 
 _YEAR_S = 365 * 86_400
 
@@ -147,6 +147,17 @@ class Config:
     exact: bool = _setting(
         False, SWITCH, "Turn every approximation off, also where a request or another setting asks for one."
     )
+    speculation: str = _setting(
+        "auto",
+        one_of("auto", OFF),
+        "Whether tokens are drafted before the model computes them; auto: where that is faster.",
+    )
+    draft_model: str | None = _setting(
+        None,
+        or_word(TEXT, "none"),
+        "A small model with the same vocabulary that drafts, too: an installed name, a file or a folder.",
+    )
+    draft_max: int = _setting(24, whole(1, 64), "Most tokens that are drafted for one answer in one step.")
     planning: bool = _setting(True, SWITCH, "Predict the memory of every request, and refuse one that cannot fit.")
     memory_margin: float = _setting(
         0.1, share(0, 10), "Share of the predicted memory that is kept free besides, in case it becomes more."

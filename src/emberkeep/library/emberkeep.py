@@ -9,7 +9,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from emberkeep.backend.base import Backend, Cache, ModelCard
-from emberkeep.backend.capabilities import attention_of, cache_of, experts_of, keep_warm, warm_prefix
+from emberkeep.backend.capabilities import (
+    attention_of,
+    cache_of,
+    experts_of,
+    keep_warm,
+    speculation_of,
+    warm_prefix,
+)
 from emberkeep.config import DEFAULT_MODEL, Config, load_config
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import InvalidField, ModelNotFound
@@ -28,7 +35,7 @@ from emberkeep.library.results import Result, Stream, WarmResult
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
 from emberkeep.library.user_memory import UserMemory, require_memory
 from emberkeep.library.verify_report import CANDIDATES, VerifyReport
-from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, Verified
+from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, SpeculationStats, Verified
 
 if TYPE_CHECKING:
     from emberkeep.models.reporter import Reporter
@@ -192,6 +199,10 @@ class Emberkeep:
 
     def stats(self) -> dict[str, Json]:
         return self._bridge.run(self._stats())
+
+    def speculative_stats(self) -> SpeculationStats:
+        """How much was drafted, by which source, and how much of it was accepted; or why nothing is."""
+        return speculation_of(self._backend)
 
     def expert_stats(self) -> ExpertStats:
         """Which experts were chosen while they were counted. Raises RequestError for a model without experts."""

@@ -12,7 +12,7 @@ from functools import partial
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.config import DEFAULT_MODEL, OFF, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.local_model import open_local
@@ -31,6 +31,7 @@ def open_backend(config: Config) -> Backend:
     Raises ConfigError, ModelError, EngineError, RemoteError.
     """
     chain = _chain(config)
+    _check_drafts(config, runs_here=None in chain)
     # Where another one stands in at once, the first is not waited for.
     patient = config if len(chain) == 1 else replace(config, remote_retries=0)
     links = [_link(patient, one) for one in chain]
@@ -50,6 +51,19 @@ def needs_local(config: Config) -> bool:
 def may_do_without_local(config: Config) -> bool:
     """Another one can stand in for it. Raises ConfigError."""
     return len(_chain(config)) > 1
+
+
+def _check_drafts(config: Config, *, runs_here: bool) -> None:
+    """Raises ConfigError for a draft model that would draft for none."""
+    if config.draft_model is None:
+        return
+    if not runs_here:
+        raise ConfigError(
+            "A draft model drafts for a model that runs here, and --backend names none: leave draft_model out, or "
+            "add local to the backends."
+        )
+    if config.speculation == OFF:
+        raise ConfigError("A draft model is of no use with speculation = off: leave one of the two out.")
 
 
 def _chain(config: Config) -> list[RemoteModel | None]:

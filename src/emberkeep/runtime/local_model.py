@@ -58,6 +58,8 @@ def open_local(config: Config) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError."""
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
+    if config.draft_model is not None:
+        raise ConfigError("Draft models cannot be loaded yet: leave draft_model out.")
     open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
     thread = EngineThread()
     opened = thread.submit(lambda: open_engine(model, config, library.digests)).result()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 from fastapi import APIRouter
 from prometheus_client import (
@@ -17,7 +18,12 @@ from prometheus_client import (
     Metric,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
@@ -121,13 +127,16 @@ class StatsCollector(Collector):
         about = {"version": __version__, "model": self._backend.card.id}
         yield InfoMetricFamily("emberkeep", "What answers here.", about)
         families: dict[Figure, CounterMetricFamily | GaugeMetricFamily] = {}
-        for path, value in _numbers(self._backend.stats()):
+        stats = self._backend.stats()
+        for path, value in _numbers(stats):
             if found := figure_at(path):
                 figure, labels = found
                 if figure not in families:
                     families[figure] = _family(figure, labels)
                 families[figure].add_metric(list(labels.values()), value)
         yield from families.values()
+        if sources := stats.get("speculation", {}).get("sources"):
+            yield _accepted_lengths(sources)
 
 
 def _numbers(stats: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, float]]:
@@ -142,6 +151,19 @@ def _numbers(stats: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, 
 def _family(figure: Figure, labels: Mapping[str, str]) -> CounterMetricFamily | GaugeMetricFamily:
     kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
     return kind(PREFIX + figure.name, figure.help, labels=list(labels))
+
+
+def _accepted_lengths(sources: Mapping[str, Json]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(
+        f"{PREFIX}accepted_draft_length",
+        "Drafts by how many of their tokens were accepted, by source.",
+        labels=["source"],
+    )
+    for source, told in sources.items():
+        lengths = told["accepted_lengths"]
+        bounds = [*map(str, range(len(lengths) - 1)), "+Inf"]
+        family.add_metric([source], list(zip(bounds, accumulate(lengths), strict=True)), told["accepted_tokens"])
+    return family
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +201,20 @@ FIGURES = (
     Figure(r"scheduler\.evaluated_tokens", "evaluated_tokens_total", "Tokens that the engine computed."),
     Figure(r"scheduler\.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
     Figure(r"scheduler\.steps", "engine_steps_total", "Batches that the engine computed."),
+    Figure(r"speculation\.steps", "speculative_steps_total", "Batches with a draft in them."),
+    Figure(
+        r"speculation\.sources\.(?P<source>\w+)\.drafts", "drafts_total", "Drafts that were computed, by source."
+    ),
+    Figure(
+        r"speculation\.sources\.(?P<source>\w+)\.drafted_tokens",
+        "drafted_tokens_total",
+        "Tokens of these drafts.",
+    ),
+    Figure(
+        r"speculation\.sources\.(?P<source>\w+)\.accepted_tokens",
+        "accepted_draft_tokens_total",
+        "Of these, the ones that became a part of an answer.",
+    ),
     Figure(r"scheduler\.active", "queue_active", "Answers being computed; a request has as many as its n."),
     Figure(r"scheduler\.waiting", "queue_waiting", "Answers that wait for a slot in the engine."),
     Figure(r"scheduler\.idle_sequences", "idle_sequences", "Sequences at rest in the engine, ready to go on."),

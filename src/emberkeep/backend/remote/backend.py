@@ -240,6 +240,9 @@ class RemoteBackend:
     def failure(self) -> None:
         """None: a service that fails now may work later."""
 
+    def speculation_stats(self) -> None:
+        """None: whether the service drafts is its own affair."""
+
     async def start(self) -> None:
         await self._server_tools.start()
 
