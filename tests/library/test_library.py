@@ -320,6 +320,7 @@ def test_verify_compares_stored_state_with_fresh_evaluation() -> None:
     warmed, fresh, cached = backend.requests
     assert (warmed.max_tokens, cached.use_cache, fresh.use_cache) == (0, True, False)
     assert cached.sampling.temperature == fresh.sampling.temperature == 0
+    assert cached.speculation is fresh.speculation is False  # so that both are computed in the same steps
 
 
 def test_verify_reports_agreement() -> None:

@@ -40,6 +40,7 @@ class Verifier:
             is_kept=False,
             from_store=True,
             approximate=False,
+            speculation=False,  # steps of another shape round differently
         )
         stored, lookup = await self._continue(greedy)
         fresh, _ = await self._continue(replace(greedy, use_cache=False))

@@ -184,6 +184,7 @@ class Emberkeep:
             temperature=0.0,
             approximate=approximate if approximate is not None else False,
             kv_bits=kv_bits,
+            speculation=False,  # steps of another shape round differently
         )
         if not asked.approximate:
             self._finish(replace(asked, max_tokens=0))
