@@ -18,6 +18,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.sched.drafts import Corpus
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending
@@ -126,13 +127,20 @@ class Rig:
         cold: int = 1 << 30,
         memory: int | None = None,
         drain_s: float = 0.0,
+        corpus: Corpus | None = None,
     ) -> None:
+        """`corpus`: where drafts come from; None: nothing is drafted."""
         self.engine = engine or FakeEngine(cells=1 << 15)
         files = ChunkFiles(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, Budgets(warm, cold), files)
         self.store.costs.evaluate = Unmeasured()
-        settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory)
+        if corpus is not None:
+            self.store.corpus = corpus  # type: ignore[assignment]
+        draft_max = 8 if corpus is not None else 0
+        settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory, draft_max=draft_max)
         self.scheduler = Scheduler(self.engine, self.store, settings)
+        # Rows that cost nothing: whatever may be drafted is.
+        self.scheduler._speculation._seconds = lambda rows, depth: 1.0
 
     def __enter__(self) -> Rig:
         return self
@@ -194,7 +202,7 @@ class Rig:
             pass
 
 
-_REQUEST = {field.name for field in fields(Request)} - {"lineage", "namespace"}
+_REQUEST = {field.name for field in fields(Request)} - {"lineage", "namespace", "prediction"}
 
 
 def prompt_of(

@@ -19,7 +19,7 @@ def sequence(slot: int, prompt: int, *, computed: int = 0) -> Sequence:
 
 def planned(planner: Planner, *sequences: Sequence) -> dict[int, int]:
     """Slot to the number of tokens in the next step."""
-    return {rows.sequence: len(rows.tokens) for _, rows in planner.plan(list(sequences))}
+    return {each.rows.sequence: len(each.rows.tokens) for each in planner.plan(list(sequences))}
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def test_the_last_prompt_token_is_evaluated_alone(planner):
 
 
 def test_only_the_last_token_wants_logits(planner):
-    ((_, first),) = planner.plan([sequence(0, 100)])
-    ((_, last),) = planner.plan([sequence(0, 100, computed=99)])
-    assert not first.outputs
-    assert last.outputs
+    (first,) = planner.plan([sequence(0, 100)])
+    (last,) = planner.plan([sequence(0, 100, computed=99)])
+    assert not first.rows.outputs
+    assert last.rows.outputs
 
 
 def test_short_prompts_go_first_and_the_oldest_keeps_a_quarter(planner):
@@ -85,5 +85,5 @@ def test_a_closing_turn_is_evaluated_without_logits(planner):
     closing = sequence(0, 100, computed=100)
     closing.phase = Phase.CLOSING
     closing.tokens.extend((7, 8))
-    ((_, rows),) = planner.plan([closing])
-    assert (len(rows.tokens), rows.outputs) == (2, False)
+    (last,) = planner.plan([closing])
+    assert (len(last.rows.tokens), last.rows.outputs) == (2, False)

@@ -127,6 +127,8 @@ async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator
 def _completed(endings: list[Ended]) -> Completed:
     first = endings[0].ending
     sampled = sum(ended.ending.sampled_tokens for ended in endings)
+    drafted = sum(ended.ending.drafted_tokens for ended in endings)
+    accepted = sum(ended.ending.accepted_tokens for ended in endings)
     reused = first.lookup.cached_tokens
     return Completed(
         usage=Usage(
@@ -134,6 +136,8 @@ def _completed(endings: list[Ended]) -> Completed:
             completion_tokens=sampled,
             cached_tokens=reused,
             reasoning_tokens=sum(ended.reasoning_tokens for ended in endings),
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=drafted - accepted,
         ),
         timings=Timings(
             cache_n=reused,
@@ -143,6 +147,8 @@ def _completed(endings: list[Ended]) -> Completed:
             predicted_ms=max(ended.ending.decode_ms for ended in endings),
             ttft_ms=first.ttft_ms,
             queue_ms=first.queue_ms,
+            draft_n=drafted,
+            draft_n_accepted=accepted,
         ),
         lookup=first.lookup,
     )

@@ -343,13 +343,12 @@ class LocalBackend:
         self._store.notice_forgotten()
         costs, admission = self._store.costs, self._settings.admission
         tier = self.attention.tier if self.attention else None
-        speculation = self.speculation_stats()
         return {
             "model": self.card.id,
             "scheduler": self.scheduler.stats(),
             "store": self._store.stats(),
             "engine": {"attention": tier, **self.scheduler.engine_stats()},
-            **({"speculation": speculation.json()} if speculation else {}),
+            "speculation": self.speculation_stats().json(),
             "planning": {
                 "enabled": admission is not None,
                 "margin": admission.margin if admission else None,
@@ -368,8 +367,8 @@ class LocalBackend:
             },
         }
 
-    def speculation_stats(self) -> SpeculationStats | None:
-        return None
+    def speculation_stats(self) -> SpeculationStats:
+        return self.scheduler.speculation_stats()
 
     def health(self) -> dict[str, Json]:
         failure = self.failure()

@@ -139,6 +139,12 @@ class Matcher:
         self._state.consume_token(token)
         self._check()
 
+    def forced(self) -> list[int]:
+        """The tokens that the tokenizer would make of what must come next."""
+        if self._free_until:
+            return []
+        return list(self._state.compute_ff_tokens())
+
     def _read_freely(self, token: int) -> None:
         self._tail += self._pieces[token]
         if self._free_until in self._tail:

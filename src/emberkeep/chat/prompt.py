@@ -121,6 +121,8 @@ class Prompt:
     """None: nothing was planned for it."""
     splice: Splice | None = None
     """How to come by its state from that of a longer one."""
+    prediction: tuple[int, ...] = ()
+    """What the client expects the answer to be like."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -233,7 +235,8 @@ class PromptBuilder:
         limit = room - len(closing)
         max_new = limit if request.max_tokens is None else min(request.max_tokens, limit)
         borders = self._borders(request, prompt) if self._wants_borders else frozenset()
-        return replace(prompt, closing=closing, max_new=max_new, borders=borders)
+        prediction = tuple(self._vocab.tokenize(request.prediction, parse_special=False))
+        return replace(prompt, closing=closing, max_new=max_new, borders=borders, prediction=prediction)
 
     def check_size(self, request: Request, *, may_evict: bool) -> None:
         """Raises ContextExceeded for what cannot fit, before it costs: a million characters take a second.

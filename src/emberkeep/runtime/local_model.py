@@ -112,6 +112,7 @@ def assemble(
         warm_after=config.turns_to_warm,
         drain_s=config.drain_s,
         memory=admission.budget if admission else None,
+        draft_max=0 if config.speculation == OFF else config.draft_max,
     )
     settings = LocalSettings(
         lineages=lineages,

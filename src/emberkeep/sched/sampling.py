@@ -32,6 +32,9 @@ class Matcher(Protocol):
 
     def advance(self, token: int) -> None: ...
 
+    def forced(self) -> list[int]:
+        """The tokens of what must come next, if there is only one way to go on; mostly none."""
+
 
 class Sampler:
     """One sequence's way of choosing tokens. Deterministic for a given seed."""
@@ -66,6 +69,10 @@ class Sampler:
             self._counts[token] += 1
         logprob = None if self._top_logprobs is None else describe(logits, token, self._top_logprobs, pieces)
         return token, logprob
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """What a grammar leaves no choice about; it may be written in other tokens all the same."""
+        return self._matcher.forced()[:limit] if self._matcher else []
 
     def _adjust(self, logits: Floats) -> Floats:
         mask = self._matcher.mask() if self._matcher else None

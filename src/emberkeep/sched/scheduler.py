@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import TypeVar
 
 from emberkeep.chat.prompt import Prompt
-from emberkeep.engine.base import Attention, Engine, ExpertTracking, KvUnit, Outcome, Rows
+from emberkeep.engine.base import Attention, Engine, ExpertTracking, KvUnit, Outcome
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded, StepFailed
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration, PeakWatch
+from emberkeep.sched.drafts import EmptyCorpus
 from emberkeep.sched.engine_thread import (
     SHUTTING_DOWN,
     Call,
@@ -38,9 +39,10 @@ from emberkeep.sched.engine_thread import (
 )
 from emberkeep.sched.prefix_cache import PrefixCache, RecentAnswers, StoredText
 from emberkeep.sched.sequence import EndReason, Output, Phase, Sequence
-from emberkeep.sched.slots import Planner, Slots, WaitingQueue
+from emberkeep.sched.slots import Planned, Planner, Slots, WaitingQueue
+from emberkeep.sched.speculation import Chosen, Speculation
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Json, Lineage, Progress, Vocab
+from emberkeep.types import Json, Lineage, Progress, SpeculationStats, TokenLogprob, Vocab
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -68,6 +70,8 @@ class SchedulerSettings:
     """Turns of its conversation after which a branch that was left alone leaves the engine."""
     drain_s: float = 0.0
     """How long running sequences may take to finish when it is closed."""
+    draft_max: int = 0
+    """Most drafted tokens of a sequence in one step; 0: nothing is drafted."""
     memory: int | None = None
     """Bytes that sequences in the engine may come to need together; None: as many as they like."""
 
@@ -138,7 +142,10 @@ class Scheduler:
         self._when_idle: deque[WhenIdle] = deque()
         """No sequence is started while something is in here."""
         self._slots = Slots(engine, settings.tracked)
-        self._planner = Planner(engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate)
+        self._speculation = _speculation(engine, store, settings)
+        self._planner = Planner(
+            engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate, self._speculation
+        )
         self._cache = PrefixCache(engine, store, self._slots, self._wake)
         self.calibration = Calibration()
         self._watch = PeakWatch(engine, self.calibration, self._bytes_of_others)
@@ -265,6 +272,9 @@ class Scheduler:
         """The engine's: switch them only by `when_idle`, reset them only by `call`."""
         return self._engine.experts
 
+    def speculation_stats(self) -> SpeculationStats:
+        return self._speculation.stats()
+
     def stats(self) -> dict[str, object]:
         active = self._slots.active
         return {
@@ -303,7 +313,7 @@ class Scheduler:
             self._process_outputs(batch)
         self._blend()
 
-    def _schedule(self) -> list[tuple[Sequence, Rows]]:
+    def _schedule(self) -> list[Planned]:
         try:
             return self._planner.plan(self._slots.active)
         except Exception:
@@ -379,16 +389,18 @@ class Scheduler:
             self._cache.commit(sequence)
             self._go_on(sequence)
 
-    def _execute(self, batch: list[tuple[Sequence, Rows]]) -> bool:
+    def _execute(self, batch: list[Planned]) -> bool:
         begin = monotonic()
         try:
-            while batch and self._engine.evaluate([rows for _, rows in batch]) is Outcome.NO_ROOM:
-                if not self._slots.free_cells() and not self._set_aside(batch):
+            while batch and self._engine.evaluate([each.rows for each in batch]) is Outcome.NO_ROOM:
+                if any(each.draft for each in batch):
+                    batch[:] = [each.undrafted for each in batch]
+                elif not self._slots.free_cells() and not self._set_aside(batch):
                     raise _NoRoom
-            count = sum(len(rows.tokens) for _, rows in batch)
+            count = sum(len(each.rows.tokens) for each in batch)
             self._planner.measure(count, monotonic() - begin)
         except Exception as error:
-            self._step_failed([sequence for sequence, _ in batch], error)
+            self._step_failed([each.sequence for each in batch], error)
             return False
         if not batch:
             return False
@@ -414,16 +426,17 @@ class Scheduler:
                 self._engine.trim(sequence.slot, kept)
                 sequence.go_on_alone(kept)
 
-    def _process_outputs(self, batch: list[tuple[Sequence, Rows]]) -> None:
-        for index, (sequence, rows) in enumerate(batch):
-            with self._only(sequence):
-                sequence.evaluated(len(rows.tokens), self._engine.capabilities.wide_rows)
-                self._process_output(sequence, rows, index)
+    def _process_outputs(self, batch: list[Planned]) -> None:
+        for index, planned in enumerate(batch):
+            with self._only(planned.sequence):
+                self._process_output(planned, index)
 
-    def _process_output(self, sequence: Sequence, rows: Rows, index: int) -> None:
+    def _process_output(self, planned: Planned, index: int) -> None:
+        sequence, drafted = planned.sequence, planned.draft.count if planned.draft else 0
+        sequence.evaluated(len(planned.rows.tokens) - drafted, self._engine.capabilities.wide_rows)
         self._cache.commit(sequence)
-        if rows.outputs:
-            self._sample(sequence, index)
+        if planned.rows.outputs:
+            self._sample(planned, index)
         elif sequence.phase is Phase.CLOSING:
             self._finish_if_closed(sequence)
         else:
@@ -435,22 +448,44 @@ class Scheduler:
         else:
             self._end(sequence, EndReason.LENGTH)
 
-    def _sample(self, sequence: Sequence, index: int) -> None:
-        output = sequence.output
-        assert output is not None
-        token, logprob = sequence.sampler.sample(self._engine.logits(index), self._engine.vocab.pieces)
+    def _sample(self, planned: Planned, index: int) -> None:
+        """The next token, and as many more as were drafted rightly: each is what plain decoding would sample."""
+        sequence, end = planned.sequence, None
+        draft = planned.rows.tokens[1:].tolist() if planned.draft else []
+        for row, drafted in enumerate([*draft, None]):
+            token, logprob = sequence.sampler.sample(self._engine.logits(index, row), self._engine.vocab.pieces)
+            end = self._take(sequence, token, logprob)
+            if end is not None or token != drafted:
+                break
+        if planned.draft:
+            self._take_back(sequence, planned.draft, accepted=row)
+        if end is EndReason.LENGTH:
+            self._full(sequence)
+        elif end is EndReason.STOPPED:
+            self._stop(sequence)
+        elif end is not None:
+            self._end(sequence, end)
+
+    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> EndReason | None:
+        """A token was sampled; says whether the answer is over."""
+        assert sequence.output is not None
         if sequence.reach_first_token():
             self._report_progress(sequence)
         if token in self._engine.vocab.eog:
-            self._end(sequence, EndReason.END_OF_TURN)
-            return
+            return EndReason.END_OF_TURN
         sequence.add_sampled(token)
         self.counters.sampled_tokens += 1
-        if output.token(token, logprob):
-            self._drop_sampled(sequence, output.kept_tokens())
-            self._end(sequence, EndReason.STOPPED)
-        elif sequence.sampled_count >= sequence.max_new:
-            self._full(sequence)
+        if sequence.output.token(token, logprob):
+            return EndReason.STOPPED
+        return EndReason.LENGTH if sequence.sampled_count >= sequence.max_new else None
+
+    def _take_back(self, sequence: Sequence, draft: Chosen, accepted: int) -> None:
+        """Only the first tokens of a draft are part of the answer."""
+        sequence.accept(draft.count, accepted)
+        if accepted < draft.count:
+            self._engine.trim(sequence.slot, sequence.computed)
+        self._speculation.settle(sequence, draft, accepted)
+        self._cache.commit(sequence)
 
     # ── a full context ──
 
@@ -462,18 +497,18 @@ class Scheduler:
         else:
             self._end(sequence, EndReason.LENGTH)
 
-    def _set_aside(self, batch: list[tuple[Sequence, Rows]]) -> bool:
+    def _set_aside(self, batch: list[Planned]) -> bool:
         """Take the longest answer whose context can be shortened out of a step for which there is no room."""
-        for sequence, rows in sorted(batch, key=lambda row: -row[0].computed):
-            output = sequence.output
-            if output is None or not rows.outputs or not sequence.sampled_count:
+        for planned in sorted(batch, key=lambda planned: -planned.sequence.computed):
+            sequence, output = planned.sequence, planned.sequence.output
+            if output is None or not planned.rows.outputs or not sequence.sampled_count:
                 continue
             with self._only(sequence):
                 if not output.full():
                     continue
                 sequence.wait_for_room()
             # It waits for room now, or it failed.
-            batch[:] = [row for row in batch if row[0] is not sequence]
+            batch[:] = [each for each in batch if each is not planned]
             return True
         return False
 
@@ -489,14 +524,16 @@ class Scheduler:
         else:
             self._cache.shift.shorten(sequence, prompt)
 
-    def _drop_sampled(self, sequence: Sequence, kept: int) -> None:
+    def _stop(self, sequence: Sequence) -> None:
         """Drop sampled tokens that are not part of the answer (a stop string), here and in the engine."""
-        length = sequence.drop_sampled(kept)
+        assert sequence.output is not None
+        length = sequence.drop_sampled(sequence.output.kept_tokens())
         if sequence.computed > length:
             if self._engine.capabilities.kv_unit.has_snapshots:
                 length = 0  # such state cannot go back: it is given up
             self._engine.trim(sequence.slot, length)
             sequence.computed_only(length)
+        self._end(sequence, EndReason.STOPPED)
 
     # ── beginnings ──
 
@@ -727,6 +764,24 @@ class Scheduler:
     def _give_up(self, future: Future[object]) -> None:
         if future.set_running_or_notify_cancel():
             future.set_exception(self._over())
+
+
+def _speculation(engine: Engine, store: KvStore, settings: SchedulerSettings) -> Speculation:
+    reason = "" if settings.draft_max else "It is switched off: speculation = auto switches it on."
+    if engine.capabilities.kv_unit.has_snapshots:
+        reason = "This model's state cannot go back by single tokens, so nothing can be tried out."
+    return Speculation(
+        getattr(store, "corpus", EmptyCorpus()),
+        engine.step_table.seconds if engine.step_table else _usual_seconds,
+        most=settings.draft_max,
+        outputs=engine.capabilities.outputs,
+        reason=reason,
+    )
+
+
+def _usual_seconds(rows: int, depth: int) -> float:
+    """Where nothing was measured."""
+    return 0.01 * (0.6 + 0.4 * rows)
 
 
 def _explained(error: Exception) -> EmberkeepError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from emberkeep.types import (
     Request,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from emberkeep.sched.drafts import SequenceDrafts
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
@@ -67,6 +70,9 @@ class Ending:
     ttft_ms: float
     decode_ms: float
     lookup: LookupRecord
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of the drafted ones."""
 
 
 class Output(Protocol):
@@ -240,6 +246,9 @@ class Sequence:
         self._found: LookupRecord | None = None
         """What was reused, where the prompt is not the same any more."""
         self._apart_until = 0
+        self.drafts: SequenceDrafts | None = None
+        """Where its drafts come from, once there were any."""
+        self.drafted_tokens = self.accepted_tokens = 0
 
     # ── what it needs ──
 
@@ -417,6 +426,12 @@ class Sequence:
             made = Made.WIDE | Made.REPRODUCIBLE if is_alone else Made.WIDE
         self.holds(self.computed + count, made)
 
+    def accept(self, drafted: int, accepted: int) -> None:
+        """Of so many drafted tokens, evaluated after its last one, the first `accepted` were sampled, too."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        self.holds(self.computed + accepted, Made.NARROW)
+
     def holds(self, end: int, made: Made) -> None:
         """What it had not of the positions up to `end` is there now."""
         self.shapes.computed(self.computed, end, made)
@@ -558,6 +573,8 @@ class Sequence:
             ttft_ms=1e3 * (first - self.submitted),
             decode_ms=1e3 * (now - first),
             lookup=lookup,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
     # ── for the store ──

@@ -14,11 +14,14 @@ from heapq import heapify, heappop, heapreplace
 from itertools import count
 from time import monotonic
 
+import numpy as np
+
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.policy import Rate
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
+from emberkeep.sched.speculation import Chosen, Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import Lineage
 
@@ -185,16 +188,35 @@ class Affinity:
             del self._pinned[conversation]
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a sequence does in a step."""
+
+    sequence: Sequence
+    rows: Rows
+    draft: Chosen | None = None
+    """What the last tokens of `rows` are, if they are not sampled yet."""
+
+    @property
+    def undrafted(self) -> Planned:
+        rows, count = self.rows, len(self.rows.tokens) - (self.draft.count if self.draft else 0)
+        return Planned(self.sequence, Rows(rows.sequence, rows.start, rows.tokens[:count], min(rows.outputs, 1)))
+
+
 class Planner:
     """`speed` is prompt tokens per second, measured as steps are run."""
 
-    def __init__(self, batch: int, largest_slice: int, speed: Rate) -> None:
+    def __init__(
+        self, batch: int, largest_slice: int, speed: Rate, speculation: Speculation | None = None
+    ) -> None:
         self._batch = batch
+        self._speculation = speculation
         self._largest_slice = largest_slice
         self._speed = speed
 
-    def plan(self, active: list[Sequence]) -> list[tuple[Sequence, Rows]]:
-        """One row for every sequence that decodes; prompts share the rest of the step, those apart that blend.
+    def plan(self, active: list[Sequence]) -> list[Planned]:
+        """One row for every sequence that decodes, and drafts; prompts share the rest of the step, those apart
+        that blend.
 
         The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
         that no prompt waits for ever. One that has to go alone does.
@@ -204,7 +226,7 @@ class Planner:
         decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
         filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
         room = min(self._slice(beside_decodes=bool(decoding)), self._batch - len(decoding))
-        plan = [(s, *s.next_slice(1)) for s in decoding]
+        plan: list[Planned] = []
         oldest = min(filling, key=lambda s: s.started, default=None)
         kept = room // 4 if len(filling) > 1 else 0
         for sequence in sorted(filling, key=lambda s: s.pending):
@@ -212,8 +234,23 @@ class Planner:
                 kept = 0
             tokens, wants = sequence.next_slice(room - kept)
             room -= len(tokens)
-            plan.append((sequence, tokens, wants))
-        return [(s, Rows(s.slot, s.computed, tokens, wants)) for s, tokens, wants in plan if len(tokens)]
+            if len(tokens):
+                plan.append(Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, int(wants))))
+        return [*self._decode(decoding, beside=sum(len(each.rows.tokens) for each in plan)), *plan]
+
+    def _decode(self, decoding: list[Sequence], *, beside: int) -> Iterator[Planned]:
+        drafts: dict[Sequence, Chosen] = {}
+        if self._speculation is not None:
+            room = self._batch - len(decoding) - beside
+            drafts = self._speculation.draft(decoding, beside=beside, room=room)
+        for sequence in decoding:
+            tokens, wants = sequence.next_slice(1)
+            draft = drafts.get(sequence) if wants else None
+            if draft is None:
+                yield Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, int(wants)))
+            else:
+                tokens = np.concatenate([tokens, draft.draft.tokens[: draft.count]])
+                yield Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, 1 + draft.count), draft)
 
     def blend_room(self, active: list[Sequence]) -> int:
         """How many prompt tokens a step may cost that blends one sequence."""

@@ -1,0 +1,145 @@
+"""Where the drafts of one sequence come from.
+
+What a grammar forces comes first, then what exactly this text was followed by before, then what the client
+predicts; then what followed the latest tokens when they stood there before: in this sequence, or in earlier ones
+of the same user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex
+from emberkeep.token_arrays import TokenArray, common_prefix
+from emberkeep.types import DraftSource, Lineage
+
+if TYPE_CHECKING:
+    from emberkeep.sched.sequence import Sequence as Running
+
+PATH_TOKENS = 512
+"""How far a stored path is followed."""
+_SURE = 16
+"""What so many tokens have matched is not looked for elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    tokens: TokenArray
+    source: DraftSource
+    matched: int
+    """How many of the latest tokens stood before it where it was found."""
+    agreement: Sequence[float]
+    """For each token, the share of the places where it was found that agree on it and on those before it."""
+
+
+class Corpus(Protocol):
+    """What an owner's earlier prompts and answers contain."""
+
+    def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
+        """What followed the longest suffix of `context`. Never blocks."""
+
+    def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
+        """What followed exactly these tokens, from the first one on; empty where nothing did."""
+
+
+class EmptyCorpus:
+    def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
+        return None
+
+    def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
+        return tokens[:0]
+
+
+@dataclass(slots=True)
+class Trust:
+    """How much more, or less, of the drafts of one sequence is accepted than expected."""
+
+    _expected: float = 0.0
+    _accepted: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        return (self._accepted + 2) / (self._expected + 2)
+
+    def add(self, expected: float, accepted: int) -> None:
+        self._expected = 0.8 * self._expected + expected
+        self._accepted = 0.8 * self._accepted + accepted
+
+    def rest(self) -> None:
+        """A step later: what was once refused may be right by now."""
+        self._expected *= 0.99
+        self._accepted *= 0.99
+
+
+class SequenceDrafts:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, sequence: Running, corpus: Corpus) -> None:
+        """Made when the first token of the answer was sampled."""
+        self.trust = Trust()
+        self._sequence = sequence
+        self._corpus = corpus
+        self._lineage = sequence.prompt.lineage
+        self._context = NgramIndex()
+        self._context.begin(sequence.tokens[: sequence.prompt_length])
+        self._indexed = 0
+        """How many sampled tokens are in it."""
+        prediction = np.array(sequence.prompt.prediction, np.int32)
+        self._prediction = NgramIndex()
+        self._prediction.begin(prediction)
+        path = corpus.path(self._lineage, sequence.prompt.tokens, PATH_TOKENS)
+        self._expected = [_Expected(DraftSource.PATH, path), _Expected(DraftSource.PREDICTION, prediction)]
+
+    def propose(self, limit: int) -> Iterator[Draft]:
+        """What may come next, at most `limit` tokens each."""
+        sequence = self._sequence
+        self._take_in()
+        if forced := sequence.sampler.forced_tokens(limit):
+            yield Draft(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced), (1.0,) * len(forced))
+            return
+        answer = sequence.tokens[sequence.prompt_length :]
+        for expected in self._expected:
+            if len(tokens := expected.after(answer, limit)):
+                yield Draft(tokens, expected.source, min(len(answer), MAX_MATCH), (1.0,) * len(tokens))
+                return
+        yield from self._found(sequence.tokens[-MAX_MATCH:], limit)
+
+    def _found(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
+        for source, index in ((DraftSource.PREDICTION, self._prediction), (DraftSource.CONTEXT, self._context)):
+            found = index.find(latest, limit) if len(index) else None
+            if found is not None:
+                yield Draft(found.tokens, source, found.matched, found.agreement)
+                if found.matched >= _SURE:
+                    return
+        found = self._corpus.find(self._lineage, latest, limit)
+        if found is not None:
+            yield Draft(found.tokens, DraftSource.CORPUS, found.matched, found.agreement)
+
+    def _take_in(self) -> None:
+        """What was sampled since the last time."""
+        sequence = self._sequence
+        if fresh := sequence.sampled_count - self._indexed:
+            self._context.extend(sequence.tokens[sequence.answer_end - fresh : sequence.answer_end])
+            self._indexed += fresh
+
+
+class _Expected:
+    """What an answer is expected to be from its first token on, as long as it is."""
+
+    def __init__(self, source: DraftSource, tokens: TokenArray) -> None:
+        self.source = source
+        self._tokens = tokens
+        self._met = 0
+        """Tokens of the answer that were as expected."""
+
+    def after(self, answer: TokenArray, limit: int) -> TokenArray:
+        """What comes next; nothing once it was not as expected."""
+        expected = self._tokens[self._met : len(answer)]
+        if common_prefix(expected, answer[self._met :]) < len(answer) - self._met:
+            self._tokens = self._tokens[:0]
+        self._met = len(answer)
+        return self._tokens[self._met : self._met + limit]

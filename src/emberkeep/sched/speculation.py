@@ -1,0 +1,200 @@
+"""Speculation: tokens that are evaluated before they are sampled, because they are likely to be.
+
+A draft is evaluated in the same step as the token before it, and each of its tokens is accepted only if the
+sequence's own sampler draws it: text is that of plain decoding, whatever is drafted. A step with more rows takes
+longer, so as many tokens are drafted as make the most of it: by what steps take on this machine, and by how often
+drafts of the same kind were accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
+from emberkeep.sched.sequence import Sequence as Running
+from emberkeep.types import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
+
+log = logging.getLogger("emberkeep.sched")
+
+Seconds = Callable[[int, int], float]
+"""What a step takes, by its rows and by how many tokens attention looks at."""
+
+_WORTH = 1.03
+"""By so much more tokens per second at least: what was measured is not exact, and drafting takes time, too."""
+_CERTAIN = 0.995
+_REMEMBERED = 256.0
+"""Drafted tokens of one kind that count: what is older counts half as much."""
+_PRIOR = 8.0
+"""Tokens that what is assumed at first counts as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A draft as it is evaluated, with how likely each of its tokens was taken to be, given those before it."""
+
+    draft: Draft
+    count: int
+    chances: Sequence[float]
+
+
+class Speculation:
+    """Belongs to the engine's thread; `stats` may be called from any."""
+
+    def __init__(self, corpus: Corpus, seconds: Seconds, *, most: int, outputs: int, reason: str = "") -> None:
+        """`most`: drafted tokens per sequence and step. `outputs`: rows with logits that a step may have.
+        `reason`: why nothing is drafted; empty: it is."""
+        self._corpus = corpus
+        self._seconds = seconds
+        self._most = most
+        self._outputs = outputs
+        self._reason = reason
+        self._rates: defaultdict[tuple[DraftSource, int], _Rate] = defaultdict(_Rate)
+        self._tallies: dict[DraftSource, _Tally] = {}
+        self._steps = 0
+
+    def draft(self, decoding: Sequence[Running], *, beside: int, room: int) -> dict[Running, Chosen]:
+        """What each of these sequences evaluates besides its latest token, in a step that has `beside` other rows
+        and `room` for more. Never raises."""
+        if self._reason or not decoding or room < 1:
+            return {}
+        drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
+        if not drafts:
+            return {}
+        room = min(room, self._outputs - len(decoding) - beside)
+        depth = sum(s.computed for s in decoding)
+        counts = self._share(drafts, len(decoding), beside, depth, room)
+        kept = {s: Chosen(drafts[s].draft, count, drafts[s].chances[:count]) for s, count in counts.items()}
+        self._steps += bool(kept)
+        return kept
+
+    def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
+        """A draft was evaluated, and so many of its tokens were accepted."""
+        tried = min(accepted + 1, chosen.count)
+        source, matched = chosen.draft.source, chosen.draft.matched
+        for place in range(tried):
+            self._rates[source, _kind(matched, place)].add(place < accepted)
+        if sequence.drafts is not None:
+            sequence.drafts.trust.add(sum(chosen.chances[:tried]), accepted)
+        self._tallies.setdefault(source, _Tally()).add(chosen.count, accepted)
+
+    def stats(self) -> SpeculationStats:
+        sources = {source.value: tally.stats() for source, tally in list(self._tallies.items())}
+        return SpeculationStats(
+            enabled=not self._reason,
+            reason=self._reason,
+            steps=self._steps,
+            drafted_tokens=sum(each.drafted_tokens for each in sources.values()),
+            accepted_tokens=sum(each.accepted_tokens for each in sources.values()),
+            sources=sources,
+        )
+
+    def _propose(self, sequence: Running, room: int) -> Chosen | None:
+        """The best draft for a sequence, as long as it can be."""
+        limit = min(self._most, room, sequence.max_new - sequence.sampled_count - 1)
+        if limit < 1 or sequence.request.speculation is False or not sequence.sampled_count:
+            return None
+        try:
+            if sequence.drafts is None:
+                sequence.drafts = SequenceDrafts(sequence, self._corpus)
+            trust = sequence.drafts.trust
+            trust.rest()
+            options = [self._weighed(draft, trust.factor) for draft in sequence.drafts.propose(limit)]
+        except Exception:
+            log.exception("nothing could be drafted for a request")
+            return None
+        return max(options, key=_expected, default=None)
+
+    def _weighed(self, draft: Draft, trust: float) -> Chosen:
+        chances, before = [], draft.agreement[0]
+        for place, agreement in enumerate(draft.agreement):
+            rate = self._rates[draft.source, _kind(draft.matched, place)]
+            usual = rate.value(_assumed(draft.source, draft.matched))
+            chances.append(min(usual * trust * agreement / before, _CERTAIN))
+            before = agreement
+        return Chosen(draft, len(chances), chances)
+
+    def _share(
+        self, drafts: dict[Running, Chosen], decoding: int, beside: int, depth: int, room: int
+    ) -> dict[Running, int]:
+        """How many tokens of each draft are evaluated: the likeliest ones, as long as more tokens per second come
+        out of it."""
+        likely = sorted(
+            ((chance, s) for s, chosen in drafts.items() for chance in _together(chosen.chances)),
+            key=lambda each: -each[0],
+        )
+        alone = self._seconds(beside, depth) if beside else 0.0
+        expected, base = float(decoding), beside + decoding
+        best, best_rate = 0, _WORTH * expected / max(self._seconds(base, depth) - alone, 1e-9)
+        for count, (chance, _) in enumerate(likely[:room], 1):
+            expected += chance
+            rate = expected / max(self._seconds(base + count, depth) - alone, 1e-9)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        counts: dict[Running, int] = defaultdict(int)
+        for _, sequence in likely[:best]:
+            counts[sequence] += 1
+        return counts
+
+
+@dataclass(slots=True)
+class _Rate:
+    """How often tokens of one kind of draft were accepted."""
+
+    tried: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, is_accepted: bool) -> None:
+        if self.tried >= _REMEMBERED:
+            self.tried, self.accepted = self.tried / 2, self.accepted / 2
+        self.tried += 1
+        self.accepted += is_accepted
+
+    def value(self, assumed: float) -> float:
+        return (self.accepted + _PRIOR * assumed) / (self.tried + _PRIOR)
+
+
+@dataclass(slots=True)
+class _Tally:
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * LENGTH_BUCKETS)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.lengths[min(accepted, LENGTH_BUCKETS - 1)] += 1
+
+    def stats(self) -> SourceStats:
+        return SourceStats(self.drafts, self.drafted, self.accepted, tuple(self.lengths))
+
+
+def _kind(matched: int, place: int) -> int:
+    """Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
+    return 2 * matched.bit_length() + (place > 0)
+
+
+_ASSUMED = {DraftSource.GRAMMAR: 0.95, DraftSource.PATH: 0.9, DraftSource.PREDICTION: 0.8, DraftSource.MODEL: 0.7}
+
+
+def _assumed(source: DraftSource, matched: int) -> float:
+    """Before anything was measured."""
+    return _ASSUMED.get(source, 1 - 1 / (1 + 0.5 * matched))
+
+
+def _together(chances: Sequence[float]) -> list[float]:
+    """How likely it is that each token is accepted with all those before it."""
+    all_before, product = [], 1.0
+    for chance in chances:
+        product *= chance
+        all_before.append(product)
+    return all_before
+
+
+def _expected(chosen: Chosen) -> float:
+    """Tokens that are accepted."""
+    return sum(_together(chosen.chances))

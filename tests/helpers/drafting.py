@@ -1,0 +1,56 @@
+"""Corpora that draft what they are told to draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from emberkeep.kv.ngram_index import Continuation
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import Lineage
+
+Drafts = Callable[[list[int], int], list[int]]
+"""From the latest tokens (at most 32) and the most that may be drafted."""
+
+
+class ToldCorpus:
+    """Says of all its drafts that they have matched for long, so that they are tried."""
+
+    def __init__(self, drafts: Drafts = lambda latest, limit: [], path: list[int] | None = None) -> None:
+        self._drafts = drafts
+        self._path = path or []
+        self.asked = 0
+
+    def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
+        self.asked += 1
+        tokens = self._drafts(context.tolist(), limit)[:limit]
+        return Continuation(np.array(tokens, np.int32), 32, (0.99,) * len(tokens)) if tokens else None
+
+    def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
+        return np.array(self._path[:limit], np.int32)
+
+
+def knows(text: list[int]) -> Drafts:
+    """What really follows, wherever the latest tokens stand in `text`."""
+
+    def drafts(latest: list[int], limit: int) -> list[int]:
+        for length in (8, 4, 2):
+            suffix = latest[-length:]
+            for end in range(length, len(text)):
+                if text[end - length : end] == suffix:
+                    return text[end : end + limit]
+        return []
+
+    return drafts
+
+
+def wrong_at(text: list[int], place: int, by: int = 1) -> Drafts:
+    """Right up to a token of each draft."""
+    right = knows(text)
+
+    def drafts(latest: list[int], limit: int) -> list[int]:
+        tokens = right(latest, limit)
+        return [token + by * (i == place) for i, token in enumerate(tokens)]
+
+    return drafts

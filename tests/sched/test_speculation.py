@@ -1,0 +1,224 @@
+"""Whatever is drafted, an answer is the one of plain decoding, and so is the state that it leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from emberkeep.engine.base import KvUnit, Logits
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.types import Sampling
+from helpers.drafting import ToldCorpus, knows, wrong_at
+from helpers.engines import RecordingEngine
+from helpers.scheduling import CLOSING, Recorder, Rig
+
+PROMPT = [53 + i % 61 for i in range(70)]
+LONG = 60
+
+
+def answer_of(prompt=PROMPT, corpus=None, engine=None, **more) -> Recorder:
+    with Rig(engine=engine, corpus=corpus) as rig:
+        return rig.run(prompt, max_new=LONG, **more)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    """Long enough that there is something to draft."""
+    answer = answer_of().answer
+    assert len(answer) > 20
+    return answer
+
+
+BAD = {
+    "right": lambda text: knows(text),
+    "wrong at once": lambda text: wrong_at(text, 0),
+    "wrong in the middle": lambda text: wrong_at(text, 3),
+    "always the same": lambda text: lambda latest, limit: [65] * limit,
+    "what was just said": lambda text: lambda latest, limit: latest[-limit:],
+    "the end of the turn": lambda text: lambda latest, limit: [FakeEngine().vocab.eos] * limit,
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_greedy_text_is_that_of_plain_decoding(plain, kind):
+    corpus = ToldCorpus(BAD[kind](PROMPT + plain))
+    spoken = answer_of(corpus=corpus)
+    assert spoken.answer == plain
+    assert corpus.asked
+
+
+def test_right_drafts_save_steps(plain):
+    engine = RecordingEngine(cells=1 << 15)
+    spoken = answer_of(corpus=ToldCorpus(knows(PROMPT + plain)), engine=engine)
+    decodes = [shape for batch in engine.shapes for shape in batch if shape[1] >= len(PROMPT) - 1]
+    assert len(decodes) < len(plain) / 3
+    assert spoken.ending.accepted_tokens == spoken.ending.drafted_tokens > len(plain) / 2
+
+
+def test_a_stored_path_is_drafted_from_the_first_token_on(plain):
+    spoken = answer_of(corpus=ToldCorpus(path=plain))
+    assert spoken.answer == plain
+    assert spoken.ending.accepted_tokens > len(plain) / 2
+
+
+def test_a_prediction_is_drafted_and_found_again_after_a_difference(plain):
+    prediction = (*plain[:5], 33, *plain[6:])
+    spoken = answer_of(corpus=ToldCorpus(), prediction=prediction)
+    assert spoken.answer == plain
+    assert spoken.ending.accepted_tokens > len(plain) / 2
+
+
+def test_a_request_may_do_without(plain):
+    spoken = answer_of(corpus=ToldCorpus(knows(PROMPT + plain)), speculation=False)
+    assert spoken.answer == plain
+    assert spoken.ending.drafted_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong in the middle", "what was just said"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, seed=7),
+        Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, seed=11),
+        Sampling(temperature=1.3, typical_p=0.8, seed=3, logit_bias={70: 4.0, 71: -100.0}),
+        Sampling(temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4),
+    ],
+)
+def test_a_seed_gives_the_text_that_it_gives_without(kind, sampling):
+    plain = answer_of(sampling=sampling).answer
+    spoken = answer_of(sampling=sampling, corpus=ToldCorpus(BAD[kind](PROMPT + plain)), top_logprobs=2)
+    without = answer_of(sampling=sampling, top_logprobs=2)
+    assert spoken.answer == plain == without.answer
+    assert spoken.logprobs == without.logprobs
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong in the middle"])
+@pytest.mark.parametrize("length", range(1, 12))
+def test_a_stop_inside_a_draft_leaves_the_same_state_as_without(plain, kind, length):
+    """What comes after the stop was evaluated, and is gone."""
+    states = []
+    for corpus in (None, ToldCorpus(BAD[kind](PROMPT + plain))):
+        with Rig(corpus=corpus) as rig:
+            stops = Recorder(stop_at=lambda tokens: length - 1 if len(tokens) >= length else None)
+            assert rig.run(PROMPT, stops, max_new=LONG).tokens == plain[:length]
+            (idle,) = rig.scheduler._slots.idle
+            states.append((idle.tokens[:].tolist(), idle.computed, bytes(exported(rig, idle))))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("most", range(1, 20))
+def test_no_more_than_asked_for_is_sampled(plain, most):
+    with Rig(corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
+        assert rig.run(PROMPT, max_new=most).answer == plain[:most]
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_the_next_turn_reuses_all_of_it(plain, kind, tmp_path):
+    """From the engine, and from disk in another process."""
+    corpus = ToldCorpus(BAD[kind](PROMPT + plain))
+    more = [*PROMPT, *plain, *CLOSING, *range(40, 60)]
+    with Rig(tmp_path, corpus=corpus) as rig:
+        rig.run(PROMPT, max_new=len(plain))
+        hot = rig.run(more, max_new=8)
+        assert hot.lookup.hot_tokens >= len(PROMPT) + len(plain)
+    with Rig(tmp_path, corpus=ToldCorpus(lambda latest, limit: [66] * limit)) as rig:
+        cold = rig.run(more, max_new=8)
+        assert cold.lookup.cold_tokens >= len(PROMPT) + len(plain)
+    assert cold.answer == hot.answer == answer_of(more).answer[:8]
+
+
+def test_sequences_with_and_without_drafts_share_a_step(plain):
+    others = [[90 - i % 37 for i in range(length)] for length in (30, 45)]
+    alone = [answer_of(prompt).answer for prompt in others]
+    with Rig(engine=FakeEngine(cells=1 << 15), corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
+        running = [rig.start(prompt, max_new=LONG) for prompt in (PROMPT, *others)]
+        running.append(rig.start([*PROMPT[:-1], 99], max_new=LONG, speculation=False))
+        assert [each.answer for each in running[:3]] == [plain, *alone]
+
+
+def test_a_step_that_has_no_room_for_drafts_is_taken_without(plain):
+    cells = len(PROMPT) + LONG + len(CLOSING)
+    engine = FakeEngine(cells=cells, context=cells)
+    with Rig(engine=engine, corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
+        assert rig.run(PROMPT, max_new=LONG).answer == plain
+
+
+@pytest.mark.parametrize("unit", [KvUnit.SNAPSHOT, KvUnit.BOTH])
+def test_models_with_snapshots_do_without_and_say_so(unit):
+    corpus = ToldCorpus(lambda latest, limit: [65] * limit)
+    with Rig(engine=FakeEngine(kv_unit=unit), corpus=corpus) as rig:
+        assert rig.run(PROMPT, max_new=LONG).ending.drafted_tokens == 0
+        stats = rig.scheduler.speculation_stats()
+    assert not stats.enabled
+    assert "cannot go back" in stats.reason
+    assert not corpus.asked
+
+
+def test_an_error_while_drafting_harms_no_answer(plain):
+    def fails(latest: list[int], limit: int) -> list[int]:
+        raise RuntimeError("injected")
+
+    assert answer_of(corpus=ToldCorpus(fails)).answer == plain
+
+
+def test_figures_say_what_was_drafted_by_whom_and_how_much_of_it_was_right(plain):
+    with Rig(corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
+        ending = rig.run(PROMPT, max_new=LONG).ending
+        stats = rig.scheduler.speculation_stats()
+    assert stats.enabled
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (ending.drafted_tokens, ending.accepted_tokens)
+    corpus = stats.sources["corpus"]
+    assert sum(corpus.accepted_lengths) == corpus.drafts > 0
+    assert corpus.accepted_tokens > 0
+
+
+def exported(rig: Rig, idle) -> memoryview:
+    (payload,) = rig.engine.export_kv(idle.slot, (0, idle.computed))
+    return payload
+
+
+class BiasedEngine(FakeEngine):
+    """Six tokens, always with the same probabilities: what is drawn can be counted."""
+
+    SHARES = np.array([0.4, 0.3, 0.15, 0.1, 0.04, 0.01])
+
+    def __init__(self) -> None:
+        super().__init__(cells=1 << 12, context=1 << 12)
+        self._logits = np.full(self.vocab.size, -np.inf, np.float32)
+        self._logits[65:71] = np.log(self.SHARES)
+
+    def logits(self, index: int, row: int = 0) -> Logits:
+        return self._logits
+
+
+DRAWS = 20_000
+"""With each of five drafters: 100,000."""
+
+DRAFTERS = {
+    "good": lambda latest, limit: [65] * limit,
+    "bad": lambda latest, limit: [70] * limit,
+    "impossible": lambda latest, limit: [80] * limit,
+    "what was drawn last": lambda latest, limit: latest[-1:] * limit,
+    "what was not drawn for longest": lambda latest, limit: [min(range(65, 71), key=latest[::-1].count)] * limit,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_draws_have_the_distribution_of_the_model(kind):
+    drawn: Counter[int] = Counter()
+    with Rig(engine=BiasedEngine(), corpus=ToldCorpus(DRAFTERS[kind])) as rig:
+        for seed in range(DRAWS // 2000):
+            recorder = rig.run(
+                PROMPT, max_new=2000, sampling=Sampling(1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+            )
+            drawn.update(recorder.answer)
+        stats = rig.scheduler.speculation_stats()
+    assert stats.drafted_tokens > DRAWS // 4
+    total = sum(drawn.values())
+    assert total == DRAWS
+    expected = total * BiasedEngine.SHARES
+    squares = sum((drawn[65 + i] - expected[i]) ** 2 / expected[i] for i in range(6))
+    assert squares < 20.5, "less likely than 1 in 1000 with 5 degrees of freedom"
