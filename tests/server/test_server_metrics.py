@@ -26,10 +26,12 @@ from emberkeep.types import (
     Json,
     MissReason,
     Request,
+    Sampling,
     SourceStats,
     SpeculationStats,
     TextDelta,
 )
+from helpers.events import text_of
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, Step, running
 
@@ -46,6 +48,8 @@ LEFT_OUT = (
     r"memory\.(oldest|newest)",  # times
     r"model",  # a label of emberkeep_info
     r"recent_lookups.*",  # single requests
+    r"speculation\.(enabled|reason|(drafted|accepted)_tokens)",  # a setting, a text, and sums of those by source
+    r"speculation\.sources\.\w+\.(acceptance|accepted_lengths)",  # a quotient, and a histogram of its own
     r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see server/metrics.RequestMetrics
     r"store\.(folder|cold\.last_error)",  # texts
 )
@@ -256,7 +260,9 @@ def stats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Json]:
     backend = fake_backend(config)
 
     async def answer() -> dict[str, Json]:
-        async for _ in backend.generate(Request(prompt="hello", max_tokens=3)):
+        asked = Request(prompt="hello", max_tokens=8, sampling=Sampling(temperature=0.0))
+        text = text_of([event async for event in backend.generate(asked)])
+        async for _ in backend.generate(replace(asked, prediction=text)):
             pass
         told = backend.stats()
         await backend.close()
