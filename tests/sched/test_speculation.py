@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from emberkeep.chat.grammar import Grammars
 from emberkeep.engine.base import KvUnit, Logits
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types import Sampling
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import JsonFormat, Request, Sampling
 from helpers.drafting import ToldCorpus, knows, wrong_at
 from helpers.engines import RecordingEngine
-from helpers.scheduling import CLOSING, Recorder, Rig
+from helpers.scheduling import CLOSING, GREEDY, Recorder, Rig
 
 PROMPT = [53 + i % 61 for i in range(70)]
 LONG = 60
@@ -222,3 +227,62 @@ def test_draws_have_the_distribution_of_the_model(kind):
     expected = total * BiasedEngine.SHARES
     squares = sum((drawn[65 + i] - expected[i]) ** 2 / expected[i] for i in range(6))
     assert squares < 20.5, "less likely than 1 in 1000 with 5 degrees of freedom"
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "first_name": {"enum": ["Ada", "Adele", "Alan"]},
+        "kind": {"enum": ["ab", "abc", "b"]},
+        "known": {"type": "boolean"},
+        "several": {"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 3},
+    },
+    "required": ["first_name", "kind", "known", "several"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def constraint():
+    found = Grammars(FakeEngine().vocab).constraint_for(Request(prompt="x", format=JsonFormat(schema=SCHEMA)))
+    assert found is not None
+    return found
+
+
+def test_what_a_schema_forces_is_taken_without_steps_of_its_own(constraint):
+    engine = RecordingEngine(cells=1 << 15)
+    with Rig(engine=engine, corpus=ToldCorpus()) as rig:
+        written = written_by(rig, Sampler(GREEDY, constraint.matcher()))
+        stats = rig.scheduler.speculation_stats()
+    assert set(json.loads(written)) == set(SCHEMA["required"])
+    assert stats.sources["grammar"].acceptance > 0.5
+    assert stats.sources["grammar"].accepted_tokens > len(written) / 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["what was just said", "always the same", "nothing"]))
+def test_with_grammar_penalties_and_stop_text_is_that_of_plain_decoding(constraint, data, kind):
+    sampling = Sampling(
+        temperature=data.draw(st.sampled_from([0.0, 0.7, 1.5])),
+        top_k=data.draw(st.sampled_from([0, 5, 40])),
+        top_p=data.draw(st.sampled_from([0.8, 1.0])),
+        repetition_penalty=data.draw(st.sampled_from([1.0, 1.4])),
+        frequency_penalty=data.draw(st.sampled_from([0.0, 0.6])),
+        seed=data.draw(st.integers(0, 1000)),
+        logit_bias=data.draw(st.sampled_from([{}, {97: 3.0}])),
+    )
+    stop = data.draw(st.sampled_from([None, 3, 10, 25]))
+    drafts = BAD[kind]([]) if kind in BAD else lambda latest, limit: []
+    texts = []
+    for corpus in (None, ToldCorpus(drafts)):
+        with Rig(corpus=corpus) as rig:
+            texts.append(written_by(rig, Sampler(sampling, constraint.matcher()), stop))
+    assert texts[0] == texts[1]
+
+
+def written_by(rig: Rig, sampler: Sampler, stop: int | None = None) -> str:
+    recorder = Recorder(stop_at=lambda tokens: stop - 1 if stop and len(tokens) >= stop else None)
+    sequence = rig.sequence(PROMPT, recorder, max_new=150)
+    sequence.sampler = sampler
+    rig.scheduler.submit(sequence)
+    return b"".join(rig.engine.vocab.pieces[token] for token in recorder.answer).decode()

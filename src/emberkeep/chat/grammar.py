@@ -63,7 +63,7 @@ class Grammars:
         with self._lock:
             known = self._compiled.get(grammar)
             if known is None:
-                known = Constraint(self._vocab, self._matcher(grammar, param), param)
+                known = Constraint(self._vocab, self._lltokenizer(), self._matcher(grammar, param), param)
                 self._compiled[grammar] = known
                 if len(self._compiled) > _REMEMBERED:
                     self._compiled.popitem(last=False)
@@ -73,7 +73,7 @@ class Grammars:
     def _matcher(self, grammar: str, param: str) -> llguidance.LLMatcher:
         """Runs the compiler in a thread that is left to itself when it takes too long (its memory and steps
         are limited, so it does end)."""
-        tokenizer = self._tokenizer = self._tokenizer or _lltokenizer(self._vocab)
+        tokenizer = self._lltokenizer()
         limits = llguidance.LLParserLimits(verbose_errors=False)
         done: list[llguidance.LLMatcher] = []
 
@@ -90,25 +90,40 @@ class Grammars:
             raise InvalidField(param, f"the schema cannot be used ({reason}): change or remove that part.")
         return done[0]
 
+    def _lltokenizer(self) -> llguidance.LLTokenizer:
+        self._tokenizer = self._tokenizer or _lltokenizer(self._vocab)
+        return self._tokenizer
+
 
 class Constraint:
     """A compiled grammar. Immutable; safe to use from several threads."""
 
-    def __init__(self, vocab: Vocab, compiled: llguidance.LLMatcher, param: str) -> None:
+    def __init__(
+        self, vocab: Vocab, tokenizer: llguidance.LLTokenizer, compiled: llguidance.LLMatcher, param: str
+    ) -> None:
         self._vocab = vocab
+        self._tokenizer = tokenizer
         self._compiled = compiled
         self._param = param
 
     def matcher(self, reasoning: Reasoning | None = None) -> Matcher:
         """At the beginning of an answer; behind `reasoning`, when the prompt has opened such a block."""
-        return Matcher(self._vocab, self._compiled.deep_copy(), self._param, reasoning)
+        return Matcher(self._vocab, self._tokenizer, self._compiled.deep_copy(), self._param, reasoning)
 
 
 class Matcher:
     """Follows one answer, token by token. Not thread-safe."""
 
-    def __init__(self, vocab: Vocab, state: llguidance.LLMatcher, param: str, reasoning: Reasoning | None) -> None:
+    def __init__(
+        self,
+        vocab: Vocab,
+        tokenizer: llguidance.LLTokenizer,
+        state: llguidance.LLMatcher,
+        param: str,
+        reasoning: Reasoning | None,
+    ) -> None:
         self._pieces = vocab.pieces
+        self._tokenizer = tokenizer
         self._param = param
         self._state = state
         self._bits = np.zeros((vocab.size + 31) // 32, dtype=np.uint32)
@@ -140,10 +155,14 @@ class Matcher:
         self._check()
 
     def forced(self) -> list[int]:
-        """The tokens that the tokenizer would make of what must come next."""
-        if self._free_until:
+        """The tokens that the tokenizer would make of what must come next, whatever may come after it."""
+        if self._free_until or not (text := self._state.compute_ff_bytes()):
             return []
-        return list(self._state.compute_ff_tokens())
+        return list(self._tokenizer.tokenize_bytes(text))
+
+    def count_allowed(self, tokens: list[int]) -> int:
+        """How many of these may follow, one after the other."""
+        return len(tokens) if self._free_until else int(self._state.validate_tokens(tokens))
 
     def _read_freely(self, token: int) -> None:
         self._tail += self._pieces[token]

@@ -8,7 +8,7 @@ of the same user.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -96,8 +96,13 @@ class SequenceDrafts:
 
     def propose(self, limit: int) -> Iterator[Draft]:
         """What may come next, at most `limit` tokens each."""
-        sequence = self._sequence
         self._take_in()
+        for draft in self._sources(limit):
+            if count := self._sequence.sampler.count_allowed(draft.tokens):
+                yield replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count])
+
+    def _sources(self, limit: int) -> Iterator[Draft]:
+        sequence = self._sequence
         if forced := sequence.sampler.forced_tokens(limit):
             yield Draft(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced), (1.0,) * len(forced))
             return

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Sampling, TokenLogprob
 
 Floats = npt.NDArray[np.float32]
@@ -34,6 +35,9 @@ class Matcher(Protocol):
 
     def forced(self) -> list[int]:
         """The tokens of what must come next, if there is only one way to go on; mostly none."""
+
+    def count_allowed(self, tokens: list[int]) -> int:
+        """How many of these may follow, one after the other."""
 
 
 class Sampler:
@@ -73,6 +77,10 @@ class Sampler:
     def forced_tokens(self, limit: int) -> list[int]:
         """What a grammar leaves no choice about; it may be written in other tokens all the same."""
         return self._matcher.forced()[:limit] if self._matcher else []
+
+    def count_allowed(self, tokens: TokenArray) -> int:
+        """How many of these tokens a grammar lets follow."""
+        return self._matcher.count_allowed(tokens.tolist()) if self._matcher else len(tokens)
 
     def _adjust(self, logits: Floats) -> Floats:
         mask = self._matcher.mask() if self._matcher else None
