@@ -6,6 +6,7 @@ requests look at a few dozen candidates, so the vocabulary is cut down before an
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
@@ -23,6 +24,11 @@ _GREEDY_BELOW = 1e-6
 """Temperatures that differ from 0 in nothing but overflowing."""
 _WINDOWS = (4.0, 8.0, 16.0, 32.0)
 """Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
+
+
+_FORBIDDEN = np.float32(-np.inf)
+_BLOCK = 64
+"""Of so many logits the highest is taken first, to find the highest of all."""
 
 
 class Matcher(Protocol):
@@ -86,13 +92,14 @@ class Sampler:
         mask = self._matcher.mask() if self._matcher else None
         if mask is None and not len(self._bias) and not self._counts:
             return logits
-        logits = logits.copy()
-        logits[self._bias_ids] += self._bias
-        if self._counts:
-            self._penalise(logits)
+        if len(self._bias) or self._counts:
+            logits = logits.copy()
+            logits[self._bias_ids] += self._bias
+            if self._counts:
+                self._penalise(logits)
         if mask is not None:
-            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits)]
-            logits[allowed == 0] = -np.inf
+            allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little").view(bool)
+            logits = np.where(allowed, logits, _FORBIDDEN)
         return logits
 
     def _penalise(self, logits: Floats) -> None:
@@ -107,18 +114,27 @@ class Sampler:
         settings = self._settings
         if settings.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
-        ids = _top_k(logits, settings.top_k) if settings.top_k > 0 else np.flatnonzero(logits > -np.inf)
-        if settings.typical_p < 1:
-            ids = ids[_typical(logits[ids], settings.typical_p)]
-        if settings.top_p < 1:
-            ids = ids[_nucleus(logits[ids], settings.top_p)]
-        kept = logits[ids]
-        if settings.min_p > 0:
-            likely = kept >= kept.max() + np.log(settings.min_p)
-            ids, kept = ids[likely], kept[likely]
-        cumulative = np.cumsum(_softmax(kept / np.float32(settings.temperature)))
+        ids, kept = self._candidates(logits)
+        cumulative = np.cumsum(_weights(kept / np.float32(settings.temperature)))
         drawn = self._random.random() * cumulative[-1]
-        return int(ids[min(np.searchsorted(cumulative, drawn, side="right"), len(ids) - 1)])
+        index = min(int(np.searchsorted(cumulative, drawn, side="right")), len(kept) - 1)
+        return index if ids is None else int(ids[index])
+
+    def _candidates(self, logits: Floats) -> tuple[Ints | None, Floats]:
+        """What may be drawn: ids and logits. No ids: it is the whole vocabulary."""
+        settings = self._settings
+        ids, kept = None, logits
+        if settings.top_k > 0:
+            ids = _top_k(logits, settings.top_k)
+            kept = logits[ids]
+        for cut, mass in ((_typical, settings.typical_p), (_nucleus, settings.top_p)):
+            if mass < 1:
+                chosen = cut(kept, mass)
+                ids, kept = chosen if ids is None else ids[chosen], kept[chosen]
+        if settings.min_p > 0:
+            likely = np.flatnonzero(kept >= kept.max() + math.log(settings.min_p))
+            ids, kept = likely if ids is None else ids[likely], kept[likely]
+        return ids, kept
 
 
 def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> TokenLogprob:
@@ -134,22 +150,27 @@ def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> T
 
 def _top_k(logits: Floats, count: int) -> Ints:
     """Ids of the `count` highest logits, highest first."""
-    for ids in _growing_windows(logits):
-        if len(ids) >= count:
-            return _sorted(logits, ids)[:count]
-    return _sorted(logits, np.flatnonzero(logits > -np.inf))[:count]
+    width = len(logits) // _BLOCK
+    lowest = -np.inf
+    if width > count:
+        # As many blocks as are asked for have one that is at least as high as this, and few have more.
+        highest = logits[: width * _BLOCK].reshape(_BLOCK, width).max(axis=0)
+        lowest = np.partition(highest, width - count)[width - count]
+    ids = np.flatnonzero(logits >= lowest if lowest > -np.inf else logits > -np.inf)
+    return _sorted(logits, ids)[:count]
 
 
 def _nucleus(logits: Floats, mass: float) -> Ints:
     """Indices of the fewest tokens whose probabilities add up to `mass`, highest first."""
-    p = _softmax(logits)
+    weights = _weights(logits)
+    mass = mass * float(weights.sum())
     for ids in _growing_windows(logits):
-        if p[ids].sum() >= mass:
+        if weights[ids].sum() >= mass:
             break
     else:
         ids = np.arange(len(logits))
     ids = _sorted(logits, ids)
-    return ids[: int(np.searchsorted(np.cumsum(p[ids]), mass)) + 1]
+    return ids[: int(np.searchsorted(np.cumsum(weights[ids]), mass)) + 1]
 
 
 def _growing_windows(logits: Floats) -> Iterator[Ints]:
@@ -164,14 +185,15 @@ def _sorted(logits: Floats, ids: Ints) -> Ints:
 
 def _typical(logits: Floats, mass: float) -> Ints:
     """Indices, in their old order, of the locally typical set that holds `mass`."""
-    p = _softmax(logits)
+    p = _weights(logits)
+    p /= p.sum()
     surprise = -np.log(np.maximum(p, 1e-30))
     order = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
     count = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
     return np.sort(order[:count])
 
 
-def _softmax(logits: Floats) -> Floats:
-    weights = np.exp(logits - logits.max())
-    normalised: Floats = weights / weights.sum()
-    return normalised
+def _weights(logits: Floats) -> Floats:
+    """As probabilities are to each other."""
+    weights: Floats = logits - logits.max()
+    return np.exp(weights, out=weights)
