@@ -40,6 +40,7 @@ def assert_gone(folder: Path, canary: Canary, *stores: KvStore) -> None:
     for store in stores:
         assert traces_in(store, canary) == []
         assert load(store, canary.tokens, namespace=canary.namespace) == 0
+        assert store.corpus.find(Lineage(canary.namespace), canary.tokens[:-1], 1) is None
     assert found_in(folder, canary) == []
 
 

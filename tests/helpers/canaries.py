@@ -72,7 +72,9 @@ class Canary:
 
     def keep(self, store: KvStore, length: int) -> None:
         """What a request does that has computed so many tokens."""
-        tokens, cursor, before = self.tokens[:length], store.origin(Lineage(self.namespace)), -1
+        lineage, tokens, before = Lineage(self.namespace), self.tokens[:length], -1
+        cursor = store.origin(lineage)
+        store.corpus.path(lineage, tokens, 0)
         cell = len(self.payload) // TOKENS
         while before < (cursor := store.advance(cursor, tokens)).position < length:
             before = cursor.position
@@ -81,6 +83,7 @@ class Canary:
             part = self.payload[begin.position * cell : end * cell]
             cursor = store.insert(begin, tokens[begin.position : end], part, ((0, 3),), fork=False)
         store.turn_ended(self.label, cursor)
+        store.corpus.add(lineage, tokens, 0)
 
 
 def found_in(folder: Path, canary: Canary) -> list[str]:

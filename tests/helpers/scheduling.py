@@ -134,13 +134,13 @@ class Rig:
         files = ChunkFiles(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, Budgets(warm, cold), files)
         self.store.costs.evaluate = Unmeasured()
-        if corpus is not None:
-            self.store.corpus = corpus  # type: ignore[assignment]
         draft_max = 8 if corpus is not None else 0
         settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory, draft_max=draft_max)
         self.scheduler = Scheduler(self.engine, self.store, settings)
         # Rows that cost nothing: whatever may be drafted is.
         self.scheduler._speculation._seconds = lambda rows, depth: 1.0
+        if corpus is not None:
+            self.scheduler._speculation._corpus = corpus
 
     def __enter__(self) -> Rig:
         return self

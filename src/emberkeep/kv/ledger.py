@@ -77,6 +77,9 @@ class Ledger:
         self.unwritten: set[ChunkKey] = set()
         """In RAM only, because they were not worth writing when their turn came."""
         self._content: ContentIndex | None = None
+        self.on_delete: Callable[[Container[str]], None] = lambda owners: None
+        """Told whose chunks were removed, have expired or were lost: others may have removed those. Must be quick,
+        and must not call the store."""
 
     @property
     def disk_bytes(self) -> int:
@@ -249,6 +252,8 @@ class Ledger:
                 self.entries.remember(ghost_of(victim, reason))
             if victim.on_disk:
                 self.discard_file(victim.key, victim.bytes)
+        if reason in (MissReason.REMOVED, MissReason.EXPIRED):
+            self.on_delete({victim.lineage.owner for victim in gone})
         return gone
 
     def supersede(self, tail: Chunk) -> None:
@@ -271,7 +276,9 @@ class Ledger:
         if chunk not in self.tree:
             self._lose_orphan(chunk, is_there=is_there)
             return []
-        below = [victim for victim in self._take_out(chunk) if victim.on_disk and victim is not chunk]
+        gone = self._take_out(chunk)
+        self.on_delete({victim.lineage.owner for victim in gone})
+        below = [victim for victim in gone if victim.on_disk and victim is not chunk]
         for victim in below:
             self.orphans.add(_row_of(victim), is_lost=True)
         if chunk.on_disk and is_there:
@@ -292,6 +299,7 @@ class Ledger:
         be removed must not stay.
         """
         self.entries.forget(entry)
+        self.on_delete({entry.lineage.owner})  # also where nothing of it is left here
         gone: list[Chunk] = []
         for tail in entry.tails:
             chunk, used = self.tree.get(tail.chunk), tail.used

@@ -19,6 +19,7 @@ import numpy as np
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.content import Moved, to_pieces
+from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.disk_tier import DiskSettings, DiskTier, Forgetter
 from emberkeep.kv.entries import Entry
 from emberkeep.kv.forgotten import Whose
@@ -87,6 +88,8 @@ class KvStore:
         self._fits_engine = True
         self._fetches: dict[ChunkKey, Fetch] = {}
         self._forgetter = Forgetter(files, self.transact)
+        self.corpus = TokenCorpus(self.transact)
+        self._ledger.on_delete = self._forgetter.on_forget = self.corpus.forget
         self._disk: DiskTier | None = None
         if files is not None:
             try:
@@ -271,7 +274,14 @@ class KvStore:
     def on_forget(self, listener: Callable[[Container[str]], None]) -> None:
         """`listener` is told the owners that are forgotten, here or by another process, from any
         thread. It must be quick, and must not call the store."""
-        self._forgetter.on_forget = listener
+
+        def tell(owners: Container[str]) -> None:
+            try:
+                listener(owners)
+            finally:
+                self.corpus.forget(owners)  # last: until the listener is told, their turns may still add to it
+
+        self._forgetter.on_forget = tell
 
     def readahead(self, lineage: Lineage, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
         """Begin to read from disk what is probably stored for `text`; returns what it began to read.
@@ -424,6 +434,7 @@ class KvStore:
 
     def close(self) -> None:
         """Write what is left and let go of the folder. Nothing may be called afterwards."""
+        self.corpus.close()
         if self._disk:
             self._disk.close()
 
@@ -450,6 +461,7 @@ class KvStore:
                 "entries": len(ledger.entries),
                 "ghosts": len(ledger.entries.ghosts),
                 "evictions": counters.evictions(),
+                "corpus": self.corpus.stats(),
                 "warm": {
                     **asdict(ledger.ram.tally),
                     "budget": self._budgets.ram,

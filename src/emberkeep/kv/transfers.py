@@ -241,7 +241,7 @@ class Writer:
         }
 
     def _run(self) -> None:
-        _give_way()
+        give_way()
         while self._has_work():
             batch = self._next_batch()
             try:
@@ -334,7 +334,7 @@ def _with_payload(queue: list[tuple[Chunk, Chunk | None]]) -> list[tuple[Chunk, 
     return [item for item in queue if item[0].payload is not None]
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Let this thread give way to those that compute. On Linux a thread has a priority of its own."""
     if sys.platform == "linux":
         with suppress(OSError):

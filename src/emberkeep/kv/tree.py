@@ -359,18 +359,24 @@ def new_root(owner: str) -> Chunk:
 def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:
     """The deepest place at or below `cursor` whose path holds `tokens` (the whole prompt, from 0)."""
     best = cursor
+    for place in places_along(cursor, tokens):
+        if place.position > best.position:
+            best = place
+    return best
+
+
+def places_along(cursor: Cursor, tokens: TokenArray) -> Iterator[Cursor]:
+    """In each chunk at or below `cursor` whose path holds `tokens`, the last place that does."""
     todo = [cursor]
     while todo:
         chunk, used = (here := todo.pop()).chunk, here.used
         used += common_prefix(chunk.tokens[used:], tokens[here.position :])
-        if chunk.start + used > best.position:
-            best = cursor.moved(chunk, used)
+        yield cursor.moved(chunk, used)
         for take, by_first in chunk.branches.items():
             begin = chunk.start + take
             if here.used <= take <= used and begin < len(tokens):
                 group = by_first.get(int(tokens[begin]), ())
                 todo += (cursor.moved(child, 0) for child in group if cursor.sees(child))
-    return best
 
 
 def place_at(cursor: Cursor, position: int) -> Cursor:
