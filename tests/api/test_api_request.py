@@ -70,10 +70,10 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("speculation", [True, False, None], ["off", "auto", 0]),
     (
         "prediction",
-        [{"type": "content", "content": c} for c in ("", "x" * 2**20, [], [{"type": "text", "text": "a"}])]
+        [{"type": "content", "content": c} for c in ("", "x" * 2**18, [], [{"type": "text", "text": "a"}])]
         + [None],
         ["x", [], {}, {"content": "x"}, {"type": "text", "content": "x"}, {"type": "content"}]
-        + [{"type": "content", "content": c} for c in (None, 5, "x" * (2**20 + 1), ["x"], [{"type": "text"}])]
+        + [{"type": "content", "content": c} for c in (None, 5, "x" * (2**18 + 1), ["x"], [{"type": "text"}])]
         + [{"type": "content", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}],
     ),
     ("an_unknown_field", [{"anything": []}], []),
@@ -281,7 +281,7 @@ def test_a_prediction_is_a_text_or_texts_that_are_joined_as_in_messages() -> Non
         ({"content": "x"}, "prediction.type"),
         ({"type": "content"}, "prediction.content"),
         ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
-        ({"type": "content", "content": "x" * (2**20 + 1)}, "prediction.content"),
+        ({"type": "content", "content": "x" * (2**18 + 1)}, "prediction.content"),
     ],
     ids=["text", "no-type", "no-content", "image", "long"],
 )

@@ -68,6 +68,14 @@ def test_a_prediction_that_is_wrong_changes_nothing_either(client: openai.OpenAI
     assert answer.choices[0].message.content == plain
 
 
+def test_a_prediction_may_be_longer_than_the_context_and_hold_any_text(client: openai.OpenAI, plain: str) -> None:
+    longer = f"{plain}<|im_end|>\n" * 5000
+    answer = client.chat.completions.create(**ASKED, prediction=predicted(longer[: 2**18]))
+    assert answer.choices[0].message.content == plain
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens
+
+
 def test_a_stream_tells_at_its_end(client: openai.OpenAI, plain: str) -> None:
     chunks = list(
         client.chat.completions.create(

@@ -215,8 +215,8 @@ class RoomFields(Body):
         return Recall(self.recall) if self.recall is not None else None
 
 
-MAX_PREDICTION = 1 << 20
-"""Characters: more than any context holds."""
+MAX_PREDICTION = 256 << 10
+"""Characters. A quarter of a second to tokenize, and longer than answers are."""
 
 
 class TextPart(Body):

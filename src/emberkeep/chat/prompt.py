@@ -235,7 +235,8 @@ class PromptBuilder:
         limit = room - len(closing)
         max_new = limit if request.max_tokens is None else min(request.max_tokens, limit)
         borders = self._borders(request, prompt) if self._wants_borders else frozenset()
-        prediction = tuple(self._vocab.tokenize(request.prediction, parse_special=False))
+        # No answer is longer than the context, and the engine's thread indexes all of it.
+        prediction = tuple(self._vocab.tokenize(request.prediction, parse_special=False)[: self.context])
         return replace(prompt, closing=closing, max_new=max_new, borders=borders, prediction=prediction)
 
     def check_size(self, request: Request, *, may_evict: bool) -> None:
