@@ -172,6 +172,19 @@ def test_the_text_of_the_least_recently_used_owner_goes_first(store, monkeypatch
     assert eventually(lambda: draft(store.corpus, ALICE, LONG[100:140]))
 
 
+def test_old_text_is_made_anew_of_what_is_stored_by_then(store, monkeypatch):
+    corpus = ready(store, ALICE)
+    corpus.add(ALICE, prompt(300, seed=1), 0)  # the store has none of it, as if it were evicted
+    put(store, LONG, namespace=ALICE)  # as another process does
+    ready(store, ALICE)
+    assert draft(corpus, ALICE, LONG[100:140]) is None
+    now = corpus_module.monotonic()
+    monkeypatch.setattr(corpus_module, "monotonic", lambda: now + 3601)
+    ready(store, ALICE)
+    assert draft(corpus, ALICE, LONG[100:140]) == LONG[140:148].tolist()
+    assert draft(corpus, ALICE, prompt(300, seed=1)[100:140]) is None
+
+
 def test_stats_tell_how_much_is_held(store):
     assert store.stats()["corpus"] == {"owners": 0, "tokens": 0, "bytes": 0}
     put(store, LONG, namespace=ALICE)

@@ -7,7 +7,7 @@ that ends adds what is new in it.
 It is as private as the state is: a lookup sees its owner's text and what is shared. What makes state approximate
 does not matter here, because a draft changes no answer. What is forgotten, removed or expired takes all of its
 owner's text with it: the next request has it made anew of what is still stored. What was merely evicted stays
-until then.
+until then, or for an hour.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ MAX_OWNERS = 256
 
 _SORT_AFTER = 1 << 13
 """Tokens that may be added before they are sorted: they are looked at one by one until then."""
+_FRESH_S = 3600.0
+"""Text that is older is made anew by the next request: with what other processes have stored since, and without
+what was evicted, which may have expired since."""
 _REST = 9
 """The thread rests so many times as long as it has worked: the cores are the engine's."""
 
@@ -116,10 +119,11 @@ class TokenCorpus:
 
     def _want(self, owner: str) -> None:
         with self._lock:
-            known = self._texts.pop(owner, None)
-            text = self._texts[owner] = known or _OwnerText()
-            if known is None:
-                self._put(partial(self._make, owner, text))
+            text = self._texts.pop(owner, None)
+            is_fresh = text is not None and monotonic() - text.made_at < _FRESH_S
+            self._texts[owner] = text if text and is_fresh else _OwnerText()
+            if not is_fresh:
+                self._put(partial(self._make, owner, self._texts[owner]))
 
     def _tidy(self, owner: str, text: _OwnerText, index: NgramIndex) -> None:
         """What has grown is sorted, or made anew without its oldest part."""
@@ -153,6 +157,7 @@ class TokenCorpus:
     def _make(self, owner: str, text: _OwnerText) -> None:
         if self._texts.get(owner) is not text:
             return
+        text.made_at = monotonic()
         try:
             index = self._index_of(owner)
         except BaseException:
@@ -193,6 +198,7 @@ class _OwnerText:
     meanwhile: list[TokenArray] | None = field(default_factory=list)
     """What was added since an index began to be made; None while none is."""
     is_sorting: bool = False
+    made_at: float = field(default_factory=monotonic)
 
 
 def _sort(text: _OwnerText, index: NgramIndex) -> None:

@@ -104,7 +104,7 @@ class NgramIndex:
         also the end of the index itself, what comes after that end is the continuation: a loop goes on.
         """
         wanted = context[-MAX_MATCH:]
-        if len(wanted) < MIN_MATCH or limit < 1:
+        if len(wanted) < MIN_MATCH or limit < 1 or not self._tokens:
             return None
         pieces, end = self._pieces, self._end
         matched, places = _find_unsorted(self._buffer[:end], _sorted_end(pieces), wanted)
