@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,16 @@ def test_text_and_its_usage_arrive(server: Running) -> None:
 
     assert text_of(events) == "Good day"
     assert end_of(events)[1].usage == COMPLETED.usage
+
+
+def test_a_prediction_arrives_and_what_came_of_it_goes_back(server: Running) -> None:
+    drafted = replace(COMPLETED.usage, accepted_prediction_tokens=2, rejected_prediction_tokens=1)
+    server.backend.reset(*says("Good day")[:-1], replace(COMPLETED, usage=drafted))
+
+    events = ask(server, replace(HELLO, prediction="Good day"))
+
+    assert server.backend.last.prediction == "Good day"
+    assert end_of(events)[1].usage == drafted
 
 
 def test_what_was_asked_arrives_as_it_was_asked(server: Running) -> None:
