@@ -12,6 +12,7 @@ from emberkeep.cli.doctor import CHECKS, Finding, Level, examine
 from emberkeep.cli.main import app
 from emberkeep.config import Config, LoraFile, McpServer, total_ram
 from emberkeep.engine import llamacpp
+from emberkeep.models.digest import model_digest
 from emberkeep.types import RemoteModel
 from helpers import tiny_gguf
 
@@ -51,6 +52,17 @@ def test_gpus_are_told_or_that_there_are_none(tmp_path: Path, monkeypatch: pytes
     assert "the CPU computes" in findings(tmp_path)["gpu"].text
     monkeypatch.setattr(llamacpp, "gpus", lambda: [llamacpp.Gpu(1, "CUDA0", "A card", 3 << 30, 4 << 30)])
     assert findings(tmp_path)["gpu"].text == "CUDA0 (A card), 3.0 GiB free"
+
+
+def test_flash_attention_is_told_as_it_was_asked_for_or_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_gguf.dense(tmp_path / "m.gguf")
+    assert findings(tmp_path, flash_attention="off")["attention"].text == "flash attention is off, as asked"
+    assert "unless measuring says otherwise" in findings(tmp_path, model=str(model))["attention"].text
+    model_digest(model, tmp_path / "data" / "models" / ".digests")
+    monkeypatch.setattr(llamacpp.Subject, "choice", lambda subject: (False, "it is slow"))
+    assert findings(tmp_path, model=str(model))["attention"].text == "flash attention is off: it is slow"
 
 
 def test_examining_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_each_type_of_state_finds_its_own_after_a_restart_and_no_other(tmp_path:
     assert [reply.text for reply in again] == [reply.text for reply in first]
 
 
+def test_state_of_flash_attention_and_without_it_is_kept_apart(tmp_path: Path) -> None:
+    model, data = tiny_gguf.dense(tmp_path / "tiny.gguf"), tmp_path / "data"
+    first = [answered(model, data, "--flash-attention", way) for way in ("on", "off")]
+    again = [answered(model, data, "--flash-attention", way) for way in ("on", "off")]
+    assert [reply.cached_tokens for reply in first] == [0, 0]
+    assert all(reply.cached_tokens >= reply.prompt_tokens - 1 for reply in again)
+    assert [reply.text for reply in again] == [reply.text for reply in first]
+
+
 def test_the_card_tells_adapters_and_types(tmp_path: Path) -> None:
     model, lora = tiny_gguf.dense(tmp_path / "tiny.gguf"), tiny_gguf.lora(tmp_path / "lora.gguf")
     with serve(model, tmp_path / "data", "--lora", f"{lora}:0.5") as server:
@@ -62,6 +71,7 @@ def test_the_card_tells_adapters_and_types(tmp_path: Path) -> None:
     (adapter,) = about["lora"]
     assert (adapter["file"], adapter["scale"], len(adapter["sha256"])) == ("lora.gguf", 0.5, 64)
     assert about["kv_type"] == "f16"
+    assert (about["flash_attention"], about["flash_attention_reason"]) == ("on", "the model is small")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +86,9 @@ def test_the_card_tells_adapters_and_types(tmp_path: Path) -> None:
         ),
         (["--kv-type", "q8_0", "--kv-bits", "8"], "kv_bits packs state that is held as f16, and kv_type = q8_0 "),
         (["--lora", "tiny.gguf", "--engine", "hf"], "--lora is for GGUF models in llama.cpp: leave it out, "),
+        (["--flash-attention", "off", "--engine", "hf"], "--flash-attention is for GGUF models in llama.cpp: "),
     ],
-    ids=["missing", "a model", "another architecture", "heads", "bits twice", "hf"],
+    ids=["missing", "a model", "another architecture", "heads", "bits twice", "hf", "hf has no flash"],
 )
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path, options: list[str], sentence: str) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")

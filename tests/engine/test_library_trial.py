@@ -158,6 +158,26 @@ def test_a_model_that_ends_the_process_is_a_sentence(tmp_path):
     assert len(list((tmp_path / "trials").iterdir())) == 1
 
 
+def test_a_model_is_tried_without_flash_attention_in_a_child_and_what_came_of_it_remembered(
+    model_file, monkeypatch, tmp_path
+):
+    assert trial.survives_without_flash(model_file("dense"), "good", tmp_path)
+    (tmp_path / "bad.gguf").write_bytes(model_file("dense").read_bytes()[:2000])
+    assert not trial.survives_without_flash(tmp_path / "bad.gguf", "bad", tmp_path)
+    monkeypatch.setattr(trial, "_try", None)
+    assert trial.survives_without_flash(model_file("dense"), "good", tmp_path)
+    assert not trial.survives_without_flash(tmp_path / "bad.gguf", "bad", tmp_path)
+
+
+def test_a_child_that_cannot_be_had_says_nothing_about_flash_attention(model_file, monkeypatch, tmp_path):
+    def cannot(*_: object) -> None:
+        raise EngineError("no memory for a process")
+
+    monkeypatch.setattr(trial, "_try", cannot)
+    assert not trial.survives_without_flash(model_file("dense"), "good", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_fingerprint_is_of_the_files_that_are_open(monkeypatch, tmp_path):
     llama()
     assert len(shared_library.loaded_digest()) == 64

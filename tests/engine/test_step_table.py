@@ -38,6 +38,7 @@ def test_below_a_cliff_a_step_costs_what_the_filled_up_one_does() -> None:
     ("rows", "depth", "filled"),
     [
         (1, 64, 1),
+        (4, 9999, 4),
         (8, 64, 8),
         (12, 64, 64),
         (45, 64, 64),

@@ -137,9 +137,8 @@ class Crowded:
 
 def opened(monkeypatch: pytest.MonkeyPatch, layers: int, *, is_planned: bool) -> Placement:
     monkeypatch.setattr(llamacpp, "LlamaModel", Crowded)
-    monkeypatch.setattr(llamacpp, "LlamaEngine", lambda model, settings, digest: model)
     placement = Placement(32, layers)
-    return open_placed(Path("m.gguf"), [], placement, SETTINGS, "d", is_planned=is_planned)[2]
+    return open_placed(Path("m.gguf"), [], placement, lambda model: model, is_planned=is_planned)[2]
 
 
 def test_a_plan_that_was_too_bold_is_made_smaller(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -153,7 +152,6 @@ def test_a_number_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPa
         opened(monkeypatch, 33, is_planned=False)
 
 
-def test_what_fails_without_a_gpu_as_well_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llamacpp, "LlamaEngine", None)
+def test_what_fails_without_a_gpu_as_well_is_an_error() -> None:
     with pytest.raises(ModelBroken):
-        open_placed(Path(__file__), [], Placement(2, 2), SETTINGS, "d", is_planned=True)
+        open_placed(Path(__file__), [], Placement(2, 2), lambda model: model, is_planned=True)

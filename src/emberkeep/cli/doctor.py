@@ -178,6 +178,28 @@ def _model(config: Config) -> Finding:
     return Finding(Level.OK, f"{found.id} ({found.path}){adapters}")
 
 
+def _attention(config: Config) -> Finding:
+    """What was measured when the model was loaded; nothing is measured here."""
+    from emberkeep.engine.llamacpp import Subject, choose_library
+    from emberkeep.models.digest import known_digest
+    from emberkeep.models.library import ModelLibrary
+
+    if config.flash_attention != "auto":
+        return Finding(Level.OK, f"flash attention is {config.flash_attention}, as asked")
+    try:
+        choose_library(config.llama_library)
+        library = ModelLibrary(config.data_dir / "models")
+        model = library.resolve(config.model)
+        digest = None if model.is_folder else known_digest(model.path, library.digests)
+        choice = Subject(digest, config.threads, config.kv_type).choice() if digest else None
+    except (EngineError, ModelError):
+        choice = None
+    if choice is None:
+        return Finding(Level.OK, "flash attention is on, unless measuring says otherwise when the model is loaded")
+    is_on, reason = choice
+    return Finding(Level.OK, f"flash attention is {'on' if is_on else 'off'}: {reason}")
+
+
 def _adapters(config: Config, model: ModelFile) -> str:
     """What is added to the model. Raises ModelError where it does not fit."""
     from emberkeep.models.adapter import check_adapter
@@ -267,6 +289,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "speed": _speed,
     "mlock": _mlock,
     "model": _model,
+    "attention": _attention,
     "answers": _backends,
     "mcp": _mcp,
     "port": _port,

@@ -87,9 +87,9 @@ def emberkeep(
 @app.command(epilog=SERVE_EXAMPLES)
 @with_settings(
     *("model", "host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget"),
-    *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "gpu_layers", "cpu_moe"),
-    *("tensor_split", "engine", "device", "dtype", "attention", "warm", "max_concurrent_per_user"),
-    *("speculation", "draft_model", "draft_max"),
+    *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
+    *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "attention", "warm"),
+    *("max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
     *("planning", "auto_truncate", "evict", "recall", "server_tools", "enable_tools", "disable_tools"),
     *("tools_from", "tools_root", "notools", "reasoning", "backend", "base_url", "config"),
 )

@@ -87,6 +87,11 @@ class Config:
         one_of("f16", "q8_0", "q4_0"),
         "Numbers in which a GGUF model's state is held and stored: q8_0 takes half the room, q4_0 a quarter.",
     )
+    flash_attention: str = _setting(
+        "auto",
+        one_of("auto", "on", "off"),
+        "Whether llama.cpp computes attention in one pass; auto takes what is quicker, measured once per model.",
+    )
     gpu_layers: int | None = _setting(
         None,
         or_word(layers(), "auto"),

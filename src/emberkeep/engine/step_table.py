@@ -20,6 +20,8 @@ _NEAR = 128
 """Depths are told apart no better than this, so that a step is looked up and not computed."""
 _GAIN = 0.9
 """A step is filled up where it then takes at most this share of its time: measurements are not exact."""
+_LEAST = 5
+"""Rows from which on a step is filled up: fewer are decoded tokens, which round as they do alone."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class StepTable:
         """How many rows a step of `rows` should have, up to `most`: `rows` unless more are clearly quicker."""
         times = self._times(depth)
         first = bisect_left(self.rows, rows)
+        if rows < _LEAST:
+            return rows
         counts = [*zip(times[first:], self.rows[first : bisect_right(self.rows, most)], strict=False)]
         time, count = min(counts, default=(inf, rows))
         return count if time < _GAIN * self._at(times, rows) else rows

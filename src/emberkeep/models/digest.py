@@ -61,6 +61,12 @@ def model_digest(path: Path, cache_dir: Path) -> str:
     return parts_digest(digests)
 
 
+def known_digest(path: Path, cache_dir: Path) -> str | None:
+    """What `model_digest` of a GGUF file gives, if it was computed before. Raises as `part_files`."""
+    known = [_recall(_version(file), cache_dir) for file in part_files(path)]
+    return parts_digest([digest for digest in known if digest]) if all(known) else None
+
+
 def parts_digest(digests: Sequence[str]) -> str:
     """One digest for those of a GGUF model's files, by number; whatever the files are called."""
     if len(digests) == 1:

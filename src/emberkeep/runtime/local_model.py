@@ -37,11 +37,15 @@ from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, Line
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
+    from emberkeep.engine.llamacpp import LlamaModel
 
 log = logging.getLogger("emberkeep")
 
 _DEFAULT_CONTEXT = 32_768
 """Cap on a context that was not asked for: models that allow a million tokens exist, machines for them less so."""
+_FLASH = {"auto": None, "on": True, "off": False}
+_LLAMACPP_ONLY = {"lora": (), "kv_type": "f16", "flash_attention": "auto", "cpu_moe": 0, "tensor_split": None}
+"""Settings that say what is computed, and their defaults."""
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
 
@@ -163,7 +167,15 @@ def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> 
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
-    from emberkeep.engine.llamacpp import Adapter, LlamaSettings, choose_library, prove_model
+    from emberkeep.engine.llamacpp import (
+        Adapter,
+        LlamaEngine,
+        LlamaSettings,
+        choose_library,
+        one_core_each,
+        prove_model,
+        tune,
+    )
 
     choose_library(config.llama_library)
     _check_kv_bits(config)
@@ -185,8 +197,14 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
         rope_switches=shape.short_rope_context is not None,
     )
     placement, settings = place(config, [header, *adapter_headers], shape, settings, kv_bytes)
+
+    def open_engine(loaded: LlamaModel) -> LlamaEngine:
+        tuned, tuning = tune(loaded, settings, digest, _FLASH[config.flash_attention])
+        with one_core_each():
+            return LlamaEngine(loaded, tuned, digest, tuning)
+
     engine, loaded, placement = open_placed(
-        model.path, adapters, placement, settings, digest, is_planned=config.gpu_layers is None
+        model.path, adapters, placement, open_engine, is_planned=config.gpu_layers is None
     )
     details = {
         "engine": "llamacpp",
@@ -196,6 +214,7 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
         "quantisation": shape.quantisation,
         "trained_context": shape.context_length,
         "kv_type": config.kv_type,
+        **engine.stats(),
         "kv_bytes_per_token": kv_bytes,
         "gpu_layers": placement.count,
         "weights_sha256": digest,
@@ -246,7 +265,7 @@ def _open_hf(model: ModelFile, config: Config, digests: Path) -> _Opened:
 
 def _refuse_llamacpp_settings(config: Config) -> None:
     """Raises EngineError for what would change what the hf engine computes, and does not."""
-    for key, default in (("lora", ()), ("kv_type", "f16"), ("cpu_moe", 0), ("tensor_split", None)):
+    for key, default in _LLAMACPP_ONLY.items():
         if getattr(config, key) != default:
             flag = f"--{key.replace('_', '-')}"
             raise EngineError(

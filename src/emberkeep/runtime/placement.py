@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -105,8 +105,7 @@ def open_placed(
     path: Path,
     adapters: Sequence[Adapter],
     placement: Placement,
-    settings: LlamaSettings,
-    digest: str,
+    open_engine: Callable[[LlamaModel], LlamaEngine],
     *,
     is_planned: bool,
 ) -> tuple[LlamaEngine, LlamaModel, Placement]:
@@ -114,13 +113,12 @@ def open_placed(
 
     Raises ModelError, EngineError.
     """
-    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, one_core_each
+    from emberkeep.engine.llamacpp import LlamaModel
 
     while True:
         try:
             model = LlamaModel(path, placement=placement, adapters=adapters)
-            with one_core_each():
-                return LlamaEngine(model, settings, digest), model, placement
+            return open_engine(model), model, placement
         except (EngineError, ModelBroken) as error:
             if not is_planned or not placement.gpu_layers:
                 raise

@@ -16,6 +16,7 @@ from emberkeep.engine.llamacpp.model import (
 )
 from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
 from emberkeep.engine.llamacpp.trial import choose_library, find_failures, prove_model
+from emberkeep.engine.llamacpp.tuning import Subject, tune
 
 __all__ = [
     "ON_CPU",
@@ -27,6 +28,7 @@ __all__ = [
     "LlamaSettings",
     "ModelBytes",
     "Placement",
+    "Subject",
     "choose_library",
     "find_failures",
     "gpus",
@@ -36,5 +38,6 @@ __all__ = [
     "prove_model",
     "share_layers",
     "system_info",
+    "tune",
     "version",
 ]

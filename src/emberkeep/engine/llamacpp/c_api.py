@@ -230,6 +230,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_rope_type": (c_int, (c_void_p,)),
     "llama_model_rope_freq_scale_train": (c_float, (c_void_p,)),
     "llama_model_size": (c_uint64, (c_void_p,)),
+    "llama_model_n_head": (c_int32, (c_void_p,)),
     "llama_adapter_lora_init": (c_void_p, (c_void_p, c_char_p)),
     "llama_set_adapters_lora": (c_int32, (c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float))),
     # vocabularies

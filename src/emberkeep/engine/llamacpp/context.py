@@ -316,6 +316,17 @@ def one_core_each() -> Iterator[None]:
         _bind([own, *(task for task in _threads_named(name) if task != own)])
 
 
+@contextmanager
+def cores_kept() -> Iterator[None]:
+    """Afterwards this thread may use the cores that it may use now."""
+    cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
+    try:
+        yield
+    finally:
+        if sys.platform == "linux":
+            os.sched_setaffinity(0, cores)
+
+
 def _threads_named(name: str) -> list[int]:
     return sorted(int(task.name) for task in _TASKS.iterdir() if _name_of(task) == name)
 

@@ -64,7 +64,8 @@ _SCRATCH = 0
 
 
 WIDE_ROWS = 64
-"""A CPU's flash attention takes so many queries at once, and fewer one by one. Of GPUs this is not known."""
+"""A CPU's flash attention takes so many queries at once, and fewer one by one. Of GPUs this is not known, and
+without flash attention it is measured."""
 
 
 class LlamaEngine:
@@ -84,6 +85,7 @@ class LlamaEngine:
         self.vocab = model.vocab
         self._settings = settings
         self.attention = None
+        self._tuning = tuning
         self.step_table = tuning.step_table
         self.experts = ExpertCounter.of(model, self._reopen)
         self._threads = ThreadPool()
@@ -117,8 +119,13 @@ class LlamaEngine:
             kv_bytes_per_token=self._row_bytes(),
             snapshot_bytes=self._snapshot_bytes(),
             packs=packs(layout),
-            wide_rows=None if self._model.offloads else WIDE_ROWS,
+            wide_rows=self._wide_rows(),
         )
+
+    def _wide_rows(self) -> int | None:
+        if self._model.offloads:
+            return None
+        return WIDE_ROWS if self._settings.flash else self._tuning.wide_rows
 
     def _row_bytes(self) -> int:
         return self._layout.row_bytes if self._layout else 0
@@ -308,7 +315,8 @@ class LlamaEngine:
         return resident_ram()
 
     def stats(self) -> dict[str, Json]:
-        return {}
+        flash = "on" if self._settings.flash else "off"
+        return {"flash_attention": flash, "flash_attention_reason": self._tuning.reason}
 
     def close(self) -> None:
         self._free()

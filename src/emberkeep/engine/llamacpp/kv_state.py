@@ -178,6 +178,14 @@ class Layout:
             return [memoryview(state)]
         return [self._pick(state, cells, orders, start - begin, end - begin) for start, end in pairwise(borders)]
 
+    def renumbered(self, state: Bytes, start: int) -> Bytes:
+        """A copy of the state of a range whose positions begin at `start`; nothing in it is rotated."""
+        cells, offset, copy = cell_count(state[HEAD_BYTES:]), HEAD_BYTES, state.copy()
+        for part in self.ranges:
+            part.renumber(copy[offset:], cells, start)
+            offset += part.size(cells)
+        return copy
+
     def begins(self, payload: Payload) -> bool:
         """Whether `payload` begins as llama.cpp writes a state; a packed one does not."""
         return bytes(payload[:HEAD_BYTES]) == self.head
@@ -362,6 +370,11 @@ class Attention:
     def positions(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
         """In the order of the rows."""
         return self._cells(part, cells)[:, 0]
+
+    def renumber(self, part: Bytes, cells: int, start: int) -> None:
+        """In place."""
+        table = part[_PAIR.size : _PAIR.size + cells * self.cell_bytes].reshape(cells, self.cell_bytes)
+        table[:, :4] = np.arange(start, start + cells, dtype="<i4").view(np.uint8).reshape(cells, 4)
 
     def pick(self, part: Bytes, cells: int, chosen: _Chosen, target: Bytes, count: int) -> None:
         """Make `target` a part with only the `count` `chosen` rows of `part`, which has `cells`."""

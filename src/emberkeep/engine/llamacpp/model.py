@@ -126,6 +126,7 @@ class LlamaModel:
         adapters: Sequence[Adapter] = (),
         repacks: bool = True,
     ) -> None:
+        self.path = path
         start_backend()
         take_errors()
         take_buffers()

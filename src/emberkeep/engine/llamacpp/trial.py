@@ -48,6 +48,7 @@ _LIBRARY_S, _MODEL_S = 120.0, 1800.0
 """How long a trial may take; weights may have to come from a slow disk."""
 _TRAPS = frozenset((signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT))
 """Signals that code ends its own process by. Others come from outside."""
+_NO_FLASH = "no flash"
 _REFUSED = 3
 """Status of a child that found out by itself, and says what on stderr."""
 _MEND = {
@@ -119,10 +120,32 @@ def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -
         _remember(verdict, path.name)
 
 
+def survives_without_flash(path: Path, weights_digest: str, verdicts: Path | None = None) -> bool:
+    """Whether the model at `path` can be run without flash attention, with the library in use.
+
+    Tried once, as by `prove_model`, and blocks as that does. A failure is remembered too: no one has to mend it.
+    """
+    verdict = _verdict(verdicts, library_in_use(), weights_digest, _NO_FLASH)
+    failure = verdict.with_suffix(".fails")
+    if not verdict.exists() and not failure.exists():
+        try:
+            reason = _try(_MODEL_S, library_in_use().path, path, _NO_FLASH)
+        except EngineError as error:
+            log.debug("%s", error)
+            return False
+        _remember(verdict if reason is None else failure, reason or path.name)
+        return reason is None
+    return verdict.exists()
+
+
 def _verdict(folder: Path | None, library: LibraryFile, *more: str) -> Path:
+    return (folder or cache_folder() / "trials") / f"{file_name(library, *more)}.works"
+
+
+def file_name(library: LibraryFile, *more: str) -> str:
+    """Of what was found out about a library on this kind of CPU, and `more` beside it. Raises EngineError."""
     facts = (digest(library), *cpu_facts(instructions=True), *loader_variables(), *more)
-    name = hashlib.sha256("\0".join(facts).encode()).hexdigest()
-    return (folder or cache_folder() / "trials") / f"{name}.works"
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 def _remember(verdict: Path, what: str) -> None:
@@ -132,7 +155,7 @@ def _remember(verdict: Path, what: str) -> None:
         log.debug("that %s works is not remembered: %s", what, error)
 
 
-def _try(seconds: float, library: Path, *model: Path) -> str | None:
+def _try(seconds: float, library: Path, *model: Path | str) -> str | None:
     """What became of a process that ran it; None if all went well. Raises EngineError where that says nothing."""
     # -P: the folder that a command was started in is no place to import from.
     program = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(library), *map(str, model)]
@@ -158,12 +181,12 @@ def _try(seconds: float, library: Path, *model: Path) -> str | None:
 
 
 def main() -> None:
-    """The child's: its arguments are the path of a library, and that of a model if one is to be tried."""
-    library, *models = map(Path, sys.argv[1:])
+    """The child's: its arguments are the path of a library, that of a model if one is to be tried, and how."""
+    library, *model = sys.argv[1:]
     try:
-        use_library(candidates(str(library))[0])
-        if models:
-            _run_model(models[0])
+        use_library(candidates(library)[0])
+        if model:
+            _run_model(Path(model[0]), flash=_NO_FLASH not in model)
         else:
             _run_specimen()
     except (EngineError, ModelError) as error:
@@ -175,20 +198,23 @@ def _run_specimen() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "specimen.gguf"
         write_specimen(model)
-        _evaluate(LlamaModel(model), _SHAPES, must_be_finite=True)
+        for flash in (True, False):
+            _evaluate(LlamaModel(model), _SHAPES, flash=flash, must_be_finite=True)
 
 
-def _run_model(path: Path) -> None:
+def _run_model(path: Path, *, flash: bool) -> None:
     """Without the copies that faster kernels want. One larger than RAM is loaded only."""
     model = LlamaModel(path, repacks=False)
     for text in ("Hello", "a  b\n\n c", "é漢\U0001f600\x00\x7f", "<s></s><|im_end|>"):
         model.vocab.tokenize(text)
-    _evaluate(model, (1, 2) if path.stat().st_size < total_ram() // 2 else (), must_be_finite=False)
+    shapes = (1, 2) if path.stat().st_size < total_ram() // 2 else ()
+    _evaluate(model, shapes, flash=flash, must_be_finite=False)
 
 
-def _evaluate(model: LlamaModel, shapes: tuple[int, ...], *, must_be_finite: bool) -> None:
+def _evaluate(model: LlamaModel, shapes: tuple[int, ...], *, flash: bool, must_be_finite: bool) -> None:
     most = max(shapes, default=1)
-    settings = LlamaSettings(context=2 * most + 128, cells=2 * most + 128, sequences=2, batch=most, threads=2)
+    cells = 2 * most + 128
+    settings = LlamaSettings(cells, cells, sequences=2, batch=most, threads=2, flash=flash)
     engine = LlamaEngine(model, settings, "trial")
     try:
         for rows in shapes:

@@ -1,0 +1,226 @@
+"""Whether flash attention is on is measured once, remembered, and never an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from emberkeep.engine.base import Rows
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Subject, tune, tuning
+from emberkeep.engine.llamacpp.tuning import Measured, batch_without_flash, compare, measure
+from emberkeep.engine.step_table import StepTable
+from emberkeep.errors import EngineError
+from helpers.engines import KINDS, TOKENS
+
+SETTINGS = LlamaSettings(context=512, cells=512, sequences=4, batch=256, threads=1)
+ROWS = (1, 8, 16, 45, 512)
+SLOW = Measured(StepTable(ROWS, (64, 2048), ((10, 80, 160, 450, 900), (20, 160, 320, 900, 1800))))
+QUICK = Measured(StepTable(ROWS, (64, 2048), ((9, 40, 80, 250, 900), (18, 80, 160, 500, 1800))), wide_rows=8)
+
+
+@pytest.fixture
+def open_model(model_file) -> Iterator[Callable[..., LlamaModel]]:
+    models = []
+
+    def make(kind: str = "dense") -> LlamaModel:
+        models.append(LlamaModel(model_file(kind)))
+        return models[-1]
+
+    yield make
+    for model in models:
+        model.close()
+
+
+@pytest.fixture(autouse=True)
+def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the tiny model were a large one, which survives everything and is measured in no time."""
+    monkeypatch.setattr(tuning, "_SMALLEST", 0)
+    monkeypatch.setattr(tuning, "_GRID_S", 0.02)
+    monkeypatch.setattr(tuning, "survives_without_flash", lambda *_: True)
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """What was measured: here it is known already."""
+    done: list[list[bool]] = []
+
+    def know(model: LlamaModel, ways: list[LlamaSettings]) -> list[Measured]:
+        done.append([way.flash for way in ways])
+        return [SLOW if way.flash else QUICK for way in ways]
+
+    monkeypatch.setattr(tuning, "measure", know)
+    return done
+
+
+# ── the choice ──
+
+
+def test_what_people_wait_for_decides() -> None:
+    assert compare(SLOW, QUICK) == (False, "without it steps take 74% of their time here")
+    assert compare(QUICK, SLOW)[0]
+    assert compare(SLOW, SLOW)[0]  # without a reason nothing changes: state would be of no use
+    assert compare(SLOW, None) == compare(None, None) == (True, "nothing was measured")
+
+
+def test_the_quicker_one_is_taken_and_remembered(open_model, measurements, tmp_path: Path) -> None:
+    model = open_model()
+    for _ in range(2):
+        settings, found = tune(model, SETTINGS, "digest", None, tmp_path)
+        assert settings == replace(SETTINGS, flash=False)
+        assert (found.step_table, found.wide_rows) == (QUICK.table, 8)
+        assert "74%" in found.reason
+    assert measurements == [[True, False]]
+    assert Subject("digest", 1, "f16").choice(tmp_path) == compare(SLOW, QUICK)
+    assert Subject("digest", 2, "f16").choice(tmp_path) is None
+
+
+@pytest.mark.parametrize("other", [{"threads": 2}, {"kv_type": "q8_0"}], ids=str)
+def test_what_changes_the_times_is_measured_anew(open_model, measurements, tmp_path: Path, other) -> None:
+    model = open_model()
+    tune(model, SETTINGS, "digest", None, tmp_path)
+    tune(model, replace(SETTINGS, cells=1024, sequences=2), "digest", None, tmp_path)
+    assert len(measurements) == 1
+    tune(model, replace(SETTINGS, **other), "digest", None, tmp_path)
+    tune(model, SETTINGS, "another digest", None, tmp_path)
+    assert len(measurements) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2, "table": {}}'], ids=str)
+def test_a_damaged_file_is_measured_again(open_model, measurements, tmp_path: Path, damage: bytes) -> None:
+    model = open_model()
+    tune(model, SETTINGS, "digest", None, tmp_path)
+    for file in tmp_path.iterdir():
+        file.write_bytes(damage)
+    assert not tune(model, SETTINGS, "digest", None, tmp_path)[0].flash
+    assert measurements == [[True, False]] * 2
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(open_model, measurements, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert not tune(open_model(), SETTINGS, "digest", None, tmp_path / "file" / "folder")[0].flash
+
+
+def test_a_machine_on_which_nothing_can_be_measured_serves_with_it(
+    open_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise EngineError("out of memory")
+
+    monkeypatch.setattr(tuning, "open_context", fail)
+    settings, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
+    assert settings.flash
+    assert (found.reason, found.step_table) == ("nothing was measured", None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_what_is_asked_for_is_done_and_measured_alone(open_model, measurements, tmp_path: Path, flash) -> None:
+    settings, found = tune(open_model(), SETTINGS, "digest", flash, tmp_path)
+    assert settings.flash == flash
+    assert found.reason == "as asked"
+    assert measurements == [[flash]]
+
+
+@pytest.mark.parametrize("flash", [None, False])
+def test_it_stays_on_where_there_is_no_choice(
+    open_model, measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flash: bool | None
+) -> None:
+    def reason(model: LlamaModel, settings: LlamaSettings = SETTINGS) -> str:
+        tuned, found = tune(model, settings, "digest", flash, tmp_path)
+        assert tuned == settings
+        return found.reason
+
+    assert reason(open_model(), replace(SETTINGS, kv_type="q8_0")) == "q8_0 values need it"
+    on_gpu = open_model()
+    on_gpu.offloads = True
+    assert reason(on_gpu) == "layers are on a GPU"
+    monkeypatch.setattr(tuning, "survives_without_flash", lambda *_: False)
+    assert reason(open_model()) == "the model does not run without it"
+    assert all(done == [True] for done in measurements)
+
+
+def test_a_small_model_is_not_measured(open_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tuning, "_SMALLEST", 1 << 30)
+    settings, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
+    assert (settings, found.reason, found.step_table) == (SETTINGS, "the model is small", None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_are_smaller_where_scores_of_large_ones_have_no_room(
+    open_model, measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A number for each row, cell and head; a quarter of what is free may be taken."""
+    model, settings = open_model(), replace(SETTINGS, cells=4096, batch=512)
+    heads = tuning.llama().llama_model_n_head(model.handle)
+    for free_rows, batch in ((512, 512), (500, 256), (128, 128), (127, None)):
+        monkeypatch.setattr(tuning, "free_ram", lambda rows=free_rows: 4 * rows * 4096 * heads * 4)
+        assert batch_without_flash(model, settings) == batch
+        tuned, found = tune(model, settings, "digest", None, tmp_path)
+        assert (tuned.flash, tuned.batch) == (batch is None, batch or 512)
+        asked, _ = tune(model, settings, "digest", False, tmp_path)
+        assert (asked.flash, asked.batch) == (False, batch or 128)
+    assert "too much memory" in found.reason
+
+
+# ── measuring ──
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ways_are_measured_of_every_kind_of_model(open_model, kind: str) -> None:
+    model = open_model(kind)
+    for measured in measure(model, [SETTINGS, replace(SETTINGS, flash=False)]):
+        assert measured.table.rows[0] == 1
+        assert measured.table.depths[0] == 64
+        assert StepTable.from_json(measured.table.json()).seconds(8, 100) > 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "sliding window", "moe"])
+def test_what_is_found_to_be_wide_is(open_model, kind: str) -> None:
+    """In cuts that were not tried when it was measured."""
+    model = open_model(kind)
+    (measured,) = measure(model, [replace(SETTINGS, flash=False)])
+    assert measured.wide_rows is not None
+    engine = LlamaEngine(
+        model, replace(SETTINGS, flash=False), "d", tuning.Tuning("", wide_rows=measured.wide_rows)
+    )
+    wide = engine.capabilities.wide_rows
+    assert wide == measured.wide_rows
+    whole = state_after(engine, [250])
+    for rows in range(wide, 60, 5):
+        assert state_after(engine, [*[rows] * (250 // rows - 1), rows + 250 % rows]) == whole
+    engine.close()
+
+
+def test_nothing_is_wide_without_flash_unless_it_was_measured(open_engine) -> None:
+    assert open_engine(flash=False).capabilities.wide_rows is None
+
+
+def state_after(engine: LlamaEngine, slices: list[int]) -> bytes:
+    start = 0
+    for count in slices:
+        engine.evaluate([Rows(0, start, TOKENS[start : start + count], outputs=0)])
+        start += count
+    state = b"".join(bytes(part) for part in engine.export_kv(0, [0, start]))
+    engine.trim(0, 0)
+    return state
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks for the cores of a thread")
+def test_measuring_leaves_threads_and_cores_as_they_were(open_model) -> None:
+    cores, running = os.sched_getaffinity(0), len(list(Path("/proc/self/task").iterdir()))
+    measure(open_model(), [replace(SETTINGS, threads=2)])
+    assert os.sched_getaffinity(0) == cores
+    assert len(list(Path("/proc/self/task").iterdir())) <= running + 1  # OpenMP keeps its own
+
+
+def test_outliers_are_not_believed() -> None:
+    """No step takes longer than smaller ones with as many rows."""
+    times = {1: 0.01, 2: 0.5, 8: 0.05, 64: 0.3, 128: 9.0}
+    table = tuning._table({64: times})
+    assert np.allclose(table.milliseconds[0], [10, 20, 50, 300, 600])
