@@ -53,7 +53,9 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert report in refusal("turns", "--quick", "--model", tiny, "--json", report)
 
 
-@pytest.mark.parametrize("sizes", [["restart", "--tokens", "1000"], ["shared", "--prefix", "1000"]])
+@pytest.mark.parametrize(
+    "sizes", [["restart", "--tokens", "1000"], ["shared", "--prefix", "1000"], ["speculation"]]
+)
 def test_sizes_beyond_the_trained_context_are_refused_before_anything_is_measured(
     tiny: str, sizes: list[str]
 ) -> None:

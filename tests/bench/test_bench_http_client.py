@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -61,6 +62,22 @@ def test_a_streamed_answer_is_read_with_its_costs() -> None:
 
 def test_a_decode_step_is_the_time_between_two_tokens() -> None:
     assert parse_stream(ANSWER).decode_step_ms == 25.0
+
+
+def test_drafts_are_read_in_the_words_of_either_server() -> None:
+    assert (parse_stream(ANSWER).drafted_tokens, parse_stream(ANSWER).accepted_tokens) == (0, 0)
+    openai = {
+        "usage": {"completion_tokens_details": {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1}}
+    }
+    assert drafts_of(openai) == drafts_of({"timings": {"draft_n": 4, "draft_n_accepted": 3}}) == (4, 3)
+
+
+def drafts_of(told: dict[str, dict[str, object]]) -> tuple[int, int]:
+    usage = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 0}}
+    last = {"choices": [], "usage": usage | told.get("usage", {})}
+    last["timings"] = {"predicted_ms": 3.0} | told.get("timings", {})
+    reply = parse_stream(Exchange(0, 0, 0, b"HTTP/1.1 200 OK\r\n\r\ndata: " + json.dumps(last).encode()))
+    return reply.drafted_tokens, reply.accepted_tokens
 
 
 def test_the_tier_is_the_one_that_most_came_from() -> None:

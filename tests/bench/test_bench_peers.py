@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from emberkeep.bench.http_client import Exchange, Reply, parse_stream
-from emberkeep.bench.peers import Rate, rate_doubts, rate_rows, wait_doubts, wait_rows
+from emberkeep.bench.peers import rate_doubts, rate_rows, wait_doubts, wait_rows
 from emberkeep.bench.report import Row
 from emberkeep.bench.server_process import PeerProcess, peer_version
-from emberkeep.bench.sides import OURS, PEER
+from emberkeep.bench.sides import OURS, PEER, Rate
 from emberkeep.cli.bench import app
 from emberkeep.errors import EmberkeepError
 from helpers import scripted_llama_server, tiny_gguf

@@ -1,6 +1,7 @@
 """A program that answers as llama-server does: it counts words as tokens and remembers what it was sent.
 
-Its speed is scripted too: `predicted_ms` is what a test can compute, and not a measurement.
+Its speed is scripted too: `predicted_ms` is what a test can compute, and not a measurement. With drafts half of an
+answer is accepted, and it takes half of the time. It knows every way to draft but `ngram-cache`.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ class Handler(BaseHTTPRequestHandler):
             "completion_tokens": length,
             "prompt_tokens_details": {"cached_tokens": reused},
         }
-        drafted = {"draft_n": 2 * length, "draft_n_accepted": length // 2} if self.drafts else {}
-        timings = {"cache_n": reused, "predicted_n": length, "predicted_ms": STEP_MS * (length - 1), **drafted}
+        drafts = self.drafts and body.get("speculation") is not False
+        drafted = {"draft_n": 2 * length, "draft_n_accepted": length // 2} if drafts else {}
+        predicted_ms = STEP_MS * (length - 1) / (2 if drafts else 1)
+        timings = {"cache_n": reused, "predicted_n": length, "predicted_ms": predicted_ms, **drafted}
         frames.append({"choices": [], "usage": usage, "timings": timings})
         events = b"".join(b"data: " + json.dumps(frame).encode() + b"\n\n" for frame in frames)
         self._send(events + b"data: [DONE]\n\n")
@@ -107,6 +110,8 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--version"]:
         print(VERSION, file=sys.stderr)
         return
+    if "ngram-cache" in arguments:
+        sys.exit("error: unknown speculative type ngram-cache")
     Handler.folder = Path(arguments[arguments.index("--slot-save-path") + 1])
     Handler.drafts = "--spec-type" in arguments
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -64,6 +64,9 @@ class Reply:
     """Template, tokens, queue: until loading began, by the server's own clock."""
     load_ms: float
     decode_step_ms: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of the drafted ones: they cost no step of their own."""
     detail: Mapping[str, Json] = field(default_factory=dict)
     """What the server tells about it: the `emberkeep` object, which other servers do not send."""
 
@@ -115,14 +118,14 @@ class Client:
 
 
 def chat_body(messages: Messages, max_tokens: int) -> dict[str, Json]:
-    return {"messages": messages, **_greedy(max_tokens, stream=True)}
+    return {"messages": messages, **greedy(max_tokens, stream=True)}
 
 
 def completion_body(prompt: Sequence[int], max_tokens: int, *, stream: bool) -> dict[str, Json]:
-    return {"prompt": list(prompt), **_greedy(max_tokens, stream=stream)}
+    return {"prompt": list(prompt), **greedy(max_tokens, stream=stream)}
 
 
-def _greedy(max_tokens: int, *, stream: bool) -> dict[str, Json]:
+def greedy(max_tokens: int, *, stream: bool) -> dict[str, Json]:
     extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     return {"max_tokens": max_tokens, "temperature": 0, **extra}
 
@@ -147,8 +150,19 @@ def parse_stream(exchange: Exchange) -> Reply:
         prepare_ms=detail.get("queue_ms", 0.0),
         load_ms=detail.get("load_ms", 0.0),
         decode_step_ms=timings["predicted_ms"] / max(usage["completion_tokens"] - 1, 1),
+        **_drafts(timings, usage.get("completion_tokens_details") or {}),
         detail=detail,
     )
+
+
+def _drafts(timings: Mapping[str, Json], details: Mapping[str, Json]) -> dict[str, int]:
+    """By llama-server's words, or else by OpenAI's. A server that does not speculate says neither."""
+    accepted = details.get("accepted_prediction_tokens", 0)
+    told = accepted + details.get("rejected_prediction_tokens", 0)
+    return {
+        "drafted_tokens": timings.get("draft_n", told),
+        "accepted_tokens": timings.get("draft_n_accepted", accepted),
+    }
 
 
 def completion_tokens(exchange: Exchange, *, stream: bool) -> int:

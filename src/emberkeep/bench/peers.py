@@ -5,7 +5,6 @@ Both get the same texts, threads and context. What each reused is read from its 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,10 +12,21 @@ from pathlib import Path
 from statistics import median
 
 from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.http_client import Client, Messages, Reply, completion_body, parse_stream
+from emberkeep.bench.http_client import Client, Messages, Reply, completion_body
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import peer_version
-from emberkeep.bench.sides import OURS, PEER, OwnSide, PeerSide, Side, alone, busy_process
+from emberkeep.bench.sides import (
+    OURS,
+    PEER,
+    OwnSide,
+    PeerSide,
+    Rate,
+    Side,
+    alone,
+    burst,
+    busy_process,
+    standing_still,
+)
 from emberkeep.bench.stage import Stage
 
 _ANSWER = 16
@@ -44,18 +54,12 @@ class Workload:
 
 async def run(stage: Stage, plan: Workload) -> BenchResult:
     version = peer_version(plan.peer)
-    ours = OwnSide(stage, parallel=plan.clients, ctx=plan.context)
-    try:
-        with alone(ours, ()):
-            around = await _template_tokens(ours.client)
-        with ours.process.pause():
+    with OwnSide(stage, parallel=plan.clients, ctx=plan.context) as ours:
+        around = await _template_tokens(ours.client)
+        with standing_still([ours]):
             peer = PeerSide(stage, plan.peer, parallel=plan.clients, ctx=plan.context)
-        try:
+        with peer:
             return await _compare(_Ring(stage, plan, around, (ours, peer)), f"{version}, {peer.flags}")
-        finally:
-            peer.process.kill()
-    finally:
-        ours.process.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +223,6 @@ def _middle(counts: Iterable[int]) -> int:
 # ── tokens per second ──
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    tokens_per_s: float
-    lengths: tuple[int, ...]
-    """Of the answers."""
-
-
 Rates = dict[str, dict[str, list[Rate]]]
 """By row, then by side, in the order they were taken."""
 
@@ -249,10 +246,7 @@ async def _burst(side: Side, texts: Sequence[str], answer_tokens: int) -> Rate:
         {**completion_body(await side.client.tokenize(text), answer_tokens, stream=True), "ignore_eos": True}
         for text in texts
     ]
-    exchanges = await asyncio.gather(*(side.client.post("/v1/completions", body) for body in bodies))
-    lengths = tuple(parse_stream(exchange).completion_tokens for exchange in exchanges)
-    seconds = max(e.ended for e in exchanges) - min(e.sent for e in exchanges)
-    return Rate(sum(lengths) / seconds, lengths)
+    return await burst(side, [("/v1/completions", body) for body in bodies])
 
 
 def rate_rows(samples: Rates) -> tuple[Row, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import ClassVar
+from types import TracebackType
+from typing import ClassVar, Self
 
 from emberkeep.bench.disk import chunk_files, drop_from_page_cache
 from emberkeep.bench.http_client import Client, Messages, Reply, chat_body, parse_stream
@@ -18,6 +20,7 @@ from emberkeep.bench.server_process import PeerProcess, ServerProcess, ServerUnd
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import with_default_signals
+from emberkeep.types import Json
 
 OURS, PEER = "emberkeep", "llama-server"
 _SLOT = 0
@@ -25,7 +28,7 @@ _SAVED = "slot.bin"
 
 
 class Side(ABC):
-    """A server that may be killed and started again. Whoever makes one kills its process in the end."""
+    """A server that may be killed and started again. Leaving the `with` block kills it."""
 
     name: ClassVar[str]
     process: ServerUnderTest
@@ -33,6 +36,14 @@ class Side(ABC):
     @property
     def client(self) -> Client:
         return Client(self.process.port)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.kill()
 
     @abstractmethod
     async def settle(self) -> None:
@@ -117,13 +128,31 @@ class PeerSide(Side):
         )
 
 
-@contextmanager
-def alone(side: Side, sides: Sequence[Side]) -> Iterator[None]:
+@dataclass(frozen=True, slots=True)
+class Rate:
+    tokens_per_s: float
+    lengths: tuple[int, ...]
+    """Of the answers."""
+
+
+async def burst(side: Side, requests: Sequence[tuple[str, Json]]) -> Rate:
+    """Post these bodies to these paths at once. By the wall clock: from the first request to the last byte."""
+    exchanges = await asyncio.gather(*(side.client.post(path, body) for path, body in requests))
+    lengths = tuple(parse_stream(exchange).completion_tokens for exchange in exchanges)
+    seconds = max(e.ended for e in exchanges) - min(e.sent for e in exchanges)
+    return Rate(sum(lengths) / seconds, lengths)
+
+
+def alone(side: Side, sides: Sequence[Side]) -> AbstractContextManager[None]:
     """The others stand still meanwhile: threads of an idle server may spin."""
+    return standing_still([other for other in sides if other is not side])
+
+
+@contextmanager
+def standing_still(sides: Sequence[Side]) -> Iterator[None]:
     with ExitStack() as paused:
-        for other in sides:
-            if other is not side:
-                paused.enter_context(other.process.pause())
+        for side in sides:
+            paused.enter_context(side.process.pause())
         yield
 
 

@@ -39,6 +39,10 @@ class Flags:
         Path | None,
         Option("--peer", exists=True, dir_okay=False, resolve_path=True, help="The llama-server to compare with."),
     ] = None
+    data: Annotated[
+        Path | None,
+        Option("--data", exists=True, file_okay=False, help="Folder of recorded conversations, as JSON."),
+    ] = None
     data_dir: Annotated[
         Path | None,
         Option(
@@ -124,6 +128,12 @@ BENCHMARKS = (
         ("peer", "sizes", "repeat"),
         check=_require_peer,
     ),
+    Benchmark(
+        "speculation",
+        "Decoding with drafts and without, and beside a llama-server's n-gram modes (--peer PATH).",
+        "emberkeep.bench.speculation",
+        ("peer", "data", "repeat"),
+    ),
 )
 ALL = ("restart", "turns", "shared", "load")
 
@@ -166,7 +176,7 @@ def _command(
 
 
 app = make_app(
-    "Measure this machine: restarts, turns, sharing, load, another server. Leave it alone meanwhile.",
+    "Measure this machine: restarts, turns, sharing, load, drafts, another server. Leave it alone meanwhile.",
     BENCHMARKS,
     ALL,
 )

@@ -1,0 +1,158 @@
+"""`bench speculation`: what the figures are made of, with scripted servers on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emberkeep.bench import speculation
+from emberkeep.bench.http_client import Reply
+from emberkeep.bench.report import BenchResult, Row
+from emberkeep.bench.sides import PeerSide, Rate
+from emberkeep.bench.speculation import (
+    Sample,
+    Workload,
+    best_modes,
+    burst_rows,
+    draft_rows,
+    same_positions,
+    same_prefix,
+    speed_rows,
+)
+from emberkeep.bench.stage import Stage
+from emberkeep.bench.tasks import KINDS
+from emberkeep.bench.words import Words
+from emberkeep.errors import EmberkeepError
+from helpers import scripted_llama_server
+
+pytestmark = pytest.mark.slow
+
+
+def sample(step_ms: float, *, wall_ms: float = 100.0, drafted: int = 0, accepted: int = 0) -> Sample:
+    reply = Reply(
+        ttft_ms=1.0,
+        text="",
+        prompt_tokens=10,
+        completion_tokens=11,
+        cached_tokens=0,
+        tier="-",
+        prepare_ms=0.0,
+        load_ms=0.0,
+        decode_step_ms=step_ms,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+    )
+    return Sample(reply, wall_ms, (1, 2, 3, 4))
+
+
+COLUMNS = {
+    "plain": [sample(10.0)],
+    "drafts": [sample(4.0, wall_ms=50.0, drafted=12, accepted=6)],
+    "asked again": [sample(2.0, drafted=10, accepted=10)],
+}
+
+
+def samples(row: Row, column: str) -> tuple[float, ...]:
+    return row.values[column].samples  # type: ignore[union-attr]
+
+
+# ── figures ──
+
+
+def test_speed_is_that_of_decoding_by_the_servers_clock_and_by_ours() -> None:
+    (row,) = speed_rows({"agent": COLUMNS})
+    assert (samples(row, "plain"), samples(row, "drafts")) == ((100.0,), (250.0,))
+    assert (samples(row, "drafts / plain"), samples(row, "again / plain")) == ((2.5,), (5.0,))
+    assert samples(row, "by the wall clock") == (2.0,)
+
+
+def test_drafts_are_counted_with_what_was_accepted_of_them() -> None:
+    (row,) = draft_rows({"agent": COLUMNS})
+    assert (row.values["drafted"], row.values["accepted"]) == (12, "6 (50%)")
+    assert (samples(row, "per step"), samples(row, "per step, again")) == ((2.2,), (11.0,))
+
+
+def test_tokens_are_compared_up_to_a_difference_and_by_position() -> None:
+    assert same_prefix([1, 2, 3, 4], [1, 2, 9, 4]) == 0.5
+    assert same_positions([1, 2, 3, 4], [1, 2, 9, 4]) == 0.75
+    assert same_prefix([1, 2, 3, 4], [1, 2]) == same_positions([1, 2, 3, 4], [1, 2]) == 0.5
+    assert same_prefix([], [1]) == 1.0
+
+
+def test_the_best_mode_is_chosen_for_every_kind_and_for_all_of_them() -> None:
+    slow, fair, quick = sample(10.0), sample(5.0), sample(1.0)
+    trials = {"x": {"a": quick, "b": slow}, "y": {"a": slow, "b": fair}, "z": {"a": fair, "b": slow}}
+    assert best_modes(trials) == {"a": "x", "b": "y", "all": "x"}
+
+
+def test_clients_are_compared_with_those_of_the_other_server_only_if_there_is_one() -> None:
+    own = {"plain": [Rate(50.0, (1,))], "drafts": [Rate(60.0, (1,))]}
+    (alone,) = burst_rows(own, {})
+    (beside,) = burst_rows({**own, "llama-server": [Rate(40.0, (1,))]}, {"all": "none"})
+    assert "llama-server" not in alone.values
+    assert samples(beside, "drafts / llama-server") == (1.5,)
+
+
+# ── whole runs; ours is a scripted server that always drafts ──
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Workload], BenchResult]:
+    program = scripted_llama_server.install(tmp_path)
+
+    def own_side(place: Stage, *, parallel: int, ctx: int) -> PeerSide:
+        return PeerSide(place, program, parallel=parallel, ctx=ctx, more=("--spec-type", "ours"))
+
+    monkeypatch.setattr(speculation, "OwnSide", own_side)
+    stage = Stage(tmp_path, lambda _: None, tmp_path / "model.gguf", Words({"a": 1}))
+    return lambda plan: asyncio.run(speculation.run(stage, plan))
+
+
+PLAN = Workload(answer_tokens=8, clients=2, repeat=2)
+
+
+def test_plain_answers_are_asked_for_without_drafts(measured: Callable[[Workload], BenchResult]) -> None:
+    speeds, drafts, clients = measured(PLAN).tables
+    assert [row.label for row in speeds.rows] == list(KINDS)
+    assert all(samples(row, "drafts / plain") == (2.0, 2.0) for row in speeds.rows)
+    assert all(row.values["accepted"] == "8 (25%)" for row in drafts.rows)
+    assert all(samples(row, "same, by position") == (100.0, 100.0) for row in drafts.rows)
+    assert len(samples(clients.rows[0], "drafts / plain")) == 2
+
+
+def test_the_best_mode_of_the_other_server_is_measured_beside_ours(
+    measured: Callable[[Workload], BenchResult], tmp_path: Path
+) -> None:
+    plan = Workload(
+        peer=tmp_path / "llama-server",
+        answer_tokens=8,
+        clients=2,
+        repeat=1,
+        modes=("none", "ngram-simple", "ngram-cache"),
+    )
+    result = measured(plan)
+    *_, clients, beside, trials = result.tables
+    assert [(row.values["its mode"], samples(row, "ratio")) for row in beside.rows] == [
+        ("ngram-simple", (1.0,))
+    ] * 5
+    assert clients.rows[0].values["its mode"] == "ngram-simple"
+    assert [row.label for row in trials.rows] == ["none", "ngram-simple"]
+    assert "llama-server cannot be started with ngram-cache." in result.notes
+
+
+def test_a_server_that_knows_no_mode_is_explained(
+    measured: Callable[[Workload], BenchResult], tmp_path: Path
+) -> None:
+    with pytest.raises(EmberkeepError, match="did not start: error: unknown speculative type ngram-cache"):
+        measured(Workload(peer=tmp_path / "llama-server", modes=("ngram-cache",)))
+
+
+def test_recorded_conversations_are_one_more_kind(
+    measured: Callable[[Workload], BenchResult], tmp_path: Path
+) -> None:
+    (tmp_path / "talk.json").write_text('{"messages": [{"role": "assistant", "content": "Hello"}]}')
+    speeds, *_ = measured(Workload(data=tmp_path, answer_tokens=8, clients=2, repeat=1)).tables
+    assert [row.label for row in speeds.rows] == [*KINDS, "recorded"]
