@@ -22,6 +22,12 @@ class ToldCorpus:
         self._path = path or []
         self.asked = 0
 
+    def prepare(self, lineage: Lineage) -> None:
+        pass
+
+    def add(self, lineage: Lineage, tokens: TokenArray, new_from: int) -> None:
+        pass
+
     def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
         self.asked += 1
         tokens = self._drafts(context.tolist(), limit)[:limit]

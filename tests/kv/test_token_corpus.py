@@ -32,7 +32,7 @@ def label(key: str) -> Label:
 
 def ready(store: KvStore, lineage: Lineage, owners: int = 2) -> TokenCorpus:
     """As after the first request of `lineage`, when its text and what is shared are there."""
-    store.corpus.path(lineage, LONG[:1], 0)
+    store.corpus.prepare(lineage)
     assert eventually(lambda: store.corpus.stats()["owners"] >= owners)
     return store.corpus
 
@@ -126,7 +126,7 @@ def test_what_a_turn_adds_while_the_text_is_being_made_is_not_lost():
 
     corpus = TokenCorpus(transact)
     corpus.add(ALICE, LONG, 0)  # no request has begun: nothing to add to
-    corpus.path(ALICE, LONG, 0)
+    corpus.prepare(ALICE)
     corpus.add(ALICE, LONG[:300], 200)
     assert draft(corpus, ALICE, LONG[180:205]) is None
     gate.set()
@@ -165,10 +165,10 @@ def test_the_text_of_the_least_recently_used_owner_goes_first(store, monkeypatch
     put(store, LONG[:300], namespace=ALICE)
     put(store, LONG[:300], namespace=BOB)
     ready(store, ALICE)
-    store.corpus.path(BOB, LONG, 0)
+    store.corpus.prepare(BOB)
     assert eventually(lambda: draft(store.corpus, BOB, LONG[100:140]))
     assert draft(store.corpus, ALICE, LONG[100:140]) is None
-    store.corpus.path(ALICE, LONG, 0)
+    store.corpus.prepare(ALICE)
     assert eventually(lambda: draft(store.corpus, ALICE, LONG[100:140]))
 
 
@@ -240,7 +240,7 @@ def test_text_that_is_forgotten_while_it_is_made_ready_does_not_come_back():
         return found
 
     corpus = TokenCorpus(transact)
-    corpus.path(ALICE, LONG, 0)
+    corpus.prepare(ALICE)
     assert listed.wait(20)
     corpus.forget({ALICE.owner})
     gate.set()
@@ -311,7 +311,7 @@ def test_text_that_cannot_be_made_ready_is_tried_again_by_the_next_request(store
 
     with monkeypatch.context() as patched:
         patched.setattr(corpus_module, "_segments", fail)
-        store.corpus.path(ALICE, LONG, 0)
+        store.corpus.prepare(ALICE)
         assert eventually(lambda: not store.corpus._texts)
     assert draft(ready(store, ALICE), ALICE, LONG[100:140]) == LONG[140:148].tolist()
     assert "not made ready" in caplog.text

@@ -42,6 +42,7 @@ BAD = {
     "wrong in the middle": lambda text: wrong_at(text, 3),
     "always the same": lambda text: lambda latest, limit: [65] * limit,
     "what was just said": lambda text: lambda latest, limit: latest[-limit:],
+    "no tokens at all": lambda text: lambda latest, limit: [-1, 10**6] * limit,
     "the end of the turn": lambda text: lambda latest, limit: [FakeEngine().vocab.eos] * limit,
 }
 
@@ -52,6 +53,7 @@ def test_greedy_text_is_that_of_plain_decoding(plain, kind):
     spoken = answer_of(corpus=corpus)
     assert spoken.answer == plain
     assert corpus.asked
+    assert spoken.ending.accepted_tokens <= spoken.ending.drafted_tokens
 
 
 def test_right_drafts_save_steps(plain):

@@ -61,14 +61,14 @@ class TokenCorpus:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
-        """What is stored after exactly `tokens`, the way that was used last; at most `limit` tokens.
-
-        To be called when a request begins: it has the owner's text made where there is none. Takes the store's
-        lock for a moment.
-        """
+    def prepare(self, lineage: Lineage) -> None:
+        """A request begins: have the text of its owner made where there is none."""
         for owner in (lineage.owner, SHARED):
             self._want(owner)
+
+    def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
+        """What is stored after exactly `tokens`, the way that was used last; at most `limit` tokens. Takes the
+        store's lock for a moment."""
         return self._transact(lambda ledger: _stored_after(ledger.tree, lineage, tokens, limit))
 
     def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:

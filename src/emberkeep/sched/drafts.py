@@ -15,7 +15,7 @@ import numpy as np
 
 from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import DraftSource, Lineage
+from emberkeep.types import DraftSource, Lineage, Vocab
 
 if TYPE_CHECKING:
     from emberkeep.sched.sequence import Sequence as Running
@@ -33,11 +33,14 @@ class Draft:
     matched: int
     """How many of the latest tokens stood before it where it was found."""
     agreement: Sequence[float]
-    """For each token, the share of the places where it was found that agree on it and on those before it."""
+    """For each token, how likely it seems that it comes after those before it, and all of them."""
 
 
 class Corpus(Protocol):
     """What an owner's earlier prompts and answers contain."""
+
+    def prepare(self, lineage: Lineage) -> None:
+        """Something will be looked up soon. Quick."""
 
     def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
         """What followed the longest suffix of `context`. Never blocks."""
@@ -45,13 +48,8 @@ class Corpus(Protocol):
     def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
         """What followed exactly these tokens, from the first one on; empty where nothing did."""
 
-
-class EmptyCorpus:
-    def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
-        return None
-
-    def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
-        return tokens[:0]
+    def add(self, lineage: Lineage, tokens: TokenArray, new_from: int) -> None:
+        """A turn has ended, in which the tokens from `new_from` on are new."""
 
 
 @dataclass(slots=True)
@@ -78,11 +76,12 @@ class Trust:
 class SequenceDrafts:
     """Belongs to the engine's thread."""
 
-    def __init__(self, sequence: Running, corpus: Corpus) -> None:
+    def __init__(self, sequence: Running, corpus: Corpus, vocab: Vocab) -> None:
         """Made when the first token of the answer was sampled."""
         self.trust = Trust()
         self._sequence = sequence
         self._corpus = corpus
+        self._vocab = vocab
         self._lineage = sequence.prompt.lineage
         self._context = NgramIndex()
         self._context.begin(sequence.tokens[: sequence.prompt_length])
@@ -98,18 +97,24 @@ class SequenceDrafts:
         """What may come next, at most `limit` tokens each."""
         self._take_in()
         for draft in self._sources(limit):
-            if count := self._sequence.sampler.count_allowed(draft.tokens):
+            if count := self._sequence.sampler.count_allowed(draft.tokens[: self._count_said(draft.tokens)]):
                 yield replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count])
+
+    def _count_said(self, tokens: TokenArray) -> int:
+        """How many come before the end of the answer, and are tokens of this model: files may hold anything."""
+        vocab = self._vocab
+        ends = (i for i, token in enumerate(tokens.tolist()) if token in vocab.eog or not 0 <= token < vocab.size)
+        return next(ends, len(tokens))
 
     def _sources(self, limit: int) -> Iterator[Draft]:
         sequence = self._sequence
         if forced := sequence.sampler.forced_tokens(limit):
-            yield Draft(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced), (1.0,) * len(forced))
+            yield _assumed(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced))
             return
         answer = sequence.tokens[sequence.prompt_length :]
         for expected in self._expected:
             if len(tokens := expected.after(answer, limit)):
-                yield Draft(tokens, expected.source, min(len(answer), MAX_MATCH), (1.0,) * len(tokens))
+                yield _assumed(tokens, expected.source, min(len(answer), MAX_MATCH))
                 return
         yield from self._found(sequence.tokens[-MAX_MATCH:], limit)
 
@@ -130,6 +135,15 @@ class SequenceDrafts:
         if fresh := sequence.sampled_count - self._indexed:
             self._context.extend(sequence.tokens[sequence.answer_end - fresh : sequence.answer_end])
             self._indexed += fresh
+
+
+_CHANCES = {DraftSource.GRAMMAR: 0.97, DraftSource.PATH: 0.93, DraftSource.PREDICTION: 0.85}
+
+
+def _assumed(tokens: TokenArray, source: DraftSource, matched: int) -> Draft:
+    """Nothing but its source says how likely it is."""
+    chances = np.cumprod(np.full(len(tokens), _CHANCES[source]))
+    return Draft(tokens, source, matched, chances.tolist())
 
 
 class _Expected:

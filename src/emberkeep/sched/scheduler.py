@@ -23,7 +23,6 @@ from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Over
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration, PeakWatch
-from emberkeep.sched.drafts import EmptyCorpus
 from emberkeep.sched.engine_thread import (
     SHUTTING_DOWN,
     Call,
@@ -225,6 +224,7 @@ class Scheduler:
                     sequence.forget()
             self._slots.forget(owners)
             self.recent.forget(owners)
+            self.store.corpus.forget(owners)
 
         return self.call(drop)
 
@@ -559,6 +559,7 @@ class Scheduler:
         if isinstance(command, Sequence):
             self.counters.jobs += 1
             self._waiting.add(command)
+            self._speculation.prepare(command)
         elif isinstance(command, Cancel):
             self._cancel(command.sequence)
         elif isinstance(command, Call):
@@ -682,6 +683,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         entry = self._cache.commit_turn(sequence)
+        self._speculation.turn_ended(sequence)
         if entry is not None:
             self._slots.demote(entry.id, entry.turns - self._settings.warm_after)
         sequence.become_idle(entry)
@@ -771,7 +773,8 @@ def _speculation(engine: Engine, store: KvStore, settings: SchedulerSettings) ->
     if engine.capabilities.kv_unit.has_snapshots:
         reason = "This model's state cannot go back by single tokens, so nothing can be tried out."
     return Speculation(
-        getattr(store, "corpus", EmptyCorpus()),
+        store.corpus,
+        engine.vocab,
         engine.step_table.seconds if engine.step_table else _usual_seconds,
         most=settings.draft_max,
         outputs=engine.capabilities.outputs,

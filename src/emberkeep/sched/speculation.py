@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
-from emberkeep.types import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
+from emberkeep.types import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats, Vocab
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -26,9 +27,9 @@ _WORTH = 1.03
 """By so much more tokens per second at least: what was measured is not exact, and drafting takes time, too."""
 _CERTAIN = 0.995
 _REMEMBERED = 256.0
-"""Drafted tokens of one kind that count: what is older counts half as much."""
+"""Expected tokens of one kind of drafts that count: what is older counts half as much."""
 _PRIOR = 8.0
-"""Tokens that what is assumed at first counts as."""
+"""As many expected tokens count as if they had been accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,13 @@ class Chosen:
 class Speculation:
     """Belongs to the engine's thread; `stats` may be called from any."""
 
-    def __init__(self, corpus: Corpus, seconds: Seconds, *, most: int, outputs: int, reason: str = "") -> None:
+    def __init__(
+        self, corpus: Corpus, vocab: Vocab, seconds: Seconds, *, most: int, outputs: int, reason: str = ""
+    ) -> None:
         """`most`: drafted tokens per sequence and step. `outputs`: rows with logits that a step may have.
         `reason`: why nothing is drafted; empty: it is."""
         self._corpus = corpus
+        self._vocab = vocab
         self._seconds = seconds
         self._most = most
         self._outputs = outputs
@@ -54,6 +58,19 @@ class Speculation:
         self._rates: defaultdict[tuple[DraftSource, int], _Rate] = defaultdict(_Rate)
         self._tallies: dict[DraftSource, _Tally] = {}
         self._steps = 0
+
+    def prepare(self, sequence: Running) -> None:
+        """A request has come, for which something may be drafted soon. Never raises."""
+        if not self._reason and sequence.request.speculation is not False and sequence.max_new:
+            with _logged("nothing was prepared for drafts"):
+                self._corpus.prepare(sequence.prompt.lineage)
+
+    def turn_ended(self, sequence: Running) -> None:
+        """What was new in it may come again. Never raises."""
+        if not self._reason and sequence.is_kept:
+            with _logged("an answer was not noted for drafts"):
+                tokens = sequence.tokens[: sequence.computed]
+                self._corpus.add(sequence.prompt.lineage, tokens, sequence.reuse.in_place)
 
     def draft(self, decoding: Sequence[Running], *, beside: int, room: int) -> dict[Running, Chosen]:
         """What each of these sequences evaluates besides its latest token, in a step that has `beside` other rows
@@ -74,8 +91,8 @@ class Speculation:
         """A draft was evaluated, and so many of its tokens were accepted."""
         tried = min(accepted + 1, chosen.count)
         source, matched = chosen.draft.source, chosen.draft.matched
-        for place in range(tried):
-            self._rates[source, _kind(matched, place)].add(place < accepted)
+        for place, chance in enumerate(chosen.chances[:tried]):
+            self._rates[source, _kind(matched, place)].add(chance, place < accepted)
         if sequence.drafts is not None:
             sequence.drafts.trust.add(sum(chosen.chances[:tried]), accepted)
         self._tallies.setdefault(source, _Tally()).add(chosen.count, accepted)
@@ -98,7 +115,7 @@ class Speculation:
             return None
         try:
             if sequence.drafts is None:
-                sequence.drafts = SequenceDrafts(sequence, self._corpus)
+                sequence.drafts = SequenceDrafts(sequence, self._corpus, self._vocab)
             trust = sequence.drafts.trust
             trust.rest()
             options = [self._weighed(draft, trust.factor) for draft in sequence.drafts.propose(limit)]
@@ -108,10 +125,9 @@ class Speculation:
         return max(options, key=_expected, default=None)
 
     def _weighed(self, draft: Draft, trust: float) -> Chosen:
-        chances, before = [], draft.agreement[0]
+        chances, before = [], 1.0
         for place, agreement in enumerate(draft.agreement):
-            rate = self._rates[draft.source, _kind(draft.matched, place)]
-            usual = rate.value(_assumed(draft.source, draft.matched))
+            usual = self._rates[draft.source, _kind(draft.matched, place)].factor
             chances.append(min(usual * trust * agreement / before, _CERTAIN))
             before = agreement
         return Chosen(draft, len(chances), chances)
@@ -141,19 +157,20 @@ class Speculation:
 
 @dataclass(slots=True)
 class _Rate:
-    """How often tokens of one kind of draft were accepted."""
+    """How much more, or less, of one kind of drafts is accepted than expected."""
 
-    tried: float = 0.0
+    expected: float = 0.0
     accepted: float = 0.0
 
-    def add(self, is_accepted: bool) -> None:
-        if self.tried >= _REMEMBERED:
-            self.tried, self.accepted = self.tried / 2, self.accepted / 2
-        self.tried += 1
-        self.accepted += is_accepted
+    @property
+    def factor(self) -> float:
+        return (self.accepted + _PRIOR) / (self.expected + _PRIOR)
 
-    def value(self, assumed: float) -> float:
-        return (self.accepted + _PRIOR * assumed) / (self.tried + _PRIOR)
+    def add(self, chance: float, is_accepted: bool) -> None:
+        if self.expected >= _REMEMBERED:
+            self.expected, self.accepted = self.expected / 2, self.accepted / 2
+        self.expected += chance / self.factor
+        self.accepted += is_accepted
 
 
 @dataclass(slots=True)
@@ -173,17 +190,18 @@ class _Tally:
         return SourceStats(self.drafts, self.drafted, self.accepted, tuple(self.lengths))
 
 
+@contextmanager
+def _logged(failure: str) -> Iterator[None]:
+    """What goes wrong in it makes answers slower, and nothing else."""
+    try:
+        yield
+    except Exception:
+        log.exception(failure)
+
+
 def _kind(matched: int, place: int) -> int:
     """Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
     return 2 * matched.bit_length() + (place > 0)
-
-
-_ASSUMED = {DraftSource.GRAMMAR: 0.95, DraftSource.PATH: 0.9, DraftSource.PREDICTION: 0.8, DraftSource.MODEL: 0.7}
-
-
-def _assumed(source: DraftSource, matched: int) -> float:
-    """Before anything was measured."""
-    return _ASSUMED.get(source, 1 - 1 / (1 + 0.5 * matched))
 
 
 def _together(chances: Sequence[float]) -> list[float]:
