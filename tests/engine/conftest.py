@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from emberkeep.engine.llamacpp import Adapter, LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.engine.llamacpp.context import NOT_TUNED, Tuning
 from helpers import tiny_gguf
 from helpers.engines import KINDS
 
@@ -41,6 +42,7 @@ def open_engine(model_file, flash):
         kv_type: str = "f16",
         flash: bool = is_flash_on,
         adapters: Sequence[Adapter] = (),
+        tuning: Tuning = NOT_TUNED,
     ) -> LlamaEngine:
         settings = LlamaSettings(
             context=cells,
@@ -52,7 +54,8 @@ def open_engine(model_file, flash):
             kv_type=kv_type,
             flash=flash,
         )
-        engines.append(LlamaEngine(LlamaModel(model_file(kind), adapters=adapters), settings, digest))
+        model = LlamaModel(model_file(kind), adapters=adapters)
+        engines.append(LlamaEngine(model, settings, digest, tuning))
         return engines[-1]
 
     yield make

@@ -135,18 +135,43 @@ class LlamaEngine:
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         for rows in batch:
             self._require(rows.sequence, end=rows.start)
+        filler = self._filler(batch)
+        is_done = filler is not None and self._decode_filled(batch, filler)
+        if not is_done and not self._decode(batch):
+            return Outcome.NO_ROOM
+        for rows in batch:
+            self._cells.grow(rows.sequence, rows.start + len(rows.tokens))
+        if self.experts is not None:
+            self.experts.step_done()
+        return Outcome.DONE
+
+    def _filler(self, batch: Sequence[Rows]) -> Rows | None:
+        """Rows that mean nothing, and with which the step is quicker than without."""
+        # A recurrent layer takes sequences of different lengths one after the other, and experts are counted.
+        is_plain = self._unit is KvUnit.RANGE and not (self.experts and self.experts.enabled)
+        if self.step_table is None or not is_plain:
+            return None
+        count = sum(len(rows.tokens) for rows in batch)
+        depth = max(rows.start for rows in batch)
+        more = self.step_table.filled(count, depth, self._settings.batch) - count
+        return Rows(_SCRATCH - 1, 0, np.zeros(more, np.int32), outputs=0) if more else None
+
+    def _decode_filled(self, batch: Sequence[Rows], filler: Rows) -> bool:
+        """As `_decode`. No sequence sees the rows of `filler`, and nothing is left of them."""
+        try:
+            return self._decode([*batch, filler])
+        finally:
+            llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+
+    def _decode(self, batch: Sequence[Rows]) -> bool:
+        """False where there is no room: nothing has changed then. Raises EngineError."""
         llama_batch, self._first_outputs = self._batch.fill(batch)
-        code = llama().llama_decode(self._context, llama_batch)
-        if code == 0:
-            for rows in batch:
-                self._cells.grow(rows.sequence, rows.start + len(rows.tokens))
-            if self.experts is not None:
-                self.experts.step_done()
-            return Outcome.DONE
+        code: int = llama().llama_decode(self._context, llama_batch)
+        if code > 1 or code < 0:
+            raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors() or f'code {code}'}.")
         if code == 1:
             take_errors()
-            return Outcome.NO_ROOM
-        raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors() or f'code {code}'}.")
+        return code == 0
 
     def logits(self, index: int, row: int = 0) -> Logits:
         pointer = llama().llama_get_logits_ith(self._context, self._first_outputs[index] + row)
@@ -287,8 +312,9 @@ class LlamaEngine:
         step = self._settings.batch
         for begin in range(0, len(insert), step):
             rows = Rows(sequence, start + begin, insert[begin : begin + step], outputs=0)
-            if self.evaluate([rows]) is Outcome.NO_ROOM:
+            if not self._decode([rows]):  # not filled up: the scratch sequence is in use
                 raise EngineError("llama.cpp has fewer free cells than were counted.")
+            self._cells.grow(sequence, rows.start + len(rows.tokens))
         self._first_outputs = []
         # It goes on without rotating when that fails.
         if complaint := take_errors():
@@ -346,12 +372,11 @@ class LlamaEngine:
         """
         empty = self._exports()
         probe = self.vocab.bos if self.vocab.bos is not None else 0
-        self.evaluate([Rows(_SCRATCH - 1, 0, np.full(PROBE, probe, np.int32), outputs=0)])
+        self._decode([Rows(_SCRATCH - 1, 0, np.full(PROBE, probe, np.int32), outputs=0)])
         exports = self._exports()
         # A step with logits touches what the first real one would otherwise have to wait for.
-        self.evaluate([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), outputs=1)])
+        self._decode([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), outputs=1)])
         llama().llama_memory_clear(self._memory, True)
-        self._cells = CellMap()
         try:
             return learn_layout(empty, exports, llama().llama_model_n_swa(self._model.handle))
         except EngineError:
