@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Subject, tune, tuning
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Subject, step_timing, tune, tuning
 from emberkeep.engine.llamacpp.tuning import Measured, batch_without_flash, compare, measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
@@ -41,7 +41,7 @@ def open_model(model_file) -> Iterator[Callable[..., LlamaModel]]:
 def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the tiny model were a large one, which survives everything and is measured in no time."""
     monkeypatch.setattr(tuning, "_SMALLEST", 0)
-    monkeypatch.setattr(tuning, "_GRID_S", 0.02)
+    monkeypatch.setattr(step_timing, "_GRID_S", 0.02)
     monkeypatch.setattr(tuning, "survives_without_flash", lambda *_: True)
 
 
@@ -91,7 +91,11 @@ def test_what_changes_the_times_is_measured_anew(open_model, measurements, tmp_p
     assert len(measurements) == 3
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2, "table": {}}'], ids=str)
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[]", b"1", b'{"format": 1}', b'{"format": 2, "table": {}}'],
+    ids=["empty", "cut off", "a list", "a number", "nothing in it", "no table"],
+)
 def test_a_damaged_file_is_measured_again(open_model, measurements, tmp_path: Path, damage: bytes) -> None:
     model = open_model()
     tune(model, SETTINGS, "digest", None, tmp_path)
@@ -99,6 +103,31 @@ def test_a_damaged_file_is_measured_again(open_model, measurements, tmp_path: Pa
         file.write_bytes(damage)
     assert not tune(model, SETTINGS, "digest", None, tmp_path)[0].flash
     assert measurements == [[True, False]] * 2
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again_without_another_choice(
+    open_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the less of both counts, until there was time for all of it."""
+    few = StepTable((1, 8), (64, 2048), ((9, 40), (18, 80)))
+    answers = [[replace(SLOW, is_whole=False), Measured(few, 8, is_whole=False)]]
+    answers += [[replace(SLOW, is_whole=False)], [SLOW]]  # the quicker way takes longer when it is measured again
+    asked: list[list[bool]] = []
+
+    def know(model: LlamaModel, ways: list[LlamaSettings]) -> list[Measured]:
+        asked.append([way.flash for way in ways])
+        return answers.pop(0)
+
+    monkeypatch.setattr(tuning, "measure", know)
+    tables = [tune(open_model(), SETTINGS, "digest", None, tmp_path) for _ in range(4)]
+    assert [settings.flash for settings, _ in tables] == [False] * 4
+    assert asked == [[True, False], [False], [False]]
+    assert tables[0][1].step_table == few
+    for _, found in tables[1:]:
+        assert found.step_table is not None
+        assert found.step_table.rows == ROWS
+        assert [round(time) for time in found.step_table.milliseconds[1][:3]] == [18, 80, 160]
+        assert found.wide_rows == 8
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(open_model, measurements, tmp_path: Path) -> None:
@@ -112,7 +141,7 @@ def test_a_machine_on_which_nothing_can_be_measured_serves_with_it(
     def fail(*_: object) -> None:
         raise EngineError("out of memory")
 
-    monkeypatch.setattr(tuning, "open_context", fail)
+    monkeypatch.setattr(step_timing, "open_context", fail)
     settings, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
     assert settings.flash
     assert (found.reason, found.step_table) == ("nothing was measured", None)
@@ -222,5 +251,5 @@ def test_measuring_leaves_threads_and_cores_as_they_were(open_model) -> None:
 def test_outliers_are_not_believed() -> None:
     """No step takes longer than smaller ones with as many rows."""
     times = {1: 0.01, 2: 0.5, 8: 0.05, 64: 0.3, 128: 9.0}
-    table = tuning._table({64: times})
+    table = step_timing._table({64: times})
     assert np.allclose(table.milliseconds[0], [10, 20, 50, 300, 600])

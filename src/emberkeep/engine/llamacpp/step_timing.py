@@ -1,0 +1,276 @@
+"""How long steps take on this machine, measured in contexts that are there for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from time import perf_counter, process_time
+
+import numpy as np
+
+from emberkeep.engine.base import KvUnit, Rows
+from emberkeep.engine.llamacpp.c_api import Handle
+from emberkeep.engine.llamacpp.context import (
+    PROBE,
+    Exports,
+    LlamaSettings,
+    ThreadPool,
+    available_cores,
+    cores_kept,
+    learn_layout,
+    one_core_each,
+    open_context,
+)
+from emberkeep.engine.llamacpp.kv_state import PARTIAL, BatchBuffer, Bytes, Layout, read_state, write_state
+from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.shared_library import llama, take_errors
+from emberkeep.engine.step_table import StepTable
+from emberkeep.errors import EngineError
+from emberkeep.types import Json
+
+_FORMAT = 2
+DEEP = 2048
+"""The deeper of the two depths at which steps are measured."""
+_GRID = (1, 8, 1, 64, 8, 1, 2, 4, 16, 2, 4, 32, 128, 3, 6, 7, 12, 24, 48, 63, 96, 256, 512)
+"""Numbers of rows in the order in which they are measured: time may end before the last. What is asked for most is
+measured more than once even then: the least counts."""
+_GRID_S = 2.5
+"""How long one depth may take, about."""
+_BUSY = 2
+"""How many times as long it may take on a machine that has other things to do."""
+_FIRST_PASS, _PASSES = 0.7, 4
+"""The share of it in which the first of several passes may take longer steps."""
+_PIECE = 8
+"""Tokens that are evaluated; what stands before the measured rows is their state, again and again."""
+_SHALLOW = 64
+_CELLS = DEEP + 2 * max(_GRID)
+_CUTS = (64, 32, 16, 8, 4, 2)
+_CUTS_S = 2.0
+_SCRATCH = 0
+_BASE, _STEP = 0, 1
+"""What stands before the rows, and what is taken back: sequences as `Rows` counts them, llama.cpp one higher."""
+
+_Times = dict[int, float]
+"""Seconds, by rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one model, with flash attention or without."""
+
+    table: StepTable
+    wide_rows: int | None = None
+    is_whole: bool = True
+    """False where other programs took so much of the time that less was measured than could have been."""
+
+    def json(self) -> dict[str, Json]:
+        facts: dict[str, Json] = {"wide_rows": self.wide_rows, "is_whole": self.is_whole}
+        return {"format": _FORMAT, "table": self.table.json(), **facts}
+
+    @classmethod
+    def from_json(cls, data: Json) -> Measured:
+        """Raises ValueError."""
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError("This was written by another version.")
+        wide_rows = data.get("wide_rows")
+        table = StepTable.from_json(data.get("table"))
+        return cls(table, wide_rows if isinstance(wide_rows, int) else None, data.get("is_whole") is True)
+
+    def join(self, new: Measured) -> Measured:
+        """The less of both, where both were measured at the same depths."""
+        old = dict(_lines(self.table))
+        if old.keys() != set(new.table.depths):
+            return new
+        lines = {
+            depth: old[depth] | {rows: min(time, old[depth].get(rows, time)) for rows, time in line.items()}
+            for depth, line in _lines(new.table)
+        }
+        return Measured(_table(lines), new.wide_rows or self.wide_rows, new.is_whole)
+
+
+def _lines(table: StepTable) -> Iterator[tuple[int, _Times]]:
+    for depth, line in zip(table.depths, table.milliseconds, strict=True):
+        yield depth, {rows: time / 1e3 for rows, time in zip(table.rows, line, strict=True)}
+
+
+def measure(model: LlamaModel, ways: Sequence[LlamaSettings]) -> list[Measured]:
+    """Each of `ways`, which differ in nothing but `flash`, side by side: whatever else runs here slows down both.
+
+    Blocks for a few seconds. Raises EngineError.
+    """
+    with _benches(model, ways) as benches:
+        shallow, is_whole = _time_grids(benches)
+        lines = [{bench.depth: times} for bench, times in zip(benches, shallow, strict=True)]
+        found = zip(ways, benches, shallow, strict=True)
+        wide = [None if way.flash else _wide_rows(bench, times) for way, bench, times in found]
+        for bench in benches:
+            bench.fill(DEEP)
+        if min(bench.depth for bench in benches) > 2 * _SHALLOW:
+            deep, in_time = _time_grids(benches)
+            is_whole = is_whole and in_time
+            for line, bench, times in zip(lines, benches, deep, strict=True):
+                line[bench.depth] = times
+        confirmed = [rows if bench.confirms(rows) else None for bench, rows in zip(benches, wide, strict=True)]
+    return [Measured(_table(line), rows, is_whole) for line, rows in zip(lines, confirmed, strict=True)]
+
+
+def _time_grids(benches: Sequence[_Bench]) -> tuple[list[_Times], bool]:
+    """Of each, and whether there was time for all that was worth it."""
+    times: list[_Times] = [{} for _ in benches]
+    used = [0.0] * len(benches)
+    deadline = perf_counter() + _BUSY * _GRID_S * len(benches)
+    for number, rows in product(range(_PASSES), _GRID):
+        if perf_counter() > deadline:
+            return times, False
+        for index, (bench, known) in enumerate(zip(benches, times, strict=True)):
+            if _is_affordable(rows, known, (_FIRST_PASS if number == 0 else 1.0) * _GRID_S - used[index]):
+                seconds = bench.time(rows)
+                known[rows] = min(seconds, known.get(rows, seconds))
+                used[index] += seconds
+    return times, True
+
+
+def _is_affordable(rows: int, known: _Times, left: float) -> bool:
+    if rows in known:
+        return known[rows] < left
+    below = max((count for count in known if count < rows), default=None)
+    # More is risked than is left: it may take less than it looks like, and that is what is looked for.
+    return below is None or known[below] * rows / below < 2 * left
+
+
+def _table(times: dict[int, _Times]) -> StepTable:
+    rows = sorted(set.intersection(*(set(line) for line in times.values())))
+    lines = [_without_outliers([(count, line[count]) for count in rows]) for line in times.values()]
+    return StepTable(tuple(rows), tuple(times), tuple(tuple(1e3 * seconds for seconds in line) for line in lines))
+
+
+def _without_outliers(line: Sequence[tuple[int, float]]) -> list[float]:
+    """No step takes longer than as many smaller ones as have its rows: then something else ran beside it."""
+    return [
+        min([seconds, *(-(-rows // count) * smaller for count, smaller in line[:index])])
+        for index, (rows, seconds) in enumerate(line)
+    ]
+
+
+def _wide_rows(bench: _Bench, times: _Times) -> int | None:
+    """The least rows from which on a step gives the same bytes however a prompt is cut, if any are found."""
+    table, found = _table({bench.depth: times}), None
+    for rows in _CUTS:
+        cuts = [rows, rows + 1, rows + 3]
+        if 2 * table.seconds(sum(cuts), bench.depth) > _CUTS_S:
+            continue
+        if not bench.gives_same_state(cuts):
+            break
+        found = rows
+    return found
+
+
+@contextmanager
+def _benches(model: LlamaModel, ways: Sequence[LlamaSettings]) -> Iterator[list[_Bench]]:
+    """A context for each, which is empty but for a few tokens. Raises EngineError."""
+    contexts: list[Handle] = []
+    threads = ThreadPool()
+    try:
+        with cores_kept():
+            with one_core_each():
+                count = ways[0].threads or available_cores()
+                threads.start(count)
+                for way in ways:
+                    small = replace(way, context=_CELLS, cells=_CELLS, sequences=2, batch=max(_GRID))
+                    contexts.append(open_context(model, small, None))
+                    threads.attach(contexts[-1])
+                benches = [_Bench(model, context, count) for context in contexts]
+            yield benches
+    finally:
+        for context in contexts:
+            llama().llama_free(context)
+        threads.close()
+
+
+class _Bench:
+    """Steps that are taken back: the sequence in front of them is `depth` tokens long."""
+
+    def __init__(self, model: LlamaModel, context: Handle, threads: int) -> None:
+        self._context = context
+        self._threads = 0 if model.offloads else threads
+        self._memory = llama().llama_get_memory(context)
+        self._batch = BatchBuffer(max(_GRID))
+        self._tokens = np.random.default_rng(0).integers(0, model.vocab.size, _CELLS, dtype=np.int32)
+        self._layout = self._learn_layout(llama().llama_model_n_swa(model.handle))
+        self.depth = 0
+        self.fill(_SHALLOW)
+
+    def time(self, rows: int) -> float:
+        """The seconds of a step, as if nothing else ran here.
+
+        Threads that compute on a CPU wait for each other by spinning, so each is busy from the first to the last
+        moment of a step, and time in which it was not belonged to others.
+        """
+        with self._branch():
+            begin, busy = perf_counter(), process_time()
+            self._evaluate(_STEP, self.depth, rows, outputs=1)
+            seconds, busy = perf_counter() - begin, process_time() - busy
+            return min(seconds, busy / self._threads) if self._threads else seconds
+
+    def confirms(self, wide_rows: int | None) -> bool:
+        return wide_rows is not None and self.gives_same_state([wide_rows, wide_rows + 1])
+
+    def gives_same_state(self, cuts: Sequence[int]) -> bool:
+        """Whether steps of so many rows leave the bytes of one step of all of them."""
+        return np.array_equal(self._state_after(cuts), self._state_after([sum(cuts)]))
+
+    def _state_after(self, cuts: Sequence[int]) -> Bytes:
+        with self._branch():
+            for start, rows in zip(accumulate(cuts, initial=self.depth), cuts, strict=False):
+                self._evaluate(_STEP, start, rows)
+            return read_state(self._context, _STEP + 1)
+
+    def fill(self, depth: int) -> None:
+        """Let the sequence be `depth` tokens long, or as long as it can be made in time."""
+        deadline = perf_counter() + _GRID_S
+        if self.depth == 0:
+            self._evaluate(_BASE, 0, _PIECE)
+            self.depth = _PIECE
+        if self._layout is not None and self._layout.unit is KvUnit.RANGE:
+            self._repeat(self._layout, depth)
+        while self.depth < depth and perf_counter() < deadline:
+            self._evaluate(_BASE, self.depth, _PIECE)
+            self.depth += _PIECE
+
+    def _repeat(self, layout: Layout, depth: int) -> None:
+        """Put the state of the sequence behind itself until it is `depth` tokens long."""
+        piece, tokens = read_state(self._context, _BASE + 1), self.depth
+        while self.depth < depth:
+            if not write_state(self._context, _SCRATCH, layout.renumbered(piece, self.depth)):
+                raise EngineError("llama.cpp has fewer free cells than it was opened with.")
+            llama().llama_memory_seq_cp(self._memory, _SCRATCH, _BASE + 1, -1, -1)
+            llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+            self.depth += tokens
+
+    def _learn_layout(self, window: int) -> Layout | None:
+        empty = self._exports()
+        self._evaluate(_BASE, 0, PROBE)
+        exports = self._exports()
+        llama().llama_memory_clear(self._memory, True)
+        try:
+            return learn_layout(empty, exports, window)
+        except EngineError:
+            return None
+
+    def _exports(self) -> Exports:
+        return Exports(read_state(self._context, _BASE + 1), read_state(self._context, _BASE + 1, PARTIAL))
+
+    @contextmanager
+    def _branch(self) -> Iterator[None]:
+        llama().llama_memory_seq_cp(self._memory, _BASE + 1, _STEP + 1, -1, -1)
+        try:
+            yield
+        finally:
+            llama().llama_memory_seq_rm(self._memory, _STEP + 1, -1, -1)
+
+    def _evaluate(self, sequence: int, start: int, rows: int, outputs: int = 0) -> None:
+        batch, _ = self._batch.fill([Rows(sequence, start, self._tokens[start : start + rows], outputs)])
+        if llama().llama_decode(self._context, batch):
+            raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors()}.")
