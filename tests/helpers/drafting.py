@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from emberkeep.engine.base import KvUnit
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.ngram_index import Continuation
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage
@@ -60,3 +62,11 @@ def wrong_at(text: list[int], place: int, by: int = 1) -> Drafts:
         return [token + by * (i == place) for i, token in enumerate(tokens)]
 
     return drafts
+
+
+class SmallEngine(FakeEngine):
+    """Drafts what the fake engine answers, unless it has other weights; state of its own kind."""
+
+    def __init__(self, *, weights: str = "fake", cells: int = 1 << 15, **settings: int) -> None:
+        super().__init__(weights=weights, cells=cells, kv_unit=KvUnit.RANGE, **settings)
+        self._name += ", small"

@@ -18,6 +18,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.drafts import Corpus
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
@@ -128,19 +129,28 @@ class Rig:
         memory: int | None = None,
         drain_s: float = 0.0,
         corpus: Corpus | None = None,
+        draft: Engine | None = None,
     ) -> None:
-        """`corpus`: where drafts come from; None: nothing is drafted."""
+        """`corpus`, `draft`: where drafts come from; None: nothing is drafted."""
         self.engine = engine or FakeEngine(cells=1 << 15)
         files = ChunkFiles(folder, self.engine.fingerprint) if folder else None
         self.store = KvStore(self.engine.fingerprint, Budgets(warm, cold), files)
         self.store.costs.evaluate = Unmeasured()
-        draft_max = 8 if corpus is not None else 0
+        draft_max = 8 if corpus is not None or draft is not None else 0
         settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory, draft_max=draft_max)
-        self.scheduler = Scheduler(self.engine, self.store, settings)
+        self.draft_store = self._draft_store(draft, folder, Budgets(warm, cold)) if draft else None
+        loaded = LoadedDraft("small", draft, self.draft_store) if draft and self.draft_store else None
+        self.scheduler = Scheduler(self.engine, self.store, settings, draft=loaded)
         # Rows that cost nothing: whatever may be drafted is.
         self.scheduler._speculation._seconds = lambda rows, depth: 1.0
         if corpus is not None:
             self.scheduler._speculation._corpus = corpus
+
+    def _draft_store(self, draft: Engine, folder: Path | None, budgets: Budgets) -> KvStore:
+        files = ChunkFiles(folder, draft.fingerprint) if folder else None
+        store = KvStore(draft.fingerprint, budgets, files)
+        store.costs.evaluate = Unmeasured()
+        return store
 
     def __enter__(self) -> Rig:
         return self
@@ -152,7 +162,8 @@ class Rig:
 
     def close(self) -> None:
         self.scheduler.close()
-        self.store.close()
+        for store in self.scheduler.stores:
+            store.close()
 
     def sequence(
         self,

@@ -11,6 +11,7 @@ from emberkeep.backend.verify import Verifier
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.forgotten import of_user
+from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor, tokens_to
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.session.conversation import Conversations
@@ -77,6 +78,8 @@ class StoreCache:
 
     def remove(self, entry_id: str) -> Removed:
         self._scheduler.drop_idle([entry_id]).result()
+        for store in self._drafts:
+            store.catalogue.remove(entry_id)
         removed = self._store.catalogue.remove(entry_id)
         if removed is None:
             raise _unknown(entry_id)
@@ -85,11 +88,22 @@ class StoreCache:
     def remove_user(self, user: str) -> Removed:
         # First what could be stored again.
         self._forget_beside(of_user(user)).result()
-        return self._store.catalogue.forget_user(user)
+        try:
+            return self._store.catalogue.forget_user(user)
+        finally:
+            for store in self._drafts:
+                store.catalogue.forget_user(user)
 
     def gc(self) -> Removed:
         self._scheduler.drop_idle(self._store.catalogue.expired(self._scheduler.idle_entries())).result()
+        for store in self._drafts:
+            store.catalogue.gc()
         return self._store.catalogue.gc()
+
+    @property
+    def _drafts(self) -> list[KvStore]:
+        """Stores of a draft model: what they hold is of the same texts, under the same names, and not shown."""
+        return self._scheduler.stores[1:]
 
     def _entry(self, entry_id: str) -> CacheEntry:
         self._store.notice_forgotten()

@@ -385,7 +385,8 @@ class LocalBackend:
         self.warmer.stop()
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.warmer.join)
-        await asyncio.to_thread(self._store.close)
+        for store in self.scheduler.stores:
+            await asyncio.to_thread(store.close)
         if self.memory is not None:
             await asyncio.to_thread(self.memory.close)
 

@@ -170,7 +170,8 @@ class Precache:
                 return
             self._refresh(prefix)
         try:
-            self._store.sweep()
+            for store in self._scheduler.stores:
+                store.sweep()
             expired = self._store.catalogue.expired(self._scheduler.idle_entries())
             if expired:
                 self._scheduler.drop_idle(expired)
@@ -195,7 +196,8 @@ class Precache:
             prompt = self._prompts.fit(self._prompts.build(prefix.request, prefix.lineage), prefix.request)
             has_snapshots = self._scheduler.kv_unit.has_snapshots
             label = label_of(prefix.request)
-            if not self._store.touch(label, prefix.lineage, prompt.tokens, snapshots=has_snapshots):
+            stores = self._scheduler.stores
+            if not all(s.touch(label, prefix.lineage, prompt.tokens, snapshots=has_snapshots) for s in stores):
                 asyncio.run(self._warm_one(prefix.request))
         except asyncio.CancelledError:
             log.debug("a prefix was given up")

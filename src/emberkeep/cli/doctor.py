@@ -167,15 +167,17 @@ def _model(config: Config) -> Finding:
     from emberkeep.models.library import ModelLibrary
 
     try:
-        found = ModelLibrary(config.data_dir / "models").resolve(config.model)
+        library = ModelLibrary(config.data_dir / "models")
+        found = library.resolve(config.model)
         adapters = _adapters(config, found)
+        draft = f", drafts by {library.resolve(config.draft_model).id}" if config.draft_model else ""
     except ModelNotFound as error:
-        if config.model == DEFAULT_MODEL and not config.lora:
+        if config.model == DEFAULT_MODEL and not config.lora and not config.draft_model:
             return Finding(Level.WARN, f"{DEFAULT_MODEL} is not here yet: `emberkeep serve` pulls it.")
         return Finding(Level.FAIL, str(error))
     except ModelError as error:
         return Finding(Level.FAIL, str(error))
-    return Finding(Level.OK, f"{found.id} ({found.path}){adapters}")
+    return Finding(Level.OK, f"{found.id} ({found.path}){adapters}{draft}")
 
 
 def _attention(config: Config) -> Finding:

@@ -290,28 +290,37 @@ def _prompt_or_chat(prompt_or_messages: Messages, **options: Unpack[Options]) ->
 
 
 def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
-    """Make sure that the configured model is here, and with it what its engine needs.
+    """Make sure that the configured model is here, its draft model, and what their engine needs.
 
     The default model is pulled, and so is a repository of the hub for the Hugging Face engine; any other must be
     here. Blocks while it downloads. Raises ModelError, and EngineError where the engine is not installed.
     """
-    from emberkeep.models.library import ModelLibrary
-    from emberkeep.models.pull import pull
-    from emberkeep.models.reporter import Silent
     from emberkeep.runtime import may_do_without_local, needs_local
 
     if not needs_local(config):
         return
     if config.engine == "hf":
         require_hf()
+    try:
+        for model in (config.model, *([config.draft_model] if config.draft_model else [])):
+            _ensure(model, config, reporter)
+    except ModelNotFound:
+        if not may_do_without_local(config):
+            raise
+
+
+def _ensure(model: str, config: Config, reporter: Reporter | None) -> None:
+    """Raises ModelNotFound for one that is not here and not pulled by itself."""
+    from emberkeep.models.library import ModelLibrary
+    from emberkeep.models.pull import pull
+    from emberkeep.models.reporter import Silent
+
     library = ModelLibrary(config.data_dir / "models")
     try:
-        if not library.resolve(config.model).is_folder:
+        if not library.resolve(model).is_folder:
             _ensure_llamacpp(config, reporter)
     except ModelNotFound:
-        spec = _pullable(config)
-        if spec is None and may_do_without_local(config):
-            return
+        spec = _pullable(model, config)
         if spec is None:
             raise
         _ensure_llamacpp(config, reporter)
@@ -325,10 +334,10 @@ def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
         ensure_llama_library(config.llama_library, reporter)
 
 
-def _pullable(config: Config) -> str | None:
+def _pullable(model: str, config: Config) -> str | None:
     from emberkeep.models.library import is_repo
 
-    if config.model == DEFAULT_MODEL:
+    if model == DEFAULT_MODEL:
         return DEFAULT_MODEL
     # Only where the engine was asked for: else a mistyped path would ask the hub.
-    return f"hf:{config.model}" if config.engine == "hf" and is_repo(config.model) else None
+    return f"hf:{model}" if config.engine == "hf" and is_repo(model) else None

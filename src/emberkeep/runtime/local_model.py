@@ -26,10 +26,12 @@ from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile
+from emberkeep.runtime.draft_loading import check_draft, check_engines, check_files, config_of_draft
 from emberkeep.runtime.memory import open_memory_or_none, open_sessions
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
+from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
@@ -49,6 +51,9 @@ _LLAMACPP_ONLY = {"lora": (), "kv_type": "f16", "flash_attention": "auto", "cpu_
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
 
+_SHARE_OF_DRAFT = 0.1
+"""Of a GPU's free memory, for the KV cells of a draft model."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -62,23 +67,51 @@ def open_local(config: Config) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError."""
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
-    if config.draft_model is not None:
-        raise ConfigError("Draft models cannot be loaded yet: leave draft_model out.")
     open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
     thread = EngineThread()
-    opened = thread.submit(lambda: open_engine(model, config, library.digests)).result()
+    # First the draft model: what it takes is counted, and what is planned for the other one has room beside it.
+    draft = _open_draft(config, model, library, thread)
+    try:
+        opened = thread.submit(lambda: open_engine(model, config, library.digests)).result()
+        if draft is not None:
+            check_draft(opened.engine, draft.engine)
+    except BaseException:
+        if draft is not None:
+            thread.submit(draft.engine.close).result()
+        raise
     card = ModelCard(
         model.id,
         int(model.path.stat().st_mtime),
         opened.engine.capabilities.context,
-        details=opened.details,
+        details={**opened.details, **({"draft_model": draft.name} if draft else {})},
     )
     machine = probe(
         config.data_dir,
         opened.engine.footprint,
         lambda: thread.submit(lambda: step_seconds(opened.engine)).result(),
     )
-    return assemble(config, opened.engine, opened.template, card, thread, machine)
+    return assemble(config, opened.engine, opened.template, card, thread, machine, draft)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDraft:
+    name: str
+    engine: Engine
+
+
+def _open_draft(
+    config: Config, model: ModelFile, library: ModelLibrary, thread: EngineThread
+) -> OpenedDraft | None:
+    """None where none is configured. Raises as `open_local` does."""
+    if config.draft_model is None:
+        return None
+    draft, own = library.resolve(config.draft_model), config_of_draft(config, config.draft_model)
+    check_files(model.path, draft.path)
+    hf = _uses_hf(own, draft)
+    check_engines(hf=_uses_hf(config, model), draft_hf=hf)
+    open_engine = _open_hf_draft if hf else _open_llamacpp
+    opened = thread.submit(lambda: open_engine(draft, own, library.digests)).result()
+    return OpenedDraft(draft.id, opened.engine)
 
 
 def _uses_hf(config: Config, model: ModelFile) -> bool:
@@ -99,14 +132,20 @@ def assemble(
     card: ModelCard,
     thread: EngineThread | None = None,
     machine: Machine | None = None,
+    draft: OpenedDraft | None = None,
 ) -> LocalBackend:
-    """A backend over any engine, which was opened on `thread`. Both belong to it from now on.
+    """A backend over any engine, which was opened on `thread`, as `draft` was. All belong to it from now on.
 
     `machine`: what was measured of it; nothing is measured here.
     """
     template = _template(engine, template_source)
     lineages = _lineages(config, engine)
-    store = open_store(config, engine.fingerprint, {"model": card.id})
+    share = _share_of_draft(engine, draft.engine) if draft else 0.0
+    store = open_store(config, engine.fingerprint, {"model": card.id}, share=1 - share)
+    loaded = None
+    if draft is not None:
+        its_store = open_store(config, draft.engine.fingerprint, {"model": draft.name}, share=share)
+        loaded = LoadedDraft(draft.name, draft.engine, its_store)
     slice_ = min(config.prefill_slice or engine.capabilities.batch, engine.capabilities.batch)
     admission = _admission(config, engine, store, slice_)
     scheduling = SchedulerSettings(
@@ -133,8 +172,14 @@ def assemble(
     memory = open_memory_or_none(config)
     context, vocab = engine.capabilities.context, engine.vocab
     sessions = open_sessions(config, memory, context, lambda text: len(vocab.tokenize(text)))
-    scheduler = Scheduler(engine, store, scheduling, thread=thread)
+    scheduler = Scheduler(engine, store, scheduling, thread=thread, draft=loaded)
     return LocalBackend(card, template, scheduler, sessions, settings, server_tools(config, memory))
+
+
+def _share_of_draft(engine: Engine, draft: Engine) -> float:
+    """Of the RAM for stored state: that of the same tokens."""
+    mine, its = (each.capabilities.kv_bytes_per_token for each in (engine, draft))
+    return its / (mine + its)
 
 
 def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: int) -> Admission | None:
@@ -149,11 +194,11 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
     )
 
 
-def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str]) -> KvStore:
-    """Without a usable folder the store lives in RAM: serving goes on."""
+def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
+    """Without a usable folder the store lives in RAM: serving goes on. `share`: of the RAM that is for state."""
     keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
 
-    budgets = Budgets(config.ram_budget, config.disk_budget)
+    budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
 
     def store(files: ChunkFiles | None) -> KvStore:
         return KvStore(fingerprint, budgets, files, keeping=keeping, about=about)
@@ -232,16 +277,24 @@ def _check_kv_bits(config: Config) -> None:
         )
 
 
-def _open_hf(model: ModelFile, config: Config, digests: Path) -> _Opened:
-    from emberkeep.engine.hf import HfSettings, load_model, open_engine
+def _open_hf_draft(model: ModelFile, config: Config, digests: Path) -> _Opened:
+    return _open_hf(model, config, digests, is_draft=True)
+
+
+def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False) -> _Opened:
+    """A draft model leaves most of a GPU's memory to the other one."""
+    from emberkeep.engine.hf import HfSettings, cells_of_share, load_model, open_engine
 
     loaded = load_model(_hf_source(model), device=config.device, dtype=config.dtype, attention="eager")
     # Beyond it there are no positions, or other ones than what is stored was computed with.
     context = min(_context(config, loaded.context_length), loaded.context_length)
     on_cpu = loaded.device == "cpu"
+    cells = _cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None
+    if is_draft and not on_cpu:
+        cells = min(config.parallel * context, cells_of_share(loaded, _SHARE_OF_DRAFT))
     settings = HfSettings(
         context=context,
-        cells=_cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None,
+        cells=cells,
         sequences=2 * config.parallel,
         batch=max(slice_tokens(config, on_gpu=not on_cpu), 2 * config.parallel),
         attention=None if config.attention == "auto" else AttentionTier(config.attention),

@@ -34,6 +34,8 @@ class Draft:
     """How many of the latest tokens stood before it where it was found."""
     agreement: Sequence[float]
     """For each token, how likely it seems that it comes after those before it, and all of them."""
+    sure: Sequence[float] = ()
+    """For each token, how likely the model that drafts it takes it to be; empty where none does."""
 
 
 class Corpus(Protocol):
@@ -79,6 +81,8 @@ class SequenceDrafts:
     def __init__(self, sequence: Running, corpus: Corpus, vocab: Vocab) -> None:
         """Made when the first token of the answer was sampled."""
         self.trust = Trust()
+        self.model_trust = Trust()
+        """In what a draft model drafts: it may know a text that never was before, or not understand it at all."""
         self._sequence = sequence
         self._corpus = corpus
         self._vocab = vocab

@@ -61,7 +61,7 @@ class Sampler:
         self._forced = deque(forced)
         self._matcher = matcher
         self._top_logprobs = top_logprobs
-        self._random = np.random.Generator(np.random.PCG64(settings.seed))
+        self._uniforms = _Uniforms(settings.seed)
         self._counts: Counter[int] = Counter()
         self._bias_ids = np.fromiter(settings.logit_bias, np.intp, len(settings.logit_bias))
         self._bias = np.fromiter(settings.logit_bias.values(), np.float32, len(settings.logit_bias))
@@ -80,6 +80,20 @@ class Sampler:
         logprob = None if self._top_logprobs is None else describe(logits, token, self._top_logprobs, pieces)
         return token, logprob
 
+    def look_ahead(self, logits: Floats, ahead: int) -> tuple[int, float]:
+        """What would be chosen from these logits, which may be another model's, `ahead` tokens after the next one:
+        with the random number that will be used there. Returns how likely it was, too. Nothing is advanced, and no
+        grammar is looked at."""
+        if ahead < len(self._forced):
+            return self._forced[ahead], 1.0
+        logits = self._adjust(logits, masked=False)
+        if self._settings.temperature < _GREEDY_BELOW:
+            token = int(logits.argmax())
+            return token, float(1 / np.exp(logits - logits[token]).sum())
+        place, cumulative, ids = self._draw(logits, self._uniforms.peek(ahead - len(self._forced)))
+        before = cumulative[place - 1] if place else 0.0
+        return place if ids is None else int(ids[place]), float((cumulative[place] - before) / cumulative[-1])
+
     def forced_tokens(self, limit: int) -> list[int]:
         """What a grammar leaves no choice about; it may be written in other tokens all the same."""
         return self._matcher.forced()[:limit] if self._matcher else []
@@ -88,8 +102,8 @@ class Sampler:
         """How many of these tokens a grammar lets follow."""
         return self._matcher.count_allowed(tokens.tolist()) if self._matcher else len(tokens)
 
-    def _adjust(self, logits: Floats) -> Floats:
-        mask = self._matcher.mask() if self._matcher else None
+    def _adjust(self, logits: Floats, *, masked: bool = True) -> Floats:
+        mask = self._matcher.mask() if self._matcher and masked else None
         if mask is None and not len(self._bias) and not self._counts:
             return logits
         if len(self._bias) or self._counts:
@@ -111,14 +125,18 @@ class Sampler:
         logits[ids] = seen - counts * self._settings.frequency_penalty - self._settings.presence_penalty
 
     def _choose(self, logits: Floats) -> int:
-        settings = self._settings
-        if settings.temperature < _GREEDY_BELOW:
+        if self._settings.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
+        place, _, ids = self._draw(logits, self._uniforms.take())
+        return place if ids is None else int(ids[place])
+
+    def _draw(self, logits: Floats, uniform: float) -> tuple[int, Floats, Ints | None]:
+        """Which of the candidates that random number stands for, how likely each of them is or one before it (not
+        of 1), and their ids, unless it is the whole vocabulary."""
         ids, kept = self._candidates(logits)
-        cumulative = np.cumsum(_weights(kept / np.float32(settings.temperature)))
-        drawn = self._random.random() * cumulative[-1]
-        index = min(int(np.searchsorted(cumulative, drawn, side="right")), len(kept) - 1)
-        return index if ids is None else int(ids[index])
+        cumulative = np.cumsum(_weights(kept / np.float32(self._settings.temperature)))
+        place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+        return min(place, len(kept) - 1), cumulative, ids
 
     def _candidates(self, logits: Floats) -> tuple[Ints | None, Floats]:
         """What may be drawn: ids and logits. No ids: it is the whole vocabulary."""
@@ -135,6 +153,22 @@ class Sampler:
             likely = np.flatnonzero(kept >= kept.max() + math.log(settings.min_p))
             ids, kept = likely if ids is None else ids[likely], kept[likely]
         return ids, kept
+
+
+class _Uniforms:
+    """Random numbers from 0 to 1, always the same for a seed, whoever looks at them before they are taken."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._seen: deque[float] = deque()
+
+    def take(self) -> float:
+        return self._seen.popleft() if self._seen else self._random.random()
+
+    def peek(self, ahead: int) -> float:
+        while len(self._seen) <= ahead:
+            self._seen.append(self._random.random())
+        return self._seen[ahead]
 
 
 def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> TokenLogprob:

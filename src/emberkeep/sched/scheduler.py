@@ -23,6 +23,7 @@ from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Over
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration, PeakWatch
+from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import (
     SHUTTING_DOWN,
     Call,
@@ -36,6 +37,7 @@ from emberkeep.sched.engine_thread import (
     insist,
     promised,
 )
+from emberkeep.sched.model_drafts import ModelDrafts
 from emberkeep.sched.prefix_cache import PrefixCache, RecentAnswers, StoredText
 from emberkeep.sched.sequence import EndReason, Output, Phase, Sequence
 from emberkeep.sched.slots import Planned, Planner, Slots, WaitingQueue
@@ -128,8 +130,10 @@ class Scheduler:
         settings: SchedulerSettings,
         *,
         thread: EngineThread | None = None,
+        draft: LoadedDraft | None = None,
     ) -> None:
-        """`thread`: the one that opened the engine, where that matters; the scheduler ends it when it closes."""
+        """`thread`: the one that opened the engine, where that matters; the scheduler ends it when it closes.
+        `draft`: a model that drafts, opened on the same thread; the scheduler closes its engine."""
         self.after_step: Callable[[], None] = lambda: None
         """Called on the engine's thread when outputs may have something new. Set before anything is submitted."""
         self._engine = engine
@@ -141,7 +145,8 @@ class Scheduler:
         self._when_idle: deque[WhenIdle] = deque()
         """No sequence is started while something is in here."""
         self._slots = Slots(engine, settings.tracked)
-        self._speculation = _speculation(engine, store, settings)
+        self._draft = DraftModel(draft, settings.tracked, settings.prefill_slice, self._wake) if draft else None
+        self._speculation = _speculation(engine, store, settings, self._draft)
         self._planner = Planner(
             engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate, self._speculation
         )
@@ -201,7 +206,8 @@ class Scheduler:
     def stored_text(self, lineage: Lineage) -> StoredText:
         """What is stored of a lineage, by other processes too, for a prompt that is still text. Reads the
         index."""
-        self.store.refresh()
+        for store in self.stores:
+            store.refresh()
         return StoredText(self.store, self.recent, self._engine.vocab, lineage)
 
     def close(self) -> None:
@@ -225,6 +231,8 @@ class Scheduler:
             self._slots.forget(owners)
             self.recent.forget(owners)
             self.store.corpus.forget(owners)
+            if self._draft is not None:
+                self._draft.forget(owners)
 
         return self.call(drop)
 
@@ -236,12 +244,19 @@ class Scheduler:
             for sequence in self._slots.idle:
                 if sequence.entry in listed:
                     self._slots.drop(sequence)
+            if self._draft is not None:
+                self._draft.drop_idle(listed)
 
         return self.call(drop)
 
     def hot_tokens(self, lineage: Lineage, tokens: TokenArray) -> Future[int]:
         """How many leading tokens are in the engine."""
         return self.call(lambda: self._slots.computed_match(lineage, tokens).tokens)
+
+    @property
+    def stores(self) -> list[KvStore]:
+        """The engine's, and the draft model's if there is one."""
+        return [self.store, self._draft.store] if self._draft else [self.store]
 
     @property
     def vocab(self) -> Vocab:
@@ -306,12 +321,16 @@ class Scheduler:
             insist(self._end_everything, "ending all requests")
             insist(self.after_step, "telling what has ended")
             insist(self._engine.close, "closing the engine")
+            if self._draft is not None:
+                self._draft.close()
 
     def _step(self) -> None:
         batch = self._schedule()
         if batch and self._execute(batch):
             self._process_outputs(batch)
         self._blend()
+        if self._draft is not None and not batch:
+            self._draft.advance()
 
     def _schedule(self) -> list[Planned]:
         try:
@@ -346,6 +365,8 @@ class Scheduler:
         output, sequence.output = sequence.output, None
         self._cache.release(sequence)
         self._slots.drop(sequence)
+        if self._draft is not None:
+            self._draft.ended(sequence, is_kept=False)
         sequence.become_idle()  # others may be waiting for what it was about to compute
         self._slot_freed = True
         if output is None:
@@ -541,7 +562,8 @@ class Scheduler:
         active = self._slots.active
         can_act = bool(self._when_idle) and not active
         can_admit = self._slot_freed and len(self._waiting) > 0
-        return can_act or can_admit or any(s.is_runnable for s in active)
+        can_warm = self._draft is not None and self._draft.has_work
+        return can_act or can_admit or can_warm or any(s.is_runnable for s in active)
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
@@ -686,10 +708,18 @@ class Scheduler:
         self._speculation.turn_ended(sequence)
         if entry is not None:
             self._slots.demote(entry.id, entry.turns - self._settings.warm_after)
+        self._end_draft(sequence)
         sequence.become_idle(entry)
         if not sequence.computed or not sequence.is_kept:
             self._slots.drop(sequence)
         self._slot_freed = True
+
+    def _end_draft(self, sequence: Sequence) -> None:
+        if self._draft is None:
+            return
+        self._draft.ended(sequence)
+        if sequence.request.is_prefix:
+            self._draft.warm(sequence)
 
     def _count(self, sequence: Sequence) -> None:
         self.counters.prompt_tokens += sequence.prompt_length
@@ -768,7 +798,9 @@ class Scheduler:
             future.set_exception(self._over())
 
 
-def _speculation(engine: Engine, store: KvStore, settings: SchedulerSettings) -> Speculation:
+def _speculation(
+    engine: Engine, store: KvStore, settings: SchedulerSettings, model: DraftModel | None
+) -> Speculation:
     reason = "" if settings.draft_max else "It is switched off: speculation = auto switches it on."
     if engine.capabilities.kv_unit.has_snapshots:
         reason = "This model's state cannot go back by single tokens, so nothing can be tried out."
@@ -778,6 +810,7 @@ def _speculation(engine: Engine, store: KvStore, settings: SchedulerSettings) ->
         engine.step_table.seconds if engine.step_table else _usual_seconds,
         most=settings.draft_max,
         outputs=engine.capabilities.outputs,
+        model=ModelDrafts(model) if model else None,
         reason=reason,
     )
 

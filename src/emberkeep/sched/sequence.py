@@ -19,7 +19,7 @@ from emberkeep.kv.entries import Entry, EntryId
 from emberkeep.kv.transfers import Fetch
 from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span, place_at
 from emberkeep.sched.sampling import Sampler
-from emberkeep.token_arrays import TokenArray
+from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import (
     EXACT_BITS,
     Approximation,
@@ -185,7 +185,7 @@ class Sequence:
         prompt: Prompt,
         request: Request,
         sampler: Sampler,
-        output: Output,
+        output: Output | None,
         *,
         approximation: Approximation | None = None,
         arrived: float | None = None,
@@ -442,6 +442,14 @@ class Sequence:
         self.computed = min(self.computed, length)
         if self.cursor.position > length:
             self.cursor = place_at(self.cursor, length)
+
+    def follow(self, tokens: TokenArray) -> int:
+        """Its tokens become these; returns up to where what it has computed is theirs."""
+        kept = common_prefix(self.tokens[: self.computed], tokens)
+        self.holds_only(kept)
+        self.tokens.cut(kept)
+        self.tokens.extend(tokens[kept:].tolist())
+        return kept
 
     def go_on_alone(self, kept: int) -> None:
         """A step with others has failed, and only the state of the first `kept` tokens is still there."""

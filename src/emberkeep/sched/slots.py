@@ -225,7 +225,7 @@ class Planner:
         runnable = [s for s in runnable if s.is_apart][:1] or runnable
         decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
         filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
-        room = min(self._slice(beside_decodes=bool(decoding)), self._batch - len(decoding))
+        room = min(self.slice_tokens(beside_decodes=bool(decoding)), self._batch - len(decoding))
         plan: list[Planned] = []
         oldest = min(filling, key=lambda s: s.started, default=None)
         kept = room // 4 if len(filling) > 1 else 0
@@ -255,14 +255,14 @@ class Planner:
     def blend_room(self, active: list[Sequence]) -> int:
         """How many prompt tokens a step may cost that blends one sequence."""
         decoding = any(s.is_runnable and not s.in_prompt for s in active)
-        return self._slice(beside_decodes=decoding)
+        return self.slice_tokens(beside_decodes=decoding)
 
     def measure(self, tokens: int, seconds: float) -> None:
         """A step took that long. Steps that hardly evaluate prompts say nothing about their speed."""
         if tokens >= _SMALLEST_SLICE_BESIDE_DECODES:
             self._speed.measure(tokens, seconds)
 
-    def _slice(self, *, beside_decodes: bool) -> int:
+    def slice_tokens(self, *, beside_decodes: bool) -> int:
         """Prompt tokens for the next step."""
         seconds, least = _STEP_S, _SMALLEST_SLICE
         if beside_decodes:

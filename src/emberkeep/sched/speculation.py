@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats, Vocab
+
+if TYPE_CHECKING:
+    from emberkeep.sched.model_drafts import ModelDrafts
 
 log = logging.getLogger("emberkeep.sched")
 
 Seconds = Callable[[int, int], float]
 """What a step takes, by its rows and by how many tokens attention looks at."""
 
-_WORTH = 1.03
+WORTH = 1.03
 """By so much more tokens per second at least: what was measured is not exact, and drafting takes time, too."""
-_CERTAIN = 0.995
+CERTAIN = 0.995
 _REMEMBERED = 256.0
 """Expected tokens of one kind of drafts that count: what is older counts half as much."""
 _PRIOR = 8.0
@@ -41,11 +45,38 @@ class Chosen:
     chances: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The step that drafts are for."""
+
+    seconds: Seconds
+    decoding: int
+    """Sequences with one row each, whatever is drafted."""
+    beside: int
+    """Other rows."""
+    room: int
+    """For drafts."""
+    depth: int
+
+    def cost(self, drafted: int) -> float:
+        """Seconds that it takes for what it decodes and drafts, besides what it takes for its other rows."""
+        alone = self.seconds(self.beside, self.depth) if self.beside else 0.0
+        return max(self.seconds(self.decoding + self.beside + drafted, self.depth) - alone, 1e-9)
+
+
 class Speculation:
     """Belongs to the engine's thread; `stats` may be called from any."""
 
     def __init__(
-        self, corpus: Corpus, vocab: Vocab, seconds: Seconds, *, most: int, outputs: int, reason: str = ""
+        self,
+        corpus: Corpus,
+        vocab: Vocab,
+        seconds: Seconds,
+        *,
+        most: int,
+        outputs: int,
+        model: ModelDrafts | None = None,
+        reason: str = "",
     ) -> None:
         """`most`: drafted tokens per sequence and step. `outputs`: rows with logits that a step may have.
         `reason`: why nothing is drafted; empty: it is."""
@@ -54,6 +85,7 @@ class Speculation:
         self._seconds = seconds
         self._most = most
         self._outputs = outputs
+        self._model = model
         self._reason = reason
         self._rates: defaultdict[tuple[DraftSource, int], _Rate] = defaultdict(_Rate)
         self._tallies: dict[DraftSource, _Tally] = {}
@@ -78,11 +110,15 @@ class Speculation:
         if self._reason or not decoding or room < 1:
             return {}
         drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
+        room = min(room, self._outputs - len(decoding) - beside)
+        step = Step(self._seconds, len(decoding), beside, room, sum(s.computed for s in decoding))
+        if self._model is not None:
+            with _logged("the draft model was not asked"):
+                limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0}
+                drafts |= self._model.ask(limits, drafts, step)
         if not drafts:
             return {}
-        room = min(room, self._outputs - len(decoding) - beside)
-        depth = sum(s.computed for s in decoding)
-        counts = self._share(drafts, len(decoding), beside, depth, room)
+        counts, _ = share(drafts, step)
         kept = {s: Chosen(drafts[s].draft, count, drafts[s].chances[:count]) for s, count in counts.items()}
         self._steps += bool(kept)
         return kept
@@ -91,11 +127,14 @@ class Speculation:
         """A draft was evaluated, and so many of its tokens were accepted."""
         tried = min(accepted + 1, chosen.count)
         source, matched = chosen.draft.source, chosen.draft.matched
+        self._tallies.setdefault(source, _Tally()).add(chosen.count, accepted)
+        if self._model is not None and source is DraftSource.MODEL:
+            self._model.settle(sequence, chosen, accepted)
+            return
         for place, chance in enumerate(chosen.chances[:tried]):
             self._rates[source, _kind(matched, place)].add(chance, place < accepted)
         if sequence.drafts is not None:
             sequence.drafts.trust.add(sum(chosen.chances[:tried]), accepted)
-        self._tallies.setdefault(source, _Tally()).add(chosen.count, accepted)
 
     def stats(self) -> SpeculationStats:
         sources = {source.value: tally.stats() for source, tally in list(self._tallies.items())}
@@ -106,12 +145,19 @@ class Speculation:
             drafted_tokens=sum(each.drafted_tokens for each in sources.values()),
             accepted_tokens=sum(each.accepted_tokens for each in sources.values()),
             sources=sources,
+            draft_model=self._model.stats() if self._model else None,
         )
 
+    def _limit(self, sequence: Running, room: int) -> int:
+        """Tokens that may be drafted for it."""
+        if sequence.request.speculation is False or not sequence.sampled_count:
+            return 0
+        return min(self._most, room, sequence.max_new - sequence.sampled_count - 1)
+
     def _propose(self, sequence: Running, room: int) -> Chosen | None:
-        """The best draft for a sequence, as long as it can be."""
-        limit = min(self._most, room, sequence.max_new - sequence.sampled_count - 1)
-        if limit < 1 or sequence.request.speculation is False or not sequence.sampled_count:
+        """The best draft for a sequence that needs no model, as long as it can be."""
+        limit = self._limit(sequence, room)
+        if limit < 1:
             return None
         try:
             if sequence.drafts is None:
@@ -122,37 +168,36 @@ class Speculation:
         except Exception:
             log.exception("nothing could be drafted for a request")
             return None
-        return max(options, key=_expected, default=None)
+        return max(options, key=expected_tokens, default=None)
 
     def _weighed(self, draft: Draft, trust: float) -> Chosen:
         chances, before = [], 1.0
         for place, agreement in enumerate(draft.agreement):
             usual = self._rates[draft.source, _kind(draft.matched, place)].factor
-            chances.append(min(usual * trust * agreement / before, _CERTAIN))
+            chances.append(min(usual * trust * agreement / before, CERTAIN))
             before = agreement
         return Chosen(draft, len(chances), chances)
 
-    def _share(
-        self, drafts: dict[Running, Chosen], decoding: int, beside: int, depth: int, room: int
-    ) -> dict[Running, int]:
-        """How many tokens of each draft are evaluated: the likeliest ones, as long as more tokens per second come
-        out of it."""
-        likely = sorted(
-            ((chance, s) for s, chosen in drafts.items() for chance in _together(chosen.chances)),
-            key=lambda each: -each[0],
-        )
-        alone = self._seconds(beside, depth) if beside else 0.0
-        expected, base = float(decoding), beside + decoding
-        best, best_rate = 0, _WORTH * expected / max(self._seconds(base, depth) - alone, 1e-9)
-        for count, (chance, _) in enumerate(likely[:room], 1):
-            expected += chance
-            rate = expected / max(self._seconds(base + count, depth) - alone, 1e-9)
-            if rate > best_rate:
-                best, best_rate = count, rate
-        counts: dict[Running, int] = defaultdict(int)
-        for _, sequence in likely[:best]:
-            counts[sequence] += 1
-        return counts
+
+def share(drafts: Mapping[Running, Chosen], step: Step) -> tuple[dict[Running, int], float]:
+    """How many tokens of each draft are evaluated: the likeliest ones, as long as more tokens per second come out
+    of it. Returns the tokens per second, too."""
+    likely = sorted(
+        ((chance, s) for s, chosen in drafts.items() for chance in _together(chosen.chances)),
+        key=lambda each: -each[0],
+    )
+    expected = float(step.decoding)
+    plain = expected / step.cost(0)
+    best, best_rate = 0, WORTH * plain
+    for count, (chance, _) in enumerate(likely[: step.room], 1):
+        expected += chance
+        rate = expected / step.cost(count)
+        if rate > best_rate:
+            best, best_rate = count, rate
+    counts: dict[Running, int] = defaultdict(int)
+    for _, sequence in likely[:best]:
+        counts[sequence] += 1
+    return counts, best_rate if best else plain
 
 
 @dataclass(slots=True)
@@ -213,6 +258,6 @@ def _together(chances: Sequence[float]) -> list[float]:
     return all_before
 
 
-def _expected(chosen: Chosen) -> float:
-    """Tokens that are accepted."""
-    return sum(_together(chosen.chances))
+def expected_tokens(chosen: Chosen, count: int | None = None) -> float:
+    """Tokens that are accepted, of the first `count`."""
+    return sum(_together(chosen.chances[:count]))

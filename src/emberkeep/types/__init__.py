@@ -81,7 +81,13 @@ from emberkeep.types.request import (
     private_namespace,
     user_of,
 )
-from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
+from emberkeep.types.speculation import (
+    LENGTH_BUCKETS,
+    DraftModelStats,
+    DraftSource,
+    SourceStats,
+    SpeculationStats,
+)
 
 __all__ = [
     "DEPTH_HEADER",
@@ -100,6 +106,7 @@ __all__ = [
     "Completed",
     "Decision",
     "Divergence",
+    "DraftModelStats",
     "DraftSource",
     "EntryKind",
     "EntryText",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from emberkeep.types.request import Json
@@ -47,6 +47,23 @@ class SourceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModelStats:
+    name: str
+    reason: str = ""
+    """Why it drafts no more, in one sentence; empty where it does."""
+    steps: int = 0
+    """Of its own engine."""
+    evaluated_tokens: int = 0
+    step_ms: float = 0.0
+    """What one more drafted token takes."""
+    resident_tokens: int = 0
+    """Whose state is in its engine."""
+
+    def json(self) -> dict[str, Json]:
+        return {**asdict(self), "reason": self.reason or None}
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationStats:
     enabled: bool
     reason: str = ""
@@ -57,6 +74,8 @@ class SpeculationStats:
     accepted_tokens: int = 0
     sources: Mapping[str, SourceStats] = field(default_factory=dict)
     """By the name of their `DraftSource`: those that have drafted something."""
+    draft_model: DraftModelStats | None = None
+    """None: none is loaded."""
 
     def json(self) -> dict[str, Json]:
         return {
@@ -66,4 +85,5 @@ class SpeculationStats:
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
             "sources": {name: source.json() for name, source in self.sources.items()},
+            "draft_model": self.draft_model.json() if self.draft_model else None,
         }

@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.engine import HfEngine, open_engine
+    from emberkeep.engine.hf.footprint import cells_of_share
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
     from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
-__all__ = ["HfEngine", "HfModel", "HfSettings", "HfSource", "HfWholeEngine", "load_model", "open_engine"]
+__all__ = [
+    "HfEngine",
+    "HfModel",
+    "HfSettings",
+    "HfSource",
+    "HfWholeEngine",
+    "cells_of_share",
+    "load_model",
+    "open_engine",
+]
 
 _HOMES = {
     "HfEngine": "engine",
@@ -18,6 +28,7 @@ _HOMES = {
     "HfSettings": "model_loader",
     "HfSource": "model_loader",
     "HfWholeEngine": "whole_engine",
+    "cells_of_share": "footprint",
     "load_model": "model_loader",
     "open_engine": "engine",
 }

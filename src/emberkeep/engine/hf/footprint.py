@@ -41,6 +41,13 @@ def affordable_cells(
     return max(min(sequences * context, int(free / per_token)), 128)
 
 
+def cells_of_share(model: HfModel, share: float) -> int:
+    """Token cells that fit into a share of what the device has free; at least enough to answer something."""
+    device = model.network.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return max(int(free * share) // max(model.kv_bytes_per_token, 1), 128)
+
+
 def footprint(
     model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], engine: _Steps, batch: int
 ) -> Footprint:

@@ -1,0 +1,372 @@
+"""A draft model: a second, smaller engine with the same vocabulary, which drafts for the sequences of the first.
+
+Each sequence that it drafts for has a shadow in it, with the same tokens and the same owner: its state is found,
+stored, kept and forgotten as the sequence's own is, in a store of its own. A shadow that lags behind (a long
+prompt) is brought along in slices, beside the steps of the first engine, and nothing is drafted for it until then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+from time import perf_counter
+
+import numpy as np
+
+from emberkeep.engine.base import Engine, Outcome, Rows
+from emberkeep.engine.step_table import StepTable
+from emberkeep.errors import EngineError
+from emberkeep.kv.entries import EntryId
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.drafts import Draft
+from emberkeep.sched.engine_thread import insist
+from emberkeep.sched.model_drafts import Chance
+from emberkeep.sched.prefix_cache import PrefixCache
+from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.slots import Planner, Slots
+from emberkeep.types import EXACT_BITS, DraftModelStats, DraftSource
+
+log = logging.getLogger("emberkeep.sched")
+
+_NEAR = 32
+"""Tokens that a shadow may lag behind and still be drafted for in the same step."""
+_SMALLEST_SLICE = 16
+_MEASURED = 8
+"""Latest measurements that count: the first one of all takes longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """What a draft model is made of: an engine, and a store of the engine's fingerprint."""
+
+    name: str
+    engine: Engine
+    store: KvStore
+
+
+class DraftModel:
+    """Belongs to the engine's thread, and so does its engine; `stats` and `reason` may be read from any.
+
+    Nothing that it is asked raises: an error ends it, and is told by `reason`.
+    """
+
+    def __init__(self, loaded: LoadedDraft, tracked: int, prefill_slice: int, wake: Callable[[], None]) -> None:
+        """`wake` is called from the store's threads when bytes have arrived."""
+        self.reason = ""
+        """Why nothing is drafted any more; empty: it is."""
+        self.store = loaded.store
+        self._name = loaded.name
+        self._engine = loaded.engine
+        self._context = loaded.engine.capabilities.context
+        self._slots = Slots(loaded.engine, tracked)
+        self._cache = PrefixCache(loaded.engine, loaded.store, self._slots, wake)
+        self._planner = Planner(loaded.engine.capabilities.batch, prefill_slice, loaded.store.costs.evaluate)
+        self._times = _StepTimes(loaded.engine.step_table)
+        self._shadows: dict[Sequence, Sequence] = {}
+        """By the sequence that they belong to."""
+        self._warming: deque[Sequence] = deque()
+        """Shadows of prefixes that only are to be ready."""
+        self._steps = self._evaluated = 0
+        loaded.store.follow(loaded.engine.fingerprint)
+
+    # ── drafting ──
+
+    def ready(self, targets: Items[Sequence], seconds: float) -> list[Sequence]:
+        """Those of `targets` that it can draft for now. Another one is brought along by a slice of about
+        `seconds`."""
+        with self._or_end():
+            return self._ready(targets, seconds)
+        return []
+
+    def lag_seconds(self, target: Sequence) -> float:
+        """What it takes until `target` can be drafted for; 0 while that is not known."""
+        shadow = self._shadows.get(target)
+        if shadow is None or shadow.phase is not Phase.EVALUATING:
+            return 0.0
+        return self.store.costs.evaluate.seconds(max(len(target.tokens) - shadow.computed - _NEAR, 0))
+
+    def seconds(self, rows: int, depth: int) -> float:
+        """What one more token for each of `rows` sequences takes."""
+        return self._times.seconds(rows, depth)
+
+    def propose(self, limits: Mapping[Sequence, int], chance: Chance, least: float) -> dict[Sequence, Draft]:
+        """Drafts for sequences that are `ready`, as long as their limits at most, and as all of a draft is
+        accepted with a chance of at least `least`."""
+        with self._or_end():
+            return self._propose([_Writing(t, self._shadows[t], n) for t, n in limits.items()], chance, least)
+        return {}
+
+    def _ready(self, targets: Items[Sequence], seconds: float) -> list[Sequence]:
+        if self._slots.stuck:
+            raise EngineError("It cannot forget what it has computed.")
+        near: list[Sequence] = []
+        behind: Sequence | None = None
+        room = self._engine.capabilities.batch
+        for target in targets:
+            if len(target.tokens) > self._context:
+                continue
+            shadow = self._shadow(target)
+            if shadow.phase is Phase.EVALUATING:
+                self._follow(shadow, target)
+                if shadow.pending <= min(_NEAR, room):
+                    near.append(target)
+                    room -= shadow.pending
+                    continue
+            behind = behind or self._awaited(shadow)
+        if behind is not None:
+            self._evaluate_slice(behind, self._slice(seconds))
+        return near
+
+    def _shadow(self, target: Sequence) -> Sequence:
+        """Its shadow, in the engine if there is room and nothing better to wait for."""
+        shadow = self._shadows.get(target)
+        if shadow is None:
+            shadow = self._shadows[target] = self._shadow_of(target)
+        if shadow.phase is Phase.WAITING and not self._cache.worth_waiting_for(shadow):
+            self._cache.acquire(shadow)
+        if shadow.phase is Phase.LOADING:
+            self._cache.pump(shadow)
+        return shadow
+
+    def _shadow_of(self, target: Sequence) -> Sequence:
+        lineage = target.prompt.lineage.stored
+        if lineage.bits not in self._engine.capabilities.packs:
+            lineage = replace(lineage, bits=EXACT_BITS)
+        prompt = replace(
+            target.prompt,
+            tokens=target.tokens[:].copy(),
+            lineage=lineage,
+            read_ahead=frozenset(),
+            borders=frozenset(),
+            closing=(),
+            max_new=min(target.max_new, 1),
+            admitted=None,
+            splice=None,
+        )
+        shadow = Sequence(prompt, target.request, target.sampler, None)
+        shadow.is_kept, shadow.label, shadow.stable = target.is_kept, target.label, target.stable
+        return shadow
+
+    def _awaited(self, shadow: Sequence) -> Sequence | None:
+        """Whose next slice would help it: another one's that is about to compute what it wants."""
+        if shadow.phase is not Phase.WAITING:
+            return shadow
+        coming = self._cache.worth_waiting_for(shadow)
+        return coming.sequence if coming else None
+
+    def _follow(self, shadow: Sequence, target: Sequence) -> None:
+        """What the target has accepted is to be evaluated; what it has not is gone."""
+        before = shadow.computed
+        kept = shadow.follow(target.tokens[:])
+        if kept < before:
+            self._engine.trim(shadow.slot, kept)
+
+    def _slice(self, seconds: float) -> int:
+        speed = self.store.costs.evaluate.value
+        fitting = max(int(speed * seconds), _SMALLEST_SLICE) if speed else _NEAR
+        return min(fitting, self._planner.slice_tokens(beside_decodes=True))
+
+    def _evaluate_slice(self, shadow: Sequence, count: int) -> bool:
+        """False: there is no room for it."""
+        if shadow.phase is not Phase.EVALUATING:
+            return True  # its state is still on its way
+        begin, tokens = perf_counter(), shadow.tokens[shadow.computed : shadow.computed + count]
+        if not self._evaluate([Rows(shadow.slot, shadow.computed, tokens, outputs=0)]):
+            return False
+        self._planner.measure(len(tokens), perf_counter() - begin)
+        shadow.evaluated(len(tokens), self._engine.capabilities.wide_rows)
+        self._cache.commit(shadow)
+        return True
+
+    def _evaluate(self, batch: list[Rows]) -> bool:
+        """False: there is no room for it, whatever is given up."""
+        while self._engine.evaluate(batch) is Outcome.NO_ROOM:
+            if not self._slots.free_cells():
+                return False
+        self._steps += 1
+        self._evaluated += sum(len(rows.tokens) for rows in batch)
+        return True
+
+    def _propose(self, drafts: list[_Writing], chance: Chance, least: float) -> dict[Sequence, Draft]:
+        drafts = [each for each in drafts if each.fit(self._context)]
+        begin, steps, count = perf_counter(), self._steps, len(drafts)
+        running = drafts if drafts and self._catch_up(drafts) else []
+        ahead = 0
+        while running:
+            going = [each for i, each in enumerate(running) if self._write(each, i, ahead, chance, least)]
+            if not going or not self._evaluate([each.next_rows() for each in going]):
+                break
+            for each in going:
+                each.evaluated(self._engine.capabilities.wide_rows)
+            running, ahead = going, ahead + 1
+        if self._steps > steps:
+            self._times.add(count, (perf_counter() - begin) / (self._steps - steps))
+        return {each.target: each.draft() for each in drafts if each.tokens}
+
+    def _catch_up(self, drafts: list[_Writing]) -> bool:
+        """Evaluate what was sampled since the latest drafts; False where there is no room."""
+        shadows = [each.shadow for each in drafts]
+        if not self._evaluate([Rows(s.slot, s.computed, s.tokens[s.computed :], outputs=1) for s in shadows]):
+            return False
+        for shadow in shadows:
+            shadow.evaluated(shadow.pending, self._engine.capabilities.wide_rows)
+            # Now, while nothing is in it that may be taken back.
+            self._cache.commit(shadow)
+        return True
+
+    def _write(self, draft: _Writing, index: int, ahead: int, chance: Chance, least: float) -> bool:
+        """The next token of a draft; False: it goes no further."""
+        token, sure = draft.target.sampler.look_ahead(self._engine.logits(index), ahead)
+        if token in self._engine.vocab.eog:
+            return False
+        draft.tokens.append(token)
+        draft.sure.append(sure)
+        draft.chance *= chance(draft.target, sure)
+        return len(draft.tokens) < draft.limit and draft.chance >= least
+
+    # ── beside it ──
+
+    def ended(self, target: Sequence, *, is_kept: bool = True) -> None:
+        """A sequence is over: what was computed for it is stored as its own state is, or given up."""
+        shadow = self._shadows.pop(target, None)
+        if shadow is None or shadow.phase is Phase.WAITING:
+            return
+        with self._or_end():
+            if not is_kept or not target.is_kept:
+                shadow.forget()
+            self._cache.abandon(shadow)
+            self._follow(shadow, target)
+            shadow.stable = target.stable if shadow.is_kept else None
+            self._rest(shadow)
+
+    def _rest(self, shadow: Sequence) -> None:
+        shadow.become_idle(self._cache.commit_turn(shadow))
+        if not shadow.computed or not shadow.is_kept:
+            self._slots.drop(shadow)
+
+    def warm(self, target: Sequence) -> None:
+        """A prefix was evaluated so that it is ready: it is to be ready here, too."""
+        if self.reason or not target.is_kept or target.label is None:
+            return
+        with self._or_end():
+            shadow = self._shadow_of(target)
+            lineage, tokens = shadow.prompt.lineage, shadow.prompt.tokens
+            stored = self.store.advance(self.store.origin(lineage), tokens).position
+            if stored < len(tokens) <= self._context:
+                self._warming.append(shadow)
+
+    @property
+    def has_work(self) -> bool:
+        """There is a prefix to be warmed, and its state is not on its way."""
+        return bool(self._warming) and self._warming[0].phase is not Phase.LOADING
+
+    def advance(self) -> None:
+        """Evaluate a slice of a prefix that is to be ready. For when nothing else is done."""
+        if not self._warming:
+            return
+        with self._or_end():
+            shadow = self._warming[0]
+            if shadow.phase is Phase.WAITING and not self._cache.acquire(shadow):
+                self._warming.popleft()
+                return
+            if shadow.phase is Phase.LOADING:
+                self._cache.pump(shadow)
+            has_room = not shadow.pending or self._evaluate_slice(
+                shadow, self._planner.slice_tokens(beside_decodes=False)
+            )
+            if shadow.phase is Phase.EVALUATING and (not has_room or not shadow.pending):
+                self._warming.popleft()
+                self._rest(shadow)
+
+    def forget(self, owners: Container[str]) -> None:
+        """Drop what is idle for these; of what is drafted for them now nothing is kept."""
+        self._slots.forget(owners)
+        for shadow in [*self._shadows.values(), *self._warming]:
+            if shadow.lineage.owner in owners:
+                shadow.forget()
+
+    def drop_idle(self, entries: Container[EntryId]) -> None:
+        for shadow in self._slots.idle:
+            if shadow.entry in entries:
+                self._slots.drop(shadow)
+
+    def stats(self) -> DraftModelStats:
+        return DraftModelStats(
+            name=self._name,
+            reason=self.reason,
+            steps=self._steps,
+            evaluated_tokens=self._evaluated,
+            step_ms=1e3 * self._times.seconds(1, 0),
+            resident_tokens=sum(s.computed for s in [*self._slots.active, *self._slots.idle]),
+        )
+
+    def close(self) -> None:
+        insist(self._engine.close, "closing the draft model")
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """Whatever goes wrong in here ends drafting with this model, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("the draft model has failed, and drafts no more")
+            self.reason = f"The draft model has failed ({type(error).__name__}): the log says why."
+            self._shadows.clear()
+            self._warming.clear()
+            for shadow in [*self._slots.active, *self._slots.idle]:
+                self._cache.release(shadow)
+                self._slots.drop(shadow)
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A draft in the making."""
+
+    target: Sequence
+    shadow: Sequence
+    limit: int
+    chance: float = 1.0
+    """That all of it is accepted."""
+    tokens: list[int] = field(default_factory=list)
+    sure: list[float] = field(default_factory=list)
+
+    def fit(self, context: int) -> bool:
+        """No more than there is room for in the draft model's context; False: there is none."""
+        self.limit = min(self.limit, context - len(self.shadow.tokens) + 1)
+        return self.limit > 0
+
+    def next_rows(self) -> Rows:
+        return Rows(self.shadow.slot, self.shadow.computed, np.array(self.tokens[-1:], np.int32), outputs=1)
+
+    def evaluated(self, wide_rows: int | None) -> None:
+        """Its last token was."""
+        self.shadow.tokens.extend(self.tokens[-1:])
+        self.shadow.evaluated(1, wide_rows)
+
+    def draft(self) -> Draft:
+        count = len(self.tokens)
+        return Draft(np.array(self.tokens, np.int32), DraftSource.MODEL, 0, (1.0,) * count, tuple(self.sure))
+
+
+class _StepTimes:
+    """What the steps of drafts take, with choosing tokens: measured, and until then as the engine says."""
+
+    def __init__(self, table: StepTable | None) -> None:
+        self._table = table
+        self._latest: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MEASURED))
+
+    def add(self, rows: int, seconds: float) -> None:
+        self._latest[rows].append(seconds)
+
+    def seconds(self, rows: int, depth: int) -> float:
+        if rows in self._latest:
+            return median_low(self._latest[rows])
+        if self._table is not None:
+            return self._table.seconds(rows, depth)
+        # Nothing is known: it is tried.
+        return max((median_low(times) for times in self._latest.values()), default=0.0)

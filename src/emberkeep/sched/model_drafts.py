@@ -1,0 +1,188 @@
+"""Whether a draft model is asked, for which sequences, and for how many tokens.
+
+Its tokens cost time of their own: as many are drafted as give the most tokens per second, by what its steps and
+those of the first engine take, and by how much of what it drafted was accepted. Text that was found, and went on
+before, comes first: it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Protocol
+
+from emberkeep.sched.drafts import Draft, SequenceDrafts
+from emberkeep.sched.sequence import Sequence as Running
+from emberkeep.sched.speculation import CERTAIN, WORTH, Chosen, Step, expected_tokens, share
+from emberkeep.types import DraftModelStats
+
+_MOST = 16
+"""Tokens that are drafted for one answer in one step, at most."""
+_SLICE = 0.5
+"""Of the time of a step: as long it may take besides to catch up with a sequence."""
+_WORTH_CATCHING_UP = 0.25
+"""Of the time that the rest of an answer takes, at most `_USUAL_REST` tokens."""
+_USUAL_REST = 256
+_FOR_TRIALS = 0.01
+"""Of the time: to find out whether a model that was not worth it has become so."""
+_ASSUMED = 0.7
+"""How likely a token is accepted, before anything is known."""
+_PRIOR = 8.0
+"""Tokens that what is assumed counts as."""
+_REMEMBERED = 256.0
+"""Tokens that count: what is older counts half as much."""
+
+Chance = Callable[[Running, float], float]
+"""How likely a token is accepted for a sequence, from how sure the draft model is of it."""
+
+
+class Drafter(Protocol):
+    """See `DraftModel`. Nothing raises."""
+
+    @property
+    def reason(self) -> str: ...
+
+    def ready(self, targets: Sequence[Running], seconds: float) -> list[Running]: ...
+
+    def lag_seconds(self, target: Running) -> float: ...
+
+    def seconds(self, rows: int, depth: int) -> float: ...
+
+    def propose(self, limits: Mapping[Running, int], chance: Chance, least: float) -> dict[Running, Draft]: ...
+
+    def stats(self) -> DraftModelStats: ...
+
+
+class ModelDrafts:
+    """Belongs to the engine's thread; `stats` may be called from any."""
+
+    def __init__(self, model: Drafter) -> None:
+        self._model = model
+        self._all = _Rate(_ASSUMED)
+        self._by_sureness = [_Rate(0.3 + 0.65 * (tenth + 0.5) / 10) for tenth in range(10)]
+        self._for_trials = 0.0
+        """Seconds that may be spent on them."""
+        self.stats = model.stats
+
+    def ask(
+        self, limits: Mapping[Running, int], found: Mapping[Running, Chosen], step: Step
+    ) -> dict[Running, Chosen]:
+        """Drafts for those of whom the model is likely to know more than what was `found` without it."""
+        if self._model.reason:
+            return {}
+        chances = {s: self._usual(s.drafts) for s in limits if s.drafts is not None}
+        one = step.cost(0)
+        asking = {s: chance for s, chance in chances.items() if self._knows_more(s, chance, found.get(s), one)}
+        if not asking:
+            return {}
+        count, least = self._how_many(asking, found, step)
+        if not count:
+            return self._try(next(iter(asking)), one)
+        ready = self._model.ready(list(asking), _SLICE * one)
+        return self._draft({s: min(count, limits[s]) for s in ready}, least)
+
+    def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
+        """A draft was evaluated, and so many of its tokens were accepted."""
+        tried = min(accepted + 1, chosen.count)
+        for place, sure in enumerate(chosen.draft.sure[:tried]):
+            self._all.add(place < accepted)
+            self._by_sureness[_tenth(sure)].add(place < accepted)
+        if sequence.drafts is not None:
+            sequence.drafts.model_trust.add(sum(chosen.chances[:tried]), accepted)
+
+    def _usual(self, drafts: SequenceDrafts) -> float:
+        """How likely a token is accepted, whatever it is."""
+        drafts.model_trust.rest()
+        return min(self._all.value * drafts.model_trust.factor, CERTAIN)
+
+    def _chance(self, sequence: Running, sure: float) -> float:
+        trust = sequence.drafts.model_trust.factor if sequence.drafts else 1.0
+        return min(self._by_sureness[_tenth(sure)].value * trust, CERTAIN)
+
+    def _knows_more(self, sequence: Running, chance: float, found: Chosen | None, one: float) -> bool:
+        """`one`: seconds of a step without drafts."""
+        if found is not None and expected_tokens(found) >= _series(chance, _MOST):
+            return False
+        rest = min(sequence.max_new - sequence.sampled_count, _USUAL_REST)
+        return self._model.lag_seconds(sequence) < _WORTH_CATCHING_UP * one * rest
+
+    def _how_many(
+        self, asking: Mapping[Running, float], found: Mapping[Running, Chosen], step: Step
+    ) -> tuple[int, float]:
+        """How many tokens are drafted for each, 0 where plain decoding or what was found is quicker; and how
+        likely a draft must be right to be made longer."""
+        counts, plain = share(found, step)
+        others = {s: count for s, count in counts.items() if s not in asking}
+        known = step.decoding + sum(expected_tokens(found[s], count) for s, count in others.items())
+        rows, each = sum(others.values()), self._model.seconds(len(asking), step.depth)
+        best, best_rate = 0, WORTH * plain
+        for count in range(1, min(_MOST, (step.room - rows) // len(asking)) + 1):
+            expected = known + sum(_series(chance, count) for chance in asking.values())
+            rate = expected / (step.cost(rows + count * len(asking)) + count * each)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if not best:
+            return 0, 0.0
+        drafted = best * len(asking)
+        row = max(step.cost(rows + drafted) - step.cost(rows), 0.0) / drafted
+        # Drafts of which it is sure may be longer than what is best on the whole.
+        return min(2 * best, _MOST), best_rate * (row + each / len(asking))
+
+    def _try(self, sequence: Running, one: float) -> dict[Running, Chosen]:
+        """It was not worth it, but it may be by now: one token is drafted once in a while."""
+        cost = self._model.seconds(1, 0)
+        self._for_trials = min(self._for_trials + _FOR_TRIALS * one, max(one, cost))
+        if self._for_trials < cost:
+            return {}
+        begin = perf_counter()
+        drafts = self._draft(dict.fromkeys(self._model.ready([sequence], _SLICE * one), 1), 0.0)
+        self._for_trials -= max(perf_counter() - begin, cost)
+        return drafts
+
+    def _draft(self, limits: Mapping[Running, int], least: float) -> dict[Running, Chosen]:
+        drafts = self._model.propose(limits, self._chance, least) if limits else {}
+        allowed = {s: _allowed(s, draft) for s, draft in drafts.items()}
+        return {
+            s: Chosen(draft, len(draft.tokens), [self._chance(s, sure) for sure in draft.sure])
+            for s, draft in allowed.items()
+            if len(draft.tokens)
+        }
+
+
+def _allowed(sequence: Running, draft: Draft) -> Draft:
+    """As far as a grammar lets it follow. The model knows of none: what is forbidden it did not guess."""
+    count = sequence.sampler.count_allowed(draft.tokens)
+    if count == len(draft.tokens):
+        return draft
+    if sequence.drafts is not None:
+        sequence.drafts.model_trust.add(_ASSUMED, 0)
+    return replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count], sure=draft.sure[:count])
+
+
+@dataclass(slots=True)
+class _Rate:
+    """How many of some tokens were accepted."""
+
+    assumed: float
+    tried: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return (self.accepted + _PRIOR * self.assumed) / (self.tried + _PRIOR)
+
+    def add(self, is_accepted: bool) -> None:
+        if self.tried >= _REMEMBERED:
+            self.tried, self.accepted = self.tried / 2, self.accepted / 2
+        self.tried += 1
+        self.accepted += is_accepted
+
+
+def _tenth(sure: float) -> int:
+    return min(int(10 * sure), 9)
+
+
+def _series(chance: float, count: int) -> float:
+    """Tokens that are accepted of so many that are equally likely."""
+    return chance * (1 - chance**count) / (1 - chance)

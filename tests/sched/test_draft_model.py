@@ -1,0 +1,374 @@
+"""A draft model writes ahead for the sequences of another engine; answers stay those of plain decoding."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from emberkeep.chat.prompt import Splice
+from emberkeep.engine.base import Engine, KvUnit
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.kv.forgotten import of_user
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import EntryKind, Label, Lineage, Sampling, private_namespace
+from helpers.drafting import SmallEngine, ToldCorpus, knows
+from helpers.engines import RecordingEngine
+from helpers.faulty_crowd import ERRORS, Faults, methods
+from helpers.kv_building import check_ledger
+from helpers.scheduling import CLOSING, PATIENCE, Recorder, Rig, prompt_of, text
+
+PROMPT = [53 + i % 61 for i in range(70)]
+LONG = 60
+SETTINGS = {
+    "greedy": Sampling(temperature=0),
+    "sampled": Sampling(temperature=1.0, seed=7),
+    "cut": Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, seed=11),
+    "typical": Sampling(temperature=1.3, typical_p=0.8, seed=3, logit_bias={70: 4.0, 71: -100.0}),
+    "penalised": Sampling(
+        temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4
+    ),
+}
+ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
+
+
+def answer_of(prompt=PROMPT, draft=None, engine=None, max_new=LONG, **more) -> Recorder:
+    with Rig(engine=engine, draft=draft) as rig:
+        return rig.run(prompt, max_new=max_new, **more)
+
+
+def model_stats(rig: Rig):
+    stats = rig.scheduler.speculation_stats()
+    assert stats.draft_model is not None
+    return stats.draft_model
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    answer = answer_of().answer
+    assert len(answer) > 20
+    return answer
+
+
+# ── the text ──
+
+
+@pytest.mark.parametrize("weights", ["fake", "others"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_text_is_that_of_plain_decoding(weights, name):
+    sampling = SETTINGS[name]
+    spoken = answer_of(draft=SmallEngine(weights=weights), sampling=sampling, top_logprobs=2)
+    without = answer_of(sampling=sampling, top_logprobs=2)
+    assert spoken.answer == without.answer
+    assert spoken.logprobs == without.logprobs
+    assert spoken.ending.drafted_tokens > 0
+
+
+@given(
+    st.lists(st.integers(32, 126), min_size=1, max_size=300),
+    st.sampled_from(["fake", "others"]),
+    st.floats(0, 2),
+    st.integers(0, 60),
+    st.floats(0.05, 1),
+    st.floats(0, 0.5),
+    st.integers(0, 1 << 31),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_prompt_or_setting_gives_another_text(prompt, weights, temperature, top_k, top_p, min_p, seed):
+    sampling = Sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    spoken = answer_of(prompt, SmallEngine(weights=weights), max_new=24, sampling=sampling)
+    assert spoken.answer == answer_of(prompt, max_new=24, sampling=sampling).answer
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "cut", "typical"])
+def test_a_model_that_agrees_is_always_right(name):
+    """Sampled, too: it draws with the same random numbers."""
+    ending = answer_of(draft=SmallEngine(), sampling=SETTINGS[name]).ending
+    assert ending.accepted_tokens == ending.drafted_tokens > ending.sampled_tokens / 2
+
+
+def test_looking_ahead_changes_nothing_that_is_drawn_later():
+    logits = np.random.default_rng(1).standard_normal((40, 300)).astype(np.float32)
+    plain, looking = (Sampler(Sampling(temperature=1.0, seed=9)) for _ in range(2))
+    for place, row in enumerate(logits):
+        told = [looking.look_ahead(later, ahead)[0] for ahead, later in enumerate(logits[place : place + 5])]
+        drawn = looking.sample(row, [b"x"] * 300)[0]
+        assert drawn == plain.sample(row, [b"x"] * 300)[0] == told[0]
+
+
+def test_a_model_that_agrees_saves_steps(plain):
+    engine = RecordingEngine(cells=1 << 15)
+    answer_of(draft=SmallEngine(), engine=engine)
+    decodes = [shape for batch in engine.shapes for shape in batch if shape[1] >= len(PROMPT) - 1]
+    assert len(decodes) < len(plain) / 3
+
+
+@pytest.mark.parametrize("weights", ["fake", "others"])
+@pytest.mark.parametrize("length", range(1, 9))
+def test_a_stop_inside_a_draft_leaves_what_plain_decoding_leaves(plain, weights, length):
+    with Rig(draft=SmallEngine(weights=weights)) as rig:
+        stops = Recorder(stop_at=lambda tokens: length - 1 if len(tokens) >= length else None)
+        assert rig.run(PROMPT, stops, max_new=LONG).tokens == plain[:length]
+        (idle,) = rig.scheduler._slots.idle
+        assert idle.tokens[:].tolist() == [*PROMPT, *plain[: length - 1]]
+        assert rig.run([*PROMPT, *plain], max_new=4).answer == answer_of([*PROMPT, *plain], max_new=4).answer
+
+
+@pytest.mark.parametrize("most", range(1, 14))
+def test_no_more_than_asked_for_is_sampled(plain, most):
+    assert answer_of(draft=SmallEngine(), max_new=most).answer == plain[:most]
+
+
+def test_several_sequences_are_drafted_for_in_the_same_steps(plain):
+    others = [[90 - i % 37 for i in range(length)] for length in (30, 45)]
+    alone = [answer_of(prompt).answer for prompt in others]
+    draft = RecordingEngine(cells=1 << 15)
+    with Rig(draft=draft) as rig:
+        running = [rig.start(prompt, max_new=LONG) for prompt in (PROMPT, *others)]
+        unwanted = rig.start([*PROMPT[:-1], 99], max_new=LONG, speculation=False)
+        assert [each.answer for each in running] == [plain, *alone]
+        assert unwanted.wait().ending.drafted_tokens == 0
+    assert max(len(batch) for batch in draft.shapes) >= 2
+    assert all(each.ending.accepted_tokens for each in running)
+
+
+def test_what_is_found_without_a_model_comes_first(plain):
+    """A long match costs nothing."""
+    draft = SmallEngine()
+    with Rig(draft=draft, corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
+        assert rig.run(PROMPT, max_new=LONG).answer == plain
+        sources = rig.scheduler.speculation_stats().sources
+    assert sources["corpus"].accepted_tokens > 2 * draft.evaluated_tokens - 2 * len(PROMPT)
+
+
+def test_a_cancelled_request_keeps_what_was_computed_for_it():
+    draft = SmallEngine()
+    with Rig(draft=draft) as rig:
+        reached = threading.Event()
+        recorder = Recorder(stop_at=lambda tokens: reached.set() if len(tokens) > 12 else None)
+        sequence = rig.sequence(PROMPT, recorder, max_new=900, sampling=ENDLESS)
+        rig.scheduler.submit(sequence)
+        assert reached.wait(PATIENCE)
+        rig.scheduler.cancel(sequence)
+        rig.settle()
+        (idle,) = rig.scheduler._draft._slots.idle
+        assert idle.computed > len(PROMPT)
+        assert idle.tokens[:].tolist() == sequence.tokens[: idle.computed].tolist()
+
+
+def test_an_answer_whose_context_is_shortened_is_drafted_for_again():
+    plain, drafted = (shortened_answer(draft) for draft in (None, SmallEngine()))
+    assert plain == drafted
+    assert len(plain) == 60
+
+
+def shortened_answer(draft: Engine | None) -> list[int]:
+    """What is said while the middle of the prompt leaves the context."""
+    lead, old, kept, notice = text(50, seed=1), text(300, seed=2), text(60, seed=3), text(12, seed=4)
+    prompt, lineage = [*lead, *old, *kept], Lineage(splice="abc")
+    splice = Splice(np.array(prompt, np.int32), 50, 350, np.array(notice, np.int32), True)
+    shorter = prompt_of([*lead, *notice, *kept], max_new=60, closing=(), splice=splice, lineage=lineage)
+
+    def full() -> bool:
+        room = shorter if sequence.sampled_count <= 20 else None
+        threading.Thread(target=rig.scheduler.make_room, args=(sequence, room)).start()
+        return True
+
+    with Rig(draft=draft) as rig:
+        recorder = Recorder()
+        sequence = rig.sequence(
+            prompt, recorder, sampling=ENDLESS, max_new=20, closing=(), on_full=full, lineage=lineage
+        )
+        rig.scheduler.submit(sequence)
+        answer = recorder.answer
+        if draft:
+            assert model_stats(rig).reason == ""
+            assert sequence.accepted_tokens > 0
+    return answer
+
+
+def test_a_sequence_longer_than_its_context_is_not_drafted_for(plain):
+    with Rig(draft=SmallEngine(context=80)) as rig:
+        recorder = rig.run(PROMPT, max_new=LONG)
+        assert recorder.answer == plain
+        assert 0 < recorder.ending.drafted_tokens < 15
+        assert model_stats(rig).reason == ""
+
+
+def test_without_room_it_drafts_nothing(plain):
+    with Rig(draft=SmallEngine(cells=75, context=4096)) as rig:
+        assert rig.run(PROMPT, max_new=LONG).answer == plain
+        assert model_stats(rig).reason == ""
+
+
+# ── catching up ──
+
+
+def test_a_long_prompt_is_caught_up_with_in_slices():
+    """No step of the target waits for more than a slice."""
+    prompt = text(1500)
+    draft, engine = RecordingEngine(cells=1 << 15), RecordingEngine(cells=1 << 15)
+    with Rig(engine=engine, draft=draft) as rig:
+        rig.scheduler._draft.store.costs.evaluate.value = 128.0
+        recorder = rig.run(prompt, max_new=200, sampling=ENDLESS)
+        assert recorder.answer == answer_of(prompt, max_new=200, sampling=ENDLESS).answer
+    assert max(rows[2] for batch in draft.shapes for rows in batch) <= 128
+    assert recorder.ending.accepted_tokens > 0
+    first = next(i for i, batch in enumerate(draft.shapes) if batch[0][3])
+    assert first >= 1500 // 128
+    assert sum(rows[2] for batch in draft.shapes[:first] for rows in batch) >= 1500 - 32
+
+
+def test_choices_of_one_request_evaluate_its_prompt_once():
+    prompt, draft = text(600), SmallEngine()
+    with Rig(draft=draft) as rig:
+        running = [rig.start(prompt, max_new=80, sampling=ENDLESS) for _ in range(3)]
+        assert len({tuple(each.answer) for each in running}) == 1
+    assert draft.evaluated_tokens < 1200
+
+
+# ── its state ──
+
+
+def test_its_state_is_found_again_after_a_restart(tmp_path, plain):
+    prompt = text(600)
+    with Rig(tmp_path, draft=SmallEngine()) as rig:
+        answer = rig.run(prompt, max_new=30, sampling=ENDLESS).answer
+    draft = SmallEngine()
+    with Rig(tmp_path, draft=draft) as rig:
+        again = rig.run([*prompt, *answer, *CLOSING, *text(20, seed=8)], max_new=30, sampling=ENDLESS)
+        assert again.ending.accepted_tokens > 0
+        for store in rig.scheduler.stores:
+            check_ledger(store)
+    assert draft.evaluated_tokens < 150
+
+
+def test_another_owner_does_not_find_it(tmp_path):
+    prompt = text(600)
+    with Rig(tmp_path, draft=SmallEngine()) as rig:
+        rig.run(prompt, max_new=30, sampling=ENDLESS, namespace="ann")
+        draft = rig.scheduler._draft._engine
+        before = draft.evaluated_tokens
+        rig.run(prompt, max_new=30, sampling=ENDLESS, namespace="bob")
+        assert draft.evaluated_tokens - before >= 600
+
+
+def test_forgetting_reaches_it():
+    with Rig(draft=SmallEngine()) as rig:
+        rig.run(text(600), max_new=30, sampling=ENDLESS, namespace=private_namespace("ann"))
+        assert rig.scheduler._draft._slots.idle
+        rig.scheduler.forget(of_user("ann")).result(PATIENCE)
+        assert not rig.scheduler._draft._slots.idle
+        for store in rig.scheduler.stores:
+            store.catalogue.forget_user("ann")
+            assert not store.catalogue.entries()
+
+
+def test_what_is_not_to_be_kept_leaves_nothing():
+    with Rig(draft=SmallEngine()) as rig:
+        rig.run(text(300), max_new=30, sampling=ENDLESS, is_kept=False)
+        assert not rig.scheduler._draft._slots.idle
+        assert not rig.draft_store.catalogue.entries()
+
+
+def test_rejected_tokens_are_never_stored():
+    """Whatever is stored of it is a part of what was said."""
+    prompt = text(250)
+    with Rig(draft=SmallEngine(weights="others")) as rig:
+        answer = rig.run(prompt, max_new=200, sampling=ENDLESS).answer
+        said = [*prompt, *answer, *CLOSING]
+        chunks = list(rig.draft_store._ledger.tree)
+        assert chunks
+        for chunk in chunks:
+            assert chunk.tokens.tolist() == said[chunk.start : chunk.start + len(chunk.tokens)]
+
+
+def test_a_prefix_that_is_warmed_is_warm_in_it_too():
+    prompt, draft = text(700), SmallEngine()
+    label = Label(EntryKind.PREFIX, "tools", "tools")
+    with Rig(draft=draft) as rig:
+        rig.run(prompt, max_new=0, closing=(), is_prefix=True, label=label)
+        while rig.scheduler.call(lambda: rig.scheduler._draft.has_work).result(PATIENCE):
+            pass
+        assert draft.evaluated_tokens == 700
+        rig.run([*prompt, *text(20, seed=9)], max_new=30, sampling=ENDLESS)
+        assert draft.evaluated_tokens < 800
+
+
+def test_state_after_it_is_reused_in_full(tmp_path, plain):
+    more = [*PROMPT, *plain, *CLOSING, *range(40, 60)]
+    with Rig(tmp_path, draft=SmallEngine()) as rig:
+        rig.run(PROMPT, max_new=len(plain))
+        hot = rig.run(more, max_new=8)
+        assert hot.lookup.hot_tokens >= len(PROMPT) + len(plain)
+    with Rig(tmp_path) as rig:
+        cold = rig.run(more, max_new=8)
+        assert cold.lookup.cold_tokens >= len(PROMPT) + len(plain)
+    assert cold.answer == hot.answer == answer_of(more).answer[:8]
+
+
+# ── when it fails ──
+
+ASKED = ("evaluate", "logits", "trim", "export_kv", "import_kv", "copy_kv", "close")
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("name", ASKED)
+def test_whatever_fails_in_it_harms_no_answer(tmp_path, name, error):
+    prompt = text(300)
+    with Rig(tmp_path, draft=SmallEngine(weights="others")) as rig:
+        rig.run(prompt, max_new=10, sampling=ENDLESS)
+    expected = [answer_of(p, max_new=40, sampling=ENDLESS).answer for p in (prompt, [*prompt, 50])]
+    draft = SmallEngine(weights="others")
+    faults = Faults(draft, methods(Engine) if name != "close" else [*methods(Engine), "close"])
+    faults.fail(name, 1, error)
+    with Rig(tmp_path, draft=draft) as rig:
+        faults.is_armed = True
+        running = [rig.start(p, max_new=40, sampling=ENDLESS) for p in (prompt, [*prompt, 50])]
+        assert [each.answer for each in running] == expected
+        rig.settle()
+        assert rig.run(prompt, max_new=40, sampling=ENDLESS).answer == expected[0]
+        stats = rig.scheduler.speculation_stats()
+        assert stats.enabled
+    assert faults.has_failed
+    if name in ("evaluate", "logits"):
+        assert "has failed" in stats.draft_model.reason
+
+
+def test_figures_say_what_it_drafted(plain):
+    with Rig(draft=SmallEngine()) as rig:
+        ending = rig.run(PROMPT, max_new=LONG).ending
+        stats = rig.scheduler.speculation_stats()
+    source = stats.sources["model"]
+    assert (source.drafted_tokens, source.accepted_tokens) == (ending.drafted_tokens, ending.accepted_tokens)
+    assert stats.draft_model.name == "small"
+    assert stats.draft_model.steps > 0
+    assert stats.json()["draft_model"]["reason"] is None
+
+
+def test_both_engines_are_closed():
+    engine, draft = FakeEngine(cells=1 << 15), SmallEngine()
+    with Rig(engine=engine, draft=draft) as rig:
+        rig.run(PROMPT)
+    assert engine.is_closed
+    assert draft.is_closed
+
+
+def test_models_with_snapshots_are_not_drafted_for():
+    draft = SmallEngine()
+    with Rig(engine=FakeEngine(kv_unit=KvUnit.SNAPSHOT), draft=draft) as rig:
+        rig.run(PROMPT, max_new=LONG)
+    assert draft.evaluated_tokens == 0
+
+
+def test_a_model_that_is_never_right_is_soon_left_alone():
+    """Where its steps cost something: only to find out whether it has become right."""
+    engine, draft = FakeEngine(cells=1 << 15), SmallEngine(weights="others")
+    with Rig(engine=engine, draft=draft) as rig:
+        rig.scheduler._speculation._seconds = lambda rows, depth: 0.01 * (1 + 0.1 * rows)
+        rig.scheduler._draft._times.seconds = lambda rows, depth: 0.004
+        recorder = rig.run(text(64), max_new=600, sampling=ENDLESS)
+        assert recorder.ending.drafted_tokens < 40
