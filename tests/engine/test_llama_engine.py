@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from emberkeep.engine.base import KvUnit, Outcome
+from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, system_info
+from emberkeep.engine.llamacpp.kv_packing import _rows
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
 from helpers import tiny_gguf
 from helpers.engines import KINDS, RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
@@ -26,6 +27,31 @@ def test_ranges_that_went_out_and_in_give_bit_equal_logits(open_engine, kind):
     for start, end, payload in zip(borders, borders[1:], source.export_kv(0, borders), strict=False):
         assert target.import_kv(0, start, end, payload, start) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 700, 708), evaluate(source, 0, 700, 708))
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+@pytest.mark.parametrize("is_key", [True, False])
+def test_a_cell_that_holds_no_number_spoils_no_other_sequence(open_engine, number, is_key):
+    """With flash attention others do not notice; without, the step fails and nothing of it is left."""
+    engine, other = open_engine(), open_engine()
+    evaluate(engine, 0, 0, 20)
+    spoiled = np.frombuffer(exported(engine, 0, 0, 20), np.uint8).copy()
+    for (_, run), rows in zip(engine._layout.runs(20), _rows(engine._layout, spoiled, 20), strict=True):
+        if run.is_key == is_key:
+            rows[:] = number
+    engine.trim(0, 0)
+    engine.import_kv(0, 0, 20, memoryview(spoiled), 0)
+    step = [Rows(1, 0, TOKENS[:30], outputs=0)]
+    if engine._settings.flash:
+        engine.evaluate(step)
+    else:
+        with pytest.raises(FloatingPointError):
+            engine.evaluate(step)
+        with pytest.raises(EngineError):  # what others held is gone, and they learn it
+            engine.evaluate([Rows(0, 20, TOKENS[20:30], outputs=1)])
+        engine.trim(1, 0)
+        engine.evaluate(step)
+    assert np.array_equal(evaluate(engine, 1, 30, 40), (evaluate(other, 1, 0, 30), evaluate(other, 1, 30, 40))[1])
 
 
 def test_a_payload_of_another_model_shape_is_refused(open_engine, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 
 from emberkeep.engine.base import Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, context
+from emberkeep.engine.llamacpp.context import Tuning
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, library_in_use
+from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, path_to
 from helpers.engines import KINDS, RANGE_KINDS, TOKENS, exported
 from helpers.scheduling import Rig, text
@@ -120,12 +123,18 @@ def test_where_a_gpu_computes_nothing_is_wide(open_engine, monkeypatch) -> None:
     assert engine._learn_capabilities().wide_rows is None
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_what_is_said_to_be_reproducible_is(open_engine, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "flash"), [(0, True), (1, True), (2, False), (3, False)])
+def test_what_is_said_to_be_reproducible_is(open_engine, model_file, tmp_path: Path, seed: int, flash) -> None:
     """Conversations that begin, branch and run beside each other; then a lone evaluation of what came of them."""
     draw = random.Random(seed)
     prompts = [text(draw.randint(70, 400), seed=number) for number in range(3)]
-    with Rig(tmp_path, open_engine("dense", cells=4096), parallel=2, prefill_slice=256) as rig:
+    open_engine = partial(open_engine, "dense", cells=4096, flash=flash)
+    if not flash:
+        model = LlamaModel(model_file("dense"))
+        (measured,) = measure(model, [dataclasses.replace(PLAIN, flash=False)])
+        model.close()
+        open_engine = partial(open_engine, tuning=Tuning("", wide_rows=measured.wide_rows))
+    with Rig(tmp_path, open_engine(), parallel=2, prefill_slice=256) as rig:
         rig.run(text(400, seed=99), max_new=4, closing=())
         for number in range(8):
             asked = [draw.choice(prompts) for _ in range(draw.choice((1, 1, 2)))]
@@ -137,7 +146,7 @@ def test_what_is_said_to_be_reproducible_is(open_engine, tmp_path: Path, seed: i
         chunks = list(rig.store._ledger.tree)
     promised = [chunk for chunk in chunks if chunk.made & Made.REPRODUCIBLE]
     assert len(chunks) > len(promised) >= 3  # those of the first prompt at least
-    alone = open_engine("dense", cells=4096, batch=512)
+    alone = open_engine(batch=512)
     for chunk in promised:
         assert evaluated_alone(alone, chunk) == bytes(chunk.payload)
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import isnan
 from typing import TypeAlias
 
 import numpy as np
@@ -166,12 +167,27 @@ class LlamaEngine:
     def _decode(self, batch: Sequence[Rows]) -> bool:
         """False where there is no room: nothing has changed then. Raises EngineError."""
         llama_batch, self._first_outputs = self._batch.fill(batch)
+        if not self._settings.flash:
+            self._batch.want_any()
         code: int = llama().llama_decode(self._context, llama_batch)
         if code > 1 or code < 0:
             raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors() or f'code {code}'}.")
         if code == 1:
             take_errors()
+        elif not self._settings.flash:
+            self._check_numbers()
         return code == 0
+
+    def _check_numbers(self) -> None:
+        """Raises FloatingPointError, and has forgotten every sequence then, if the step computed no numbers.
+
+        Without flash attention what is not seen is multiplied by 0. That is nothing, unless it is infinite or no
+        number: one cell of that kind spoils every sequence, and goes on doing so when it is free.
+        """
+        if isnan(llama().llama_get_logits_ith(self._context, self._batch.wanted)[0]):
+            llama().llama_memory_clear(self._memory, True)
+            self._cells = CellMap()
+            raise FloatingPointError("The model computed something else than numbers: try flash_attention = on.")
 
     def logits(self, index: int, row: int = 0) -> Logits:
         pointer = llama().llama_get_logits_ith(self._context, self._first_outputs[index] + row)

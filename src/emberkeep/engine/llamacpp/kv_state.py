@@ -504,6 +504,17 @@ class BatchBuffer:
         self._batch.n_tokens = end
         return self._batch, first_outputs
 
+    def want_any(self) -> None:
+        """Let at least one row of what was filled in want logits."""
+        end = self._batch.n_tokens
+        if not self._wanted[:end].any():
+            self._wanted[end - 1] = 1
+
+    @property
+    def wanted(self) -> int:
+        """The first row that wants logits."""
+        return int(self._wanted[: self._batch.n_tokens].argmax())
+
 
 def _pointer(array: np.ndarray[tuple[int], np.dtype[np.generic]], to: type) -> object:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(to))
