@@ -205,7 +205,7 @@ def test_both_ways_are_measured_of_every_kind_of_model(open_model, kind: str) ->
     model = open_model(kind)
     for measured in measure(model, [SETTINGS, replace(SETTINGS, flash=False)]):
         assert measured.table.rows[0] == 1
-        assert measured.table.depths[0] == 64
+        assert 0 < measured.table.depths[0] <= 64
         assert StepTable.from_json(measured.table.json()).seconds(8, 100) > 0
 
 
