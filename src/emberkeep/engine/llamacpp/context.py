@@ -291,9 +291,18 @@ def _cpu_function(name: str, result: Any, *arguments: Any) -> Any:
     return CFUNCTYPE(result, *arguments)(address)
 
 
+_own = threading.local()
+"""`cores`: those that this thread could use before it was bound to one of them."""
+
+
 def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """Cores that this process may use, also where this thread is bound to one."""
+    return len(_own_cores()) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _own_cores() -> set[int]:
+    cores: set[int] | None = getattr(_own, "cores", None)
+    return cores or (os.sched_getaffinity(0) if sys.platform == "linux" else set())
 
 
 @contextmanager
@@ -301,19 +310,24 @@ def one_core_each() -> Iterator[None]:
     """Open an engine inside of it: afterwards this thread and the workers that came with it have a core each.
 
     Nothing changes where there are fewer workers than cores: the kernel knows better which ones are free. What
-    this thread starts from now on stays on its core, so it should be a thread of the engine's own.
+    this thread starts from now on stays on its core, so it should be a thread of the engine's own. Another engine
+    that is opened on it has workers of its own, which get a core each as well.
     """
     if sys.platform != "linux":
         yield
         return
     own = threading.get_native_id()
     # A thread hands its name down to those that it starts, which is how its workers are found again.
-    name = f"engine-{own}"
+    name, cores = f"engine-{own}", _own_cores()
     with suppress(OSError):
         (_TASKS / str(own) / "comm").write_text(name)
+        os.sched_setaffinity(own, cores)
+    before = _threads_named(name)
     yield
     with suppress(OSError):
-        _bind([own, *(task for task in _threads_named(name) if task != own)])
+        new = [task for task in _threads_named(name) if task not in before]
+        # None that are new: OpenMP has one team for all engines of a thread.
+        _bind([own, *(new or (task for task in before if task != own))], cores)
 
 
 @contextmanager
@@ -338,10 +352,11 @@ def _name_of(task: Path) -> str:
         return ""
 
 
-def _bind(threads: list[int]) -> None:
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    if len(threads) == len(cores) > 1:
-        for thread, core in zip(threads, cores, strict=True):
+def _bind(threads: list[int], cores: set[int]) -> None:
+    """The first is this one."""
+    if sys.platform == "linux" and len(threads) == len(cores) > 1:
+        _own.cores = cores
+        for thread, core in zip(threads, sorted(cores), strict=True):
             os.sched_setaffinity(thread, {core})
 
 
