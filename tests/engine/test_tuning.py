@@ -43,6 +43,7 @@ def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_SMALLEST", 0)
     monkeypatch.setattr(step_timing, "_GRID_S", 0.02)
     monkeypatch.setattr(tuning, "survives_without_flash", lambda *_: True)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.fixture
@@ -103,6 +104,15 @@ def test_a_damaged_file_is_measured_again(open_model, measurements, tmp_path: Pa
         file.write_bytes(damage)
     assert not tune(model, SETTINGS, "digest", None, tmp_path)[0].flash
     assert measurements == [[True, False]] * 2
+
+
+def test_nothing_is_measured_again_while_the_machine_is_busy(open_model, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 1.0, 1.0))
+    answers = [[replace(SLOW, is_whole=False), replace(QUICK, is_whole=False)]]
+    monkeypatch.setattr(tuning, "measure", lambda model, ways: answers.pop())
+    for _ in range(2):
+        _, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
+        assert found.step_table == QUICK.table
 
 
 def test_what_was_measured_on_a_busy_machine_is_measured_again_without_another_choice(

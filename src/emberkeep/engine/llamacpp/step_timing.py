@@ -36,7 +36,7 @@ DEEP = 2048
 _GRID = (1, 8, 1, 64, 8, 1, 2, 4, 16, 2, 4, 32, 128, 3, 6, 7, 12, 24, 48, 63, 96, 256, 512)
 """Numbers of rows in the order in which they are measured: time may end before the last. What is asked for most is
 measured more than once even then: the least counts."""
-_GRID_S = 2.5
+_GRID_S = 1.0
 """How long one depth may take, about."""
 _BUSY = 2
 """How many times as long it may take on a machine that has other things to do."""
@@ -47,7 +47,7 @@ _PIECE = 8
 _SHALLOW = 64
 _CELLS = DEEP + 2 * max(_GRID)
 _CUTS = (64, 32, 16, 8, 4, 2)
-_CUTS_S = 2.0
+_CUTS_S = 0.5
 _SCRATCH = 0
 _BASE, _STEP = 0, 1
 """What stands before the rows, and what is taken back: sequences as `Rows` counts them, llama.cpp one higher."""

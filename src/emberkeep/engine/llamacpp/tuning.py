@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -177,10 +178,10 @@ class Results:
     def whole(self, flash: bool) -> Measured | None:
         """With flash attention or without. None where nothing can be measured.
 
-        What was measured on a busy machine is measured again, and what is less counts.
+        What was measured on a busy machine is measured again when it is not, and what is less counts.
         """
         known = self._new.get(flash) or self._subject.measured(flash, self._folder)
-        if known is None or (not known.is_whole and not self._new):
+        if known is None or (not known.is_whole and not self._new and _is_quiet()):
             self._measure([flash], known)
         return self._new.get(flash) or known
 
@@ -195,3 +196,11 @@ class Results:
         for flash, measured in zip(ways, found, strict=True):
             self._new[flash] = known.join(measured) if known else measured
             self._subject.remember(flash, self._new[flash], self._folder)
+
+
+def _is_quiet() -> bool:
+    """Whether nothing else has computed for a minute."""
+    try:
+        return os.getloadavg()[0] < 0.5
+    except OSError:
+        return True
