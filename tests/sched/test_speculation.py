@@ -145,6 +145,17 @@ def test_sequences_with_and_without_drafts_share_a_step(plain):
         assert [each.answer for each in running[:3]] == [plain, *alone]
 
 
+def test_beside_a_long_prompt_no_more_rows_want_logits_than_an_engine_gives(plain):
+    """The prompt's own rows want none."""
+    engine = RecordingEngine(cells=1 << 15, context=1 << 13, batch=512)
+    with Rig(engine=engine, corpus=ToldCorpus(lambda latest, limit: [65] * limit), parallel=8) as rig:
+        running = [rig.start(PROMPT[i:] + PROMPT, max_new=LONG) for i in range(7)]
+        running.append(rig.start([40 + i % 70 for i in range(4000)], max_new=4))
+        assert all(each.wait().error is None for each in running)
+    wanted = [sum(outputs for *_, outputs in batch) for batch in engine.shapes]
+    assert 8 < max(wanted) <= engine.capabilities.outputs
+
+
 def test_a_step_that_has_no_room_for_drafts_is_taken_without(plain):
     cells = len(PROMPT) + LONG + len(CLOSING)
     engine = FakeEngine(cells=cells, context=cells)

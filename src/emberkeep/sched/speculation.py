@@ -74,17 +74,17 @@ class Speculation:
         seconds: Seconds,
         *,
         most: int,
-        outputs: int,
+        rows: int,
         model: ModelDrafts | None = None,
         reason: str = "",
     ) -> None:
-        """`most`: drafted tokens per sequence and step. `outputs`: rows with logits that a step may have.
+        """`most`: drafted tokens per sequence and step. `rows`: those of all sequences in one step.
         `reason`: why nothing is drafted; empty: it is."""
         self._corpus = corpus
         self._vocab = vocab
         self._seconds = seconds
         self._most = most
-        self._outputs = outputs
+        self._rows = rows
         self._model = model
         self._reason = reason
         self._rates: defaultdict[tuple[DraftSource, int], _Rate] = defaultdict(_Rate)
@@ -107,10 +107,10 @@ class Speculation:
     def draft(self, decoding: Sequence[Running], *, beside: int, room: int) -> dict[Running, Chosen]:
         """What each of these sequences evaluates besides its latest token, in a step that has `beside` other rows
         and `room` for more. Never raises."""
+        room = min(room, self._rows)
         if self._reason or not decoding or room < 1:
             return {}
         drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
-        room = min(room, self._outputs - len(decoding) - beside)
         step = Step(self._seconds, len(decoding), beside, room, sum(s.computed for s in decoding))
         if self._model is not None:
             with _logged("the draft model was not asked"):
