@@ -33,7 +33,7 @@ def loaded_by_torch(smollm2: Path) -> HfModel:
     return load_model(source, device="cpu", dtype="auto", attention="eager")
 
 
-def open_llama(path: Path, cells: int, flash: bool) -> LlamaEngine:
+def open_llama(path: Path, cells: int, *, flash: bool = True) -> LlamaEngine:
     settings = LlamaSettings(context=cells, cells=cells, sequences=8, flash=flash)
     return LlamaEngine(LlamaModel(path), settings, "smollm2")
 
