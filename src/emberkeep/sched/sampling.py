@@ -134,8 +134,8 @@ class Sampler:
         """Which of the candidates that random number stands for, how likely each of them is or one before it (not
         of 1), and their ids, unless it is the whole vocabulary."""
         ids, kept = self._candidates(logits)
-        cumulative = np.cumsum(_weights(kept / np.float32(self._settings.temperature)))
-        place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+        cumulative = _weights(kept / np.float32(self._settings.temperature)).cumsum()
+        place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
         return min(place, len(kept) - 1), cumulative, ids
 
     def _candidates(self, logits: Floats) -> tuple[Ints | None, Floats]:
@@ -145,6 +145,9 @@ class Sampler:
         if settings.top_k > 0:
             ids = _top_k(logits, settings.top_k)
             kept = logits[ids]
+            if settings.typical_p >= 1:
+                count = _count_likely(kept, settings.top_p, settings.min_p)
+                return ids[:count], kept[:count]
         for cut, mass in ((_typical, settings.typical_p), (_nucleus, settings.top_p)):
             if mass < 1:
                 chosen = cut(kept, mass)
@@ -190,8 +193,19 @@ def _top_k(logits: Floats, count: int) -> Ints:
         # As many blocks as are asked for have one that is at least as high as this, and few have more.
         highest = logits[: width * _BLOCK].reshape(_BLOCK, width).max(axis=0)
         lowest = np.partition(highest, width - count)[width - count]
-    ids = np.flatnonzero(logits >= lowest if lowest > -np.inf else logits > -np.inf)
+    (ids,) = (logits >= lowest if lowest > -np.inf else logits > -np.inf).nonzero()
     return _sorted(logits, ids)[:count]
+
+
+def _count_likely(highest: Floats, top_p: float, min_p: float) -> int:
+    """How many of the highest logits, the highest first, top-p and then min-p leave."""
+    count = len(highest)
+    if top_p < 1:
+        mass = _weights(highest).cumsum()
+        count = min(count, int(mass.searchsorted(top_p * float(mass[-1]))) + 1)
+    if min_p > 0:
+        count = min(count, int(np.count_nonzero(highest >= highest[0] + math.log(min_p))))
+    return count
 
 
 def _nucleus(logits: Floats, mass: float) -> Ints:
@@ -214,7 +228,7 @@ def _growing_windows(logits: Floats) -> Iterator[Ints]:
 
 
 def _sorted(logits: Floats, ids: Ints) -> Ints:
-    return ids[np.argsort(-logits[ids], kind="stable")]
+    return ids[(-logits[ids]).argsort(kind="stable")]
 
 
 def _typical(logits: Floats, mass: float) -> Ints:
