@@ -1,10 +1,11 @@
 """`gpu`: the Hugging Face engine with random weights, against eager transformers and against the device's limits.
 
-    rig       the engine with a scheduler and a store around it
-    memory    what was predicted of a request's memory, against what it took
-    ttft      the first token of a cached prompt and of cached turns, against evaluating everything
-    transfer  moving state between RAM and the device, against copying pinned bytes
-    decode    a decode step, against transformers and against reading the weights once
+    rig          the engine with a scheduler and a store around it
+    memory       what was predicted of a request's memory, against what it took
+    ttft         the first token of a cached prompt and of cached turns, against evaluating everything
+    transfer     moving state between RAM and the device, against copying pinned bytes
+    decode       a decode step, against transformers and against reading the weights once
+    speculation  decoding with a draft model, against plain decoding
 
 Of the package's dependencies it needs only those of the engine, the scheduler and the store, so that
 `python -m benchmarks.gpu` also runs where little is installed.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.gpu import decode, memory, transfer, ttft
+from benchmarks.gpu import decode, memory, speculation, transfer, ttft
 from benchmarks.gpu.rig import Rig, open_rig
 from benchmarks.gpu.workload import Workload
 from emberkeep.bench.report import BenchResult, Table
@@ -25,6 +26,7 @@ __all__ = ["Workload", "measure", "run"]
 _NOTES = (
     "prefill alone: nothing is looked up and nothing stored. from RAM: nothing of it was in the engine any more.",
     "transformers: eager code, SDPA, a cache that grows by concatenation, tokens chosen on the device.",
+    "tokens per step: of one answer, with what was accepted of drafts; catching up with the prompt is counted.",
     "weights read once: their bytes / the bytes per second that a copy within the device reads and writes.",
 )
 
@@ -34,6 +36,7 @@ _PARTS: dict[str, Callable[[Rig, Workload], Iterator[Table]]] = {
     "transfer": transfer.measure,
     "turns": ttft.measure_turns,
     "decode": decode.measure,
+    "speculation": speculation.measure,
 }
 """Memory first, and transformers, which has weights of its own, last: nothing else is on the device then."""
 

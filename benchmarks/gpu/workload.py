@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-PARTS = ("memory", "prompts", "transfer", "turns", "decode")
+PARTS = ("memory", "prompts", "transfer", "turns", "decode", "speculation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,9 @@ class Workload:
     decoded_after: int = 1024
     """Tokens that a sequence has when its decode steps are timed."""
     steps: int = 64
+    draft_layers: int = 4
+    drafted_for: int = 256
+    """Tokens of an answer with a draft model."""
     turns: int = 8
     first_tokens: int = 4096
     turn_tokens: int = 256
@@ -43,6 +46,8 @@ class Workload:
             sizes=(512,),
             decoded_after=64,
             steps=4,
+            draft_layers=1,
+            drafted_for=32,
             turns=3,
             first_tokens=256,
             turn_tokens=32,

@@ -83,7 +83,7 @@ def test_no_prompt_or_setting_gives_another_text(prompt, weights, temperature, t
     assert spoken.answer == answer_of(prompt, max_new=24, sampling=sampling).answer
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled", "cut", "typical"])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_model_that_agrees_is_always_right(name):
     """Sampled, too: it draws with the same random numbers."""
     ending = answer_of(draft=SmallEngine(), sampling=SETTINGS[name]).ending
@@ -94,7 +94,7 @@ def test_looking_ahead_changes_nothing_that_is_drawn_later():
     logits = np.random.default_rng(1).standard_normal((40, 300)).astype(np.float32)
     plain, looking = (Sampler(Sampling(temperature=1.0, seed=9)) for _ in range(2))
     for place, row in enumerate(logits):
-        told = [looking.look_ahead(later, ahead)[0] for ahead, later in enumerate(logits[place : place + 5])]
+        told = [looking.look_ahead(later, [1] * ahead)[0] for ahead, later in enumerate(logits[place : place + 5])]
         drawn = looking.sample(row, [b"x"] * 300)[0]
         assert drawn == plain.sample(row, [b"x"] * 300)[0] == told[0]
 

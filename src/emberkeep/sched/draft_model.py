@@ -196,14 +196,13 @@ class DraftModel:
         drafts = [each for each in drafts if each.fit(self._context)]
         begin, steps, count = perf_counter(), self._steps, len(drafts)
         running = drafts if drafts and self._catch_up(drafts) else []
-        ahead = 0
         while running:
-            going = [each for i, each in enumerate(running) if self._write(each, i, ahead, chance, least)]
+            going = [each for i, each in enumerate(running) if self._write(each, i, chance, least)]
             if not going or not self._evaluate([each.next_rows() for each in going]):
                 break
             for each in going:
                 each.evaluated(self._engine.capabilities.wide_rows)
-            running, ahead = going, ahead + 1
+            running = going
         if self._steps > steps:
             self._times.add(count, (perf_counter() - begin) / (self._steps - steps))
         return {each.target: each.draft() for each in drafts if each.tokens}
@@ -219,9 +218,9 @@ class DraftModel:
             self._cache.commit(shadow)
         return True
 
-    def _write(self, draft: _Writing, index: int, ahead: int, chance: Chance, least: float) -> bool:
+    def _write(self, draft: _Writing, index: int, chance: Chance, least: float) -> bool:
         """The next token of a draft; False: it goes no further."""
-        token, sure = draft.target.sampler.look_ahead(self._engine.logits(index), ahead)
+        token, sure = draft.target.sampler.look_ahead(self._engine.logits(index), draft.tokens)
         if token in self._engine.vocab.eog:
             return False
         draft.tokens.append(token)

@@ -80,13 +80,14 @@ class Sampler:
         logprob = None if self._top_logprobs is None else describe(logits, token, self._top_logprobs, pieces)
         return token, logprob
 
-    def look_ahead(self, logits: Floats, ahead: int) -> tuple[int, float]:
-        """What would be chosen from these logits, which may be another model's, `ahead` tokens after the next one:
-        with the random number that will be used there. Returns how likely it was, too. Nothing is advanced, and no
-        grammar is looked at."""
+    def look_ahead(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, float]:
+        """What would be chosen from these logits, which may be another model's, after `drafted`: with the random
+        number that will be used there. Returns how likely it was, too. Nothing is advanced, and no grammar is
+        looked at."""
+        ahead = len(drafted)
         if ahead < len(self._forced):
             return self._forced[ahead], 1.0
-        logits = self._adjust(logits, masked=False)
+        logits = self._adjust(logits, drafted)
         if self._settings.temperature < _GREEDY_BELOW:
             token = int(logits.argmax())
             return token, float(1 / np.exp(logits - logits[token]).sum())
@@ -102,23 +103,25 @@ class Sampler:
         """How many of these tokens a grammar lets follow."""
         return self._matcher.count_allowed(tokens.tolist()) if self._matcher else len(tokens)
 
-    def _adjust(self, logits: Floats, *, masked: bool = True) -> Floats:
-        mask = self._matcher.mask() if self._matcher and masked else None
-        if mask is None and not len(self._bias) and not self._counts:
+    def _adjust(self, logits: Floats, drafted: Sequence[int] | None = None) -> Floats:
+        """`drafted`: tokens that were not sampled yet, after which no grammar is asked; None: there are none."""
+        mask = self._matcher.mask() if self._matcher and drafted is None else None
+        counts = self._counts + Counter(drafted) if drafted and self._penalises else self._counts
+        if mask is None and not len(self._bias) and not counts:
             return logits
-        if len(self._bias) or self._counts:
+        if len(self._bias) or counts:
             logits = logits.copy()
             logits[self._bias_ids] += self._bias
-            if self._counts:
-                self._penalise(logits)
+            if counts:
+                self._penalise(logits, counts)
         if mask is not None:
             allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little").view(bool)
             logits = np.where(allowed, logits, _FORBIDDEN)
         return logits
 
-    def _penalise(self, logits: Floats) -> None:
-        ids = np.fromiter(self._counts, np.intp, len(self._counts))
-        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+    def _penalise(self, logits: Floats, of: Counter[int]) -> None:
+        ids = np.fromiter(of, np.intp, len(of))
+        counts = np.fromiter(of.values(), np.float32, len(of))
         seen = logits[ids]
         factor = np.float32(self._settings.repetition_penalty)
         seen = np.where(seen > 0, seen / factor, seen * factor)

@@ -6,7 +6,7 @@ Random weights of a given shape are made on the device: speed does not depend on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, cast
 
@@ -80,6 +80,7 @@ class PlainModel:
 
 _HEAD_WIDTH = 128
 _HEADS_PER_KV_HEAD = 8
+_NEXT_TO_NOTHING = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +146,19 @@ def random_model(shape: Shape, device: str) -> HfModel:
         dtype=str(network.dtype).removeprefix("torch."),
         device=str(target),
     )
+
+
+@torch.no_grad()
+def random_pair(shape: Shape, draft_layers: int, device: str, *, agrees: bool) -> tuple[HfModel, HfModel]:
+    """A model and one of its first layers only, that drafts for it. They agree where the other layers of the first
+    add next to nothing; else the second has other weights. Raises EngineError for a device that is not here."""
+    model, draft = random_model(shape, device), random_model(replace(shape, layers=draft_layers), device)
+    if agrees:
+        for layer in model.network.model.layers[draft_layers:]:
+            layer.self_attn.o_proj.weight.mul_(_NEXT_TO_NOTHING)
+            layer.mlp.down_proj.weight.mul_(_NEXT_TO_NOTHING)
+        draft.network.load_state_dict(model.network.state_dict(), strict=False)
+    else:
+        for weight in draft.network.parameters():
+            weight.copy_(weight.flip(0).clone())
+    return model, draft

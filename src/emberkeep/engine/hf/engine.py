@@ -35,6 +35,7 @@ from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.rope import learn_rotations
 from emberkeep.engine.hf.step import DecodeRow, Span
+from emberkeep.engine.hf.step_timing import measure_steps
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
@@ -58,7 +59,6 @@ class HfEngine:
         self.vocab = model.vocab
         self.experts = None
         self.attention = Tiers(self._network.device, settings.attention)
-        self.step_table = None
         learned = learn(self._network)
         layers = [learned.shapes[index] for index in range(len(learned.shapes))]
         self._rotations = learn_rotations(self._network)
@@ -105,6 +105,7 @@ class HfEngine:
             for tier in self.attention.available
         }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings.batch)
+        self.step_table = measure_steps(self)
 
     # ── evaluating ──
 

@@ -1,0 +1,102 @@
+"""Decoding with a draft model, against plain decoding: one that agrees with the model, and one that never does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.gpu.rig import Rig
+from benchmarks.gpu.workload import Workload
+from benchmarks.listener import Listener
+from emberkeep.bench.figures import ratios, series
+from emberkeep.bench.report import Row, Table
+from emberkeep.chat.prompt import prompt_of_ids
+from emberkeep.engine.hf import HfEngine, HfSettings
+from emberkeep.engine.hf.baseline import Shape, random_pair
+from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.sched.draft_model import LoadedDraft
+from emberkeep.sched.engine_thread import EngineThread
+from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.sequence import Ending, Sequence
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import Request, Sampling
+
+_PARALLEL = 8
+_STORED = 4 << 30
+_NEVER_TWICE = Sampling(temperature=0, frequency_penalty=1000.0)
+"""Greedy random weights repeat themselves: that would be drafted without a model."""
+
+
+def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
+    rows: list[Row] = []
+    for agrees in (True, False):
+        with _pair(plan, agrees=agrees) as loop:
+            rows += [_row(rig, loop, plan, batch, agrees=agrees) for batch in plan.batches]
+    title = (
+        f"decoding {plan.drafted_for} tokens after {plan.decoded_after:,}, drafts by {plan.draft_layers} of "
+        f"{plan.layers} layers"
+    )
+    yield Table(title, tuple(rows))
+
+
+def _row(rig: Rig, loop: Scheduler, plan: Workload, batch: int, *, agrees: bool) -> Row:
+    plain, drafted, per_step = [], [], []
+    for _ in range(1 + plan.repeat):
+        prompts = [rig.prompt(plan.decoded_after) for _ in range(batch)]
+        plain.append(_tokens_per_second(_answers(loop, plan, prompts, speculation=False)))
+        endings = _answers(loop, plan, prompts, speculation=True)
+        drafted.append(_tokens_per_second(endings))
+        tokens = sum(ending.sampled_tokens for ending in endings)
+        per_step.append(tokens / (tokens - sum(ending.accepted_tokens for ending in endings)))
+    without, with_drafts = series(plain[1:], "tokens/s"), series(drafted[1:], "tokens/s")
+    return Row(
+        f"batch of {batch}, the draft model {'agrees' if agrees else 'does not agree'}",
+        {
+            "plain": without,
+            "with drafts": with_drafts,
+            "tokens per step": series(per_step[1:], ""),
+            "faster": ratios(with_drafts, without),
+        },
+    )
+
+
+def _answers(loop: Scheduler, plan: Workload, prompts: list[TokenArray], *, speculation: bool) -> list[Ending]:
+    listeners = [Listener() for _ in prompts]
+    request = Request(use_cache=False, is_kept=False, speculation=None if speculation else False)
+    for prompt, listener in zip(prompts, listeners, strict=True):
+        ids = prompt_of_ids(prompt, max_new=plan.drafted_for)
+        loop.submit(Sequence(ids, request, Sampler(_NEVER_TWICE), listener))
+    return [listener.ending.result() for listener in listeners]
+
+
+def _tokens_per_second(endings: list[Ending]) -> float:
+    """Of all together, from each one's first token on."""
+    return sum(1e3 * (ending.sampled_tokens - 1) / ending.decode_ms for ending in endings)
+
+
+@contextmanager
+def _pair(plan: Workload, *, agrees: bool) -> Iterator[Scheduler]:
+    """Raises EngineError."""
+    context = plan.decoded_after + plan.drafted_for + 64
+    shape = Shape(plan.layers, plan.hidden, context)
+    settings = HfSettings(context, _PARALLEL * context, 2 * _PARALLEL, max(plan.slice, 2 * _PARALLEL))
+    thread = EngineThread()
+    models = thread.submit(lambda: random_pair(shape, plan.draft_layers, plan.device, agrees=agrees)).result()
+    engine, draft = thread.submit(
+        lambda: [HfEngine(each, settings, f"random, {len(each.network.model.layers)} layers") for each in models]
+    ).result()
+    stores = [KvStore(each.fingerprint, Budgets(_STORED)) for each in (engine, draft)]
+    loop = Scheduler(
+        engine,
+        stores[0],
+        SchedulerSettings(parallel=_PARALLEL, prefill_slice=plan.slice, draft_max=24),
+        thread=thread,
+        draft=LoadedDraft("small", draft, stores[1]),
+    )
+    try:
+        yield loop
+    finally:
+        loop.close()
+        for store in stores:
+            store.close()

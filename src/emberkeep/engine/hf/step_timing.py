@@ -1,0 +1,70 @@
+"""How long the steps of a Hugging Face engine take: measured when it is opened, in about a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+from emberkeep.engine.base import Capabilities, Outcome, Rows
+from emberkeep.engine.step_table import StepTable
+
+_ROWS = (1, 2, 4, 8, 16, 32, 128)
+_DEPTHS = (64, 2048)
+_TIMES = 3
+"""Each step is taken so often, once more to warm up, and the quickest counts."""
+_LONG_ENOUGH_S = 2.0
+"""What takes longer is told without the largest steps, or the deepest: a person waits for the model."""
+
+
+class _Steps(Protocol):
+    """What of an engine a measurement needs."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
+
+    def trim(self, sequence: int, start: int) -> None: ...
+
+
+def measure_steps(engine: _Steps) -> StepTable | None:
+    """One sequence with more and more rows, as drafts have them. `engine` holds nothing, before and after. None
+    where a context is too small for it. Raises EngineError."""
+    begin, able = perf_counter(), engine.capabilities
+    most = min(able.batch, able.outputs)
+    times: list[list[float]] = []
+    depths = [depth for depth in _DEPTHS if depth + _ROWS[-1] <= able.context]
+    for depth in depths:
+        _fill(engine, depth)
+        rows = [count for count in _ROWS if count <= most][: len(times[0]) if times else None]
+        line: list[float] = []
+        for count in rows:
+            line.append(_milliseconds(engine, depth, count))
+            if not times and perf_counter() - begin > _LONG_ENOUGH_S:
+                break
+        engine.trim(0, 0)
+        times.append(line)
+        if perf_counter() - begin > _LONG_ENOUGH_S / 2:
+            break
+    if not times:
+        return None
+    return StepTable(_ROWS[: len(times[0])], tuple(depths[: len(times)]), tuple(tuple(line) for line in times))
+
+
+def _fill(engine: _Steps, depth: int) -> None:
+    step = engine.capabilities.batch
+    for start in range(0, depth, step):
+        engine.evaluate([Rows(0, start, np.zeros(min(step, depth - start), np.int32), outputs=0)])
+
+
+def _milliseconds(engine: _Steps, depth: int, count: int) -> float:
+    rows, seconds = Rows(0, depth, np.zeros(count, np.int32), outputs=count), []
+    for _ in range(1 + _TIMES):
+        begin = perf_counter()
+        engine.evaluate([rows])
+        seconds.append(perf_counter() - begin)
+        engine.trim(0, depth)
+    return 1e3 * min(seconds[1:])
