@@ -1,0 +1,40 @@
+"""What is measured of steps, with an engine that takes no time."""
+
+from __future__ import annotations
+
+import pytest
+
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.engine.hf import step_timing
+from emberkeep.engine.hf.step_timing import measure_steps
+from helpers.engines import RecordingEngine
+
+
+def test_steps_of_every_size_are_measured_at_two_depths():
+    engine = RecordingEngine(cells=1 << 13, context=4096, sequences=64, batch=512)
+    table = measure_steps(engine)
+    assert table.rows == (1, 2, 4, 8, 16, 32, 128)
+    assert table.depths == (64, 2048)
+    assert {shape[1] for (shape,) in engine.shapes if shape[3]} == {64, 2048}
+
+
+def test_nothing_is_left_in_the_engine():
+    engine = FakeEngine(cells=4096)
+    measure_steps(engine)
+    assert not engine.stats()["pool"]["used_blocks"]
+
+
+@pytest.mark.parametrize(("context", "depths"), [(1024, (64,)), (100, None)])
+def test_a_small_context_is_measured_as_far_as_it_goes(context, depths):
+    table = measure_steps(FakeEngine(context=context))
+    assert (table.depths if table else None) == depths
+
+
+def test_no_more_rows_than_a_step_may_have():
+    assert measure_steps(FakeEngine(batch=8)).rows == (1, 2, 4, 8)
+
+
+def test_a_slow_machine_is_measured_less(monkeypatch):
+    monkeypatch.setattr(step_timing, "_LONG_ENOUGH_S", -1.0)
+    table = measure_steps(FakeEngine())
+    assert (table.rows, table.depths) == ((1,), (64,))
