@@ -115,29 +115,41 @@ def test_nothing_is_measured_again_while_the_machine_is_busy(open_model, monkeyp
         assert found.step_table == QUICK.table
 
 
-def test_what_was_measured_on_a_busy_machine_is_measured_again_without_another_choice(
+def test_what_was_measured_on_a_busy_machine_is_measured_again_on_a_quiet_one(
     open_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And the less of both counts, until there was time for all of it."""
-    few = StepTable((1, 8), (64, 2048), ((9, 40), (18, 80)))
-    answers = [[replace(SLOW, is_whole=False), Measured(few, 8, is_whole=False)]]
-    answers += [[replace(SLOW, is_whole=False)], [SLOW]]  # the quicker way takes longer when it is measured again
-    asked: list[list[bool]] = []
+    """Only then the choice is made for good."""
+    busy = [replace(QUICK, is_whole=False), replace(SLOW, is_whole=False)]
+    answers, asked, load = [busy, busy, [SLOW, QUICK]], list[list[bool]](), [2.0]
 
     def know(model: LlamaModel, ways: list[LlamaSettings]) -> list[Measured]:
         asked.append([way.flash for way in ways])
         return answers.pop(0)
 
+    def flash() -> bool:
+        return tune(open_model(), SETTINGS, "digest", None, tmp_path)[0].flash
+
     monkeypatch.setattr(tuning, "measure", know)
-    tables = [tune(open_model(), SETTINGS, "digest", None, tmp_path) for _ in range(4)]
-    assert [settings.flash for settings, _ in tables] == [False] * 4
-    assert asked == [[True, False], [False], [False]]
-    assert tables[0][1].step_table == few
-    for _, found in tables[1:]:
-        assert found.step_table is not None
-        assert found.step_table.rows == ROWS
-        assert [round(time) for time in found.step_table.milliseconds[1][:3]] == [18, 80, 160]
-        assert found.wide_rows == 8
+    monkeypatch.setattr(os, "getloadavg", lambda: (load[0], 0.0, 0.0))
+    assert [flash(), flash()] == [True, True]
+    assert asked == [[True, False]]
+    load[0] = 0.0
+    assert [flash(), flash()] == [True, False]
+    assert asked == [[True, False]] * 3
+    load[0] = 2.0
+    assert [flash(), flash()] == [False, False]
+    assert len(asked) == 3
+
+
+def test_of_two_measurements_the_less_counts() -> None:
+    few = Measured(StepTable((1, 8), (64, 2048), ((9, 90), (18, 80))), 8, is_whole=False)
+    joined = few.join(SLOW)
+    assert joined.table.rows == ROWS
+    assert [round(time) for time in joined.table.milliseconds[0]] == [9, 72, 144, 405, 900]
+    assert [round(time) for time in joined.table.milliseconds[1]] == [18, 80, 160, 480, 1800]
+    assert (joined.wide_rows, joined.is_whole) == (8, True)
+    elsewhere = Measured(StepTable((1, 8), (64,), ((9, 40),)))
+    assert few.join(elsewhere) == elsewhere
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(open_model, measurements, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
+from math import inf
 from time import perf_counter, process_time
 
 import numpy as np
@@ -33,15 +34,20 @@ from emberkeep.types import Json
 _FORMAT = 2
 DEEP = 2048
 """The deeper of the two depths at which steps are measured."""
-_GRID = (1, 8, 1, 64, 8, 1, 2, 4, 16, 2, 4, 32, 128, 3, 6, 7, 12, 24, 48, 63, 96, 256, 512)
+_GRID = (1, 2, 4, 8, 1, 64, 2, 4, 8, 1, 16, 32, 128, 3, 6, 7, 12, 24, 48, 63, 96, 256, 512)
 """Numbers of rows in the order in which they are measured: time may end before the last. What is asked for most is
 measured more than once even then: the least counts."""
 _GRID_S = 1.0
 """How long one depth may take, about."""
 _BUSY = 2
 """How many times as long it may take on a machine that has other things to do."""
+_QUIET = 1.3
+"""How many times as long it may take on one that has not."""
 _FIRST_PASS, _PASSES = 0.7, 4
 """The share of it in which the first of several passes may take longer steps."""
+_FEW, _TOGETHER = 8, 64
+_FEW_SHARE = 0.4
+"""The share of the time that few rows may take where many are measured in any case."""
 _PIECE = 8
 """Tokens that are evaluated; what stands before the measured rows is their state, again and again."""
 _SHALLOW = 64
@@ -117,10 +123,11 @@ def measure(model: LlamaModel, ways: Sequence[LlamaSettings]) -> list[Measured]:
 
 
 def _time_grids(benches: Sequence[_Bench]) -> tuple[list[_Times], bool]:
-    """Of each, and whether there was time for all that was worth it."""
+    """Of each, and whether the machine had little else to do."""
     times: list[_Times] = [{} for _ in benches]
     used = [0.0] * len(benches)
-    deadline = perf_counter() + _BUSY * _GRID_S * len(benches)
+    begin = perf_counter()
+    deadline = begin + _BUSY * _GRID_S * len(benches)
     for number, rows in product(range(_PASSES), _GRID):
         if perf_counter() > deadline:
             return times, False
@@ -129,15 +136,17 @@ def _time_grids(benches: Sequence[_Bench]) -> tuple[list[_Times], bool]:
                 seconds = bench.time(rows)
                 known[rows] = min(seconds, known.get(rows, seconds))
                 used[index] += seconds
-    return times, True
+    return times, perf_counter() - begin < _QUIET * sum(used)
 
 
 def _is_affordable(rows: int, known: _Times, left: float) -> bool:
     if rows in known:
         return known[rows] < left
     below = max((count for count in known if count < rows), default=None)
-    # More is risked than is left: it may take less than it looks like, and that is what is looked for.
-    return below is None or known[below] * rows / below < 2 * left
+    # More is risked than is left: it may take less than it looks like, and that is what is looked for. Flash
+    # attention takes 64 rows together, and all that is said of more rows depends on it.
+    is_key = rows == _TOGETHER and known.get(_FEW, inf) < _FEW_SHARE * _GRID_S
+    return is_key or below is None or known[below] * rows / below < 2 * left
 
 
 def _table(times: dict[int, _Times]) -> StepTable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -164,14 +164,15 @@ class Results:
         self._new: dict[bool, Measured] = {}
 
     def choice(self) -> tuple[bool, str]:
-        """What was chosen once stays: state is of no use to the other way."""
+        """What was chosen once stays, unless the machine was busy then: state is of no use to the other way."""
         if (known := self._subject.choice(self._folder)) is not None:
             return known
-        on, off = (self._subject.measured(flash, self._folder) for flash in (True, False))
-        self._measure([flash for flash, found in ((True, on), (False, off)) if found is None])
-        on, off = self._new.get(True, on), self._new.get(False, off)
+        found = {flash: self._subject.measured(flash, self._folder) for flash in (True, False)}
+        if None in found.values() or (not _are_whole(found.values()) and _is_quiet()):
+            self._measure(list(found))
+        on, off = (self._new.get(flash, measured) for flash, measured in found.items())
         chosen = compare(on, off)
-        if on and off:
+        if _are_whole((on, off)):
             self._subject.remember_choice(*chosen, self._folder)
         return chosen
 
@@ -196,6 +197,10 @@ class Results:
         for flash, measured in zip(ways, found, strict=True):
             self._new[flash] = known.join(measured) if known else measured
             self._subject.remember(flash, self._new[flash], self._folder)
+
+
+def _are_whole(results: Iterable[Measured | None]) -> bool:
+    return all(measured is not None and measured.is_whole for measured in results)
 
 
 def _is_quiet() -> bool:
