@@ -18,6 +18,7 @@ from emberkeep.bench.speculation import (
     best_modes,
     burst_rows,
     draft_rows,
+    gap_at_difference,
     same_positions,
     same_prefix,
     speed_rows,
@@ -26,6 +27,7 @@ from emberkeep.bench.stage import Stage
 from emberkeep.bench.tasks import KINDS
 from emberkeep.bench.words import Words
 from emberkeep.errors import EmberkeepError
+from emberkeep.types import Json
 from helpers import scripted_llama_server
 
 pytestmark = pytest.mark.slow
@@ -80,6 +82,22 @@ def test_tokens_are_compared_up_to_a_difference_and_by_position() -> None:
     assert same_positions([1, 2, 3, 4], [1, 2, 9, 4]) == 0.75
     assert same_prefix([1, 2, 3, 4], [1, 2]) == same_positions([1, 2, 3, 4], [1, 2]) == 0.5
     assert same_prefix([], [1]) == 1.0
+
+
+TEXT_LOGPROBS = {"tokens": ["One", " two"], "top_logprobs": [{"One": -0.1, "A": -3.0}, {" 2": -1.5, " two": -1.0}]}
+CHAT_LOGPROBS = {
+    "content": [
+        {"token": token, "top_logprobs": [{"logprob": value} for value in top.values()]}
+        for token, top in zip(TEXT_LOGPROBS["tokens"], TEXT_LOGPROBS["top_logprobs"], strict=True)
+    ]
+}
+
+
+@pytest.mark.parametrize("logprobs", [TEXT_LOGPROBS, CHAT_LOGPROBS])
+def test_where_an_answer_differs_it_is_told_how_close_the_call_was(logprobs: dict[str, Json]) -> None:
+    assert gap_at_difference(logprobs, "One 2") == 0.5
+    assert gap_at_difference(logprobs, "A") == pytest.approx(2.9)
+    assert gap_at_difference(logprobs, "One two") is None
 
 
 def test_the_best_mode_is_chosen_for_every_kind_and_for_all_of_them() -> None:

@@ -241,11 +241,13 @@ async def _stream_round(ring: _Ring, number: int, samples: Rates) -> None:
                 samples.setdefault(name, {}).setdefault(side.name, []).append(rate)
 
 
+_STEPS_ONLY = {"ignore_eos": True, "speculation": False}
+"""Of whole answers, token by token: a small model soon repeats itself, and drafts would hide what a step costs."""
+
+
 async def _burst(side: Side, texts: Sequence[str], answer_tokens: int) -> Rate:
-    bodies = [
-        {**completion_body(await side.client.tokenize(text), answer_tokens, stream=True), "ignore_eos": True}
-        for text in texts
-    ]
+    prompts = [await side.client.tokenize(text) for text in texts]
+    bodies = [completion_body(prompt, answer_tokens, stream=True) | _STEPS_ONLY for prompt in prompts]
     return await burst(side, [("/v1/completions", body) for body in bodies])
 
 

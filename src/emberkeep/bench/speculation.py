@@ -7,7 +7,8 @@ n-gram modes is tried once, and the one that is best for a kind of task is measu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import log
@@ -76,6 +77,8 @@ class Sample:
     """From its first text to its end."""
     tokens: tuple[int, ...]
     """Of its text."""
+    gap: float | None = None
+    """Where it differs from the plain answer, by how many nats the plain one's token was the likeliest there."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,6 +95,7 @@ Samples = dict[str, dict[str, list[Sample]]]
 _PLAIN, _DRAFTS, _AGAIN = "plain", "drafts", "asked again"
 _ALL = "all"
 """Instead of a kind of task."""
+_TOP = 4
 _TRIAL = -1
 """The number of a round whose texts no other round has."""
 
@@ -156,12 +160,14 @@ async def _round(bench: _Bench, number: int) -> None:
     """One task of every kind, on every side in turn before the next one."""
     for kind in bench.kinds:
         bench.stage.say(f"{kind}, round {number + 1} of {bench.plan.repeat}")
-        task = bench.task(kind, number)
+        task, taken = bench.task(kind, number), bench.samples.setdefault(kind, {})
         for column in bench.columns(kind, number):
             with alone(column.side, bench.sides):
                 sample = await _ask(column.side, task, bench.plan.answer_tokens, column.fields)
+                if column.name == _DRAFTS and sample.tokens != taken[_PLAIN][-1].tokens:
+                    sample = replace(sample, gap=await _gap(bench, task, number, sample.reply.text))
                 await column.side.settle()
-            bench.samples.setdefault(kind, {}).setdefault(column.name, []).append(sample)
+            taken.setdefault(column.name, []).append(sample)
 
 
 async def _ask(side: Side, task: Task, answer_tokens: int, fields: Mapping[str, Json]) -> Sample:
@@ -173,6 +179,35 @@ async def _ask(side: Side, task: Task, answer_tokens: int, fields: Mapping[str, 
 
 def _body(task: Task, answer_tokens: int, fields: Mapping[str, Json]) -> dict[str, Json]:
     return {**task.body, **greedy(answer_tokens, stream=True), **fields}
+
+
+async def _gap(bench: _Bench, task: Task, number: int, text: str) -> float | None:
+    """Between the two likeliest tokens where `text` differs: the plain question once more, with probabilities."""
+    plain = next(column for column in bench.columns(_ALL, number) if column.name == _PLAIN)
+    logprobs = {"logprobs": _TOP} if task.path == "/v1/completions" else {"logprobs": True, "top_logprobs": _TOP}
+    body = {**task.body, **greedy(bench.plan.answer_tokens, stream=False), **plain.fields, **logprobs}
+    answer = json.loads((await plain.side.client.post(task.path, body)).body())
+    return gap_at_difference(answer["choices"][0].get("logprobs") or {}, text)
+
+
+def gap_at_difference(logprobs: Mapping[str, Json], text: str) -> float | None:
+    """`logprobs` are those of the plain answer, a completion or a chat. None where `text` is the same."""
+    said = ""
+    for token, top in _likeliest(logprobs):
+        said += token
+        if not text.startswith(said):
+            return top[0] - top[1] if len(top) > 1 else None
+    return None
+
+
+def _likeliest(logprobs: Mapping[str, Json]) -> Iterator[tuple[str, list[float]]]:
+    """Every token with the log probabilities of the likeliest ones in its place, the highest first."""
+    if "content" in logprobs:
+        for entry in logprobs["content"]:
+            yield entry["token"], sorted((one["logprob"] for one in entry["top_logprobs"]), reverse=True)
+    else:
+        for token, top in zip(logprobs.get("tokens", ()), logprobs.get("top_logprobs", ()), strict=True):
+            yield token, sorted(top.values(), reverse=True)
 
 
 async def _burst_round(bench: _Bench, number: int) -> None:
@@ -260,7 +295,8 @@ def _result(bench: _Bench, trials: Trials, notes: Sequence[str]) -> BenchResult:
     explained = (
         "plain, drafts: decoding by the server's own clock. asked again: the same request once more.",
         "per step: tokens of the answer / steps that it took. same: tokens equal to those of the plain answer, up "
-        "to the first difference, and at the same position.",
+        "to the first difference, and at the same position. gap: by how much the plain answer's token was "
+        "likelier than the next one there; where it is small, rounding decides, which depends on a step's rows.",
     )
     return BenchResult("speculation", tuple(tables), (*explained, *notes))
 
@@ -288,6 +324,7 @@ def draft_rows(samples: Samples) -> tuple[Row, ...]:
 
 def _drafts(columns: Mapping[str, Sequence[Sample]]) -> dict[str, Value]:
     pairs = list(zip(columns[_PLAIN], columns[_DRAFTS], strict=True))
+    gaps = [one.gap for one in columns[_DRAFTS] if one.gap is not None]
     return {
         "answer tokens": sum(one.reply.completion_tokens for one in columns[_DRAFTS]),
         **_accepted(columns[_DRAFTS]),
@@ -295,6 +332,7 @@ def _drafts(columns: Mapping[str, Sequence[Sample]]) -> dict[str, Value]:
         "per step, again": _per_step(columns[_AGAIN]),
         "same, up to a difference": series((100 * same_prefix(a.tokens, b.tokens) for a, b in pairs), "%"),
         "same, by position": series((100 * same_positions(a.tokens, b.tokens) for a, b in pairs), "%"),
+        **({"gap": series(gaps, "nats")} if gaps else {}),
     }
 
 
