@@ -210,9 +210,8 @@ def test_without_room_it_drafts_nothing(plain):
 def test_a_long_prompt_is_caught_up_with_in_slices():
     """No step of the target waits for more than a slice."""
     prompt = text(1500)
-    draft, engine = RecordingEngine(cells=1 << 15), RecordingEngine(cells=1 << 15)
+    draft, engine = RecordingEngine(cells=1 << 15, batch=128), RecordingEngine(cells=1 << 15)
     with Rig(engine=engine, draft=draft) as rig:
-        rig.scheduler._draft.store.costs.evaluate.value = 128.0
         recorder = rig.run(prompt, max_new=200, sampling=ENDLESS)
         assert recorder.answer == answer_of(prompt, max_new=200, sampling=ENDLESS).answer
     assert max(rows[2] for batch in draft.shapes for rows in batch) <= 128

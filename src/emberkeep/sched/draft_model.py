@@ -27,7 +27,7 @@ from emberkeep.sched.drafts import Draft
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.model_drafts import Chance
 from emberkeep.sched.prefix_cache import PrefixCache
-from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.slots import Planner, Slots
 from emberkeep.types import EXACT_BITS, DraftModelStats, DraftSource
 
@@ -35,9 +35,10 @@ log = logging.getLogger("emberkeep.sched")
 
 _NEAR = 32
 """Tokens that a shadow may lag behind and still be drafted for in the same step."""
-_SMALLEST_SLICE = 16
 _MEASURED = 8
 """Latest measurements that count: the first one of all takes longer."""
+_TOO_LONG = 2.0
+"""Times what a slice should take: the next one is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class DraftModel:
         self._cache = PrefixCache(loaded.engine, loaded.store, self._slots, wake)
         self._planner = Planner(loaded.engine.capabilities.batch, prefill_slice, loaded.store.costs.evaluate)
         self._times = _StepTimes(loaded.engine.step_table)
+        self._slice = FAIR_SLICE
+        """Tokens of the next one: on a GPU a thousand take hardly longer than a hundred, on a CPU ten times as
+        long."""
+        self._pace: deque[float] = deque(maxlen=_MEASURED)
+        """Tokens per second of the latest slices."""
         self._shadows: dict[Sequence, Sequence] = {}
         """By the sequence that they belong to."""
         self._warming: deque[Sequence] = deque()
@@ -88,7 +94,8 @@ class DraftModel:
         shadow = self._shadows.get(target)
         if shadow is None or shadow.phase is not Phase.EVALUATING:
             return 0.0
-        return self.store.costs.evaluate.seconds(max(len(target.tokens) - shadow.computed - _NEAR, 0))
+        lag = len(target.tokens) - shadow.computed - _NEAR
+        return max(lag, 0) / max(self._pace) if self._pace else 0.0
 
     def seconds(self, rows: int, depth: int) -> float:
         """What one more token for each of `rows` sequences takes."""
@@ -119,7 +126,7 @@ class DraftModel:
                     continue
             behind = behind or self._awaited(shadow)
         if behind is not None:
-            self._evaluate_slice(behind, self._slice(seconds))
+            self._catch_up(behind, seconds)
         return near
 
     def _shadow(self, target: Sequence) -> Sequence:
@@ -166,10 +173,15 @@ class DraftModel:
         if kept < before:
             self._engine.trim(shadow.slot, kept)
 
-    def _slice(self, seconds: float) -> int:
-        speed = self.store.costs.evaluate.value
-        fitting = max(int(speed * seconds), _SMALLEST_SLICE) if speed else _NEAR
-        return min(fitting, self._planner.slice_tokens(beside_decodes=True))
+    def _catch_up(self, shadow: Sequence, seconds: float) -> None:
+        before, begin = shadow.computed, perf_counter()
+        self._evaluate_slice(shadow, self._slice)
+        count, elapsed = shadow.computed - before, perf_counter() - begin
+        if count == self._slice:
+            self._pace.append(count / elapsed)
+            grown = 2 * count if elapsed < seconds else count
+            shrunk = count // 2 if elapsed > _TOO_LONG * seconds else grown
+            self._slice = min(max(shrunk, FAIR_SLICE), self._engine.capabilities.batch)
 
     def _evaluate_slice(self, shadow: Sequence, count: int) -> bool:
         """False: there is no room for it."""
@@ -195,7 +207,7 @@ class DraftModel:
     def _propose(self, drafts: list[_Writing], chance: Chance, least: float) -> dict[Sequence, Draft]:
         drafts = [each for each in drafts if each.fit(self._context)]
         begin, steps, count = perf_counter(), self._steps, len(drafts)
-        running = drafts if drafts and self._catch_up(drafts) else []
+        running = drafts if drafts and self._take_in(drafts) else []
         while running:
             going = [each for i, each in enumerate(running) if self._write(each, i, chance, least)]
             if not going or not self._evaluate([each.next_rows() for each in going]):
@@ -207,7 +219,7 @@ class DraftModel:
             self._times.add(count, (perf_counter() - begin) / (self._steps - steps))
         return {each.target: each.draft() for each in drafts if each.tokens}
 
-    def _catch_up(self, drafts: list[_Writing]) -> bool:
+    def _take_in(self, drafts: list[_Writing]) -> bool:
         """Evaluate what was sampled since the latest drafts; False where there is no room."""
         shadows = [each.shadow for each in drafts]
         if not self._evaluate([Rows(s.slot, s.computed, s.tokens[s.computed :], outputs=1) for s in shadows]):

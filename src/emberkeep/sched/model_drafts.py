@@ -19,11 +19,15 @@ from emberkeep.types import DraftModelStats
 
 _MOST = 16
 """Tokens that are drafted for one answer in one step, at most."""
-_SLICE = 0.5
-"""Of the time of a step: as long it may take besides to catch up with a sequence."""
+_SLICE = 1.0
+"""Of the time of a step: about as long it may take besides to catch up with a sequence."""
+_FURTHER = 4
+"""Tokens more than what was best so far that are still looked at."""
 _WORTH_CATCHING_UP = 0.25
 """Of the time that the rest of an answer takes, at most `_USUAL_REST` tokens."""
 _USUAL_REST = 256
+_LEFT_OUT = 7
+"""Steps after one in which it was not worth it: looking again would take time, too."""
 _FOR_TRIALS = 0.01
 """Of the time: to find out whether a model that was not worth it has become so."""
 _ASSUMED = 0.7
@@ -63,6 +67,8 @@ class ModelDrafts:
         self._by_sureness = [_Rate(0.3 + 0.65 * (tenth + 0.5) / 10) for tenth in range(10)]
         self._for_trials = 0.0
         """Seconds that may be spent on them."""
+        self._left_out = 0
+        """Steps that are still to be left out."""
         self.stats = model.stats
 
     def ask(
@@ -71,6 +77,9 @@ class ModelDrafts:
         """Drafts for those of whom the model is likely to know more than what was `found` without it."""
         if self._model.reason:
             return {}
+        if self._left_out:
+            self._left_out -= 1
+            return {}
         chances = {s: self._usual(s.drafts) for s in limits if s.drafts is not None}
         one = step.cost(0)
         asking = {s: chance for s, chance in chances.items() if self._knows_more(s, chance, found.get(s), one)}
@@ -78,6 +87,7 @@ class ModelDrafts:
             return {}
         count, least = self._how_many(asking, found, step)
         if not count:
+            self._left_out = _LEFT_OUT
             return self._try(next(iter(asking)), one)
         ready = self._model.ready(list(asking), _SLICE * one)
         return self._draft({s: min(count, limits[s]) for s in ready}, least)
@@ -116,12 +126,15 @@ class ModelDrafts:
         others = {s: count for s, count in counts.items() if s not in asking}
         known = step.decoding + sum(expected_tokens(found[s], count) for s, count in others.items())
         rows, each = sum(others.values()), self._model.seconds(len(asking), step.depth)
+        chance = sum(asking.values()) / len(asking)
         best, best_rate = 0, WORTH * plain
         for count in range(1, min(_MOST, (step.room - rows) // len(asking)) + 1):
-            expected = known + sum(_series(chance, count) for chance in asking.values())
+            expected = known + len(asking) * _series(chance, count)
             rate = expected / (step.cost(rows + count * len(asking)) + count * each)
             if rate > best_rate:
                 best, best_rate = count, rate
+            elif count >= best + _FURTHER:
+                break
         if not best:
             return 0, 0.0
         drafted = best * len(asking)
@@ -132,7 +145,7 @@ class ModelDrafts:
     def _try(self, sequence: Running, one: float) -> dict[Running, Chosen]:
         """It was not worth it, but it may be by now: one token is drafted once in a while."""
         cost = self._model.seconds(1, 0)
-        self._for_trials = min(self._for_trials + _FOR_TRIALS * one, max(one, cost))
+        self._for_trials = min(self._for_trials + _FOR_TRIALS * one * (1 + _LEFT_OUT), max(one, cost))
         if self._for_trials < cost:
             return {}
         begin = perf_counter()

@@ -22,8 +22,8 @@ from emberkeep.engine.hf.pool import BLOCK, KvMemory
 from emberkeep.engine.hf.step import DecodeRow
 
 _WARM_UPS = 3
-_WITH_DRAFTS = 16
-"""Tokens of one step at least, whatever the number of sequences: one with its draft."""
+_WITH_DRAFTS = 32
+"""Tokens of one step at least, whatever the number of sequences: one with its draft, or a few."""
 _HEAD = 4
 """Numbers per row beside its table: token, position, cell, length."""
 
@@ -77,7 +77,7 @@ class DecodeGraphs:
         """Blocks for seconds while it compiles and records. Raises what torch raises where it cannot."""
         self._network = network
         self._graphs: list[tuple[DecodeBatch, torch.cuda.CUDAGraph, torch.Tensor]] = []
-        self.rows = max(sequences, _WITH_DRAFTS)
+        self.rows = max(2 * sequences, _WITH_DRAFTS)
         """Most tokens of one step."""
         pool = None
         with fuse_kernels(network.layers):

@@ -105,7 +105,7 @@ class HfEngine:
             for tier in self.attention.available
         }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings.batch)
-        self.step_table = measure_steps(self)
+        self.step_table = measure_steps(self, recorded=self._graphs.rows if self._graphs else 0)
 
     # ── evaluating ──
 

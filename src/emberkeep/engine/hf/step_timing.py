@@ -30,16 +30,18 @@ class _Steps(Protocol):
     def trim(self, sequence: int, start: int) -> None: ...
 
 
-def measure_steps(engine: _Steps) -> StepTable | None:
-    """One sequence with more and more rows, as drafts have them. `engine` holds nothing, before and after. None
-    where a context is too small for it. Raises EngineError."""
+def measure_steps(engine: _Steps, recorded: int = 0) -> StepTable | None:
+    """One sequence with more and more rows, as drafts have them. `recorded`: up to so many are quick, and one more
+    is not. `engine` holds nothing, before and after. None where a context is too small for it. Raises
+    EngineError."""
     begin, able = perf_counter(), engine.capabilities
     most = min(able.batch, able.outputs)
+    counts = sorted({*_ROWS, recorded, recorded + 1} - {0})
     times: list[list[float]] = []
     depths = [depth for depth in _DEPTHS if depth + _ROWS[-1] <= able.context]
     for depth in depths:
         _fill(engine, depth)
-        rows = [count for count in _ROWS if count <= most][: len(times[0]) if times else None]
+        rows = [count for count in counts if count <= most][: len(times[0]) if times else None]
         line: list[float] = []
         for count in rows:
             line.append(_milliseconds(engine, depth, count))
@@ -51,7 +53,9 @@ def measure_steps(engine: _Steps) -> StepTable | None:
             break
     if not times:
         return None
-    return StepTable(_ROWS[: len(times[0])], tuple(depths[: len(times)]), tuple(tuple(line) for line in times))
+    return StepTable(
+        tuple(counts[: len(times[0])]), tuple(depths[: len(times)]), tuple(tuple(line) for line in times)
+    )
 
 
 def _fill(engine: _Steps, depth: int) -> None:
