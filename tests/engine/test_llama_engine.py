@@ -54,6 +54,37 @@ def test_a_cell_that_holds_no_number_spoils_no_other_sequence(open_engine, numbe
     assert np.array_equal(evaluate(engine, 1, 30, 40), (evaluate(other, 1, 0, 30), evaluate(other, 1, 30, 40))[1])
 
 
+@pytest.mark.parametrize("kind", ["dense", "sliding window"])
+def test_requests_beside_one_that_spoils_a_step_are_answered_as_alone(open_engine, tmp_path, monkeypatch, kind):
+    """Without flash attention the engine is emptied then; conversations that were idle in it start anew."""
+    engine = open_engine(kind, flash=False)
+    idle, prompts = TOKENS[:100].tolist(), [TOKENS[100 * n :][:90].tolist() for n in (2, 4)]
+    with Rig(tmp_path, engine, parallel=2) as rig:
+        alone = [rig.run(prompt, max_new=6, use_cache=False).answer for prompt in prompts]
+        rest = rig.run(idle, max_new=4, closing=())
+        look, together = engine._check_numbers, []
+
+        def spoil() -> None:
+            together.append(len(engine._first_outputs) == 2)
+            is_second = together[-1] and sum(together) == 2
+            with monkeypatch.context() as patch:
+                if is_second:
+                    patch.setattr("emberkeep.engine.llamacpp.engine.isnan", lambda number: True)
+                look()
+
+        monkeypatch.setattr(engine, "_check_numbers", spoil)
+        recorders = [rig.start(prompt, max_new=6, use_cache=False) for prompt in prompts]
+        for recorder in recorders:
+            recorder.wait()
+        assert [recorder.answer for recorder in recorders] == alone
+        assert sum(together) > 2  # they went on alone, and then together again
+        turn = [*idle, *rest.answer, *TOKENS[600:620].tolist()]
+        first = rig.start(turn, max_new=4)
+        first.wait()
+        again = rig.run(turn, max_new=4)
+        assert again.answer == rig.run(turn, max_new=4, use_cache=False).answer
+
+
 def test_a_payload_of_another_model_shape_is_refused(open_engine, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_gguf, "LAYERS", 3)
     settings = LlamaSettings(context=256, cells=256, sequences=2, batch=64, threads=1)
