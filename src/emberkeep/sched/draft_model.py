@@ -33,10 +33,13 @@ from emberkeep.types import EXACT_BITS, DraftModelStats, DraftSource
 
 log = logging.getLogger("emberkeep.sched")
 
+_FEW = 4
+"""Tokens sampled since the latest draft: a step of so many is as quick as one of a draft, if it gives logits after
+each as that does."""
 _NEAR = 32
 """Tokens that a shadow may lag behind and still be drafted for in the same step."""
 _MEASURED = 8
-"""Latest measurements that count: the first one of all takes longer."""
+"""Latest measurements that count."""
 _TOO_LONG = 2.0
 """Times what a slice should take: the next one is smaller."""
 
@@ -221,10 +224,9 @@ class DraftModel:
 
     def _take_in(self, drafts: list[_Writing]) -> bool:
         """Evaluate what was sampled since the latest drafts; False where there is no room."""
-        shadows = [each.shadow for each in drafts]
-        if not self._evaluate([Rows(s.slot, s.computed, s.tokens[s.computed :], outputs=1) for s in shadows]):
+        if not self._evaluate([each.new_rows() for each in drafts]):
             return False
-        for shadow in shadows:
+        for shadow in (each.shadow for each in drafts):
             shadow.evaluated(shadow.pending, self._engine.capabilities.wide_rows)
             # Now, while nothing is in it that may be taken back.
             self._cache.commit(shadow)
@@ -232,7 +234,8 @@ class DraftModel:
 
     def _write(self, draft: _Writing, index: int, chance: Chance, least: float) -> bool:
         """The next token of a draft; False: it goes no further."""
-        token, sure = draft.target.sampler.look_ahead(self._engine.logits(index), draft.tokens)
+        logits = self._engine.logits(index, draft.latest_row())
+        token, sure = draft.target.sampler.look_ahead(logits, draft.tokens)
         if token in self._engine.vocab.eog:
             return False
         draft.tokens.append(token)
@@ -341,6 +344,8 @@ class _Writing:
     target: Sequence
     shadow: Sequence
     limit: int
+    outputs: int = 1
+    """Rows with logits of its first step."""
     chance: float = 1.0
     """That all of it is accepted."""
     tokens: list[int] = field(default_factory=list)
@@ -350,6 +355,17 @@ class _Writing:
         """No more than there is room for in the draft model's context; False: there is none."""
         self.limit = min(self.limit, context - len(self.shadow.tokens) + 1)
         return self.limit > 0
+
+    def new_rows(self) -> Rows:
+        """What its sequence has sampled since the latest draft."""
+        shadow = self.shadow
+        tokens = shadow.tokens[shadow.computed :]
+        self.outputs = len(tokens) if len(tokens) <= _FEW else 1
+        return Rows(shadow.slot, shadow.computed, tokens, self.outputs)
+
+    def latest_row(self) -> int:
+        """Of its logits, those of the latest token."""
+        return 0 if self.tokens else self.outputs - 1
 
     def next_rows(self) -> Rows:
         return Rows(self.shadow.slot, self.shadow.computed, np.array(self.tokens[-1:], np.int32), outputs=1)
@@ -369,10 +385,13 @@ class _StepTimes:
 
     def __init__(self, table: StepTable | None) -> None:
         self._table = table
+        self._known: set[int] = set()
         self._latest: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MEASURED))
 
     def add(self, rows: int, seconds: float) -> None:
-        self._latest[rows].append(seconds)
+        if rows in self._known:
+            self._latest[rows].append(seconds)
+        self._known.add(rows)  # the first one of its size is prepared while it runs
 
     def seconds(self, rows: int, depth: int) -> float:
         if rows in self._latest:

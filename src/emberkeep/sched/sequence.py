@@ -444,8 +444,9 @@ class Sequence:
             self.cursor = place_at(self.cursor, length)
 
     def follow(self, tokens: TokenArray) -> int:
-        """Its tokens become these; returns up to where what it has computed is theirs."""
-        kept = common_prefix(self.tokens[: self.computed], tokens)
+        """Its tokens become these; returns up to where what it has computed is theirs. The last one is always to
+        be evaluated: what comes after it is asked for."""
+        kept = common_prefix(self.tokens[: self.computed], tokens[:-1])
         self.holds_only(kept)
         self.tokens.cut(kept)
         self.tokens.extend(tokens[kept:].tolist())
