@@ -17,14 +17,14 @@ import numpy as np
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.bench.bare import Tokens, open_engine, prefill
+from emberkeep.bench.bare import Tokens, open_engine, parts_of_engine, prefill
 from emberkeep.bench.figures import Series, overhead, series
 from emberkeep.bench.http_client import is_settled
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Stage
 from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaSettings, one_core_each
 from emberkeep.runtime import assemble
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types import Request, Sampling
@@ -76,7 +76,7 @@ class _Recorder(LlamaEngine):
 
     def __init__(self, model: Path, settings: LlamaSettings) -> None:
         self.steps: list[int] = []
-        super().__init__(LlamaModel(model), settings, weights_digest="benchmark")
+        super().__init__(*parts_of_engine(model, settings))
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         self.steps.append(sum(len(rows.tokens) for rows in batch))

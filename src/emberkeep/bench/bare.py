@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each, tune
+from emberkeep.engine.llamacpp.context import Tuning
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.signals import with_default_signals
 
@@ -22,7 +23,14 @@ Tokens = npt.NDArray[np.int32]
 
 def open_engine(model: Path, settings: LlamaSettings) -> LlamaEngine:
     """Raises ModelError, EngineError."""
-    return LlamaEngine(LlamaModel(model), settings, weights_digest="benchmark")
+    return LlamaEngine(*parts_of_engine(model, settings))
+
+
+def parts_of_engine(model: Path, settings: LlamaSettings) -> tuple[LlamaModel, LlamaSettings, str, Tuning]:
+    """As a server opens it, which chooses the quicker kind of attention. Raises ModelError, EngineError."""
+    loaded, digest = LlamaModel(model), f"{model.name} of {model.stat().st_size} bytes"
+    tuned, tuning = tune(loaded, settings, digest, flash=None)
+    return loaded, tuned, digest, tuning
 
 
 def prefill(engine: Engine, tokens: Tokens, slices: Sequence[int]) -> None:
