@@ -24,7 +24,7 @@ def test_nothing_is_left_in_the_engine():
     assert not engine.stats()["pool"]["used_blocks"]
 
 
-@pytest.mark.parametrize(("context", "depths"), [(1024, (64,)), (100, None)])
+@pytest.mark.parametrize(("context", "depths"), [(1024, (64, 512)), (300, (64,)), (100, None)])
 def test_a_small_context_is_measured_as_far_as_it_goes(context, depths):
     table = measure_steps(FakeEngine(context=context))
     assert (table.depths if table else None) == depths

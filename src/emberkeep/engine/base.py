@@ -65,6 +65,9 @@ class Capabilities:
     snapshot_bytes: int
     """Of one snapshot, at most; 0 without."""
     layers: int = 1
+    sees_all: bool = True
+    """A row of a step takes as long as if it looked at the tokens of every sequence in the step; else at those of
+    its own."""
     can_blend: bool = False
     """State can be repositioned (`blend`)."""
     packs: frozenset[int] = frozenset({16})

@@ -32,7 +32,7 @@ _FOR_TRIALS = 0.01
 """Of the time: to find out whether a model that was not worth it has become so."""
 _ASSUMED = 0.7
 """How likely a token is accepted, before anything is known."""
-_PRIOR = 8.0
+_PRIOR = 4.0
 """Tokens that what is assumed counts as."""
 _REMEMBERED = 256.0
 """Tokens that count: what is older counts half as much."""

@@ -809,7 +809,7 @@ def _speculation(
         engine.vocab,
         engine.step_table.seconds if engine.step_table else _usual_seconds,
         most=settings.draft_max,
-        rows=engine.capabilities.outputs - engine.capabilities.max_sequences,
+        able=engine.capabilities,
         model=ModelDrafts(model) if model else None,
         reason=reason,
     )

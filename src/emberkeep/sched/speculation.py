@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from emberkeep.engine.base import Capabilities
 from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats, Vocab
@@ -74,17 +75,18 @@ class Speculation:
         seconds: Seconds,
         *,
         most: int,
-        rows: int,
+        able: Capabilities,
         model: ModelDrafts | None = None,
         reason: str = "",
     ) -> None:
-        """`most`: drafted tokens per sequence and step. `rows`: those of all sequences in one step.
-        `reason`: why nothing is drafted; empty: it is."""
+        """`most`: drafted tokens per sequence and step. `able`: the engine's. `reason`: why nothing is drafted;
+        empty: it is."""
         self._corpus = corpus
         self._vocab = vocab
         self._seconds = seconds
         self._most = most
-        self._rows = rows
+        self._rows = able.outputs - able.max_sequences
+        self._sees_all = able.sees_all
         self._model = model
         self._reason = reason
         self._rates: defaultdict[tuple[DraftSource, int], _Rate] = defaultdict(_Rate)
@@ -111,7 +113,8 @@ class Speculation:
         if self._reason or not decoding or room < 1:
             return {}
         drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
-        step = Step(self._seconds, len(decoding), beside, room, sum(s.computed for s in decoding))
+        depth = sum(s.computed for s in decoding) // (1 if self._sees_all else len(decoding))
+        step = Step(self._seconds, len(decoding), beside, room, depth)
         if self._model is not None:
             with _logged("the draft model was not asked"):
                 limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0}

@@ -90,6 +90,7 @@ class HfEngine:
             kv_bytes_per_token=self._memory.bytes_per_token,
             snapshot_bytes=0,
             layers=len(layers),
+            sees_all=False,
             can_blend=self._rotations is not None and len(self._network.layers) > FULL_LAYERS,
             packs=self._transfer.packs,
         )

@@ -12,7 +12,8 @@ from emberkeep.engine.base import Capabilities, Outcome, Rows
 from emberkeep.engine.step_table import StepTable
 
 _ROWS = (1, 2, 4, 8, 16, 32, 128)
-_DEPTHS = (64, 2048)
+_SHALLOW, _DEEP = 64, (2048, 1024, 512)
+"""The deepest that fits is measured."""
 _TIMES = 3
 """Each step is taken so often, once more to warm up, and the quickest counts."""
 _LONG_ENOUGH_S = 2.0
@@ -38,7 +39,8 @@ def measure_steps(engine: _Steps, recorded: int = 0) -> StepTable | None:
     most = min(able.batch, able.outputs)
     counts = sorted({*_ROWS, recorded, recorded + 1} - {0})
     times: list[list[float]] = []
-    depths = [depth for depth in _DEPTHS if depth + _ROWS[-1] <= able.context]
+    room = able.context - _ROWS[-1]
+    depths = [each for each in (_SHALLOW, next((deep for deep in _DEEP if deep <= room), 0)) if 0 < each <= room]
     for depth in depths:
         _fill(engine, depth)
         rows = [count for count in counts if count <= most][: len(times[0]) if times else None]
