@@ -85,12 +85,14 @@ class ModelDrafts:
         asking = {s: chance for s, chance in chances.items() if self._knows_more(s, chance, found.get(s), one)}
         if not asking:
             return {}
-        count, least = self._how_many(asking, found, step)
+        count, _ = self._how_many(asking, found, step)
         if not count:
             self._left_out = _LEFT_OUT
             return self._try(next(iter(asking)), one)
-        ready = self._model.ready(list(asking), _SLICE * one)
-        return self._draft({s: min(count, limits[s]) for s in ready}, least)
+        # All others wait for what is drafted for a few.
+        ready = {s: asking[s] for s in self._model.ready(list(asking), _SLICE * one)}
+        count, least = self._how_many(ready, found, step) if ready else (0, 0.0)
+        return self._draft({s: min(count, limits[s]) for s in ready}, least) if count else {}
 
     def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
         """A draft was evaluated, and so many of its tokens were accepted."""
