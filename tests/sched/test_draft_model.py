@@ -13,7 +13,7 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import Engine, KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.forgotten import of_user
-from emberkeep.sched.model_drafts import ModelDrafts
+from emberkeep.sched.model_drafts import ModelDrafts, _Plan
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import EntryKind, Label, Lineage, Sampling, private_namespace
 from helpers.drafting import SmallEngine, ToldCorpus, knows
@@ -210,7 +210,7 @@ def test_without_room_it_drafts_nothing(plain):
 
 def test_drafts_that_are_cut_short_and_right_are_gone_on_from(monkeypatch):
     """Only some of a draft may be evaluated, and the token that is sampled then may be the next of it."""
-    monkeypatch.setattr(ModelDrafts, "_how_many", lambda *_: (8, 0.0))
+    monkeypatch.setattr(ModelDrafts, "_plan", lambda *_: _Plan(8, 0.0, 8.0))
     with Rig(draft=SmallEngine()) as rig:
         rig.scheduler._speculation._seconds = lambda rows, depth: 1.0 if rows <= 4 else 100.0
         recorder = rig.run(PROMPT, max_new=LONG)

@@ -23,8 +23,8 @@ _SLICE = 1.0
 """Of the time of a step: about as long it may take besides to catch up with a sequence."""
 _FURTHER = 4
 """Tokens more than what was best so far that are still looked at."""
-_WORTH_CATCHING_UP = 0.25
-"""Of the time that the rest of an answer takes, at most `_USUAL_REST` tokens."""
+_WORTH_CATCHING_UP = 0.5
+"""Of the time that is gained in the rest of the answers, at most `_USUAL_REST` tokens."""
 _USUAL_REST = 256
 _LEFT_OUT = 7
 """Steps after one in which it was not worth it: looking again would take time, too."""
@@ -82,17 +82,20 @@ class ModelDrafts:
             return {}
         chances = {s: self._usual(s.drafts) for s in limits if s.drafts is not None}
         one = step.cost(0)
-        asking = {s: chance for s, chance in chances.items() if self._knows_more(s, chance, found.get(s), one)}
+        asking = {s: chance for s, chance in chances.items() if _knows_more(chance, found.get(s))}
         if not asking:
             return {}
-        count, _ = self._how_many(asking, found, step)
-        if not count:
+        first, plan = next(iter(asking)), self._plan(asking, found, step)
+        if not self._is_worth_catching_up(asking, plan, one):
+            asking = {s: chance for s, chance in asking.items() if not self._model.lag_seconds(s)}
+            plan = self._plan(asking, found, step)
+        if not plan.count:
             self._left_out = _LEFT_OUT
-            return self._try(next(iter(asking)), one)
+            return self._try(first, one)
         # All others wait for what is drafted for a few.
         ready = {s: asking[s] for s in self._model.ready(list(asking), _SLICE * one)}
-        count, least = self._how_many(ready, found, step) if ready else (0, 0.0)
-        return self._draft({s: min(count, limits[s]) for s in ready}, least) if count else {}
+        plan = self._plan(ready, found, step)
+        return self._draft({s: min(plan.count, limits[s]) for s in ready}, plan.least) if plan.count else {}
 
     def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
         """A draft was evaluated, and so many of its tokens were accepted."""
@@ -112,18 +115,17 @@ class ModelDrafts:
         trust = sequence.drafts.model_trust.factor if sequence.drafts else 1.0
         return min(self._by_sureness[_tenth(sure)].value * trust, CERTAIN)
 
-    def _knows_more(self, sequence: Running, chance: float, found: Chosen | None, one: float) -> bool:
-        """`one`: seconds of a step without drafts."""
-        if found is not None and expected_tokens(found) >= _series(chance, _MOST):
-            return False
-        rest = min(sequence.max_new - sequence.sampled_count, _USUAL_REST)
-        return self._model.lag_seconds(sequence) < _WORTH_CATCHING_UP * one * rest
+    def _is_worth_catching_up(self, asking: Mapping[Running, float], plan: _Plan, one: float) -> bool:
+        """Whether the rest of the answers gains more than everything waits for; `one`: seconds of a step without
+        drafts."""
+        lag = sum(self._model.lag_seconds(s) for s in asking)
+        rest = max((min(s.max_new - s.sampled_count, _USUAL_REST) for s in asking), default=0)
+        return lag <= _WORTH_CATCHING_UP * (1 - 1 / plan.gain) * one * rest
 
-    def _how_many(
-        self, asking: Mapping[Running, float], found: Mapping[Running, Chosen], step: Step
-    ) -> tuple[int, float]:
-        """How many tokens are drafted for each, 0 where plain decoding or what was found is quicker; and how
-        likely a draft must be right to be made longer."""
+    def _plan(self, asking: Mapping[Running, float], found: Mapping[Running, Chosen], step: Step) -> _Plan:
+        """What gives the most tokens per second: nothing where plain decoding or what was found is quicker."""
+        if not asking:
+            return _NOTHING
         counts, plain = share(found, step)
         others = {s: count for s, count in counts.items() if s not in asking}
         known = step.decoding + sum(expected_tokens(found[s], count) for s, count in others.items())
@@ -138,11 +140,11 @@ class ModelDrafts:
             elif count >= best + _FURTHER:
                 break
         if not best:
-            return 0, 0.0
+            return _NOTHING
         drafted = best * len(asking)
         row = max(step.cost(rows + drafted) - step.cost(rows), 0.0) / drafted
         # Drafts of which it is sure may be longer than what is best on the whole.
-        return min(2 * best, _MOST), best_rate * (row + each / len(asking))
+        return _Plan(min(2 * best, _MOST), best_rate * (row + each / len(asking)), best_rate / plain)
 
     def _try(self, sequence: Running, one: float) -> dict[Running, Chosen]:
         """It was not worth it, but it may be by now: one token is drafted once in a while."""
@@ -163,6 +165,23 @@ class ModelDrafts:
             for s, draft in allowed.items()
             if len(draft.tokens)
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    count: int
+    """Tokens that are drafted for each sequence."""
+    least: float
+    """How likely a draft must be right to be made longer."""
+    gain: float
+    """Times the tokens per second without the model."""
+
+
+_NOTHING = _Plan(0, 0.0, 1.0)
+
+
+def _knows_more(chance: float, found: Chosen | None) -> bool:
+    return found is None or expected_tokens(found) < _series(chance, _MOST)
 
 
 def _allowed(sequence: Running, draft: Draft) -> Draft:
