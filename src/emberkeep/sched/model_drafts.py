@@ -21,6 +21,8 @@ _MOST = 16
 """Tokens that are drafted for one answer in one step, at most."""
 _SLICE = 1.0
 """Of the time of a step: about as long it may take besides to catch up with a sequence."""
+_HARDLY_MORE = 1.2
+"""Times what a step takes with the drafts that are best: one with twice as many may take so long."""
 _FURTHER = 4
 """Tokens more than what was best so far that are still looked at."""
 _WORTH_CATCHING_UP = 0.5
@@ -143,8 +145,10 @@ class ModelDrafts:
             return _NOTHING
         drafted = best * len(asking)
         row = max(step.cost(rows + drafted) - step.cost(rows), 0.0) / drafted
-        # Drafts of which it is sure may be longer than what is best on the whole.
-        return _Plan(min(2 * best, _MOST), best_rate * (row + each / len(asking)), best_rate / plain)
+        # Drafts of which it is sure may be longer than what is best on the whole, where there is room for them.
+        has_room = step.cost(rows + 2 * drafted) < _HARDLY_MORE * step.cost(rows + drafted)
+        count = min(2 * best, _MOST) if has_room else best
+        return _Plan(count, best_rate * (row + each / len(asking)), best_rate / plain)
 
     def _try(self, sequence: Running, one: float) -> dict[Running, Chosen]:
         """It was not worth it, but it may be by now: one token is drafted once in a while."""
