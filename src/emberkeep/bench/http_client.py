@@ -136,6 +136,8 @@ def parse_stream(exchange: Exchange) -> Reply:
     failed = [frame["error"]["message"] for frame in frames if "error" in frame]
     if failed:
         raise EmberkeepError(f"The server under test failed in the middle of an answer: {failed[0]}")
+    if not frames:
+        raise EmberkeepError(f"The server under test answered without a frame: {exchange.body()[:200]!r}")
     timings, usage = frames[-1]["timings"], frames[-1]["usage"]
     detail: Json = next(
         (frame["emberkeep"] for frame in frames if "timings" in frame and "emberkeep" in frame), {}

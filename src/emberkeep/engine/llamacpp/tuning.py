@@ -206,6 +206,6 @@ def _are_whole(results: Iterable[Measured | None]) -> bool:
 def _is_quiet() -> bool:
     """Whether nothing else has computed for a minute."""
     try:
-        return os.getloadavg()[0] < 0.5
+        return os.getloadavg()[0] < available_cores() / 4
     except OSError:
         return True
