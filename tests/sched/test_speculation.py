@@ -174,6 +174,13 @@ def test_models_with_snapshots_do_without_and_say_so(unit):
     assert not corpus.asked
 
 
+def test_what_is_of_no_use_is_looked_for_less_often(plain):
+    useless, useful = ToldCorpus(wrong_at(PROMPT + plain, 0)), ToldCorpus(wrong_at(PROMPT + plain, 1))
+    steps = [answer_of(corpus=corpus).ending for corpus in (useless, useful)]
+    assert useless.asked < 0.5 * len(plain)
+    assert useful.asked > 0.9 * (len(plain) - steps[1].accepted_tokens - 1)
+
+
 def test_an_error_while_drafting_harms_no_answer(plain):
     def fails(latest: list[int], limit: int) -> list[int]:
         raise RuntimeError("injected")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PATH_TOKENS = 512
 """How far a stored path is followed."""
+_LONGEST_REST = 3
+"""Steps in a row in which nothing is looked for."""
 _SURE = 16
 """What so many tokens have matched is not looked for elsewhere."""
 
@@ -91,6 +93,8 @@ class SequenceDrafts:
         self._context.begin(sequence.tokens[: sequence.prompt_length])
         self._indexed = 0
         """How many sampled tokens are in it."""
+        self._in_vain = self._steps_without = 0
+        """How often in a row what was found was of no use, and how many steps nothing is looked for."""
         prediction = np.array(sequence.prompt.prediction, np.int32)
         self._prediction = NgramIndex()
         self._prediction.begin(prediction)
@@ -103,6 +107,12 @@ class SequenceDrafts:
         for draft in self._sources(limit):
             if count := self._sequence.sampler.count_allowed(draft.tokens[: self._count_said(draft.tokens)]):
                 yield replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count])
+
+    def was_used(self, is_used: bool) -> None:
+        """Whether the latest drafts were worth a step. While they are not, there are steps in which nothing is
+        looked for: looking takes time, too."""
+        self._in_vain = 0 if is_used else min(self._in_vain + 1, 2 * _LONGEST_REST)
+        self._steps_without = self._in_vain // 2
 
     def _count_said(self, tokens: TokenArray) -> int:
         """How many come before the end of the answer, and are tokens of this model: files may hold anything."""
@@ -120,7 +130,10 @@ class SequenceDrafts:
             if len(tokens := expected.after(answer, limit)):
                 yield _assumed(tokens, expected.source, min(len(answer), MAX_MATCH))
                 return
-        yield from self._found(sequence.tokens[-MAX_MATCH:], limit)
+        if self._steps_without:
+            self._steps_without -= 1
+        else:
+            yield from self._found(sequence.tokens[-MAX_MATCH:], limit)
 
     def _found(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
         for source, index in ((DraftSource.PREDICTION, self._prediction), (DraftSource.CONTEXT, self._context)):

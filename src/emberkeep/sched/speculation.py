@@ -122,6 +122,9 @@ class Speculation:
         if not drafts:
             return {}
         counts, _ = share(drafts, step)
+        for sequence in drafts.keys() - counts.keys():
+            if sequence.drafts is not None:
+                sequence.drafts.was_used(False)
         kept = {s: Chosen(drafts[s].draft, count, drafts[s].chances[:count]) for s, count in counts.items()}
         self._steps += bool(kept)
         return kept
@@ -137,6 +140,7 @@ class Speculation:
         for place, chance in enumerate(chosen.chances[:tried]):
             self._rates[source, _kind(matched, place)].add(chance, place < accepted)
         if sequence.drafts is not None:
+            sequence.drafts.was_used(accepted > 0)
             sequence.drafts.trust.add(sum(chosen.chances[:tried]), accepted)
 
     def stats(self) -> SpeculationStats:
