@@ -77,6 +77,13 @@ def test_a_prediction_is_drafted_and_found_again_after_a_difference(plain):
     assert spoken.ending.accepted_tokens > len(plain) / 2
 
 
+def test_with_a_seed_nothing_is_drafted_unless_it_is_asked_for():
+    """Real engines round differently in steps with drafts, and a seed is to give the same text again."""
+    assert Request().may_speculate
+    assert not Request(sampling=Sampling(seed=1)).may_speculate
+    assert Request(sampling=Sampling(seed=1), speculation=True).may_speculate
+
+
 def test_a_request_may_do_without(plain):
     spoken = answer_of(corpus=ToldCorpus(knows(PROMPT + plain)), speculation=False)
     assert spoken.answer == plain
@@ -95,7 +102,8 @@ def test_a_request_may_do_without(plain):
 )
 def test_a_seed_gives_the_text_that_it_gives_without(kind, sampling):
     plain = answer_of(sampling=sampling).answer
-    spoken = answer_of(sampling=sampling, corpus=ToldCorpus(BAD[kind](PROMPT + plain)), top_logprobs=2)
+    corpus = ToldCorpus(BAD[kind](PROMPT + plain))
+    spoken = answer_of(sampling=sampling, corpus=corpus, top_logprobs=2, speculation=True)
     without = answer_of(sampling=sampling, top_logprobs=2)
     assert spoken.answer == plain == without.answer
     assert spoken.logprobs == without.logprobs
@@ -302,7 +310,7 @@ def test_with_grammar_penalties_and_stop_text_is_that_of_plain_decoding(constrai
 
 def written_by(rig: Rig, sampler: Sampler, stop: int | None = None) -> str:
     recorder = Recorder(stop_at=lambda tokens: stop - 1 if stop and len(tokens) >= stop else None)
-    sequence = rig.sequence(PROMPT, recorder, max_new=150)
+    sequence = rig.sequence(PROMPT, recorder, max_new=150, speculation=True)
     sequence.sampler = sampler
     rig.scheduler.submit(sequence)
     return b"".join(rig.engine.vocab.pieces[token] for token in recorder.answer).decode()

@@ -48,7 +48,7 @@ LEFT_OUT = (
     r"memory\.(oldest|newest)",  # times
     r"model",  # a label of emberkeep_info
     r"recent_lookups.*",  # single requests
-    r"speculation\.(enabled|reason|(drafted|accepted)_tokens)",  # a setting, a text, and sums of those by source
+    r"speculation\.(enabled|reason|draft_model|(drafted|accepted)_tokens)",  # a setting, texts, sums by source
     r"speculation\.sources\.\w+\.(acceptance|accepted_lengths)",  # a quotient, and a histogram of its own
     r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see server/metrics.RequestMetrics
     r"store\.(folder|cold\.last_error)",  # texts

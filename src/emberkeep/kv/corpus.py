@@ -34,7 +34,7 @@ log = logging.getLogger("emberkeep.kv")
 MAX_TOKENS = 1 << 20
 """Of one owner, the latest used. They take 12 bytes each."""
 MAX_TOKENS_IN_ALL = 4 * MAX_TOKENS
-MAX_OWNERS = 256
+MAX_OWNERS = 32
 """The least recently used owners go first."""
 
 _SORT_AFTER = 1 << 13

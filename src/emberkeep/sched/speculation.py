@@ -95,7 +95,7 @@ class Speculation:
 
     def prepare(self, sequence: Running) -> None:
         """A request has come, for which something may be drafted soon. Never raises."""
-        if not self._reason and sequence.request.speculation is not False and sequence.max_new:
+        if not self._reason and sequence.request.may_speculate and sequence.max_new:
             with _logged("nothing was prepared for drafts"):
                 self._corpus.prepare(sequence.prompt.lineage)
 
@@ -157,7 +157,7 @@ class Speculation:
 
     def _limit(self, sequence: Running, room: int) -> int:
         """Tokens that may be drafted for it."""
-        if sequence.request.speculation is False or not sequence.sampled_count:
+        if not sequence.request.may_speculate or not sequence.sampled_count:
             return 0
         return min(self._most, room, sequence.max_new - sequence.sampled_count - 1)
 

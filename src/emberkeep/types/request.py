@@ -296,9 +296,14 @@ class Request:
     """False: its client reads the answer when it is whole, so its events may come late and all together."""
     deadline_s: float | None = None
     speculation: bool | None = None
-    """False: one token per step, nothing is drafted. None: as configured."""
+    """False: one token per step, nothing is drafted. None: as configured, but not with a seed: engines round
+    differently in steps with drafts, and a seed is to give the same text again."""
     prediction: str = ""
     """What the client expects the answer to be like: OpenAI's `prediction`."""
+
+    @property
+    def may_speculate(self) -> bool:
+        return self.speculation if self.speculation is not None else self.sampling.seed is None
 
 
 def exceeds_depth(value: Json, levels: int) -> bool:

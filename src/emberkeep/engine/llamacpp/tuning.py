@@ -57,7 +57,7 @@ def tune(
     else:
         is_on, reason = (False, "as asked") if flash is False else results.choice()
     measured = results.whole(is_on)
-    logger.info("flash attention is %s: %s", "on" if is_on else "off", reason)
+    logger.debug("flash attention is %s: %s", "on" if is_on else "off", reason)
     if not is_on:
         batch = batch_without_flash(model, settings) or max(_LEAST_BATCH, settings.sequences)
         settings = replace(settings, flash=False, batch=batch)
