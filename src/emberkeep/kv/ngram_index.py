@@ -33,7 +33,7 @@ _MERGE_RATIO = 4
 """A piece is sorted again together with those before it that are less than so many times as long."""
 _CANDIDATES = 1024
 """Of a suffix that stands at more places, so many are looked at."""
-_FEW = 32
+FEW = 32
 """So many positions are compared at once, in all of their tokens."""
 _SELECTIVE = 8
 """Tokens after which the latest of those that agree are enough."""
@@ -198,12 +198,12 @@ def _find_unsorted(buffer: TokenArray, start: int, wanted: TokenArray) -> tuple[
     mask &= buffer[start:] != _BORDER
     places = mask.nonzero()[0][-_CANDIDATES:] + start
     matched = MIN_MATCH
-    while len(places) > _FEW and matched < min(_SELECTIVE, len(wanted)):
+    while len(places) > FEW and matched < min(_SELECTIVE, len(wanted)):
         agree = places[buffer[places - (matched + 1)] == wanted[-1 - matched]]
         if not len(agree):
             return matched, _latest_first(places)
         places, matched = agree, matched + 1
-    places = places[-_FEW:]
+    places = places[-FEW:]
     if not len(places):
         return 0, []
     equal = buffer[places[:, None] + _BACKWARDS[: len(wanted)]] == wanted[::-1]
@@ -257,7 +257,7 @@ class _Piece:
     def _range(self, key: bytes, near: int) -> tuple[int, int]:
         """Where in the order all those lie that begin with `key`, which are around `near`: mostly a few."""
         before, order, size = self._before, memoryview(self._order), len(key)
-        low, high = max(near - _FEW, 0), min(near + _FEW, len(order))
+        low, high = max(near - FEW, 0), min(near + FEW, len(order))
         if before.startswith(key, order[low]):
             low = 0
         if before.startswith(key, order[high - 1]):
