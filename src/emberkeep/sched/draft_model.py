@@ -19,7 +19,6 @@ from time import perf_counter
 import numpy as np
 
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
@@ -70,7 +69,7 @@ class DraftModel:
         self._slots = Slots(loaded.engine, tracked)
         self._cache = PrefixCache(loaded.engine, loaded.store, self._slots, wake)
         self._planner = Planner(loaded.engine.capabilities.batch, prefill_slice, loaded.store.costs.evaluate)
-        self._times = _StepTimes(loaded.engine.step_table)
+        self._times = _StepTimes(loaded.engine)
         self._slice = FAIR_SLICE
         """Tokens of the next one: on a GPU a thousand take hardly longer than a hundred, on a CPU ten times as
         long."""
@@ -383,8 +382,8 @@ class _Writing:
 class _StepTimes:
     """What the steps of drafts take, with choosing tokens: measured, and until then as the engine says."""
 
-    def __init__(self, table: StepTable | None) -> None:
-        self._table = table
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._known: set[int] = set()
         self._latest: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MEASURED))
 
@@ -396,7 +395,7 @@ class _StepTimes:
     def seconds(self, rows: int, depth: int) -> float:
         if rows in self._latest:
             return median_low(self._latest[rows])
-        if self._table is not None:
-            return self._table.seconds(rows, depth)
+        if (table := self._engine.step_table) is not None:
+            return table.seconds(rows, depth)
         # Nothing is known: it is tried.
         return max((median_low(times) for times in self._latest.values()), default=0.0)

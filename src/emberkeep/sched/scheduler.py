@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import TypeVar
@@ -807,7 +808,7 @@ def _speculation(
     return Speculation(
         store.corpus,
         engine.vocab,
-        engine.step_table.seconds if engine.step_table else _usual_seconds,
+        partial(_step_seconds, engine),
         most=settings.draft_max,
         able=engine.capabilities,
         model=ModelDrafts(model) if model else None,
@@ -815,9 +816,9 @@ def _speculation(
     )
 
 
-def _usual_seconds(rows: int, depth: int) -> float:
-    """Where nothing was measured."""
-    return 0.01 * (0.6 + 0.4 * rows)
+def _step_seconds(engine: Engine, rows: int, depth: int) -> float:
+    table = engine.step_table
+    return table.seconds(rows, depth) if table else 0.01 * (0.6 + 0.4 * rows)
 
 
 def _explained(error: Exception) -> EmberkeepError:

@@ -14,15 +14,17 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ctypes import CFUNCTYPE, POINTER, byref, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from emberkeep.config import total_ram
-from emberkeep.engine.base import DRAFT_ROWS, Footprint
+from emberkeep.engine.base import DRAFT_ROWS, Footprint, Rows
 from emberkeep.engine.llamacpp.c_api import (
     FLASH_ATTENTION_OFF,
     FLASH_ATTENTION_ON,
@@ -34,12 +36,16 @@ from emberkeep.engine.llamacpp.c_api import (
 from emberkeep.engine.llamacpp.kv_state import (
     EMPTY,
     HEAD_BYTES,
+    PARTIAL,
+    PROBE,
     UNKNOWN,
     VARIANTS,
     Attention,
+    BatchBuffer,
     Bytes,
     Layout,
     Recurrent,
+    read_state,
 )
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
@@ -80,7 +86,8 @@ class Tuning:
 
     reason: str
     """Why flash attention is on or off, in a few words."""
-    step_table: StepTable | None = None
+    tables: Mapping[bool, StepTable] = field(default_factory=dict)
+    """What steps take with flash attention and without: of the one way there is, or of both."""
     wide_rows: int | None = None
     """See `Capabilities.wide_rows`."""
 
@@ -132,8 +139,13 @@ def fingerprint(
     settings: LlamaSettings,
     context: Handle,
     layout: Layout | None,
+    *,
+    either: bool,
 ) -> bytes:
-    """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build."""
+    """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build.
+
+    `either`: flash attention is switched on and off, and `layout` is that of when it is on.
+    """
     cells = llama().llama_n_ctx_seq(context)
     parts = [
         "llama.cpp",
@@ -149,7 +161,7 @@ def fingerprint(
         llama().llama_model_rope_type(model.handle),
         llama().llama_model_rope_freq_scale_train(model.handle),
         settings.rope_switches and cells > _original_context(model),
-        "flash" if settings.flash else "no flash",
+        "either" if either else "flash" if settings.flash else "no flash",
         "unified, windows cut off",
         layout,
         settings.kv_type,
@@ -181,8 +193,8 @@ def _original_context(model: LlamaModel) -> int:
 
 # ── the layout of its state ──
 
-PROBE = 2
-"""Tokens of the sequence that a layout is learned from."""
+_FIRST = 0
+"""llama.cpp's sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +203,10 @@ class Exports:
 
     whole: Bytes
     partial: Bytes
+
+    @classmethod
+    def read(cls, context: Handle) -> Exports:
+        return cls(read_state(context, _FIRST), read_state(context, _FIRST, PARTIAL))
 
 
 def learn_layout(empty: Exports, probe: Exports, window: int) -> Layout:
@@ -216,6 +232,26 @@ def learn_layout(empty: Exports, probe: Exports, window: int) -> Layout:
     )
     _check_layout(layout, probe)
     return layout
+
+
+def probe_layout(context: Handle, model: LlamaModel) -> Layout | None:
+    """Evaluate a few tokens in an empty context, and read the layout off what llama.cpp exports for them.
+
+    None for one that this version does not know. Raises EngineError.
+    """
+    memory = llama().llama_get_memory(context)
+    buffer = BatchBuffer(PROBE)
+    empty = Exports.read(context)
+    probe = model.vocab.bos if model.vocab.bos is not None else 0
+    buffer.decode(context, Rows(_FIRST - 1, 0, np.full(PROBE, probe, np.int32), outputs=0))
+    exports = Exports.read(context)
+    # A step with logits touches what the first real one would otherwise have to wait for.
+    buffer.decode(context, Rows(_FIRST - 1, PROBE, np.full(1, probe, np.int32), outputs=1))
+    llama().llama_memory_clear(memory, True)
+    try:
+        return learn_layout(empty, exports, llama().llama_model_n_swa(model.handle))
+    except EngineError:
+        return None
 
 
 def _check_layout(layout: Layout, probe: Exports) -> None:
@@ -249,6 +285,7 @@ def _read_parts(state: Bytes, count: int) -> tuple[Attention, ...]:
 
 # ── threads and memory ──
 
+_F32 = 4
 _CPU = 0
 """ggml's number for devices of this type."""
 _TASKS = Path("/proc/self/task")
@@ -360,12 +397,23 @@ def _bind(threads: list[int], cores: set[int]) -> None:
             os.sched_setaffinity(thread, {core})
 
 
-def footprint_of(model: LlamaModel, cells: int, kv_bytes_per_token: int) -> Footprint | None:
-    """Asked once, when the context was opened. None with layers on a GPU: it is not told what is where."""
-    told = take_buffers()
+def score_bytes(model: LlamaModel, settings: LlamaSettings) -> int:
+    """What a step takes without flash attention at most: a number for each row, cell and head."""
+    heads = max(int(llama().llama_model_n_head(model.handle)), 1)
+    return settings.batch * settings.cells * heads * _F32
+
+
+def footprint_of(
+    model: LlamaModel, settings: LlamaSettings, kv_bytes_per_token: int, is_switched: bool
+) -> Footprint | None:
+    """Asked once, when the context was opened. None with layers on a GPU: it is not told what is where.
+
+    `is_switched`: it was opened with flash attention, and may be opened without.
+    """
+    told = take_buffers() + (score_bytes(model, settings) if is_switched else 0)
     if model.offloads:
         return None
-    least = int(llama().llama_model_size(model.handle)) + cells * kv_bytes_per_token
+    least = int(llama().llama_model_size(model.handle)) + settings.cells * kv_bytes_per_token
     return Footprint(
         device="cpu",
         capacity=total_ram(),

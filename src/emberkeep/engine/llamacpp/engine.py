@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import isnan
-from typing import TypeAlias
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -27,22 +26,22 @@ from emberkeep.engine.base import (
     check_splice,
 )
 from emberkeep.engine.llamacpp.c_api import Handle
+from emberkeep.engine.llamacpp.cells import CellMap
 from emberkeep.engine.llamacpp.context import (
     NOT_TUNED,
-    PROBE,
-    Exports,
     LlamaSettings,
     ThreadPool,
     Tuning,
     available_cores,
     fingerprint,
     footprint_of,
-    learn_layout,
     open_context,
     outputs,
+    probe_layout,
     windows_suffice,
 )
 from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
+from emberkeep.engine.llamacpp.flash_switch import FlashSwitch
 from emberkeep.engine.llamacpp.kv_packing import pack_range, packs, unpack_range
 from emberkeep.engine.llamacpp.kv_state import (
     PARTIAL,
@@ -56,9 +55,13 @@ from emberkeep.engine.llamacpp.kv_state import (
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import llama, take_errors
+from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
 from emberkeep.engine.packing import is_packed
+from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import Json
+
+logger = logging.getLogger("emberkeep.engine")
 
 _SCRATCH = 0
 """llama.cpp's sequence that exports and imports go through; the scheduler's sequence n is its n + 1."""
@@ -67,6 +70,12 @@ _SCRATCH = 0
 WIDE_ROWS = 64
 """A CPU's flash attention takes so many queries at once, and fewer one by one. Of GPUs this is not known, and
 without flash attention it is measured."""
+
+
+_FEW = 256
+"""Cells of a context that only tells something about another."""
+_MOVED_PER_S = 1 << 30
+"""Bytes of state that are taken out of one context and put into another, about."""
 
 
 class LlamaEngine:
@@ -87,7 +96,8 @@ class LlamaEngine:
         self._settings = settings
         self.attention = None
         self._tuning = tuning
-        self.step_table = tuning.step_table
+        self._switch = FlashSwitch(tuning.tables, settings.flash)
+        self._changes = 0
         self.experts = ExpertCounter.of(model, self._reopen)
         self._threads = ThreadPool()
         self._context: Handle = 0
@@ -96,13 +106,16 @@ class LlamaEngine:
         try:
             self._threads.start(settings.threads or available_cores())
             self._open()
-            self._layout = self._learn_layout()
+            self._layout = probe_layout(self._context, model)
             self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
             self._share_windows = self._layout is None or windows_suffice(self._context, self._layout, settings)
             # Before another context is opened, which does not stay.
-            self.footprint = footprint_of(model, settings.cells, self._row_bytes())
+            self.footprint = footprint_of(model, settings, self._row_bytes(), self._switch.has_choice)
+            self._learn_other_layout()
             self.capabilities = self._learn_capabilities()
-            self.fingerprint = fingerprint(model, weights_digest, settings, self._context, self._layout)
+            self.fingerprint = fingerprint(
+                model, weights_digest, settings, self._context, self._layout, either=self._switch.has_choice
+            )
         except EngineError:
             self.close()
             raise
@@ -123,10 +136,38 @@ class LlamaEngine:
             wide_rows=self._wide_rows(),
         )
 
+    def _learn_other_layout(self) -> None:
+        """How state lies with the other kind of attention; no choice where it does not lie as it should."""
+        self._other_layout: Layout | None = None
+        wanted = counterpart(self._layout) if self._switch.has_choice and self._layout is not None else None
+        if wanted is None:
+            self._switch.settle()
+            return
+        small = replace(self._settings, flash=not self._switch.flash, cells=_FEW, context=_FEW, batch=_FEW)
+        context = open_context(self._model, small, None)
+        try:
+            learned = probe_layout(context, self._model)
+        finally:
+            llama().llama_free(context)
+        if learned == wanted:
+            self._other_layout = learned
+        else:
+            self._switch.settle()
+
     def _wide_rows(self) -> int | None:
-        if self._model.offloads:
+        """Steps that were computed in two ways round in two ways, whatever they have in common."""
+        if self._model.offloads or self._switch.has_choice:
             return None
         return WIDE_ROWS if self._settings.flash else self._tuning.wide_rows
+
+    @property
+    def step_table(self) -> StepTable | None:
+        return self._switch.table
+
+    @property
+    def _layouts(self) -> Layouts:
+        assert self._layout is not None
+        return Layouts(self._layout, self._other_layout)
 
     def _row_bytes(self) -> int:
         return self._layout.row_bytes if self._layout else 0
@@ -136,6 +177,8 @@ class LlamaEngine:
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         for rows in batch:
             self._require(rows.sequence, end=rows.start)
+        if self._switch.is_due(batch, self._cells.used, self._changing_seconds()):
+            self._change_attention()
         filler = self._filler(batch)
         is_done = filler is not None and self._decode_filled(batch, filler)
         if not is_done and not self._decode(batch):
@@ -166,15 +209,16 @@ class LlamaEngine:
 
     def _decode(self, batch: Sequence[Rows]) -> bool:
         """False where there is no room: nothing has changed then. Raises EngineError."""
+        self._require_context()
         llama_batch, self._first_outputs = self._batch.fill(batch)
-        if not self._settings.flash:
+        if not self._switch.flash:
             self._batch.want_any()
         code: int = llama().llama_decode(self._context, llama_batch)
         if code > 1 or code < 0:
             raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors() or f'code {code}'}.")
         if code == 1:
             take_errors()
-        elif not self._settings.flash:
+        elif not self._switch.flash:
             self._check_numbers()
         return code == 0
 
@@ -229,13 +273,14 @@ class LlamaEngine:
 
     def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
         if self._layout is not None and self._unit.has_ranges and not self._layout.begins(payload):
-            payload = unpack_range(self._layout, payload) if is_packed(payload) else payload
+            payload = unpack_range(self._layouts, payload) if is_packed(payload) else payload
         if not payload_start <= start < end <= self._payload_end(payload, payload_start, end):
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         held = self._cells[sequence]
         if held.end != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        if self._unit.has_ranges and not self._import_range(sequence, start, end, payload):
+        state = np.frombuffer(payload, np.uint8)
+        if self._unit.has_ranges and not self._import_range(sequence, start, end, state):
             return Outcome.NO_ROOM
         self._cells.grow(sequence, end)
         held.is_whole = not self._unit.has_snapshots
@@ -243,13 +288,14 @@ class LlamaEngine:
 
     def _payload_end(self, payload: Payload, start: int, end: int) -> int:
         if self._layout is not None and self._unit.has_ranges:
-            return self._layout.check_range(payload, start)
+            return self._layouts.of(np.frombuffer(payload, np.uint8)).check_range(payload, start)
         if len(payload):
             raise EngineError("A stored KV payload holds ranges, and this model's state has none.")
         return end
 
-    def _import_range(self, sequence: int, start: int, end: int, payload: Payload) -> bool:
-        has_room = write_state(self._context, _SCRATCH, np.frombuffer(payload, np.uint8))
+    def _import_range(self, sequence: int, start: int, end: int, state: Bytes) -> bool:
+        """`state` was checked. False: there is no room, and nothing has changed."""
+        has_room = write_state(self._context, _SCRATCH, self._layouts.rearrange(state))
         if has_room:
             llama().llama_memory_seq_cp(self._memory, _SCRATCH, sequence + 1, start, end)
         llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
@@ -259,9 +305,12 @@ class LlamaEngine:
         layout, held = self._snapshot_layout(), self._cells[sequence]
         if held.end != position and (self._unit.has_ranges or held.end):
             raise EngineError(f"Sequence {sequence} ends at {held.end}, not where the snapshot was taken.")
-        layout.check_snapshot(payload, position)
+        state = np.frombuffer(payload, np.uint8)
+        (self._layouts.of(state) if layout.windows else layout).check_snapshot(payload, position)
+        if layout.windows:
+            state = self._layouts.rearrange_snapshot(state)
         self._cells.grow(sequence, position)
-        held.is_whole = write_state(self._context, sequence + 1, np.frombuffer(payload, np.uint8), PARTIAL)
+        held.is_whole = write_state(self._context, sequence + 1, state, PARTIAL)
         return Outcome.DONE if held.is_whole else Outcome.NO_ROOM
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
@@ -276,6 +325,7 @@ class LlamaEngine:
         self._cells[target].is_whole = is_whole
 
     def trim(self, sequence: int, start: int) -> None:
+        self._require_context()
         held = self._cells[sequence]
         is_possible = not self._unit.has_snapshots or start == 0 or start >= held.end
         if not is_possible or not llama().llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
@@ -349,6 +399,63 @@ class LlamaEngine:
         with share_range(self._memory, sequence + 1, _SCRATCH, 0, self._cells[sequence].end):
             return read_state(self._context, _SCRATCH, PARTIAL)
 
+    # ── the other kind of attention ──
+
+    def _changing_seconds(self) -> float:
+        return self._opening_seconds + self._cells.used * self._row_bytes() / _MOVED_PER_S
+
+    def _change_attention(self) -> None:
+        """Everything goes into a context with the other kind of attention.
+
+        Raises EngineError, and nothing has changed; or MemoryError, and every sequence is empty.
+        """
+        cells = self._cells if self._unit is KvUnit.RANGE else self._cells.unshared()
+        if cells.used > self._settings.cells or not cells.is_whole:
+            self._switch.stay()
+            return
+        moved = [(*branch, self._take_out(*branch)) for branch in cells.branches()]
+        try:
+            self._open_other_way()
+        except EngineError as error:
+            logger.warning("attention stays as it is: %s", error)
+            self._open_back()
+        for sequence, shared_with, start, state in moved:
+            if shared_with is not None:
+                llama().llama_memory_seq_cp(self._memory, shared_with + 1, sequence + 1, 0, start)
+            if not self._put_back(sequence, start, state):
+                llama().llama_memory_clear(self._memory, True)
+                raise MemoryError("llama.cpp has fewer cells than before.")
+        self._cells = cells
+        self._changes += 1
+
+    def _take_out(self, sequence: int, _: int | None, start: int) -> Bytes:
+        """A copy of the state from `start` on."""
+        end = self._cells[sequence].end
+        if start == end:
+            return np.empty(0, np.uint8)
+        with share_range(self._memory, sequence + 1, _SCRATCH, start, end):
+            return read_state(self._context, _SCRATCH)
+
+    def _put_back(self, sequence: int, start: int, state: Bytes) -> bool:
+        if not len(state):
+            return True
+        if self._unit is KvUnit.RANGE:
+            return self._import_range(sequence, start, -1, state)
+        return write_state(self._context, sequence + 1, self._layouts.rearrange(state))
+
+    def _open_other_way(self) -> None:
+        self._switch.change()
+        self._layout, self._other_layout = self._other_layout, self._layout
+        self._reopen()
+
+    def _open_back(self) -> None:
+        """After `_open_other_way` has failed. Raises MemoryError, and the engine is then unusable."""
+        try:
+            self._open_other_way()
+        except EngineError as error:
+            raise MemoryError(str(error)) from error
+        self._switch.settle()
+
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
         raise EngineError("llama.cpp's state cannot be moved: use the Hugging Face engine (--engine hf).")
 
@@ -357,8 +464,11 @@ class LlamaEngine:
         return resident_ram()
 
     def stats(self) -> dict[str, Json]:
-        flash = "on" if self._settings.flash else "off"
-        return {"flash_attention": flash, "flash_attention_reason": self._tuning.reason}
+        return {
+            "flash_attention": "on" if self._switch.flash else "off",
+            "flash_attention_reason": self._tuning.reason,
+            "flash_attention_changes": self._changes,
+        }
 
     def close(self) -> None:
         self._free()
@@ -367,7 +477,9 @@ class LlamaEngine:
 
     def _open(self) -> None:
         on_node = self.experts.callback if self.experts is not None else None
-        self._context = open_context(self._model, self._settings, on_node)
+        begin = perf_counter()
+        self._context = open_context(self._model, replace(self._settings, flash=self._switch.flash), on_node)
+        self._opening_seconds = perf_counter() - begin
         self._threads.attach(self._context)
         self._memory = llama().llama_get_memory(self._context)
         self._cells = CellMap()
@@ -377,29 +489,13 @@ class LlamaEngine:
             llama().llama_free(self._context)
             self._context = 0
 
+    def _require_context(self) -> None:
+        if not self._context:
+            raise EngineError("llama.cpp's context could not be opened again: restart.")
+
     def _reopen(self) -> None:
         self._free()  # before the other is opened: there may not be room for both
         self._open()
-
-    def _learn_layout(self) -> Layout | None:
-        """Evaluate a few tokens once and read the layout off what llama.cpp exports for them.
-
-        None for one that this version does not know.
-        """
-        empty = self._exports()
-        probe = self.vocab.bos if self.vocab.bos is not None else 0
-        self._decode([Rows(_SCRATCH - 1, 0, np.full(PROBE, probe, np.int32), outputs=0)])
-        exports = self._exports()
-        # A step with logits touches what the first real one would otherwise have to wait for.
-        self._decode([Rows(_SCRATCH - 1, PROBE, np.full(1, probe, np.int32), outputs=1)])
-        llama().llama_memory_clear(self._memory, True)
-        try:
-            return learn_layout(empty, exports, llama().llama_model_n_swa(self._model.handle))
-        except EngineError:
-            return None
-
-    def _exports(self) -> Exports:
-        return Exports(read_state(self._context, _SCRATCH), read_state(self._context, _SCRATCH, PARTIAL))
 
     def _snapshot_layout(self) -> Layout:
         if self._layout is None or not self._unit.has_snapshots:
@@ -410,70 +506,3 @@ class LlamaEngine:
         if self._layout is None or not self._unit.has_snapshots:
             return 0
         return self._layout.snapshot_bytes(min(self._layout.window, self._settings.cells))
-
-
-Cells: TypeAlias = "array[int]"
-"""A number for the cell of each position. No number is ever used for another cell."""
-
-
-@dataclass(slots=True)
-class SequenceCells:
-    """The cells of one sequence, by position."""
-
-    cells: Cells = field(default_factory=lambda: array("q"))
-    is_whole: bool = True
-    """False between the import of ranges and that of the snapshot that belongs to them."""
-
-    @property
-    def end(self) -> int:
-        return len(self.cells)
-
-
-class CellMap:
-    """How far each sequence has come, and which cells it shares with others: llama.cpp does not tell.
-
-    Sequences share cells only at equal positions, since a cell has one.
-    """
-
-    def __init__(self) -> None:
-        self._of: defaultdict[int, SequenceCells] = defaultdict(SequenceCells)
-        self._numbers = 0
-
-    def __getitem__(self, sequence: int) -> SequenceCells:
-        return self._of[sequence]
-
-    def grow(self, sequence: int, end: int) -> None:
-        """Cells of its own for all positions up to `end`."""
-        held = self._of[sequence]
-        begin, self._numbers = self._numbers, self._numbers + end - held.end
-        held.cells.extend(range(begin, self._numbers))
-
-    def share(self, source: int, target: int, end: int) -> None:
-        self._of[target] = SequenceCells(self._of[source].cells[:end])
-
-    def trim(self, sequence: int, start: int) -> None:
-        """A sequence of which nothing is left lacks nothing."""
-        del self._of[sequence].cells[start:]
-        if start == 0:
-            del self._of[sequence]
-
-    @property
-    def used(self) -> int:
-        """Cells that sequences have, each counted once."""
-        cells = [held.cells for held in self._of.values()]
-        return sum(_count_unlike(mine, cells[:index], 0, len(mine)) for index, mine in enumerate(cells))
-
-    def count_unshared(self, sequence: int, start: int, end: int) -> int:
-        """How many of the cells of [start, end) no other sequence has."""
-        others = [held.cells for other, held in self._of.items() if other != sequence]
-        return _count_unlike(self._of[sequence].cells, others, start, end)
-
-
-def _count_unlike(cells: Cells, others: Iterable[Cells], start: int, end: int) -> int:
-    """How many of [start, end) are not in any of `others`."""
-    mine = np.frombuffer(cells, np.int64)[start:end]
-    is_shared: npt.NDArray[np.bool_] = np.zeros(len(mine), bool)
-    for other in others:
-        theirs = np.frombuffer(other, np.int64)[start:end]
-        is_shared[: len(theirs)] |= mine[: len(theirs)] == theirs[: len(mine)]
-    return len(mine) - int(is_shared.sum())

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from emberkeep.engine.base import Payload
 from emberkeep.engine.llamacpp.kv_state import Bytes, Layout
+from emberkeep.engine.llamacpp.transpose import Layouts
 from emberkeep.engine.packing import BITS, Floats, Group, Packed, Streams, pack
 from emberkeep.errors import EngineError
 
@@ -27,15 +28,16 @@ def pack_range(layout: Layout, payload: Payload, cells: int, bits: int) -> Paylo
     return pack([Group(streams, array) for streams, array in rows], bits, state[_beside_rows(layout, cells)])
 
 
-def unpack_range(layout: Layout, payload: Payload) -> Payload:
-    """As llama.cpp would have written it; only the rows' sizes have been checked. Raises EngineError."""
+def unpack_range(layouts: Layouts, payload: Payload) -> Payload:
+    """As llama.cpp wrote it; only the rows' sizes have been checked. Raises EngineError."""
+    layout = layouts.own
     packed = Packed(payload, tuple(_streams(layout)))
     beside = _beside_rows(layout, packed.tokens)
     if len(beside) != len(packed.rest):
         raise EngineError("A stored KV payload has another size than its cell count says.")
     state = np.empty(layout.range_bytes(packed.tokens), np.uint8)
     state[beside] = packed.rest
-    packed.unpack(list(_rows(layout, state, packed.tokens)))
+    packed.unpack(list(_rows(layouts.of(state), state, packed.tokens)))
     return memoryview(state)
 
 

@@ -361,7 +361,7 @@ class Attention:
 
     def check(self, part: Bytes, cells: int) -> None:
         """`part` has the size of one with `cells` cells. Raises EngineError unless it is one."""
-        offsets, expected = _skeleton(self, cells)
+        offsets, expected = skeleton_of(self, cells)
         if not np.array_equal(part[offsets], expected):
             raise EngineError("A stored KV payload comes from another model layout.")
         if not (self._cells(part, cells)[:, 1] == 1).all():
@@ -406,7 +406,7 @@ class Attention:
 
 
 @lru_cache(maxsize=256)
-def _skeleton(attention: Attention, cells: int) -> tuple[npt.NDArray[np.intp], Bytes]:
+def skeleton_of(attention: Attention, cells: int) -> tuple[npt.NDArray[np.intp], Bytes]:
     """Where the bytes of the skeleton stand in a part with so many cells, and what they are.
 
     Found once per number of cells: the check of every chunk that is loaded is then one comparison.
@@ -503,6 +503,11 @@ class BatchBuffer:
             first_outputs.append(end - rows.outputs)
         self._batch.n_tokens = end
         return self._batch, first_outputs
+
+    def decode(self, context: Handle, rows: Rows) -> None:
+        """Raises EngineError."""
+        if llama().llama_decode(context, self.fill([rows])[0]):
+            raise EngineError(f"llama.cpp could not evaluate a token: {take_errors()}.")
 
     def want_any(self) -> None:
         """Let at least one row of what was filled in want logits."""

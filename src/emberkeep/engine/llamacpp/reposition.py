@@ -17,7 +17,7 @@ from emberkeep.engine.llamacpp.c_api import TYPES, Handle
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context
 from emberkeep.engine.llamacpp.kv_state import BatchBuffer, Bytes, Layout, read_state
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import llama, take_errors
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
 
 _CELLS = 256
@@ -78,11 +78,7 @@ def _rotates_whole_heads(model: LlamaModel) -> bool:
 
 
 def _evaluate(context: Handle, sequence: int, position: int) -> None:
-    rows = Rows(sequence - 1, position, np.zeros(1, np.int32), outputs=0)
-    buffer = BatchBuffer(1)  # named: the batch points into its memory, and must not outlive it
-    batch, _ = buffer.fill([rows])
-    if llama().llama_decode(context, batch):
-        raise EngineError(f"llama.cpp could not evaluate a token: {take_errors()}.")
+    BatchBuffer(1).decode(context, Rows(sequence - 1, position, np.zeros(1, np.int32), outputs=0))
 
 
 def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:

@@ -14,19 +14,17 @@ import numpy as np
 from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.context import (
-    PROBE,
-    Exports,
     LlamaSettings,
     ThreadPool,
     available_cores,
     cores_kept,
-    learn_layout,
     one_core_each,
     open_context,
+    probe_layout,
 )
-from emberkeep.engine.llamacpp.kv_state import PARTIAL, BatchBuffer, Bytes, Layout, read_state, write_state
+from emberkeep.engine.llamacpp.kv_state import BatchBuffer, Bytes, Layout, read_state, write_state
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import llama, take_errors
+from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
@@ -207,7 +205,7 @@ class _Bench:
         self._memory = llama().llama_get_memory(context)
         self._batch = BatchBuffer(max(_GRID))
         self._tokens = np.random.default_rng(0).integers(0, model.vocab.size, _CELLS, dtype=np.int32)
-        self._layout = self._learn_layout(llama().llama_model_n_swa(model.handle))
+        self._layout = probe_layout(context, model)
         self.depth = 0
         self.fill(_SHALLOW)
 
@@ -258,19 +256,6 @@ class _Bench:
             llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
             self.depth += tokens
 
-    def _learn_layout(self, window: int) -> Layout | None:
-        empty = self._exports()
-        self._evaluate(_BASE, 0, PROBE)
-        exports = self._exports()
-        llama().llama_memory_clear(self._memory, True)
-        try:
-            return learn_layout(empty, exports, window)
-        except EngineError:
-            return None
-
-    def _exports(self) -> Exports:
-        return Exports(read_state(self._context, _BASE + 1), read_state(self._context, _BASE + 1, PARTIAL))
-
     @contextmanager
     def _branch(self) -> Iterator[None]:
         llama().llama_memory_seq_cp(self._memory, _BASE + 1, _STEP + 1, -1, -1)
@@ -280,6 +265,5 @@ class _Bench:
             llama().llama_memory_seq_rm(self._memory, _STEP + 1, -1, -1)
 
     def _evaluate(self, sequence: int, start: int, rows: int, outputs: int = 0) -> None:
-        batch, _ = self._batch.fill([Rows(sequence, start, self._tokens[start : start + rows], outputs)])
-        if llama().llama_decode(self._context, batch):
-            raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors()}.")
+        tokens = self._tokens[start : start + rows]
+        self._batch.decode(self._context, Rows(sequence, start, tokens, outputs))

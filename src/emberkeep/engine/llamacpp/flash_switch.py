@@ -1,0 +1,60 @@
+"""Whether the next step is computed with flash attention or without: what is quicker for the work at hand.
+
+On a CPU neither way is always the quicker one. With flash attention a step has fewer operations, and a row skips
+the cells of other sequences; but fewer than 64 rows are taken one by one. Without, rows are taken together from 8
+on, over all cells in use: a turn or a draft deep in a single conversation takes a third of the time, and a token
+of each of eight conversations twice as much. So a context is opened the other way when the time that was lost,
+step by step, exceeds what that costs: whatever comes, little more is lost than must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from emberkeep.engine.base import Rows
+from emberkeep.engine.step_table import StepTable
+
+_SKIPPED = 0.1
+"""What a cell of another sequence costs a row with flash attention, as a share of one of its own."""
+
+
+class FlashSwitch:
+    """Belongs to the engine's thread, but for `table` and `flash`, which any may read."""
+
+    def __init__(self, tables: Mapping[bool, StepTable], flash: bool) -> None:
+        """`tables`: what steps take with flash attention and without; `flash`: how it begins."""
+        self.flash = flash
+        self._tables = tables
+        self._lost = 0.0
+
+    @property
+    def table(self) -> StepTable | None:
+        """What steps take now."""
+        return self._tables.get(self.flash)
+
+    @property
+    def has_choice(self) -> bool:
+        return len(self._tables) > 1
+
+    def is_due(self, batch: Sequence[Rows], cells: int, seconds: float) -> bool:
+        """Whether to change before this step, with so many `cells` in use and if changing takes that long."""
+        if not self.has_choice:
+            return False
+        rows = sum(len(each.tokens) for each in batch)
+        own = sum(len(each.tokens) * each.start for each in batch) // max(rows, 1)
+        depths = {True: own + int(_SKIPPED * (cells - own)), False: cells}
+        now, then = (self._tables[flash].seconds(rows, depths[flash]) for flash in (self.flash, not self.flash))
+        self._lost = max(self._lost + now - then, 0.0)
+        return self._lost > seconds
+
+    def change(self) -> None:
+        self.flash = not self.flash
+        self._lost = 0.0
+
+    def stay(self) -> None:
+        """It cannot be changed now."""
+        self._lost = 0.0
+
+    def settle(self) -> None:
+        """It cannot be changed any more, or only back."""
+        self._tables = {flash: table for flash, table in self._tables.items() if flash == self.flash}
