@@ -50,8 +50,7 @@ ASK_WEATHER: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    # Without flash attention sums depend on where in the cache a sequence lies.
-    with serve(smollm2, tmp_path_factory.mktemp("data"), "--flash-attention", "on") as server:
+    with serve(smollm2, tmp_path_factory.mktemp("data")) as server:
         yield server
 
 

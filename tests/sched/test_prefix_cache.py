@@ -154,6 +154,31 @@ def test_what_the_engine_lacks_is_loaded_behind_what_it_has(tmp_path):
         assert rig.store.counters.damaged_chunks == 0
 
 
+def test_a_prompt_takes_over_what_rests_and_copies_only_what_is_being_used(tmp_path, monkeypatch):
+    """Beside an older answer to it, its cells would lie elsewhere and be added up in another order."""
+    engine = FakeEngine()
+    copied = []
+    copy_kv = engine.copy_kv
+    monkeypatch.setattr(engine, "copy_kv", lambda *which: (copied.append(which), copy_kv(*which)))
+    with Rig(tmp_path, engine) as rig:
+        first = rig.run(PROMPT)
+        again = rig.run(PROMPT)
+        assert again.answer == first.answer == reference(PROMPT)
+        assert again.lookup.hot_tokens == len(PROMPT) - 1
+        other = rig.run([*PROMPT[:200], *text(100, seed=1)])
+        assert other.lookup.hot_tokens == 200
+        assert not copied
+        assert len(rig.scheduler._slots.idle) == 1
+        gate = Gate(engine, holds=lambda step: step == 3)
+        long = rig.start(PROMPT, max_new=40)
+        gate.reached()
+        beside = rig.start([*PROMPT, 50], max_new=4)
+        gate.open()
+        assert long.answer == reference(PROMPT, max_new=40)
+        assert beside.answer == reference([*PROMPT, 50], max_new=4)
+        assert copied
+
+
 def test_a_restart_loses_nothing(tmp_path):
     with Rig(tmp_path) as rig:
         first = rig.run(PROMPT)

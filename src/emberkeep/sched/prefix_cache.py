@@ -161,17 +161,18 @@ class PrefixCache:
         source = hot.sequence
         if source is None:
             return self._slots.claim(prefer=prefer)
-        if not source.is_active and hot.tokens == source.computed:
-            return source.slot
-        slot = self._slots.claim(avoid=source, prefer=prefer)
-        if slot is not None:
-            with self._or_vacate(slot):
-                self._engine.copy_kv(source.slot, slot, hot.tokens)
-        elif not source.is_active:
-            slot = source.slot
-            with self._or_vacate(slot):
-                self._engine.trim(slot, hot.tokens)
-        return slot
+        if source.is_active:
+            slot = self._slots.claim(prefer=prefer)
+            if slot is not None:
+                with self._or_vacate(slot):
+                    self._engine.copy_kv(source.slot, slot, hot.tokens)
+            return slot
+        # The rest of it is stored. Beside it, new cells would lie elsewhere than at the first time, and an engine
+        # adds up in the order of cells: the same prompt would be answered with other roundings.
+        if hot.tokens < source.computed:
+            with self._or_vacate(source.slot):
+                self._engine.trim(source.slot, hot.tokens)
+        return source.slot
 
     @contextmanager
     def _or_vacate(self, slot: int) -> Iterator[None]:
