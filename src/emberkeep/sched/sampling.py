@@ -191,12 +191,18 @@ def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> T
 def _top_k(logits: Floats, count: int) -> Ints:
     """Ids of the `count` highest logits, highest first."""
     width = len(logits) // _BLOCK
-    lowest = -np.inf
     if width > count:
-        # As many blocks as are asked for have one that is at least as high as this, and few have more.
-        highest = logits[: width * _BLOCK].reshape(_BLOCK, width).max(axis=0)
+        # As many columns as are asked for have one that is at least as high as this, and all that are lie in them.
+        table = logits[: width * _BLOCK].reshape(_BLOCK, width)
+        highest = table.max(axis=0)
         lowest = np.partition(highest, width - count)[width - count]
-    (ids,) = (logits >= lowest if lowest > -np.inf else logits > -np.inf).nonzero()
+        if lowest > -np.inf:
+            (columns,) = (highest >= lowest).nonzero()
+            rows, places = np.divmod((table.take(columns, axis=1) >= lowest).ravel().nonzero()[0], len(columns))
+            (rest,) = (logits[width * _BLOCK :] >= lowest).nonzero()
+            ids = np.concatenate([rows * width + columns[places], width * _BLOCK + rest])
+            return _sorted(logits, ids)[:count]
+    (ids,) = (logits > -np.inf).nonzero()
     return _sorted(logits, ids)[:count]
 
 

@@ -605,7 +605,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting sequences in turn, passing over those for which waiting saves work."""
         self._slot_freed = False
-        if self._when_idle:
+        if self._when_idle or not len(self._waiting):
             return
         for sequence in self._waiting.in_turn(self._running_by_user()):
             busy = self._slots.active

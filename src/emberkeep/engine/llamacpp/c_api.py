@@ -252,7 +252,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_ctx_seq": (c_uint32, (c_void_p,)),
     "llama_n_ubatch": (c_uint32, (c_void_p,)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
-    "llama_get_logits_ith": (POINTER(c_float), (c_void_p, c_int32)),
+    "llama_get_logits_ith": (c_void_p, (c_void_p, c_int32)),
     "llama_attach_threadpool": (None, (c_void_p, c_void_p, c_void_p)),
     # state
     "llama_get_memory": (c_void_p, (c_void_p,)),

@@ -103,6 +103,8 @@ class LlamaEngine:
         self._context: Handle = 0
         self._batch = BatchBuffer(settings.batch)
         self._first_outputs: list[int] = []
+        self._logits: dict[int, Logits] = {}
+        """Views, by address, of what the context has for them."""
         try:
             self._threads.start(settings.threads or available_cores())
             self._open()
@@ -228,18 +230,23 @@ class LlamaEngine:
         Without flash attention what is not seen is multiplied by 0. That is nothing, unless it is infinite or no
         number: one cell of that kind spoils every sequence, and goes on doing so when it is free.
         """
-        if isnan(llama().llama_get_logits_ith(self._context, self._batch.wanted)[0]):
+        address = llama().llama_get_logits_ith(self._context, self._batch.wanted)
+        if isnan(ctypes.c_float.from_address(address).value):
             llama().llama_memory_clear(self._memory, True)
             self._cells = CellMap()
             raise FloatingPointError("The model computed something else than numbers: try flash_attention = on.")
 
     def logits(self, index: int, row: int = 0) -> Logits:
-        pointer = llama().llama_get_logits_ith(self._context, self._first_outputs[index] + row)
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        address: int | None = llama().llama_get_logits_ith(self._context, self._first_outputs[index] + row)
         if address is None:
             raise EngineError("llama.cpp has no logits for that row.")
-        array = (ctypes.c_float * self.vocab.size).from_address(address)
-        return np.frombuffer(memoryview(array), np.float32)
+        # The same few addresses at every step: making a view takes as long as finding the highest number in it.
+        view = self._logits.get(address)
+        if view is None:
+            array = (ctypes.c_float * self.vocab.size).from_address(address)
+            view = self._logits[address] = np.frombuffer(memoryview(array), np.float32)
+            view.flags.writeable = False
+        return view
 
     # ── state ──
 
@@ -488,6 +495,7 @@ class LlamaEngine:
         if self._context:
             llama().llama_free(self._context)
             self._context = 0
+            self._logits.clear()
 
     def _require_context(self) -> None:
         if not self._context:

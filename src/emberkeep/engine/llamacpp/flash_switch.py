@@ -16,6 +16,8 @@ from emberkeep.engine.step_table import StepTable
 
 _SKIPPED = 0.1
 """What a cell of another sequence costs a row with flash attention, as a share of one of its own."""
+_NEAR = 128
+"""Tokens: steps are told apart no better, so that most are looked up."""
 
 
 class FlashSwitch:
@@ -26,6 +28,7 @@ class FlashSwitch:
         self.flash = flash
         self._tables = tables
         self._lost = 0.0
+        self._losses: dict[tuple[int, int, int], float] = {}
 
     @property
     def table(self) -> StepTable | None:
@@ -40,16 +43,27 @@ class FlashSwitch:
         """Whether to change before this step, with so many `cells` in use and if changing takes that long."""
         if not self.has_choice:
             return False
-        rows = sum(len(each.tokens) for each in batch)
-        own = sum(len(each.tokens) * each.start for each in batch) // max(rows, 1)
-        depths = {True: own + int(_SKIPPED * (cells - own)), False: cells}
-        now, then = (self._tables[flash].seconds(rows, depths[flash]) for flash in (self.flash, not self.flash))
-        self._lost = max(self._lost + now - then, 0.0)
+        rows = depths = 0
+        for each in batch:
+            count = len(each.tokens)
+            rows, depths = rows + count, depths + count * each.start
+        about = rows, depths // max(rows, 1) // _NEAR, cells // _NEAR
+        loss = self._losses.get(about)
+        if loss is None:
+            loss = self._losses[about] = self._loss(rows, _NEAR * about[1], _NEAR * about[2])
+        self._lost = max(self._lost + loss, 0.0)
         return self._lost > seconds
+
+    def _loss(self, rows: int, own: int, cells: int) -> float:
+        """Seconds of a step of so many rows, at that depth on average, which it would not take the other way."""
+        depths = {True: own + int(_SKIPPED * max(cells - own, 0)), False: cells}
+        now, then = (self._tables[flash].seconds(rows, depths[flash]) for flash in (self.flash, not self.flash))
+        return now - then
 
     def change(self) -> None:
         self.flash = not self.flash
         self._lost = 0.0
+        self._losses.clear()
 
     def stay(self) -> None:
         """It cannot be changed now."""
