@@ -61,8 +61,9 @@ def test_flash_attention_is_told_as_it_was_asked_for_or_measured(
     assert findings(tmp_path, flash_attention="off")["attention"].text == "flash attention is off, as asked"
     assert "unless measuring says otherwise" in findings(tmp_path, model=str(model))["attention"].text
     model_digest(model, tmp_path / "data" / "models" / ".digests")
-    monkeypatch.setattr(llamacpp.Subject, "choice", lambda subject: (False, "it is slow"))
-    assert findings(tmp_path, model=str(model))["attention"].text == "flash attention is off: it is slow"
+    assert "unless measuring says otherwise" in findings(tmp_path, model=str(model))["attention"].text
+    monkeypatch.setattr(llamacpp.Subject, "is_measured", lambda subject: True)
+    assert "whichever is quicker" in findings(tmp_path, model=str(model))["attention"].text
 
 
 def test_examining_leaves_nothing_behind(tmp_path: Path) -> None:

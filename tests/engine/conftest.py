@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from emberkeep.engine.llamacpp import Adapter, LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.engine.llamacpp.context import NOT_TUNED, Tuning
+from emberkeep.engine.step_table import StepTable
 from helpers import tiny_gguf
 from helpers.engines import KINDS
 
@@ -43,7 +44,10 @@ def open_engine(model_file, flash):
         flash: bool = is_flash_on,
         adapters: Sequence[Adapter] = (),
         tuning: Tuning = NOT_TUNED,
+        table: StepTable | None = None,
+        tables: Mapping[bool, StepTable] | None = None,
     ) -> LlamaEngine:
+        """`table`: what steps take. `tables`: with flash attention and without, which is then a choice."""
         settings = LlamaSettings(
             context=cells,
             cells=cells,
@@ -54,6 +58,8 @@ def open_engine(model_file, flash):
             kv_type=kv_type,
             flash=flash,
         )
+        if table is not None or tables is not None:
+            tuning = Tuning("", tables if tables is not None else {flash: table})
         model = LlamaModel(model_file(kind), adapters=adapters)
         engines.append(LlamaEngine(model, settings, digest, tuning))
         return engines[-1]

@@ -9,14 +9,13 @@ import pytest
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine
-from emberkeep.engine.llamacpp.context import Tuning
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from helpers.engines import RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
 
 FULL = 64
 """From so many rows on, flash attention takes them together."""
-CLIFF = Tuning("", StepTable((1, 63, FULL, 128), (64,), ((10, 630, 40, 80),)))
+CLIFF = StepTable((1, 63, FULL, 128), (64,), ((10, 630, 40, 80),))
 OTHER = TOKENS[::-1].copy()
 Open = Callable[..., LlamaEngine]
 
@@ -52,7 +51,7 @@ def left_over(engine: LlamaEngine) -> int:
 @pytest.mark.parametrize("kind", RANGE_KINDS)
 def test_the_state_is_that_of_a_step_of_so_many_rows(open_engine: Open, steps: list[int], kind: str) -> None:
     """Before, inside and behind it, in one sequence and in several."""
-    filled, plain = open_engine(kind, tuning=CLIFF), open_engine(kind)
+    filled, plain = open_engine(kind, table=CLIFF), open_engine(kind)
     evaluate(filled, 0, 0, 100)
     evaluate(plain, 0, 0, 100)
     del steps[:]
@@ -71,7 +70,7 @@ def test_the_state_is_that_of_a_step_of_so_many_rows(open_engine: Open, steps: l
 
 def test_a_prompt_in_filled_steps_has_the_bytes_of_one_in_large_ones(open_engine: Open) -> None:
     """The next rows lie in the cells that the filler had."""
-    filled, plain = open_engine(tuning=CLIFF), open_engine()
+    filled, plain = open_engine(table=CLIFF), open_engine()
     for start in range(0, 200, 40):
         filled.evaluate([Rows(0, start, TOKENS[start : start + 40], outputs=0)])
     plain.evaluate([Rows(0, 0, TOKENS[:200], outputs=0)])
@@ -79,14 +78,14 @@ def test_a_prompt_in_filled_steps_has_the_bytes_of_one_in_large_ones(open_engine
 
 
 def test_nothing_is_left_of_the_filler(open_engine: Open, steps: list[int]) -> None:
-    engine = open_engine(cells=512, tuning=CLIFF, batch=512)
+    engine = open_engine(cells=512, table=CLIFF, batch=512)
     evaluate(engine, 0, 0, 40)
     assert steps[-1] == FULL
     assert left_over(engine) == 0
 
 
 def test_without_room_for_the_filler_the_step_is_taken_without(open_engine: Open, steps: list[int]) -> None:
-    engine = open_engine(cells=256, tuning=CLIFF)
+    engine = open_engine(cells=256, table=CLIFF)
     evaluate(engine, 0, 0, 200)
     del steps[:]
     assert engine.evaluate([Rows(0, 200, TOKENS[200:240], outputs=1)]) is Outcome.DONE
@@ -99,7 +98,7 @@ def test_without_room_for_the_filler_the_step_is_taken_without(open_engine: Open
 def test_after_a_step_that_fails_nothing_is_left_of_the_filler(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_engine(cells=512, tuning=CLIFF, batch=512)
+    engine = open_engine(cells=512, table=CLIFF, batch=512)
     evaluate(engine, 0, 0, 10)
     decode = LlamaEngine._decode
 
@@ -119,7 +118,7 @@ def test_after_a_step_that_fails_nothing_is_left_of_the_filler(
 def test_a_step_stays_as_it_is_where_more_rows_are_not_quicker_or_too_many(
     open_engine: Open, steps: list[int], rows: int, batch: int
 ) -> None:
-    engine = open_engine(batch=batch, tuning=CLIFF)
+    engine = open_engine(batch=batch, table=CLIFF)
     del steps[:]
     evaluate(engine, 0, 0, rows)
     assert steps[0] == rows
@@ -127,14 +126,14 @@ def test_a_step_stays_as_it_is_where_more_rows_are_not_quicker_or_too_many(
 
 @pytest.mark.parametrize("kind", SNAPSHOT_KINDS)
 def test_steps_of_models_with_snapshots_are_not_filled_up(open_engine: Open, steps: list[int], kind: str) -> None:
-    engine = open_engine(kind, tuning=CLIFF)
+    engine = open_engine(kind, table=CLIFF)
     del steps[:]
     evaluate(engine, 0, 0, 40)
     assert steps == [40]
 
 
 def test_experts_of_fillers_are_not_counted(open_engine: Open, steps: list[int]) -> None:
-    engine = open_engine("moe", tuning=CLIFF)
+    engine = open_engine("moe", table=CLIFF)
     assert engine.experts is not None
     evaluate(engine, 0, 0, 40)
     assert steps[-1] == FULL
@@ -146,7 +145,7 @@ def test_experts_of_fillers_are_not_counted(open_engine: Open, steps: list[int])
 
 def test_a_splice_moves_what_it_set_aside(open_engine: Open) -> None:
     """What is inserted is evaluated while the scratch sequence holds what follows."""
-    filled, plain = open_engine(tuning=CLIFF), open_engine()
+    filled, plain = open_engine(table=CLIFF), open_engine()
     for engine in (filled, plain):
         evaluate(engine, 0, 0, 200)
         assert engine.splice(0, 20, 120, OTHER[:10]) is Outcome.DONE

@@ -147,7 +147,7 @@ def test_an_unknown_layout_is_not_kept(open_engine, monkeypatch):
     def unknown(*_: object) -> None:
         raise EngineError("unknown")
 
-    monkeypatch.setattr("emberkeep.engine.llamacpp.engine.learn_layout", unknown)
+    monkeypatch.setattr("emberkeep.engine.llamacpp.context.learn_layout", unknown)
     engine = open_engine()
     evaluate(engine, 0, 0, 20)
     assert engine.capabilities.snapshot_bytes == engine.capabilities.kv_bytes_per_token == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,17 +17,20 @@ from emberkeep.engine.llamacpp.context import Tuning
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, library_in_use
 from emberkeep.engine.llamacpp.step_timing import measure
+from emberkeep.engine.step_table import StepTable
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, path_to
 from helpers.engines import KINDS, RANGE_KINDS, TOKENS, exported
 from helpers.scheduling import Rig, text
 
 PLAIN = LlamaSettings(context=256, cells=256, sequences=2, batch=64, threads=1)
+TABLE = StepTable((1,), (64,), ((1.0,),))
 
 
 @pytest.fixture
 def fingerprint_of(model_file):
-    def of(settings: LlamaSettings = PLAIN, kind: str = "wide") -> bytes:
-        engine = LlamaEngine(LlamaModel(model_file(kind)), settings, "digest")
+    def of(settings: LlamaSettings = PLAIN, kind: str = "wide", *, ways: Sequence[bool] = ()) -> bytes:
+        tuning = Tuning("", dict.fromkeys(ways, TABLE))
+        engine = LlamaEngine(LlamaModel(model_file(kind)), settings, "digest", tuning)
         engine.close()
         return engine.fingerprint
 
@@ -44,6 +48,20 @@ def test_what_is_set_up_the_same_has_the_same_fingerprint(fingerprint_of) -> Non
 @pytest.mark.parametrize("other", [{"threads": 2}, {"kv_type": "q8_0"}, {"flash": False}], ids=str)
 def test_threads_types_and_attention_have_fingerprints_of_their_own(fingerprint_of, other) -> None:
     assert fingerprint_of(dataclasses.replace(PLAIN, **other)) != fingerprint_of()
+
+
+def test_a_choice_of_attention_has_a_fingerprint_of_its_own(fingerprint_of) -> None:
+    """What is stored may have been computed in either way, so it is of no use where one of them was asked for."""
+    fixed = {fingerprint_of(dataclasses.replace(PLAIN, flash=flash)) for flash in (True, False)}
+    either = fingerprint_of(ways=(True, False))
+    assert either not in fixed
+    assert either == fingerprint_of(dataclasses.replace(PLAIN, sequences=4, batch=128), ways=(True, False))
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_that_one_way_was_measured_does_not_change_the_fingerprint(fingerprint_of, flash: bool) -> None:
+    settings = dataclasses.replace(PLAIN, flash=flash)
+    assert fingerprint_of(settings, ways=(flash,)) == fingerprint_of(settings)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +133,11 @@ def test_narrow_steps_do_not(open_engine, kind) -> None:
     """Else there would be nothing to record."""
     engine = open_engine(kind)
     assert computed(engine, [WIDE_ROWS - 1] * 4) != computed(engine, [252])
+
+
+def test_with_a_choice_of_attention_nothing_is_wide(open_engine) -> None:
+    tuning = Tuning("", {True: TABLE, False: TABLE}, wide_rows=8)
+    assert open_engine(tuning=tuning).capabilities.wide_rows is None
 
 
 def test_where_a_gpu_computes_nothing_is_wide(open_engine, monkeypatch) -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from emberkeep.config import total_ram
-from emberkeep.engine.llamacpp import LlamaModel
+from emberkeep.engine.llamacpp import LlamaModel, LlamaSettings
 from emberkeep.engine.llamacpp.context import footprint_of
+from emberkeep.engine.step_table import StepTable
 from helpers.engines import KINDS
+from helpers.tiny_gguf import HEADS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,8 +32,19 @@ def test_the_process_holds_at_least_the_cells(open_engine):
     assert held is None or held > 65_536 * engine.capabilities.kv_bytes_per_token
 
 
+def test_an_engine_with_a_choice_has_room_for_scores(open_engine, monkeypatch):
+    """A number for each row, cell and head, which it needs without flash attention only."""
+    monkeypatch.setattr("emberkeep.engine.llamacpp.model.resident_ram", lambda: 0)
+    table = StepTable((1,), (64,), ((1.0,),))
+    fixed, either = (
+        open_engine(tables=tables).footprint for tables in ({True: table}, {True: table, False: table})
+    )
+    assert either.fixed - fixed.fixed == 256 * 1024 * HEADS * 4
+
+
 def test_with_layers_on_a_gpu_nothing_is_known(model_file):
     model = LlamaModel(model_file("dense"))
     model.offloads = True
-    assert footprint_of(model, 1024, 100) is None
+    settings = LlamaSettings(context=1024, cells=1024, sequences=2)
+    assert footprint_of(model, settings, 100, False) is None
     model.close()

@@ -1,4 +1,4 @@
-"""Whether flash attention is on is measured once, remembered, and never an error."""
+"""How long steps take with flash attention and without is measured once, remembered, and never an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.engine.base import Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Subject, step_timing, tune, tuning
-from emberkeep.engine.llamacpp.tuning import Measured, batch_without_flash, compare, measure
+from emberkeep.engine.llamacpp.tuning import Measured, batch_without_flash, measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, TOKENS
@@ -21,7 +21,7 @@ from helpers.engines import KINDS, TOKENS
 SETTINGS = LlamaSettings(context=512, cells=512, sequences=4, batch=256, threads=1)
 ROWS = (1, 8, 16, 45, 512)
 SLOW = Measured(StepTable(ROWS, (64, 2048), ((10, 80, 160, 450, 900), (20, 160, 320, 900, 1800))))
-QUICK = Measured(StepTable(ROWS, (64, 2048), ((9, 40, 80, 250, 900), (18, 80, 160, 500, 1800))), wide_rows=8)
+QUICK = Measured(StepTable(ROWS, (64, 2048), ((9, 40, 80, 240, 900), (18, 80, 160, 480, 1800))), wide_rows=8)
 
 
 @pytest.fixture
@@ -62,23 +62,47 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
 # ── the choice ──
 
 
-def test_what_people_wait_for_decides() -> None:
-    assert compare(SLOW, QUICK) == (False, "without it steps take 74% of their time here")
-    assert compare(QUICK, SLOW)[0]
-    assert compare(SLOW, SLOW)[0]  # without a reason nothing changes: state would be of no use
-    assert compare(SLOW, None) == compare(None, None) == (True, "nothing was measured")
+BOTH = {True: SLOW.table, False: QUICK.table}
 
 
-def test_the_quicker_one_is_taken_and_remembered(open_model, measurements, tmp_path: Path) -> None:
+def test_both_ways_are_measured_once_and_remembered(open_model, measurements, tmp_path: Path) -> None:
+    """Whichever is quicker, it begins with flash attention: the engine changes to the other as work demands."""
     model = open_model()
     for _ in range(2):
         settings, found = tune(model, SETTINGS, "digest", None, tmp_path)
-        assert settings == replace(SETTINGS, flash=False)
-        assert (found.step_table, found.wide_rows) == (QUICK.table, 8)
-        assert "74%" in found.reason
+        assert settings == SETTINGS
+        assert settings.flash
+        assert found == tuning.Tuning("what is quicker, step by step", BOTH, wide_rows=8)
     assert measurements == [[True, False]]
-    assert Subject("digest", 1, "f16").choice(tmp_path) == compare(SLOW, QUICK)
-    assert Subject("digest", 2, "f16").choice(tmp_path) is None
+
+
+def test_it_is_told_whether_both_ways_were_measured(open_model, measurements, tmp_path: Path) -> None:
+    subject = Subject("digest", 1, "f16")
+    for flash, is_measured in ((True, False), (False, True)):
+        assert not subject.is_measured(tmp_path)
+        tune(open_model(), SETTINGS, "digest", flash, tmp_path)
+        assert subject.is_measured(tmp_path) == is_measured
+    assert not Subject("digest", 2, "f16").is_measured(tmp_path)
+    assert not Subject("another digest", 1, "f16").is_measured(tmp_path)
+
+
+def test_nothing_else_than_what_was_measured_is_remembered(open_model, measurements, tmp_path: Path) -> None:
+    tune(open_model(), SETTINGS, "digest", None, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert Subject("digest", 1, "f16").measured(True, tmp_path) == SLOW
+    assert Subject("digest", 1, "f16").measured(False, tmp_path) == QUICK
+
+
+def test_what_was_measured_alone_is_measured_again_beside_the_other(
+    open_model, measurements, tmp_path: Path
+) -> None:
+    """Two times are compared, so they must have been taken in the same minute."""
+    tune(open_model(), SETTINGS, "digest", True, tmp_path)
+    assert tune(open_model(), SETTINGS, "digest", None, tmp_path)[1].tables == BOTH
+    assert measurements == [[True], [True, False]]
+    for flash in (True, False, None):
+        tune(open_model(), SETTINGS, "digest", flash, tmp_path)
+    assert len(measurements) == 2
 
 
 @pytest.mark.parametrize("other", [{"threads": 2}, {"kv_type": "q8_0"}], ids=str)
@@ -102,7 +126,8 @@ def test_a_damaged_file_is_measured_again(open_model, measurements, tmp_path: Pa
     tune(model, SETTINGS, "digest", None, tmp_path)
     for file in tmp_path.iterdir():
         file.write_bytes(damage)
-    assert not tune(model, SETTINGS, "digest", None, tmp_path)[0].flash
+    assert not Subject("digest", 1, "f16").is_measured(tmp_path)
+    assert tune(model, SETTINGS, "digest", None, tmp_path)[1].tables == BOTH
     assert measurements == [[True, False]] * 2
 
 
@@ -112,13 +137,13 @@ def test_nothing_is_measured_again_while_the_machine_is_busy(open_model, monkeyp
     monkeypatch.setattr(tuning, "measure", lambda model, ways: answers.pop())
     for _ in range(2):
         _, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
-        assert found.step_table == QUICK.table
+        assert found.tables == BOTH
 
 
 def test_what_was_measured_on_a_busy_machine_is_measured_again_on_a_quiet_one(
     open_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Only then the choice is made for good."""
+    """Until then every start on a quiet one does; the less counts, and is remembered."""
     busy = [replace(QUICK, is_whole=False), replace(SLOW, is_whole=False)]
     answers, asked, load = [busy, busy, [SLOW, QUICK]], list[list[bool]](), [2.0]
 
@@ -126,18 +151,22 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_on_a_quiet_one(
         asked.append([way.flash for way in ways])
         return answers.pop(0)
 
-    def flash() -> bool:
-        return tune(open_model(), SETTINGS, "digest", None, tmp_path)[0].flash
+    def tables() -> dict[bool, object]:
+        tables = tune(open_model(), SETTINGS, "digest", None, tmp_path)[1].tables
+        return {flash: table.json() for flash, table in tables.items()}
 
     monkeypatch.setattr(tuning, "measure", know)
     monkeypatch.setattr(os, "getloadavg", lambda: (load[0], 0.0, 0.0))
-    assert [flash(), flash()] == [True, True]
+    swapped = {True: QUICK.table.json(), False: SLOW.table.json()}
+    assert [tables(), tables()] == [swapped, swapped]
     assert asked == [[True, False]]
     load[0] = 0.0
-    assert [flash(), flash()] == [True, False]
+    least = {True: QUICK.join(SLOW).table.json(), False: SLOW.join(QUICK).table.json()}
+    assert least[False] == QUICK.table.json() != swapped[False]
+    assert [tables(), tables(), tables()] == [swapped, least, least]
     assert asked == [[True, False]] * 3
     load[0] = 2.0
-    assert [flash(), flash()] == [False, False]
+    assert tables() == least
     assert len(asked) == 3
 
 
@@ -154,7 +183,9 @@ def test_of_two_measurements_the_less_counts() -> None:
 
 def test_a_folder_that_cannot_be_written_costs_time_only(open_model, measurements, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert not tune(open_model(), SETTINGS, "digest", None, tmp_path / "file" / "folder")[0].flash
+    for _ in range(2):
+        assert tune(open_model(), SETTINGS, "digest", None, tmp_path / "file" / "folder")[1].tables == BOTH
+    assert len(measurements) == 2
 
 
 def test_a_machine_on_which_nothing_can_be_measured_serves_with_it(
@@ -165,16 +196,29 @@ def test_a_machine_on_which_nothing_can_be_measured_serves_with_it(
 
     monkeypatch.setattr(step_timing, "open_context", fail)
     settings, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
-    assert settings.flash
-    assert (found.reason, found.step_table) == ("nothing was measured", None)
+    assert settings == SETTINGS
+    assert found == tuning.Tuning("nothing was measured")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_was_asked_for_is_done_where_nothing_can_be_measured(
+    open_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise EngineError("out of memory")
+
+    monkeypatch.setattr(tuning, "measure", fail)
+    for flash in (True, False):
+        settings, found = tune(open_model(), SETTINGS, "digest", flash, tmp_path)
+        assert (settings, found) == (replace(SETTINGS, flash=flash), tuning.Tuning("as asked"))
 
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_what_is_asked_for_is_done_and_measured_alone(open_model, measurements, tmp_path: Path, flash) -> None:
     settings, found = tune(open_model(), SETTINGS, "digest", flash, tmp_path)
     assert settings.flash == flash
-    assert found.reason == "as asked"
+    measured = SLOW if flash else QUICK
+    assert found == tuning.Tuning("as asked", {flash: measured.table}, measured.wide_rows)
     assert measurements == [[flash]]
 
 
@@ -185,6 +229,7 @@ def test_it_stays_on_where_there_is_no_choice(
     def reason(model: LlamaModel, settings: LlamaSettings = SETTINGS) -> str:
         tuned, found = tune(model, settings, "digest", flash, tmp_path)
         assert tuned == settings
+        assert found.tables == {True: SLOW.table}
         return found.reason
 
     assert reason(open_model(), replace(SETTINGS, kv_type="q8_0")) == "q8_0 values need it"
@@ -199,7 +244,7 @@ def test_it_stays_on_where_there_is_no_choice(
 def test_a_small_model_is_not_measured(open_model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tuning, "_SMALLEST", 1 << 30)
     settings, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
-    assert (settings, found.reason, found.step_table) == (SETTINGS, "the model is small", None)
+    assert (settings, found) == (SETTINGS, tuning.Tuning("the model is small"))
     assert not list(tmp_path.iterdir())
 
 
@@ -213,7 +258,8 @@ def test_steps_are_smaller_where_scores_of_large_ones_have_no_room(
         monkeypatch.setattr(tuning, "free_ram", lambda rows=free_rows: 4 * rows * 4096 * heads * 4)
         assert batch_without_flash(model, settings) == batch
         tuned, found = tune(model, settings, "digest", None, tmp_path)
-        assert (tuned.flash, tuned.batch) == (batch is None, batch or 512)
+        assert (tuned.flash, tuned.batch) == (True, batch or 512)
+        assert found.tables == (BOTH if batch else {True: SLOW.table})
         asked, _ = tune(model, settings, "digest", False, tmp_path)
         assert (asked.flash, asked.batch) == (False, batch or 128)
     assert "too much memory" in found.reason

@@ -47,7 +47,7 @@ def tune(
     subject = Subject(weights_digest, settings.threads, settings.kv_type, model.placement)
     found = Results(model, settings, subject, folder).of(ways)
     if len(found) < len(ways):
-        ways, reason = ways[:1], "nothing was measured" if flash is None else reason
+        ways, reason = ways[:1], reason if len(ways) == 1 else "nothing was measured"
     logger.debug("flash attention: %s", reason)
     if False in ways:
         batch = batch_without_flash(model, settings) or max(_LEAST_BATCH, settings.sequences)
