@@ -1,8 +1,22 @@
-"""`python -m emberkeep` is the command `emberkeep`."""
+"""The command `emberkeep`, and `python -m emberkeep`."""
 
 from __future__ import annotations
 
-from emberkeep.cli.main import main
+import sys
+
+from emberkeep.large_pages import ask_for_large_pages
+
+_COMPUTE = ("serve", "chat", "bench")
+
+
+def main() -> None:
+    if any(command in sys.argv[1:2] for command in _COMPUTE):
+        ask_for_large_pages()
+    # Not before: the process may have been started anew.
+    from emberkeep.cli.main import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

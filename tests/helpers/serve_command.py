@@ -16,7 +16,7 @@ RULES = "You are the careful secretary of a small harbour. " + " ".join(
 def serve(model: Path | str, data_dir: Path, *options: str) -> ServerProcess:
     """On a free port, unless the options name one."""
     return ServerProcess(
-        *("-m", "emberkeep.cli.main", "serve", "--port", "0", "--model", str(model)),
+        *("-m", "emberkeep", "serve", "--port", "0", "--model", str(model)),
         *("--data-dir", str(data_dir), *options),
     )
 

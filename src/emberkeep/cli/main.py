@@ -205,7 +205,3 @@ def _explain(error: OSError) -> str:
 def _drop_output() -> None:
     # What is left in its buffer is written when Python ends, which would fail again, with a traceback.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    main()
