@@ -10,14 +10,19 @@ import pytest
 from emberkeep.engine.base import Engine, KvUnit, Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from helpers.engines import NOISE, TOKENS, broken_payloads, evaluate, exported, same
+from helpers.engines import NOISE, TOKENS, broken_payloads, evaluate, exported, few_with_flash, same
 
 Make = Callable[..., Engine]
 
 
-@pytest.fixture(
-    params=["fake", "llama.cpp", "llama.cpp without flash", pytest.param("hf", marks=pytest.mark.slow)]
-)
+LLAMA: dict[str, dict[str, object]] = {
+    "llama.cpp": {"flash": True},
+    "llama.cpp without flash": {"flash": False},
+    "llama.cpp with both": {"tables": few_with_flash()},
+}
+
+
+@pytest.fixture(params=["fake", *LLAMA, pytest.param("hf", marks=pytest.mark.slow)])
 def make(request, open_engine, open_hf):
     """Makes engines with a few cells."""
 
@@ -26,7 +31,7 @@ def make(request, open_engine, open_hf):
             return FakeEngine(cells=cells, context=cells, sequences=4, batch=256, weights=weights)
         if request.param == "hf":
             return open_hf(cells=cells, sequences=4, digest=weights)
-        return open_engine(cells=cells, sequences=4, digest=weights, flash=request.param == "llama.cpp")
+        return open_engine(cells=cells, sequences=4, digest=weights, **LLAMA[request.param])
 
     return make_one
 

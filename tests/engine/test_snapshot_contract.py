@@ -12,7 +12,7 @@ import pytest
 from emberkeep.engine.base import Engine, KvUnit, Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from helpers.engines import SNAPSHOT_KINDS, TOKENS, broken_payloads, evaluate, exported
+from helpers.engines import SNAPSHOT_KINDS, TOKENS, broken_payloads, evaluate, exported, few_with_flash
 from helpers.engines import same as nearly_same
 
 pytestmark = pytest.mark.slow
@@ -27,10 +27,12 @@ SHORT = 60
 """A few times what a window sees."""
 
 
-LLAMA = {kind: (kind, True) for kind in SNAPSHOT_KINDS} | {
-    f"{kind} without flash": (kind, False) for kind in SNAPSHOT_KINDS if kind != "recurrent"
-}
-"""Kinds of models, and whether flash attention is on."""
+LLAMA: dict[str, tuple[str, dict[str, object]]] = (
+    {kind: (kind, {"flash": True}) for kind in SNAPSHOT_KINDS}
+    | {f"{kind} without flash": (kind, {"flash": False}) for kind in SNAPSHOT_KINDS if kind != "recurrent"}
+    | {f"{kind} with both": (kind, {"tables": few_with_flash()}) for kind in SNAPSHOT_KINDS}
+)
+"""Kinds of models, and whether flash attention is on, or changes all the time."""
 
 
 @pytest.fixture(params=[*FAKES, *LLAMA, pytest.param("hf", marks=pytest.mark.slow)])
@@ -41,8 +43,8 @@ def make(request, open_engine, open_hf):
             return FakeEngine(cells=cells, context=cells, sequences=4, batch=64, kv_unit=unit)
         if request.param == "hf":
             return open_hf("lfm2", cells=cells, sequences=4, batch=64)
-        kind, flash = LLAMA[request.param]
-        return open_engine(kind, cells=cells, sequences=4, batch=64, flash=flash)
+        kind, attention = LLAMA[request.param]
+        return open_engine(kind, cells=cells, sequences=4, batch=64, **attention)
 
     return make_one
 
@@ -106,7 +108,7 @@ def test_a_restored_conversation_goes_on_as_if_it_had_never_stopped(make):
         assert same(target, found, expected)
 
 
-def test_state_saved_turn_by_turn_is_restored_at_the_last_snapshot(make):
+def test_state_saved_turn_by_turn_is_restored_at_the_last_snapshot(make, kind):
     source, target = make(), make()
     ranges = []
     for start, end in ((0, 100), (100, 101), (101, LENGTH)):
@@ -116,7 +118,10 @@ def test_state_saved_turn_by_turn_is_restored_at_the_last_snapshot(make):
     for start, end, payload in ranges:
         target.import_kv(0, start, end, payload, start)
     target.import_snapshot(0, LENGTH, snapshot)
-    assert np.array_equal(evaluate(target, 0, LENGTH, 310), evaluate(source, 0, LENGTH, 310))
+    # After a change a window lies in other cells, and without flash attention sums follow their order.
+    slight = 1e-5 if kind.endswith("with both") else 0
+    found, expected = evaluate(target, 0, LENGTH, 310), evaluate(source, 0, LENGTH, 310)
+    assert np.allclose(found, expected, rtol=0, atol=slight)
 
 
 def test_an_export_leaves_the_sequence_as_it_is_and_repeats_its_bytes(engine, make):

@@ -8,6 +8,7 @@ import numpy as np
 
 from emberkeep.engine.base import Engine, Outcome, Payload, Rows
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.engine.step_table import StepTable
 from helpers import tiny_gguf
 
 TOKENS = np.random.default_rng(3).integers(40, 120, 1000, dtype=np.int32)
@@ -27,6 +28,21 @@ SNAPSHOT_KINDS = {
     "hybrid window": tiny_gguf.hybrid_window,
 }
 KINDS = RANGE_KINDS | SNAPSHOT_KINDS
+
+Tables = dict[bool, StepTable]
+"""What steps take with flash attention and without: a choice for an engine of llama.cpp."""
+
+
+def few_with_flash(few: int = 1) -> Tables:
+    """Steps of up to `few` rows are computed with flash attention and others without, whatever changing takes."""
+    hours = 1e7
+    with_flash = StepTable((few, few + 1, 512), (64,), ((1.0, hours, hours),))
+    return {True: with_flash, False: StepTable((1, 512), (64,), ((hours / 10, hours / 10),))}
+
+
+def always(flash: bool) -> Tables:
+    """From the first step on it is computed in this way."""
+    return {flash: StepTable((1,), (64,), ((1.0,),)), not flash: StepTable((1,), (64,), ((1e7,),))}
 
 
 def evaluate(engine: Engine, sequence: int, start: int, end: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
