@@ -92,6 +92,7 @@ class PrefixCache:
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
         if is_better or sequence.request.from_store:
             hot = HotMatch(None, 0)
+        hot = self._in_whole_chunks(hot, match)
         try:
             has_slot = self._occupy(sequence, hot)
         except Exception:
@@ -154,6 +155,17 @@ class PrefixCache:
             sequence.occupy(slot, origin, hot.sequence, hot.tokens)
             self._slots.occupy(sequence)
         return True
+
+    def _in_whole_chunks(self, hot: HotMatch, match: Match) -> HotMatch:
+        """Of what is hot, as much as need not be loaded: a chunk that is loaded at all is loaded whole.
+
+        The part of it that is hot would leave a gap behind, so that cells lie elsewhere than at the first time.
+        """
+        for segment in () if self._has_snapshots else match.segments:
+            if segment.chunk.start < hot.tokens < segment.end and segment.chunk.payload is not None:
+                start = segment.chunk.start
+                return HotMatch(hot.sequence if start else None, start)
+        return hot
 
     def _slot_with(self, sequence: Sequence, hot: HotMatch) -> int | None:
         """A slot that holds exactly the hot prefix."""
