@@ -9,11 +9,12 @@ from dataclasses import replace
 from itertools import pairwise
 from math import isnan
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.config import resident_ram
+from emberkeep.config import free_ram, resident_ram
 from emberkeep.engine.base import (
     Blended,
     Capabilities,
@@ -38,6 +39,7 @@ from emberkeep.engine.llamacpp.context import (
     open_context,
     outputs,
     probe_layout,
+    score_bytes,
     windows_suffice,
 )
 from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
@@ -78,6 +80,16 @@ _MOVED_PER_S = 1 << 30
 """Bytes of state that are taken out of one context and put into another, about."""
 
 
+class _Branch(NamedTuple):
+    """A sequence on its way into another context: what it does not share is in `state`."""
+
+    sequence: int
+    shared_with: int | None
+    start: int
+    """How many cells it shares with that one."""
+    state: Bytes
+
+
 class LlamaEngine:
     """Owns `model` and its context; `close` frees both. See `Engine` for the contracts.
 
@@ -100,7 +112,8 @@ class LlamaEngine:
         self._changes = 0
         self.experts = ExpertCounter.of(model, self._reopen)
         self._threads = ThreadPool()
-        self._context: Handle = 0
+        self._opened: Handle = 0
+        self._cells = CellMap()
         self._batch = BatchBuffer(settings.batch)
         self._first_outputs: list[int] = []
         self._logits: dict[int, Logits] = {}
@@ -211,7 +224,6 @@ class LlamaEngine:
 
     def _decode(self, batch: Sequence[Rows]) -> bool:
         """False where there is no room: nothing has changed then. Raises EngineError."""
-        self._require_context()
         llama_batch, self._first_outputs = self._batch.fill(batch)
         if not self._switch.flash:
             self._batch.want_any()
@@ -332,7 +344,6 @@ class LlamaEngine:
         self._cells[target].is_whole = is_whole
 
     def trim(self, sequence: int, start: int) -> None:
-        self._require_context()
         held = self._cells[sequence]
         is_possible = not self._unit.has_snapshots or start == 0 or start >= held.end
         if not is_possible or not llama().llama_memory_seq_rm(self._memory, sequence + 1, start, -1):
@@ -412,28 +423,34 @@ class LlamaEngine:
         return self._opening_seconds + self._cells.used * self._row_bytes() / _MOVED_PER_S
 
     def _change_attention(self) -> None:
-        """Everything goes into a context with the other kind of attention.
+        """Everything goes into a context with the other kind of attention, if there is room for it.
 
-        Raises EngineError, and nothing has changed; or MemoryError, and every sequence is empty.
+        Raises MemoryError, and every sequence is empty then.
         """
         cells = self._cells if self._unit is KvUnit.RANGE else self._cells.unshared()
-        if cells.used > self._settings.cells or not cells.is_whole:
+        if cells.used > self._settings.cells or not cells.is_whole or not self._has_room_to_change():
             self._switch.stay()
             return
-        moved = [(*branch, self._take_out(*branch)) for branch in cells.branches()]
+        try:
+            moved = [_Branch(*branch, self._take_out(*branch)) for branch in cells.branches()]
+        except (EngineError, MemoryError) as error:
+            logger.warning("attention stays as it is: %s", error)
+            self._switch.stay()
+            return
         try:
             self._open_other_way()
+            self._changes += 1
         except EngineError as error:
             logger.warning("attention stays as it is: %s", error)
             self._open_back()
-        for sequence, shared_with, start, state in moved:
-            if shared_with is not None:
-                llama().llama_memory_seq_cp(self._memory, shared_with + 1, sequence + 1, 0, start)
-            if not self._put_back(sequence, start, state):
-                llama().llama_memory_clear(self._memory, True)
-                raise MemoryError("llama.cpp has fewer cells than before.")
+        self._put_back(moved)
         self._cells = cells
-        self._changes += 1
+
+    def _has_room_to_change(self) -> bool:
+        """For a copy of all state, and for scores where they are needed then."""
+        free = free_ram()
+        scores = score_bytes(self._model, self._settings) if self._switch.flash else 0
+        return free is None or self._cells.used * self._row_bytes() + scores < free
 
     def _take_out(self, sequence: int, _: int | None, start: int) -> Bytes:
         """A copy of the state from `start` on."""
@@ -443,12 +460,23 @@ class LlamaEngine:
         with share_range(self._memory, sequence + 1, _SCRATCH, start, end):
             return read_state(self._context, _SCRATCH)
 
-    def _put_back(self, sequence: int, start: int, state: Bytes) -> bool:
-        if not len(state):
-            return True
+    def _put_back(self, moved: Sequence[_Branch]) -> None:
+        """Into an empty context. Raises MemoryError, and it is empty again then."""
+        try:
+            for branch in moved:
+                if branch.shared_with is not None:
+                    source, target = branch.shared_with + 1, branch.sequence + 1
+                    llama().llama_memory_seq_cp(self._memory, source, target, 0, branch.start)
+                if len(branch.state) and not self._write_branch(branch):
+                    raise MemoryError("llama.cpp has fewer cells than before.")
+        except MemoryError:
+            llama().llama_memory_clear(self._memory, True)
+            raise
+
+    def _write_branch(self, branch: _Branch) -> bool:
         if self._unit is KvUnit.RANGE:
-            return self._import_range(sequence, start, -1, state)
-        return write_state(self._context, sequence + 1, self._layouts.rearrange(state))
+            return self._import_range(branch.sequence, branch.start, -1, branch.state)
+        return write_state(self._context, branch.sequence + 1, self._layouts.rearrange(branch.state))
 
     def _open_other_way(self) -> None:
         self._switch.change()
@@ -461,7 +489,8 @@ class LlamaEngine:
             self._open_other_way()
         except EngineError as error:
             raise MemoryError(str(error)) from error
-        self._switch.settle()
+        finally:
+            self._switch.settle()
 
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
         raise EngineError("llama.cpp's state cannot be moved: use the Hugging Face engine (--engine hf).")
@@ -485,21 +514,28 @@ class LlamaEngine:
     def _open(self) -> None:
         on_node = self.experts.callback if self.experts is not None else None
         begin = perf_counter()
-        self._context = open_context(self._model, replace(self._settings, flash=self._switch.flash), on_node)
+        self._opened = open_context(self._model, replace(self._settings, flash=self._switch.flash), on_node)
         self._opening_seconds = perf_counter() - begin
         self._threads.attach(self._context)
-        self._memory = llama().llama_get_memory(self._context)
-        self._cells = CellMap()
 
     def _free(self) -> None:
-        if self._context:
-            llama().llama_free(self._context)
-            self._context = 0
-            self._logits.clear()
+        self._cells = CellMap()
+        self._logits.clear()
+        if self._opened:
+            llama().llama_free(self._opened)
+            self._opened = 0
 
-    def _require_context(self) -> None:
-        if not self._context:
+    @property
+    def _context(self) -> Handle:
+        """Raises EngineError where there is none any more."""
+        if not self._opened:
             raise EngineError("llama.cpp's context could not be opened again: restart.")
+        return self._opened
+
+    @property
+    def _memory(self) -> Handle:
+        memory: Handle = llama().llama_get_memory(self._context)
+        return memory
 
     def _reopen(self) -> None:
         self._free()  # before the other is opened: there may not be room for both
