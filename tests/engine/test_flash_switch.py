@@ -147,7 +147,7 @@ def test_the_depth_is_the_mean_of_all_rows() -> None:
     """A prompt at the beginning beside a token deep in another conversation."""
     batch = [Rows(0, 0, np.zeros(63, np.int32), outputs=0), Rows(1, 2048, np.zeros(1, np.int32), outputs=1)]
     tables = {True: DEEPER, False: StepTable((1,), (64,), ((1e-6,),))}
-    # 32 cells of its own and a tenth of the other 2016 are 233: to the next 128 below, for each of 64 rows.
+    # Hardly any of its own, and a tenth of the other 2016: to the next 128 below, for each of 64 rows.
     assert FlashSwitch(tables, flash=True).is_due(batch, 2048, 64 * 0.128)
     assert not FlashSwitch(tables, flash=True).is_due(batch, 2048, 64 * 0.13)
 
