@@ -90,7 +90,7 @@ class Config:
     flash_attention: str = _setting(
         "auto",
         one_of("auto", "on", "off"),
-        "Whether llama.cpp computes attention in one pass; auto takes what is quicker, measured once per model.",
+        "Whether llama.cpp computes attention in one pass; auto changes to what is quicker for the work at hand.",
     )
     gpu_layers: int | None = _setting(
         None,
