@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from emberkeep.config import total_ram
-from emberkeep.engine.llamacpp import LlamaModel, LlamaSettings
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, step_timing
 from emberkeep.engine.llamacpp.context import footprint_of
+from emberkeep.engine.llamacpp.shared_library import take_buffers
+from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.engine.step_table import StepTable
-from helpers.engines import KINDS
+from helpers.engines import KINDS, always, evaluate
 from helpers.tiny_gguf import HEADS
 
 
@@ -40,6 +44,26 @@ def test_an_engine_with_a_choice_has_room_for_scores(open_engine, monkeypatch):
         open_engine(tables=tables).footprint for tables in ({True: table}, {True: table, False: table})
     )
     assert either.fixed - fixed.fixed == 256 * 1024 * HEADS * 4
+
+
+def test_what_was_only_measured_is_not_counted(open_engine, model_file, monkeypatch):
+    """Nor what a context takes that is opened in the place of another."""
+    monkeypatch.setattr("emberkeep.engine.llamacpp.model.resident_ram", lambda: 0)
+    settings = LlamaSettings(context=1024, cells=1024, sequences=8, batch=256, threads=1)
+    engines = []
+    for is_measured in (False, True):
+        model = LlamaModel(model_file("dense"))
+        if is_measured:
+            monkeypatch.setattr(step_timing, "_GRID_S", 0.02)
+            measure(model, [settings, replace(settings, flash=False)])
+        engines.append(LlamaEngine(model, settings, "digest"))
+        engines[-1].close()
+    assert engines[0].footprint == engines[1].footprint
+    changing = open_engine(tables=always(False))
+    take_buffers()
+    evaluate(changing, 0, 0, 20)
+    assert changing.stats()["flash_attention_changes"] == 1
+    assert take_buffers() == 0
 
 
 def test_with_layers_on_a_gpu_nothing_is_known(model_file):

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine
+from emberkeep.errors import EngineError
 from helpers.engines import NOISE, SNAPSHOT_KINDS, TOKENS, few_with_flash
 from helpers.scheduling import Rig
 
@@ -27,11 +29,14 @@ def prompt_of(number: int, length: int = 110) -> list[int]:
 
 
 def run_all(rig: Rig, prompts: list[list[int]], longest: int = 12) -> list[list[int]]:
-    """Answers of different lengths, so that fewer and fewer are computed together."""
+    """Answers of different lengths, so that fewer and fewer are computed together. All begin at once."""
     lengths = [longest - 4 * (number % 3) for number in range(len(prompts))]
+    gate = Event()
+    rig.scheduler.call(gate.wait)
     recorders = [
         rig.start(prompt, max_new=most, closing=()) for prompt, most in zip(prompts, lengths, strict=True)
     ]
+    gate.set()
     return [recorder.answer for recorder in recorders]
 
 
@@ -111,3 +116,57 @@ def test_state_is_reused_after_changes_and_after_a_restart(
 
 def payloads_of(rig: Rig) -> list[memoryview]:
     return [chunk.payload for chunk in rig.store._ledger.tree if chunk.payload]
+
+
+# ── when a change fails ──
+
+
+def fail_at(engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception) -> None:
+    """What is put back in change `number` is lost."""
+    put_back, changed = engine._put_back, count(1)
+
+    def fail(moved) -> None:
+        if next(changed) == number:
+            put_back(())
+            raise error
+        put_back(moved)
+
+    monkeypatch.setattr(engine, "_put_back", fail)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_beside_each_other_are_answered_although_a_change_loses_everything(
+    open_changing: Open, open_engine: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """Each goes on alone; conversations that were idle in the engine are loaded or computed again."""
+    engine, prompts = open_changing(kind), [prompt_of(number) for number in range(3)]
+    idle, alone = prompt_of(7), open_engine(kind)
+    with Rig(tmp_path, engine, parallel=3, prefill_slice=64) as rig:
+        rest = rig.run(idle, max_new=4, closing=())
+        fail_at(engine, monkeypatch, 4, MemoryError("llama.cpp has fewer cells than before."))
+        before = changes(rig)
+        answers = run_all(rig, prompts)
+        rig.settle()
+        assert changes(rig) >= before + 4
+        turn = [*idle, *rest.answer, *TOKENS[600:630].tolist()]
+        rig.start(turn, max_new=4, closing=()).wait()
+        for prompt in (turn, *prompts):
+            assert_greedy(alone, prompt, rig.run(prompt, max_new=6, closing=()).answer)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_greedy(alone, prompt, answer)
+
+
+def test_requests_are_told_when_no_context_can_be_opened(
+    open_changing: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The scheduler ends then, in good order, and says so to everyone who comes."""
+
+    def fail(*_: object) -> None:
+        raise EngineError("out of memory")
+
+    with Rig(tmp_path, open_changing("dense"), parallel=3, prefill_slice=64) as rig:
+        monkeypatch.setattr("emberkeep.engine.llamacpp.engine.open_context", fail)
+        assert isinstance(rig.start(prompt_of(0), max_new=12, closing=()).wait().error, EngineError)
+        with pytest.raises(EngineError, match="answers no more: start again"):
+            for _ in range(100):  # some may come while it ends
+                assert rig.start(prompt_of(1), max_new=12, closing=()).wait().error is not None

@@ -56,7 +56,7 @@ from emberkeep.engine.llamacpp.kv_state import (
 )
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.reposition import can_reposition
-from emberkeep.engine.llamacpp.shared_library import llama, take_errors
+from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama, take_errors
 from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
 from emberkeep.engine.packing import is_packed
 from emberkeep.engine.step_table import StepTable
@@ -159,7 +159,8 @@ class LlamaEngine:
             self._switch.settle()
             return
         small = replace(self._settings, flash=not self._switch.flash, cells=_FEW, context=_FEW, batch=_FEW)
-        context = open_context(self._model, small, None)
+        with buffers_that_go():
+            context = open_context(self._model, small, None)
         try:
             learned = probe_layout(context, self._model)
         finally:
@@ -539,7 +540,8 @@ class LlamaEngine:
 
     def _reopen(self) -> None:
         self._free()  # before the other is opened: there may not be room for both
-        self._open()
+        with buffers_that_go():
+            self._open()
 
     def _snapshot_layout(self) -> Layout:
         if self._layout is None or not self._unit.has_snapshots:

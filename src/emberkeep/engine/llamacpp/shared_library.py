@@ -16,6 +16,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,16 @@ def take_buffers() -> int:
     total = sum(_buffers)
     _buffers.clear()
     return int(total * (1 << 20))
+
+
+@contextmanager
+def buffers_that_go() -> Iterator[None]:
+    """What is allocated inside of it is not in `take_buffers`: it goes, or takes the place of what did."""
+    count = len(_buffers)
+    try:
+        yield
+    finally:
+        del _buffers[count:]
 
 
 def system_info() -> str:

@@ -24,7 +24,7 @@ from emberkeep.engine.llamacpp.context import (
 )
 from emberkeep.engine.llamacpp.kv_state import BatchBuffer, Bytes, Layout, read_state, write_state
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
@@ -180,7 +180,7 @@ def _benches(model: LlamaModel, ways: Sequence[LlamaSettings]) -> Iterator[list[
     contexts: list[Handle] = []
     threads = ThreadPool()
     try:
-        with cores_kept():
+        with cores_kept(), buffers_that_go():
             with one_core_each():
                 count = ways[0].threads or available_cores()
                 threads.start(count)
