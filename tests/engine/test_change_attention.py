@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count as counted
 from itertools import pairwise
 
 import numpy as np
@@ -400,14 +401,19 @@ def test_where_no_way_can_be_opened_every_call_is_an_error(
 
 
 def fail_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "write_state", lambda *_: False)
+    write, calls = module.write_state, counted(1)
+    monkeypatch.setattr(module, "write_state", lambda *state: next(calls) != 2 and write(*state))
 
 
 def fail_to_rearrange(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object) -> None:
-        raise MemoryError
+    rearrange, calls = module.Layouts.rearrange, counted(1)
 
-    monkeypatch.setattr(module.Layouts, "rearrange", no_memory)
+    def fail(layouts: module.Layouts, state: np.ndarray) -> np.ndarray:
+        if next(calls) == 2:
+            raise MemoryError
+        return rearrange(layouts, state)
+
+    monkeypatch.setattr(module.Layouts, "rearrange", fail)
 
 
 @pytest.mark.parametrize("fail", [fail_to_write, fail_to_rearrange])
@@ -423,6 +429,8 @@ def test_what_cannot_be_put_back_is_gone_and_everyone_learns_it(
         with pytest.raises(MemoryError):
             engine.evaluate([Rows(0, 60, TOKENS[60:61], outputs=1)])
     assert engine._cells.used == 0
+    if engine._unit.has_ranges:
+        assert room(engine) == 256
     for sequence in (0, 1):
         with pytest.raises(EngineError):
             engine.evaluate([Rows(sequence, 60, TOKENS[60:70], outputs=1)])
