@@ -39,8 +39,8 @@ _NEAR = 32
 """Tokens that a shadow may lag behind and still be drafted for in the same step."""
 _MEASURED = 8
 """Latest measurements that count."""
-_TOO_LONG = 2.0
-"""Times what a slice should take: the next one is smaller."""
+_HARDLY_LONGER = 1.5
+"""Times what the smallest slice takes: a larger one may take so long, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,7 @@ class DraftModel:
         self._cache = PrefixCache(loaded.engine, loaded.store, self._slots, wake)
         self._planner = Planner(loaded.engine.capabilities.batch, prefill_slice, loaded.store.costs.evaluate)
         self._times = _StepTimes(loaded.engine)
-        self._slice = FAIR_SLICE
-        """Tokens of the next one: on a GPU a thousand take hardly longer than a hundred, on a CPU ten times as
-        long."""
+        self._slices = SliceTimes(loaded.engine.capabilities.batch)
         self._pace: deque[float] = deque(maxlen=_MEASURED)
         """Tokens per second of the latest slices."""
         self._shadows: dict[Sequence, Sequence] = {}
@@ -176,14 +174,13 @@ class DraftModel:
             self._engine.trim(shadow.slot, kept)
 
     def _catch_up(self, shadow: Sequence, seconds: float) -> None:
-        before, begin = shadow.computed, perf_counter()
-        self._evaluate_slice(shadow, self._slice)
+        size, before, begin = self._slices.best(seconds), shadow.computed, perf_counter()
+        self._evaluate_slice(shadow, size)
         count, elapsed = shadow.computed - before, perf_counter() - begin
-        if count == self._slice:
+        if count == size:
+            self._slices.add(size, elapsed)
+        if 2 * count >= size:
             self._pace.append(count / elapsed)
-            grown = 2 * count if elapsed < seconds else count
-            shrunk = count // 2 if elapsed > _TOO_LONG * seconds else grown
-            self._slice = min(max(shrunk, FAIR_SLICE), self._engine.capabilities.batch)
 
     def _evaluate_slice(self, shadow: Sequence, count: int) -> bool:
         """False: there is no room for it."""
@@ -379,23 +376,52 @@ class _Writing:
         return Draft(np.array(self.tokens, np.int32), DraftSource.MODEL, 0, (1.0,) * count, tuple(self.sure))
 
 
-class _StepTimes:
-    """What the steps of drafts take, with choosing tokens: measured, and until then as the engine says."""
+class _Times:
+    """What something takes, by its size: the median of what was measured latest."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._known: set[int] = set()
+    def __init__(self) -> None:
+        self._met: set[int] = set()
         self._latest: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MEASURED))
 
-    def add(self, rows: int, seconds: float) -> None:
-        if rows in self._known:
-            self._latest[rows].append(seconds)
-        self._known.add(rows)  # the first one of its size is prepared while it runs
+    def add(self, size: int, seconds: float) -> None:
+        if size in self._met:
+            self._latest[size].append(seconds)
+        self._met.add(size)  # the first one of its size is prepared while it runs
+
+    def get(self, size: int) -> float | None:
+        return median_low(self._latest[size]) if size in self._latest else None
+
+    def longest(self) -> float:
+        return max(map(median_low, self._latest.values()), default=0.0)
+
+
+class _StepTimes(_Times):
+    """Of the steps of drafts, with choosing tokens: measured, and until then as the engine says."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
 
     def seconds(self, rows: int, depth: int) -> float:
-        if rows in self._latest:
-            return median_low(self._latest[rows])
+        if (measured := self.get(rows)) is not None:
+            return measured
         if (table := self._engine.step_table) is not None:
             return table.seconds(rows, depth)
-        # Nothing is known: it is tried.
-        return max((median_low(times) for times in self._latest.values()), default=0.0)
+        return self.longest()  # nothing is known: it is tried
+
+
+class SliceTimes(_Times):
+    """Of slices of prompts, each twice as long as the one before: on a CPU it takes twice the time, and on a GPU a
+    thousand tokens take hardly longer than a hundred."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def best(self, seconds: float) -> int:
+        """Tokens of the next slice: as many as take up to `seconds`, or hardly longer than the smallest one takes.
+        A size that was not measured is tried once the one before it was."""
+        size, allowed = FAIR_SLICE, max(seconds, _HARDLY_LONGER * (self.get(FAIR_SLICE) or 0.0))
+        while self.get(size) is not None and 2 * size <= self._most and (self.get(2 * size) or 0.0) <= allowed:
+            size *= 2
+        return min(size, self._most)
