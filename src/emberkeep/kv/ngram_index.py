@@ -108,7 +108,7 @@ class NgramIndex:
             return None
         pieces, end = self._pieces, self._end
         matched, places = _find_unsorted(self._buffer[:end], _sorted_end(pieces), wanted)
-        key = wanted[::-1].astype(">u4").tobytes()
+        key = wanted[::-1].astype(">u4").tobytes() if pieces else b""
         for piece in reversed(pieces):
             length, found = piece.find(key, max(matched, MIN_MATCH))
             if length > matched:
@@ -193,10 +193,11 @@ def _find_unsorted(buffer: TokenArray, start: int, wanted: TokenArray) -> tuple[
     these places."""
     if start >= len(buffer):
         return 0, []
-    mask = buffer[start - 1 : -1] == wanted[-1]
-    mask &= buffer[start - 2 : -2] == wanted[-2]
-    mask &= buffer[start:] != _BORDER
-    places = mask.nonzero()[0][-_CANDIDATES:] + start
+    places = (buffer[start - 1 : -1] == wanted[-1]).nonzero()[0]
+    if not len(places):
+        return 0, []
+    places += start
+    places = places[(buffer[places - 2] == wanted[-2]) & (buffer[places] != _BORDER)][-_CANDIDATES:]
     matched = MIN_MATCH
     while len(places) > FEW and matched < min(_SELECTIVE, len(wanted)):
         agree = places[buffer[places - (matched + 1)] == wanted[-1 - matched]]

@@ -125,11 +125,13 @@ class SequenceDrafts:
         if forced := sequence.sampler.forced_tokens(limit):
             yield _assumed(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced))
             return
-        answer = sequence.tokens[sequence.prompt_length :]
-        for expected in self._expected:
-            if len(tokens := expected.after(answer, limit)):
-                yield _assumed(tokens, expected.source, min(len(answer), MAX_MATCH))
-                return
+        if self._expected:
+            answer = sequence.tokens[sequence.prompt_length :]
+            for expected in self._expected:
+                if len(tokens := expected.after(answer, limit)):
+                    yield _assumed(tokens, expected.source, min(len(answer), MAX_MATCH))
+                    return
+            self._expected = []  # of none of them anything comes any more
         if self._steps_without:
             self._steps_without -= 1
         else:
