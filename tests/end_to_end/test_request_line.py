@@ -15,9 +15,9 @@ from helpers import request_line
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TO_THE_FIRST_FRAME = 50
-TO_THE_DURABLE_CHUNK = 56
-"""Files of the package that run: 46 and 56. One more is one more that a reader has to open: is it worth that?
+TO_THE_FIRST_FRAME = 52
+TO_THE_DURABLE_CHUNK = 58
+"""Files of the package that run: 48 and 58. One more is one more that a reader has to open: is it worth that?
 On a busy machine the engine may be further when the first frame is written."""
 
 
