@@ -173,12 +173,13 @@ class PrefixCache:
         source = hot.sequence
         if source is None:
             return self._slots.claim(prefer=prefer)
-        if source.is_active:
-            slot = self._slots.claim(prefer=prefer)
+        if source.is_active or (hot.tokens < source.computed and not self._engine.capabilities.sees_all):
+            slot = self._slots.claim(avoid=source, prefer=prefer)
             if slot is not None:
                 with self._or_vacate(slot):
                     self._engine.copy_kv(source.slot, slot, hot.tokens)
-            return slot
+            if slot is not None or source.is_active:
+                return slot
         # The rest of it is stored. Beside it, new cells would lie elsewhere than at the first time, and an engine
         # adds up in the order of cells: the same prompt would be answered with other roundings.
         if hot.tokens < source.computed:

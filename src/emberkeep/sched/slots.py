@@ -90,13 +90,13 @@ class Slots:
         lineage, key = sequence.lineage, sequence.prompt.keys.affinity
         return self._affinity.slot_for(lineage, key, sequence.request.slot)
 
-    def claim(self, prefer: int = 0) -> int | None:
-        """A free slot, taken from the least valuable idle sequence if it must be."""
+    def claim(self, avoid: Sequence | None = None, prefer: int = 0) -> int | None:
+        """A free slot, taken from the least valuable idle sequence (not `avoid`) if it must be."""
         slots: list[int] = [prefer, *range(self._engine.capabilities.max_sequences)]
         for slot in slots:
             if slot not in self._by_slot and slot not in self.stuck:
                 return slot
-        while (victim := self._least_valuable()) is not None:
+        while (victim := self._least_valuable(avoid)) is not None:
             self.drop(victim)
             if victim.slot not in self.stuck:
                 return victim.slot
@@ -153,7 +153,7 @@ class Slots:
             self.drop(victim)
         return victim is not None
 
-    def _least_valuable(self, avoid: Sequence | None = None) -> Sequence | None:
+    def _least_valuable(self, avoid: Sequence | None) -> Sequence | None:
         # Tokens per second of rest: a burst of short requests displaces itself, not a long conversation.
         now = monotonic()
         idle = [s for s in self.idle if s is not avoid]
