@@ -156,10 +156,19 @@ def standing_still(sides: Sequence[Side]) -> Iterator[None]:
         yield
 
 
+_BUSY = """
+from time import monotonic
+end = monotonic() + 60
+while monotonic() < end:
+    pass
+"""
+
+
 @contextmanager
 def busy_process() -> Iterator[None]:
-    """One core has something else to do."""
-    process = subprocess.Popen(with_default_signals([sys.executable, "-c", "while True: pass"]))
+    """One core has something else to do, for a minute at most: threads that spin for each other on one core may
+    need much longer than that for a few tokens."""
+    process = subprocess.Popen(with_default_signals([sys.executable, "-c", _BUSY]))
     try:
         yield
     finally:
