@@ -18,6 +18,8 @@ _SKIPPED = 0.1
 """What a cell of another sequence costs a row with flash attention, as a share of one of its own."""
 _NEAR = 128
 """Tokens: steps are told apart no better, so that most are looked up."""
+_LOOKED_UP = 4096
+"""Kinds of steps that are remembered."""
 
 
 class FlashSwitch:
@@ -50,6 +52,8 @@ class FlashSwitch:
         about = rows, depths // max(rows, 1) // _NEAR, cells // _NEAR
         loss = self._losses.get(about)
         if loss is None:
+            if len(self._losses) >= _LOOKED_UP:
+                self._losses.clear()
             loss = self._losses[about] = self._loss(rows, _NEAR * about[1], _NEAR * about[2])
         self._lost = max(self._lost + loss, 0.0)
         return self._lost > seconds
