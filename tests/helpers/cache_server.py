@@ -21,7 +21,7 @@ from emberkeep.kv.policy import StoreClock
 from emberkeep.kv.store import KvStore
 from emberkeep.types import Json
 from helpers.fake_backend import fake_backend
-from helpers.scheduling import PATIENCE
+from helpers.scheduling import PATIENCE, Unmeasured
 from helpers.scripted_server import Running, running
 from helpers.waiting import eventually
 
@@ -97,6 +97,7 @@ def served(folder: Path, engine: FakeEngine | None = None, **settings: Json) -> 
     timed = partial(KvStore, clock=partial(StoreClock, monotonic=clock, wall=clock))
     with patch("emberkeep.runtime.local_model.KvStore", timed):
         backend = fake_backend(config, engine, template=TEMPLATE)
+    backend._store.costs.evaluate = Unmeasured()
     try:
         with running(backend, config) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
             yield Served(client, server, backend, engine, clock)

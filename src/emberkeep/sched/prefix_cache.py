@@ -29,7 +29,7 @@ from emberkeep.kv.entries import Entry
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.kv.text_walk import Replayed, stored_ids
 from emberkeep.kv.transfers import FetchState
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Match, Span, place_at
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Match, Segment, Span, place_at
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift
 from emberkeep.sched.engine_thread import insist
@@ -92,7 +92,7 @@ class PrefixCache:
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
         if is_better or sequence.request.from_store:
             hot = HotMatch(None, 0)
-        hot = self._in_whole_chunks(hot, match)
+        hot = self._in_whole_chunks(sequence, hot, match)
         try:
             has_slot = self._occupy(sequence, hot)
         except Exception:
@@ -156,16 +156,20 @@ class PrefixCache:
             self._slots.occupy(sequence)
         return True
 
-    def _in_whole_chunks(self, hot: HotMatch, match: Match) -> HotMatch:
-        """Of what is hot, as much as need not be loaded: a chunk that is loaded at all is loaded whole.
+    def _in_whole_chunks(self, sequence: Sequence, hot: HotMatch, match: Match) -> HotMatch:
+        """Of what is hot, as much as is not loaded: a chunk that is loaded at all is loaded whole.
 
         The part of it that is hot would leave a gap behind, so that cells lie elsewhere than at the first time.
         """
-        for segment in () if self._has_snapshots else match.segments:
-            if segment.chunk.start < hot.tokens < segment.end and segment.chunk.payload is not None:
-                start = segment.chunk.start
-                return HotMatch(hot.sequence if start else None, start)
-        return hot
+        first = next(iter(() if self._has_snapshots else self._chosen(sequence, match, hot.tokens)), None)
+        if first is None or first.chunk.payload is None or first.chunk.start >= hot.tokens:
+            return hot
+        return HotMatch(hot.sequence if first.chunk.start else None, first.chunk.start)
+
+    def _chosen(self, sequence: Sequence, match: Match, computed: int) -> tuple[Segment, ...]:
+        """What is worth loading behind the first `computed` tokens."""
+        useful = tuple(s for s in match.segments if s.end > computed)
+        return useful if sequence.request.from_store else self._store.costs.worth_loading(useful)
 
     def _slot_with(self, sequence: Sequence, hot: HotMatch) -> int | None:
         """A slot that holds exactly the hot prefix."""
@@ -217,13 +221,13 @@ class PrefixCache:
 
     def _worth_loading(self, sequence: Sequence, match: Match) -> list[tuple[Chunk, int]]:
         """Chunks in the order in which they have to be imported, each with the position up to which."""
-        useful = tuple(s for s in match.segments if s.end > sequence.computed)
         if match.snapshot and match.snapshot.start > sequence.computed:
             return self._whole(sequence, match, match.snapshot)
         if self._has_snapshots:
             return []
-        chosen = useful if sequence.request.from_store else self._store.costs.worth_loading(useful)
-        if len(chosen) < len(useful):
+        chosen = self._chosen(sequence, match, sequence.computed)
+        reached = chosen[-1].end if chosen else sequence.computed
+        if any(segment.end > reached for segment in match.segments):
             sequence.reuse.reason = MissReason.CHEAPER
         return [(segment.chunk, segment.end) for segment in chosen]
 
