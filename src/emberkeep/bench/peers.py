@@ -31,6 +31,9 @@ from emberkeep.bench.sides import (
 from emberkeep.bench.stage import Stage
 
 _ANSWER = 16
+_WARM_UP = 48
+"""Tokens of the answers before those that are timed: the prompts are evaluated then, and a server has come to the
+state that it stays in, whatever it did before."""
 _STREAM_PROMPT = 48
 """Most tokens of a prompt whose continuation is timed."""
 _SPARE = 256
@@ -236,7 +239,7 @@ async def _stream_round(ring: _Ring, number: int, samples: Rates) -> None:
             texts = [_counting((name, number, i)) for i in range(clients)]
             for side in ring.sides:
                 with alone(side, ring.sides):
-                    await _burst(side, texts, 1)  # evaluates the prompts: only decoding is measured
+                    await _burst(side, texts, min(_WARM_UP, ring.plan.answer_tokens))
                     with context():
                         rate = await _burst(side, texts, ring.plan.answer_tokens)
                     await side.settle()
