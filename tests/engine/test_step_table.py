@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -72,6 +74,17 @@ def test_more_rows_and_more_depth_never_take_less_time(rows: int, depth: int) ->
     for table in (PLAIN, CLIFF):
         assert 0 < table.seconds(rows, depth) <= table.seconds(rows + 1, depth)
         assert table.seconds(rows, depth) <= table.seconds(rows, depth + 500)
+
+
+def test_the_least_of_two_tables_is_that_of_the_quicker_one() -> None:
+    other = StepTable((1, 8, 64), (64, 2048), ((12.0, 14.0, 200.0), (13.0, 30.0, 300.0)))
+    for table in (replace(PLAIN, depths=(64, 2048)), replace(CLIFF, depths=(64, 2048))):
+        least = table.least(other)
+        assert {*least.rows} == {*table.rows, *other.rows}
+        for rows, depth in product(least.rows, table.depths):
+            assert least.seconds(rows, depth) == pytest.approx(
+                min(table.seconds(rows, depth), other.seconds(rows, depth))
+            )
 
 
 def test_a_table_can_be_written_and_read() -> None:

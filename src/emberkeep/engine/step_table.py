@@ -49,6 +49,14 @@ class StepTable:
         time, count = min(counts, default=(inf, rows))
         return count if time < _GAIN * self._at(times, rows) else rows
 
+    def least(self, other: StepTable) -> StepTable:
+        """What steps take where each is taken as this table or the other one says, whichever is quicker."""
+        rows = tuple(sorted({*self.rows, *other.rows}))
+        return StepTable(rows, self.depths, tuple(self._least(other, rows, depth) for depth in self.depths))
+
+    def _least(self, other: StepTable, rows: Sequence[int], depth: int) -> tuple[float, ...]:
+        return tuple(1e3 * min(self.seconds(count, depth), other.seconds(count, depth)) for count in rows)
+
     def json(self) -> dict[str, Json]:
         return {
             "rows": list(self.rows),

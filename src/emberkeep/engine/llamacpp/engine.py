@@ -178,7 +178,7 @@ class LlamaEngine:
 
     @property
     def step_table(self) -> StepTable | None:
-        return self._switch.table
+        return self._switch.best_table
 
     @property
     def _layouts(self) -> Layouts:
@@ -209,11 +209,12 @@ class LlamaEngine:
         """Rows that mean nothing, and with which the step is quicker than without."""
         # A recurrent layer takes sequences of different lengths one after the other, and experts are counted.
         is_plain = self._unit is KvUnit.RANGE and not (self.experts and self.experts.enabled)
-        if self.step_table is None or not is_plain:
+        table = self._switch.table
+        if table is None or not is_plain:
             return None
         count = sum(len(rows.tokens) for rows in batch)
         depth = max(rows.start for rows in batch)
-        more = self.step_table.filled(count, depth, self._settings.batch) - count
+        more = table.filled(count, depth, self._settings.batch) - count
         return Rows(_SCRATCH - 1, 0, np.zeros(more, np.int32), outputs=0) if more else None
 
     def _decode_filled(self, batch: Sequence[Rows], filler: Rows) -> bool:

@@ -23,7 +23,7 @@ _LOOKED_UP = 4096
 
 
 class FlashSwitch:
-    """Belongs to the engine's thread, but for `table` and `flash`, which any may read."""
+    """Belongs to the engine's thread, but for `flash` and the tables, which any may read."""
 
     def __init__(self, tables: Mapping[bool, StepTable], flash: bool) -> None:
         """`tables`: what steps take with flash attention and without; `flash`: how it begins."""
@@ -31,11 +31,18 @@ class FlashSwitch:
         self._tables = tables
         self._lost = 0.0
         self._losses: dict[tuple[int, int, int], float] = {}
+        self._best = tables[True].least(tables[False]) if len(tables) > 1 else None
 
     @property
     def table(self) -> StepTable | None:
         """What steps take now."""
         return self._tables.get(self.flash)
+
+    @property
+    def best_table(self) -> StepTable | None:
+        """What steps take if the kind of attention follows them. Who plans steps goes by it: plans that know of
+        one kind only would never give a reason to change."""
+        return self._best or self.table
 
     @property
     def has_choice(self) -> bool:
@@ -76,3 +83,4 @@ class FlashSwitch:
     def settle(self) -> None:
         """It cannot be changed any more, or only back."""
         self._tables = {flash: table for flash, table in self._tables.items() if flash == self.flash}
+        self._best = None
