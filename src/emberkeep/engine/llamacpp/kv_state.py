@@ -359,6 +359,10 @@ class Attention:
         skeleton = 2 * _PAIR.size + len(self.extra) + _TENSOR.size * len(self.tensors)
         return skeleton + cells * (self.cell_bytes + self.row_bytes)
 
+    def value_bytes(self, cells: int) -> int:
+        """Of V, with what is said of it: the end of a part with `cells` cells."""
+        return sum(_TENSOR.size + cells * tensor.row_bytes for tensor in self.tensors[self.layers :])
+
     def check(self, part: Bytes, cells: int) -> None:
         """`part` has the size of one with `cells` cells. Raises EngineError unless it is one."""
         offsets, expected = skeleton_of(self, cells)

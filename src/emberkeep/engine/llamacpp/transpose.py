@@ -56,12 +56,17 @@ class Layouts:
     def _rearrange(self, state: Bytes, parts: Iterator[tuple[Attention, ...]]) -> Bytes:
         if self.of(state) is self.own:
             return state
-        copy, offset = state.copy(), HEAD_BYTES
+        copy, copied, offset = np.empty_like(state), 0, HEAD_BYTES
         for source, target in zip(*parts, strict=True):
             cells = cell_count(state[offset:])
+            end = offset + (source.size(cells) if cells else len(EMPTY))
             if cells:
-                _rearrange_part(source, state[offset:], target, copy[offset:], cells)
-            offset += source.size(cells) if cells else len(EMPTY)
+                values = end - source.value_bytes(cells)
+                copy[copied:values] = state[copied:values]
+                _rearrange_part(source, state[offset:end], target, copy[offset:end], cells)
+                copied = end
+            offset = end
+        copy[copied:] = state[copied:]
         return copy
 
 
@@ -87,7 +92,7 @@ def _flipped(part: Attention) -> Attention:
 
 
 def _rearrange_part(source: Attention, state: Bytes, target: Attention, copy: Bytes, cells: int) -> None:
-    """`copy` is one of `state`: its V and what is said of it become those of `target`."""
+    """`copy` is one of `state` but for V: it becomes what `target` says."""
     offsets, said = skeleton_of(target, cells)
     copy[offsets] = said
     values = zip(_values(source, state, cells), _values(target, copy, cells), strict=True)
