@@ -10,7 +10,7 @@ _COMPUTE = ("serve", "chat", "bench")
 
 
 def main() -> None:
-    if any(command in sys.argv[1:2] for command in _COMPUTE):
+    if sys.argv[1:] and sys.argv[1] in _COMPUTE:
         ask_for_large_pages()
     # Not before: the process may have been started anew.
     from emberkeep.cli.main import main as command

@@ -257,7 +257,8 @@ class Engine(Protocol):
 
     @property
     def step_table(self) -> StepTable | None:
-        """How long its steps take on this machine; None where it was not measured. May be read from any thread."""
+        """How long its steps take on this machine, in the quicker way where it has two; None where it was not
+        measured. May be read from any thread."""
 
     @property
     def footprint(self) -> Footprint | None:

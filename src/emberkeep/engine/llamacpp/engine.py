@@ -171,7 +171,7 @@ class LlamaEngine:
             self._switch.settle()
 
     def _wide_rows(self) -> int | None:
-        """Steps that were computed in two ways round in two ways, whatever they have in common."""
+        """None with a choice: the same step rounds in two ways then."""
         if self._model.offloads or self._switch.has_choice:
             return None
         return WIDE_ROWS if self._settings.flash else self._tuning.wide_rows
@@ -422,7 +422,7 @@ class LlamaEngine:
     # ── the other kind of attention ──
 
     def _changing_seconds(self) -> float:
-        return self._opening_seconds + self._cells.used * self._row_bytes() / _MOVED_PER_S
+        return self._opening_seconds + self._cells.used * self.capabilities.kv_bytes_per_token / _MOVED_PER_S
 
     def _change_attention(self) -> None:
         """Everything goes into a context with the other kind of attention, if there is room for it.
