@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import pytest
 
@@ -11,7 +12,7 @@ from emberkeep.engine.llamacpp import Adapter, LlamaEngine, LlamaModel, LlamaSet
 from emberkeep.engine.llamacpp.context import NOT_TUNED, Tuning
 from emberkeep.engine.step_table import StepTable
 from helpers import tiny_gguf
-from helpers.engines import KINDS
+from helpers.engines import KINDS, always, evaluate
 
 
 @pytest.fixture(scope="session")
@@ -103,3 +104,23 @@ def open_hf(hf_model):
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(
+    params=product((False, True), (True, False)), ids=["flash", "no flash", "now flash", "now no flash"]
+)
+def open_either_way(request, open_engine):
+    """Engines with flash attention and without; the last two have a choice, and have come to one of both."""
+    has_choice, flash = request.param
+
+    def make(*kind: str, **settings: object) -> LlamaEngine:
+        if not has_choice:
+            return open_engine(*kind, flash=flash, **settings)
+        engine = open_engine(*kind, tables=always(flash), **settings)
+        evaluate(engine, 0, 0, 2)
+        engine.trim(0, 0)
+        assert engine._switch.has_choice == (engine._layout is not None)
+        assert engine._switch.flash == flash or engine._layout is None
+        return engine
+
+    return make

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import pytest
@@ -14,31 +13,16 @@ from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp import LlamaEngine
 from emberkeep.engine.llamacpp.kv_state import cell_count
 from emberkeep.errors import EngineError
-from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, always, evaluate, exported
+from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
 
 pytestmark = pytest.mark.slow
 
 START, END = 10, 30
 
 
-@pytest.fixture(
-    params=product((False, True), (True, False)), ids=["flash", "no flash", "now flash", "now no flash"]
-)
-def open_engine(request, open_engine):
-    """Engines with flash attention and without; the last two have a choice, and have come to one of both."""
-    has_choice, flash = request.param
-
-    def make(*kind: str, **settings: object) -> LlamaEngine:
-        if not has_choice:
-            return open_engine(*kind, flash=flash, **settings)
-        engine = open_engine(*kind, tables=always(flash), **settings)
-        evaluate(engine, 0, 0, 2)
-        engine.trim(0, 0)
-        assert engine._switch.has_choice == (engine._layout is not None)
-        assert engine._switch.flash == flash or engine._layout is None
-        return engine
-
-    return make
+@pytest.fixture
+def open_engine(open_either_way):
+    return open_either_way
 
 
 @dataclass(frozen=True)

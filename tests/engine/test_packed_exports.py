@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from emberkeep.engine.base import Engine, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.engine.llamacpp import LlamaEngine
 from emberkeep.errors import EngineError
-from helpers.engines import KINDS, RANGE_KINDS, TOKENS, always, broken_payloads, evaluate, exported
+from helpers.engines import KINDS, RANGE_KINDS, TOKENS, broken_payloads, evaluate, exported
 
 pytestmark = pytest.mark.slow
 
@@ -21,24 +20,9 @@ NEAR = {8: 0.15, 4: 2.0}
 """How far logits may be off, of which other tokens change several."""
 
 
-@pytest.fixture(
-    params=product((False, True), (True, False)), ids=["flash", "no flash", "now flash", "now no flash"]
-)
-def open_engine(request, open_engine):
-    """Engines with flash attention and without; the last two have a choice, and have come to one of both."""
-    has_choice, flash = request.param
-
-    def make(*kind: str, **settings: object) -> LlamaEngine:
-        if not has_choice:
-            return open_engine(*kind, flash=flash, **settings)
-        engine = open_engine(*kind, tables=always(flash), **settings)
-        evaluate(engine, 0, 0, 2)
-        engine.trim(0, 0)
-        assert engine._switch.has_choice == (engine._layout is not None)
-        assert engine._switch.flash == flash or engine._layout is None
-        return engine
-
-    return make
+@pytest.fixture
+def open_engine(open_either_way):
+    return open_either_way
 
 
 def packed(engine: Engine, start: int, end: int, bits: int) -> memoryview:

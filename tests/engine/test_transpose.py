@@ -50,6 +50,18 @@ def taken_out(engine: LlamaEngine) -> tuple[list[memoryview], memoryview | None]
     return engine.export_kv(0, BORDERS), engine.export_snapshot(0) if has_snapshots else None
 
 
+def carried_over(
+    open_engine: Open, kind: str, flash: bool
+) -> tuple[list[memoryview], memoryview | None, LlamaEngine]:
+    """State that was computed in this way, and an engine of the other way that has imported it."""
+    source = open_engine(kind, flash=flash)
+    evaluate(source, 0, 0, END)
+    ranges, snapshot = taken_out(source)
+    other = now(open_engine, kind, not flash)
+    bring_in(other, ranges, snapshot)
+    return ranges, snapshot, other
+
+
 def numbers(layout: Layout, payload: memoryview, *, is_snapshot: bool = False) -> Iterator[np.ndarray]:
     """Cells, keys and values of each layer, by position, and what is recurrent: each as bytes."""
     state, offset = np.frombuffer(payload, np.uint8), HEAD_BYTES
@@ -79,11 +91,7 @@ def have_same_numbers(
 def test_state_goes_the_other_way_and_comes_back_as_it_was(
     open_engine: Open, kind: str, source_flash: bool
 ) -> None:
-    source = open_engine(kind, flash=source_flash)
-    evaluate(source, 0, 0, END)
-    ranges, snapshot = taken_out(source)
-    other = now(open_engine, kind, not source_flash)
-    bring_in(other, ranges, snapshot)
+    ranges, snapshot, other = carried_over(open_engine, kind, source_flash)
     ranges_there, snapshot_there = taken_out(other)
     back = now(open_engine, kind, source_flash)
     bring_in(back, ranges_there, snapshot_there)
@@ -98,11 +106,7 @@ def test_state_goes_the_other_way_and_comes_back_as_it_was(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_are_those_of_rearranging(open_engine: Open, kind: str, source_flash: bool) -> None:
-    source = open_engine(kind, flash=source_flash)
-    evaluate(source, 0, 0, END)
-    ranges, snapshot = taken_out(source)
-    other = now(open_engine, kind, not source_flash)
-    bring_in(other, ranges, snapshot)
+    ranges, snapshot, other = carried_over(open_engine, kind, source_flash)
     ranges_there, snapshot_there = taken_out(other)
     layouts = other._layouts
     if other._unit.has_ranges:
