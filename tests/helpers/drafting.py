@@ -33,7 +33,7 @@ class ToldCorpus:
     def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
         self.asked += 1
         tokens = self._drafts(context.tolist(), limit)[:limit]
-        return Continuation(np.array(tokens, np.int32), 32, (0.99,) * len(tokens)) if tokens else None
+        return Continuation(np.array(tokens, np.int32), 32, (0.99,) * len(tokens), 0) if tokens else None
 
     def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
         return np.array(self._path[:limit], np.int32)

@@ -77,6 +77,37 @@ def test_a_prediction_is_drafted_and_found_again_after_a_difference(plain):
     assert spoken.ending.accepted_tokens > len(plain) / 2
 
 
+class WritingEngine(FakeEngine):
+    """Writes one text, whatever it is asked."""
+
+    def __init__(self, prompt: list[int], answer: list[int]) -> None:
+        super().__init__()
+        self._text = [*prompt, *answer, self.vocab.eos]
+
+    def logits(self, index: int, row: int = 0) -> Logits:
+        logits = np.zeros(self.vocab.size, np.float32)
+        logits[self._text[self._latest[index][1] + row]] = 20.0
+        return logits
+
+
+WORDS = b"box jar lid mug pot rim tap urn vat wok zip axe bib cog dam elk fig gum hay ivy".split()
+SOURCE = b"".join(b"the %b has a count of %b, " % pair for pair in zip(WORDS, WORDS[::-1], strict=True))
+RENAMED = SOURCE.replace(b"count", b"SIZE")
+
+
+@pytest.mark.parametrize("source", ["prompt", "prediction"])
+def test_a_text_that_is_written_again_with_another_name_is_drafted_with_it(source):
+    begun = list(RENAMED[:12])
+    prompt = [*(SOURCE if source == "prompt" else b"Rename it."), *b"\nAgain:\n", *begun]
+    prediction = tuple(SOURCE[len(begun) :] if source == "prediction" else b"")
+    answer = list(RENAMED[len(begun) :])
+    with Rig(engine=WritingEngine(prompt, answer), corpus=ToldCorpus()) as rig:
+        spoken = rig.run(prompt, max_new=len(answer) + 1, prediction=prediction)
+    assert spoken.answer == answer
+    assert spoken.ending.accepted_tokens > 0.86 * len(answer)
+    assert spoken.ending.drafted_tokens < 1.15 * spoken.ending.accepted_tokens
+
+
 def test_with_a_seed_nothing_is_drafted_unless_it_is_asked_for():
     """Real engines round differently in steps with drafts, and a seed is to give the same text again."""
     assert Request().may_speculate

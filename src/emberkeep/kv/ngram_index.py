@@ -57,6 +57,8 @@ class Continuation:
     agreement: tuple[float, ...]
     """For each token, the share of the places found that go on with it and with all tokens before it, less what
     few places and short matches leave in doubt: about how likely it is that all of these come."""
+    place: int
+    """Where the first of these tokens stands in the index, latest."""
 
 
 class NgramIndex:
@@ -82,12 +84,14 @@ class NgramIndex:
         """How long the tail is that `compact` would sort. Lookups take a microsecond longer for every 1,000."""
         return self._end - _sorted_end(self._pieces)
 
-    def begin(self, tokens: TokenArray | Sequence[int] = ()) -> None:
-        """Start a new segment: nothing is found that lies in two of them."""
+    def begin(self, tokens: TokenArray | Sequence[int] = ()) -> int:
+        """Start a new segment: nothing is found that lies in two of them. Returns its place."""
         if self._buffer[self._end - 1] != _BORDER:
             self._reserve(1)
             self._end += 1
+        place = self._end
         self.extend(tokens)
+        return place
 
     def extend(self, tokens: TokenArray | Sequence[int]) -> None:
         """Continue the latest segment."""
@@ -96,6 +100,11 @@ class NgramIndex:
         self._buffer[self._end : self._end + count] = tokens
         self._end += count  # last: `compact` reads up to here
         self._tokens += count
+
+    def read(self, place: int, limit: int) -> list[int]:
+        """What stands at a place, as far as its segment goes."""
+        tokens: list[int] = self._buffer[place : min(place + limit, self._end)].tolist()
+        return tokens[: tokens.index(_BORDER)] if _BORDER in tokens else tokens
 
     def find(self, context: TokenArray, limit: int) -> Continuation | None:
         """What followed the longest suffix of `context` that stands anywhere, at most `limit` tokens.
@@ -119,7 +128,8 @@ class NgramIndex:
             return None
         places = places[:OCCURRENCES]
         tokens, votes = _most_frequent(self._rows(places, end, limit, wanted[-matched:]), limit)
-        return Continuation(np.array(tokens, np.int32), matched, _agreement(len(places), votes, matched))
+        place = next(at for at in places if self._buffer[at] == tokens[0])
+        return Continuation(np.array(tokens, np.int32), matched, agreement(len(places), votes, matched), place)
 
     def compact(self) -> None:
         """Sort the tail, so that lookups stay quick. Takes about a second for a million tokens. At most one thread
@@ -177,8 +187,9 @@ def _most_frequent(rows: Counter[bytes], limit: int) -> tuple[list[int], list[in
     return tokens + rest, votes + [count] * len(rest)
 
 
-def _agreement(places: int, votes: list[int], matched: int) -> tuple[float, ...]:
-    """Each token that agrees makes the match longer, and the next one less doubtful."""
+def agreement(places: int, votes: list[int], matched: int) -> tuple[float, ...]:
+    """How likely it is that each token comes with all before it, which `votes` of the places have. Each token that
+    agrees makes the match longer, and the next one less doubtful."""
     share, before = 1.0, places
     shares = []
     for length, count in enumerate(votes, matched):

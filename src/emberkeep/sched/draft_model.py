@@ -373,7 +373,7 @@ class _Writing:
 
     def draft(self) -> Draft:
         count = len(self.tokens)
-        return Draft(np.array(self.tokens, np.int32), DraftSource.MODEL, 0, (1.0,) * count, tuple(self.sure))
+        return Draft(np.array(self.tokens, np.int32), DraftSource.MODEL, 0, (1.0,) * count, sure=tuple(self.sure))
 
 
 class _Times:

@@ -1,8 +1,8 @@
 """Where the drafts of one sequence come from.
 
-What a grammar forces comes first, then what exactly this text was followed by before, then what the client
-predicts; then what followed the latest tokens when they stood there before: in this sequence, or in earlier ones
-of the same user.
+What a grammar forces comes first, then what exactly this text was followed by before. Then what the client
+predicts or the sequence itself contains, where the answer writes it again with changes; and what followed the
+latest tokens when they stood there before: in one of these, or in earlier sequences of the same user.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex
+from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex, agreement
+from emberkeep.sched.rewriting import Rewriting
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import DraftSource, Lineage, Vocab
 
@@ -26,6 +27,8 @@ _LONGEST_REST = 3
 """Steps in a row in which nothing is looked for."""
 _SURE = 16
 """What so many tokens have matched is not looked for elsewhere."""
+_REPEATED = 8
+"""After so many tokens that stood together before, a text seems to be written again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class Draft:
     """How many of the latest tokens stood before it where it was found."""
     agreement: Sequence[float]
     """For each token, how likely it seems that it comes after those before it, and all of them."""
+    is_rewriting: bool = False
+    """Whether it stands in a text that the answer writes again with changes."""
     sure: Sequence[float] = ()
     """For each token, how likely the model that drafts it takes it to be; empty where none does."""
 
@@ -89,17 +94,15 @@ class SequenceDrafts:
         self._corpus = corpus
         self._vocab = vocab
         self._lineage = sequence.prompt.lineage
-        self._context = NgramIndex()
-        self._context.begin(sequence.tokens[: sequence.prompt_length])
+        self._context = _KnownText(DraftSource.CONTEXT, sequence.tokens[: sequence.prompt_length])
         self._indexed = 0
         """How many sampled tokens are in it."""
         self._in_vain = self._steps_without = 0
         """How often in a row what was found was of no use, and how many steps nothing is looked for."""
-        prediction = np.array(sequence.prompt.prediction, np.int32)
-        self._prediction = NgramIndex()
-        self._prediction.begin(prediction)
+        self._prediction = _KnownText(DraftSource.PREDICTION, np.array(sequence.prompt.prediction, np.int32))
+        self._prediction.expect()
         path = corpus.path(self._lineage, sequence.prompt.tokens, PATH_TOKENS)
-        self._expected = [_Expected(DraftSource.PATH, path), _Expected(DraftSource.PREDICTION, prediction)]
+        self._path: _Path | None = _Path(path)
 
     def propose(self, limit: int) -> Iterator[Draft]:
         """What may come next, at most `limit` tokens each."""
@@ -125,24 +128,22 @@ class SequenceDrafts:
         if forced := sequence.sampler.forced_tokens(limit):
             yield _assumed(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced))
             return
-        if self._expected:
+        if self._path is not None:
             answer = sequence.tokens[sequence.prompt_length :]
-            for expected in self._expected:
-                if len(tokens := expected.after(answer, limit)):
-                    yield _assumed(tokens, expected.source, min(len(answer), MAX_MATCH))
-                    return
-            self._expected = []  # of none of them anything comes any more
+            if len(tokens := self._path.after(answer, limit)):
+                yield _assumed(tokens, DraftSource.PATH, min(len(answer), MAX_MATCH))
+                return
+            self._path = None
         if self._steps_without:
             self._steps_without -= 1
         else:
             yield from self._found(sequence.tokens[-MAX_MATCH:], limit)
 
     def _found(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
-        for source, index in ((DraftSource.PREDICTION, self._prediction), (DraftSource.CONTEXT, self._context)):
-            found = index.find(latest, limit) if len(index) else None
-            if found is not None:
-                yield Draft(found.tokens, source, found.matched, found.agreement)
-                if found.matched >= _SURE:
+        for text in (self._prediction, self._context):
+            for draft in text.find(latest, limit):
+                yield draft
+                if draft.matched >= _SURE and len(draft.tokens) == limit:
                     return
         found = self._corpus.find(self._lineage, latest, limit)
         if found is not None:
@@ -152,11 +153,42 @@ class SequenceDrafts:
         """What was sampled since the last time."""
         sequence = self._sequence
         if fresh := sequence.sampled_count - self._indexed:
-            self._context.extend(sequence.tokens[sequence.answer_end - fresh : sequence.answer_end])
+            tokens = sequence.tokens[sequence.answer_end - fresh : sequence.answer_end]
+            self._prediction.rewriting.add(tokens.tolist())
+            self._context.rewriting.add(tokens.tolist())
+            self._context.index.extend(tokens)
             self._indexed += fresh
 
 
-_CHANCES = {DraftSource.GRAMMAR: 0.97, DraftSource.PATH: 0.93, DraftSource.PREDICTION: 0.85}
+class _KnownText:
+    """A text that the answer may repeat, as it is or with changes."""
+
+    def __init__(self, source: DraftSource, tokens: TokenArray) -> None:
+        self.source = source
+        self.index = NgramIndex()
+        self.rewriting = Rewriting(self.index)
+        self._start = self.index.begin(tokens)
+
+    def expect(self) -> None:
+        """From its beginning on."""
+        self.rewriting.begin(self._start, _SURE)
+
+    def find(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
+        if not len(self.index):
+            return
+        if tokens := self.rewriting.draft(limit):
+            matched = self.rewriting.matched
+            chances = agreement(1, [1] * len(tokens), max(matched, 1))
+            yield Draft(np.array(tokens, np.int32), self.source, matched, chances, is_rewriting=True)
+        found = self.index.find(latest, limit)
+        if found is None:
+            return
+        if found.matched >= (_SURE if self.rewriting.is_followed else _REPEATED):
+            self.rewriting.begin(found.place, found.matched)
+        yield Draft(found.tokens, self.source, found.matched, found.agreement)
+
+
+_CHANCES = {DraftSource.GRAMMAR: 0.97, DraftSource.PATH: 0.93}
 
 
 def _assumed(tokens: TokenArray, source: DraftSource, matched: int) -> Draft:
@@ -165,11 +197,10 @@ def _assumed(tokens: TokenArray, source: DraftSource, matched: int) -> Draft:
     return Draft(tokens, source, matched, chances.tolist())
 
 
-class _Expected:
-    """What an answer is expected to be from its first token on, as long as it is."""
+class _Path:
+    """What an answer is from its first token on, as long as it is."""
 
-    def __init__(self, source: DraftSource, tokens: TokenArray) -> None:
-        self.source = source
+    def __init__(self, tokens: TokenArray) -> None:
         self._tokens = tokens
         self._met = 0
         """Tokens of the answer that were as expected."""

@@ -37,6 +37,10 @@ _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
 
 
+_Kind = tuple[DraftSource, bool, int, bool]
+"""Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """A draft as it is evaluated, with how likely each of its tokens was taken to be, given those before it."""
@@ -89,7 +93,7 @@ class Speculation:
         self._sees_all = able.sees_all
         self._model = model
         self._reason = reason
-        self._rates: defaultdict[tuple[DraftSource, int], _Rate] = defaultdict(_Rate)
+        self._rates: defaultdict[_Kind, _Rate] = defaultdict(_Rate)
         self._tallies: dict[DraftSource, _Tally] = {}
         self._steps = 0
 
@@ -132,13 +136,13 @@ class Speculation:
     def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
         """A draft was evaluated, and so many of its tokens were accepted."""
         tried = min(accepted + 1, chosen.count)
-        source, matched = chosen.draft.source, chosen.draft.matched
+        source = chosen.draft.source
         self._tallies.setdefault(source, _Tally()).add(chosen.count, accepted)
         if self._model is not None and source is DraftSource.MODEL:
             self._model.settle(sequence, chosen, accepted)
             return
         for place, chance in enumerate(chosen.chances[:tried]):
-            self._rates[source, _kind(matched, place)].add(chance, place < accepted)
+            self._rates[_kind(chosen.draft, place)].add(chance, place < accepted)
         if sequence.drafts is not None:
             sequence.drafts.was_used(accepted > 0)
             sequence.drafts.trust.add(sum(chosen.chances[:tried]), accepted)
@@ -180,7 +184,7 @@ class Speculation:
     def _weighed(self, draft: Draft, trust: float) -> Chosen:
         chances, before = [], 1.0
         for place, agreement in enumerate(draft.agreement):
-            usual = self._rates[draft.source, _kind(draft.matched, place)].factor
+            usual = self._rates[_kind(draft, place)].factor
             chances.append(min(usual * trust * agreement / before, CERTAIN))
             before = agreement
         return Chosen(draft, len(chances), chances)
@@ -251,9 +255,8 @@ def _logged(failure: str) -> Iterator[None]:
         log.exception(failure)
 
 
-def _kind(matched: int, place: int) -> int:
-    """Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
-    return 2 * matched.bit_length() + (place > 0)
+def _kind(draft: Draft, place: int) -> _Kind:
+    return draft.source, draft.is_rewriting, draft.matched.bit_length(), place > 0
 
 
 def _together(chances: Sequence[float]) -> list[float]:
