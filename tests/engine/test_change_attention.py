@@ -361,7 +361,7 @@ def test_where_the_other_way_cannot_be_opened_everything_is_as_before(
     openings.append(False)  # it is not tried again
     evaluate(engine, 0, 20, 40)
     assert openings == [False]
-    assert engine.step_table is not None
+    assert engine.step_seconds(1, 0, 1) is not None
 
 
 CALLS: dict[str, Callable[[LlamaEngine], object]] = {

@@ -105,6 +105,20 @@ def test_where_it_cannot_change_any_more_it_does_not(flash: bool) -> None:
     assert not any(switch.is_due(step(rows), rows, 0.0) for rows in (FEW, MANY) * 50)
 
 
+def test_a_step_takes_what_it_takes_in_the_quicker_way() -> None:
+    with_flash = StepTable((1,), (0, 1024), ((10,), (110,)))
+    without = StepTable((1,), (0, 1024), ((20,), (70,)), logits_ms=3)
+    switch = FlashSwitch({True: with_flash, False: without}, flash=True)
+    assert switch.seconds(1, 0, 0, 1) == pytest.approx(0.010)
+    assert switch.seconds(1, 1024, 1024, 1) == pytest.approx(0.070)
+    assert switch.seconds(1, 1024, 1024, 3) == pytest.approx(0.076)
+    # With flash attention what belongs to others is passed over.
+    assert switch.seconds(1, 256, 1280, 1) == pytest.approx(0.035)
+    switch.settle()
+    assert switch.seconds(1, 1024, 1024, 1) == pytest.approx(0.110)
+    assert FlashSwitch({}, flash=True).seconds(1, 0, 0, 1) is None
+
+
 @pytest.mark.parametrize("tables", [{}, {True: WITH}, {False: WITHOUT}], ids=["none", "with", "without"])
 @pytest.mark.parametrize("flash", [True, False])
 def test_without_two_tables_there_is_no_choice(tables: dict[bool, StepTable], flash: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -76,15 +75,10 @@ def test_more_rows_and_more_depth_never_take_less_time(rows: int, depth: int) ->
         assert table.seconds(rows, depth) <= table.seconds(rows, depth + 500)
 
 
-def test_the_least_of_two_tables_is_that_of_the_quicker_one() -> None:
-    other = StepTable((1, 8, 64), (64, 2048), ((12.0, 14.0, 200.0), (13.0, 30.0, 300.0)))
-    for table in (replace(PLAIN, depths=(64, 2048)), replace(CLIFF, depths=(64, 2048))):
-        least = table.least(other)
-        assert {*least.rows} == {*table.rows, *other.rows}
-        for rows, depth in product(least.rows, table.depths):
-            assert least.seconds(rows, depth) == pytest.approx(
-                min(table.seconds(rows, depth), other.seconds(rows, depth))
-            )
+def test_logits_after_more_rows_take_longer() -> None:
+    table = replace(PLAIN, logits_ms=3.0)
+    assert table.seconds(8, 64) == PLAIN.seconds(8, 64) == table.seconds(8, 64, outputs=0)
+    assert table.seconds(8, 64, outputs=8) == pytest.approx(PLAIN.seconds(8, 64) + 0.021)
 
 
 def test_a_table_can_be_written_and_read() -> None:
@@ -104,6 +98,9 @@ def test_a_table_can_be_written_and_read() -> None:
         {"milliseconds": [[1, 2, 3, 4, 5], [1, 2, 3, 4, float("nan")]]},
         {"milliseconds": [[1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]},
         {"milliseconds": None},
+        {"logits_ms": -1.0},
+        {"logits_ms": float("inf")},
+        {"logits_ms": None},
         {"milliseconds": ["abcde", "abcde"]},
     ],
     ids=str,

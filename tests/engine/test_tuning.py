@@ -181,6 +181,20 @@ def test_of_two_measurements_the_less_counts() -> None:
     assert few.join(elsewhere) == elsewhere
 
 
+def test_rows_between_blocks_of_four_are_reckoned_where_three_take_as_long_as_four() -> None:
+    rows, times = (1, 2, 3, 4, 8, 64), (50, 90, 130, 120, 200, 1480)
+    blocks = Measured(StepTable(rows, (64,), (times,), logits_ms=4))
+    joined = blocks.join(blocks).table
+    assert joined.logits_ms == pytest.approx(4)
+    taken = dict(zip(joined.rows, (round(time) for time in joined.milliseconds[0]), strict=True))
+    assert taken.items() >= dict(zip(rows, times, strict=True)).items()
+    assert [taken[count] for count in (5, 6, 7)] == [160, 200, 240]
+    assert [taken[count] for count in (9, 12, 13, 16)] == [240, 291, 331, 383]
+    assert max(joined.rows) == 64
+    evenly = Measured(StepTable(rows, (64,), ((50, 90, 105, 120, 200, 1480),)))
+    assert evenly.join(evenly).table.rows == rows
+
+
 def test_a_folder_that_cannot_be_written_costs_time_only(open_model, measurements, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):

@@ -142,7 +142,7 @@ class Rig:
         loaded = LoadedDraft("small", draft, self.draft_store) if draft and self.draft_store else None
         self.scheduler = Scheduler(self.engine, self.store, settings, draft=loaded)
         # Rows that cost nothing: whatever may be drafted is.
-        self.scheduler._speculation._seconds = lambda rows, depth: 1.0
+        self.scheduler._speculation._seconds = lambda rows, depth, outputs: 1.0
         if corpus is not None:
             self.scheduler._speculation._corpus = corpus
 

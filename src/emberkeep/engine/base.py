@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
@@ -255,10 +254,10 @@ class Engine(Protocol):
         Raises EngineError, with the sequence unchanged, unless the engine can (`can_shift`).
         """
 
-    @property
-    def step_table(self) -> StepTable | None:
-        """How long its steps take on this machine, in the quicker way where it has two; None where it was not
-        measured. May be read from any thread."""
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
+        """How long a step of so many rows takes on this machine, with `depth` tokens before each of them in its
+        sequence and logits after `outputs` of them; in the quicker way where there are two. None where it was not
+        measured. Any thread; never raises."""
 
     @property
     def footprint(self) -> Footprint | None:

@@ -33,7 +33,6 @@ from emberkeep.engine.base import (
     Rows,
     check_splice,
 )
-from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, Json
 
@@ -146,7 +145,6 @@ class FakeEngine:
         kv_unit: KvUnit = KvUnit.RANGE,
         wide_rows: int | None = 64,
         attention: FakeTiers | None = None,
-        step_table: StepTable | None = None,
         on_evaluate: Callable[[Sequence[Rows]], None] | None = None,
     ) -> None:
         self.vocab = FakeVocab()
@@ -167,7 +165,6 @@ class FakeEngine:
         self._name = f"fake engine, weights {weights}, by {kv_unit}"
         self.experts = None
         self.attention = attention
-        self.step_table = step_table
         self.footprint: Footprint | None = None
         self.on_evaluate = on_evaluate
         self.evaluated_tokens = 0
@@ -346,6 +343,9 @@ class FakeEngine:
         self.evaluated_tokens += len(insert)
         self._latest = []
         return Outcome.DONE
+
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
+        return None
 
     def peak_bytes(self) -> int | None:
         return None

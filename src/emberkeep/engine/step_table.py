@@ -32,12 +32,16 @@ class StepTable:
     depths: tuple[int, ...]
     """One or two, in ascending order like `rows`."""
     milliseconds: tuple[tuple[float, ...], ...]
-    """For each of `depths`, of steps of so many `rows`."""
+    """For each of `depths`, of steps of so many `rows`, with logits after one of them."""
+    logits_ms: float = 0.0
+    """What logits after one row more take."""
 
-    def seconds(self, rows: int, depth: int) -> float:
-        """Of a step of so many rows, filled up where that is quicker. Any thread, a microsecond."""
+    def seconds(self, rows: int, depth: int, outputs: int = 1) -> float:
+        """Of a step of so many rows, with logits after `outputs` of them, filled up where that is quicker. Any
+        thread, a microsecond."""
         times = self._times(depth)
-        return min([self._at(times, rows), *times[bisect_left(self.rows, rows) :]]) / 1e3
+        logits = self.logits_ms * max(outputs - 1, 0)
+        return (min([self._at(times, rows), *times[bisect_left(self.rows, rows) :]]) + logits) / 1e3
 
     def filled(self, rows: int, depth: int, most: int) -> int:
         """How many rows a step of `rows` should have, up to `most`: `rows` unless more are clearly quicker."""
@@ -49,19 +53,12 @@ class StepTable:
         time, count = min(counts, default=(inf, rows))
         return count if time < _GAIN * self._at(times, rows) else rows
 
-    def least(self, other: StepTable) -> StepTable:
-        """What steps take where each is taken as this table or the other one says, whichever is quicker."""
-        rows = tuple(sorted({*self.rows, *other.rows}))
-        return StepTable(rows, self.depths, tuple(self._least(other, rows, depth) for depth in self.depths))
-
-    def _least(self, other: StepTable, rows: Sequence[int], depth: int) -> tuple[float, ...]:
-        return tuple(1e3 * min(self.seconds(count, depth), other.seconds(count, depth)) for count in rows)
-
     def json(self) -> dict[str, Json]:
         return {
             "rows": list(self.rows),
             "depths": list(self.depths),
             "milliseconds": [[round(time, 3) for time in times] for times in self.milliseconds],
+            "logits_ms": round(self.logits_ms, 3),
         }
 
     @classmethod
@@ -73,13 +70,17 @@ class StepTable:
                 tuple(int(cast("float", each)) for each in fields[name]) for name in ("rows", "depths")
             )
             times = tuple(tuple(float(time) for time in line) for line in fields["milliseconds"])
+            logits_ms = float(cast("float", fields["logits_ms"]))
         except (TypeError, KeyError, OverflowError) as error:
             raise ValueError("This is no table of steps.") from error
-        if not (
-            _ascends(rows, 1) and _ascends(depths, 0) and len(depths) <= 2 and _are_times(times, rows, depths)
+        if (
+            not (
+                _ascends(rows, 1) and _ascends(depths, 0) and len(depths) <= 2 and _are_times(times, rows, depths)
+            )
+            or not 0 <= logits_ms < inf
         ):
             raise ValueError("This is no table of steps.")
-        return cls(rows, depths, times)
+        return cls(rows, depths, times, logits_ms)
 
     def _at(self, times: Sequence[float], rows: int) -> float:
         """On the straight line between the two nearest numbers of rows."""

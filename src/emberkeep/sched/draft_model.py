@@ -405,9 +405,8 @@ class _StepTimes(_Times):
     def seconds(self, rows: int, depth: int) -> float:
         if (measured := self.get(rows)) is not None:
             return measured
-        if (table := self._engine.step_table) is not None:
-            return table.seconds(rows, depth)
-        return self.longest()  # nothing is known: it is tried
+        known = self._engine.step_seconds(rows, depth, outputs=rows)
+        return known if known is not None else self.longest()  # nothing is known: it is tried
 
 
 class SliceTimes(_Times):

@@ -27,6 +27,8 @@ _LONGEST_REST = 3
 """Steps in a row in which nothing is looked for."""
 _SURE = 16
 """What so many tokens have matched is not looked for elsewhere."""
+_KNOWN_PLACE = 2
+"""A token that agrees where it was expected says as much as so many that agree anywhere."""
 _REPEATED = 8
 """After so many tokens that stood together before, a text seems to be written again."""
 
@@ -134,6 +136,11 @@ class SequenceDrafts:
                 yield _assumed(tokens, DraftSource.PATH, min(len(answer), MAX_MATCH))
                 return
             self._path = None
+        for text in (self._prediction, self._context):
+            if (draft := text.follow(limit)) is not None:
+                yield draft
+                if draft.matched >= _SURE and len(draft.tokens) == limit:
+                    return
         if self._steps_without:
             self._steps_without -= 1
         else:
@@ -141,9 +148,9 @@ class SequenceDrafts:
 
     def _found(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
         for text in (self._prediction, self._context):
-            for draft in text.find(latest, limit):
+            if (draft := text.find(latest, limit)) is not None:
                 yield draft
-                if draft.matched >= _SURE and len(draft.tokens) == limit:
+                if draft.matched >= _SURE:
                     return
         found = self._corpus.find(self._lineage, latest, limit)
         if found is not None:
@@ -173,19 +180,23 @@ class _KnownText:
         """From its beginning on."""
         self.rewriting.begin(self._start, _SURE)
 
-    def find(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
-        if not len(self.index):
-            return
-        if tokens := self.rewriting.draft(limit):
-            matched = self.rewriting.matched
-            chances = agreement(1, [1] * len(tokens), max(matched, 1))
-            yield Draft(np.array(tokens, np.int32), self.source, matched, chances, is_rewriting=True)
-        found = self.index.find(latest, limit)
+    def follow(self, limit: int) -> Draft | None:
+        """What comes next if it is being written again."""
+        tokens = self.rewriting.draft(limit)
+        if not tokens:
+            return None
+        matched = self.rewriting.matched
+        chances = agreement(1, [1] * len(tokens), max(_KNOWN_PLACE * matched, 1))
+        return Draft(np.array(tokens, np.int32), self.source, matched, chances, is_rewriting=True)
+
+    def find(self, latest: TokenArray, limit: int) -> Draft | None:
+        """What followed the latest tokens in it."""
+        found = self.index.find(latest, limit) if len(self.index) else None
         if found is None:
-            return
+            return None
         if found.matched >= (_SURE if self.rewriting.is_followed else _REPEATED):
             self.rewriting.begin(found.place, found.matched)
-        yield Draft(found.tokens, self.source, found.matched, found.agreement)
+        return Draft(found.tokens, self.source, found.matched, found.agreement)
 
 
 _CHANCES = {DraftSource.GRAMMAR: 0.97, DraftSource.PATH: 0.93}

@@ -816,9 +816,9 @@ def _speculation(
     )
 
 
-def _step_seconds(engine: Engine, rows: int, depth: int) -> float:
-    table = engine.step_table
-    return table.seconds(rows, depth) if table else 0.01 * (0.6 + 0.4 * rows)
+def _step_seconds(engine: Engine, rows: int, depth: int, outputs: int) -> float:
+    seconds = engine.step_seconds(rows, depth, outputs)
+    return seconds if seconds is not None else 0.01 * (0.6 + 0.4 * rows)
 
 
 def _explained(error: Exception) -> EmberkeepError:

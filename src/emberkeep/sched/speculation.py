@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("emberkeep.sched")
 
-Seconds = Callable[[int, int], float]
-"""What a step takes, by its rows and by how many tokens attention looks at."""
+Seconds = Callable[[int, int, int], float]
+"""What a step takes: by its rows, by how many tokens there are before each of them in its sequence, and by how
+many of them have logits after them."""
 
 WORTH = 1.03
 """By so much more tokens per second at least: what was measured is not exact, and drafting takes time, too."""
@@ -65,8 +66,9 @@ class Step:
 
     def cost(self, drafted: int) -> float:
         """Seconds that it takes for what it decodes and drafts, besides what it takes for its other rows."""
-        alone = self.seconds(self.beside, self.depth) if self.beside else 0.0
-        return max(self.seconds(self.decoding + self.beside + drafted, self.depth) - alone, 1e-9)
+        alone = self.seconds(self.beside, self.depth, 1) if self.beside else 0.0
+        sampled = self.decoding + drafted
+        return max(self.seconds(sampled + self.beside, self.depth, sampled) - alone, 1e-9)
 
 
 class Speculation:
@@ -90,7 +92,6 @@ class Speculation:
         self._seconds = seconds
         self._most = most
         self._rows = able.outputs - able.max_sequences
-        self._sees_all = able.sees_all
         self._model = model
         self._reason = reason
         self._rates: defaultdict[_Kind, _Rate] = defaultdict(_Rate)
@@ -117,7 +118,7 @@ class Speculation:
         if self._reason or not decoding or room < 1:
             return {}
         drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
-        depth = sum(s.computed for s in decoding) // (1 if self._sees_all else len(decoding))
+        depth = sum(s.computed for s in decoding) // len(decoding)
         step = Step(self._seconds, len(decoding), beside, room, depth)
         if self._model is not None:
             with _logged("the draft model was not asked"):

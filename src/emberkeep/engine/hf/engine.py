@@ -106,7 +106,7 @@ class HfEngine:
             for tier in self.attention.available
         }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings.batch)
-        self.step_table = measure_steps(self, recorded=self._graphs.rows if self._graphs else 0)
+        self._step_table = measure_steps(self, recorded=self._graphs.rows if self._graphs else 0)
 
     # ── evaluating ──
 
@@ -326,6 +326,9 @@ class HfEngine:
     def fingerprint(self) -> bytes:
         """Follows the tier in use."""
         return self._fingerprints[self.attention.tier]
+
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
+        return self._step_table.seconds(rows, depth, outputs) if self._step_table else None
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self._network.device)

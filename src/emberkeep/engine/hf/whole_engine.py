@@ -51,7 +51,6 @@ class HfWholeEngine:
     experts = None
     attention = None
     footprint: Footprint | None = None
-    step_table = None
 
     @torch.no_grad()
     def __init__(self, model: HfModel, settings: HfSettings, weights_digest: str) -> None:
@@ -147,6 +146,9 @@ class HfWholeEngine:
 
     def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
         raise EngineError("Nothing can be cut out of this model's state.")
+
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
+        return None
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self._device)

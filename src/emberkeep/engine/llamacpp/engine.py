@@ -59,7 +59,6 @@ from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama, take_errors
 from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
 from emberkeep.engine.packing import is_packed
-from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import Json
 
@@ -176,9 +175,8 @@ class LlamaEngine:
             return None
         return WIDE_ROWS if self._settings.flash else self._tuning.wide_rows
 
-    @property
-    def step_table(self) -> StepTable | None:
-        return self._switch.best_table
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
+        return self._switch.seconds(rows, depth, self._cells.used, outputs)
 
     @property
     def _layouts(self) -> Layouts:

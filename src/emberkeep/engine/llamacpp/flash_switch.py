@@ -31,7 +31,6 @@ class FlashSwitch:
         self._tables = tables
         self._lost = 0.0
         self._losses: dict[tuple[int, int, int], float] = {}
-        self._best = tables[True].least(tables[False]) if len(tables) > 1 else None
 
     @property
     def table(self) -> StepTable | None:
@@ -39,14 +38,15 @@ class FlashSwitch:
         return self._tables.get(self.flash)
 
     @property
-    def best_table(self) -> StepTable | None:
-        """What steps take if the kind of attention follows them. Who plans steps goes by it: plans that know of
-        one kind only would never give a reason to change."""
-        return self._best or self.table
-
-    @property
     def has_choice(self) -> bool:
         return len(self._tables) > 1
+
+    def seconds(self, rows: int, depth: int, cells: int, outputs: int) -> float | None:
+        """What a step takes if the kind of attention follows it. Who plans steps goes by it: plans that know of
+        one kind only would never give a reason to change."""
+        depths = {flash: _attended(flash, depth, cells) for flash in self._tables}
+        times = (table.seconds(rows, depths[flash], outputs) for flash, table in self._tables.items())
+        return min(times, default=None)
 
     def is_due(self, batch: Sequence[Rows], cells: int, seconds: float) -> bool:
         """Whether to change before this step, with so many `cells` in use and if changing takes that long."""
@@ -67,8 +67,8 @@ class FlashSwitch:
 
     def _loss(self, rows: int, own: int, cells: int) -> float:
         """Seconds of a step of so many rows, at that depth on average, which it would not take the other way."""
-        depths = {True: own + int(_SKIPPED * max(cells - own, 0)), False: cells}
-        now, then = (self._tables[flash].seconds(rows, depths[flash]) for flash in (self.flash, not self.flash))
+        ways = (self.flash, not self.flash)
+        now, then = (self._tables[flash].seconds(rows, _attended(flash, own, cells)) for flash in ways)
         return now - then
 
     def change(self) -> None:
@@ -83,4 +83,8 @@ class FlashSwitch:
     def settle(self) -> None:
         """It cannot be changed any more, or only back."""
         self._tables = {flash: table for flash, table in self._tables.items() if flash == self.flash}
-        self._best = None
+
+
+def _attended(flash: bool, depth: int, cells: int) -> int:
+    """How many tokens a row looks at, of `depth` before it in its sequence and `cells` in use."""
+    return depth + int(_SKIPPED * max(cells - depth, 0)) if flash else cells

@@ -29,13 +29,16 @@ from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
 
-_FORMAT = 2
+_FORMAT = 3
 DEEP = 2048
 """The deeper of the two depths at which steps are measured."""
-_GRID = (1, 2, 4, 8, 1, 64, 2, 4, 8, 1, 16, 32, 128, 3, 6, 7, 12, 24, 48, 63, 96, 256, 512)
+_GRID = (1, 2, 4, 8, 3, 1, 64, 2, 4, 8, 1, 7, 5, 12, 16, 32, 128, 9, 24, 48, 63, 96, 256, 512)
 """Numbers of rows in the order in which they are measured: time may end before the last. What is asked for most is
 measured more than once even then: the least counts."""
-_GRID_S = 1.0
+_BLOCK, _BLOCKS = 4, 16
+"""Rows that a kernel may take together, and up to which number that is reckoned with."""
+_ALMOST = 0.95
+_GRID_S = 1.2
 """How long one depth may take, about."""
 _BUSY = 2
 """How many times as long it may take on a machine that has other things to do."""
@@ -91,7 +94,8 @@ class Measured:
             depth: old[depth] | {rows: min(time, old[depth].get(rows, time)) for rows, time in line.items()}
             for depth, line in _lines(new.table)
         }
-        return Measured(_table(lines), new.wide_rows or self.wide_rows, new.is_whole)
+        logits = min(self.table.logits_ms, new.table.logits_ms) / 1e3
+        return Measured(_table(lines, logits), new.wide_rows or self.wide_rows, new.is_whole)
 
 
 def _lines(table: StepTable) -> Iterator[tuple[int, _Times]]:
@@ -109,6 +113,7 @@ def measure(model: LlamaModel, ways: Sequence[LlamaSettings]) -> list[Measured]:
         lines = [{bench.depth: times} for bench, times in zip(benches, shallow, strict=True)]
         found = zip(ways, benches, shallow, strict=True)
         wide = [None if way.flash else _wide_rows(bench, times) for way, bench, times in found]
+        logits = [bench.time_logits() for bench in benches]
         for bench in benches:
             bench.fill(DEEP)
         if min(bench.depth for bench in benches) > 2 * _SHALLOW:
@@ -117,7 +122,8 @@ def measure(model: LlamaModel, ways: Sequence[LlamaSettings]) -> list[Measured]:
             for line, bench, times in zip(lines, benches, deep, strict=True):
                 line[bench.depth] = times
         confirmed = [rows if bench.confirms(rows) else None for bench, rows in zip(benches, wide, strict=True)]
-    return [Measured(_table(line), rows, is_whole) for line, rows in zip(lines, confirmed, strict=True)]
+    measured = zip(lines, logits, confirmed, strict=True)
+    return [Measured(_table(line, each), rows, is_whole) for line, each, rows in measured]
 
 
 def _time_grids(benches: Sequence[_Bench]) -> tuple[list[_Times], bool]:
@@ -128,7 +134,7 @@ def _time_grids(benches: Sequence[_Bench]) -> tuple[list[_Times], bool]:
     deadline = begin + _BUSY * _GRID_S * len(benches)
     for number, rows in product(range(_PASSES), _GRID):
         if perf_counter() > deadline:
-            return times, False
+            break
         for index, (bench, known) in enumerate(zip(benches, times, strict=True)):
             if _is_affordable(rows, known, (_FIRST_PASS if number == 0 else 1.0) * _GRID_S - used[index]):
                 seconds = bench.time(rows)
@@ -147,10 +153,27 @@ def _is_affordable(rows: int, known: _Times, left: float) -> bool:
     return is_key or below is None or known[below] * rows / below < 2 * left
 
 
-def _table(times: dict[int, _Times]) -> StepTable:
-    rows = sorted(set.intersection(*(set(line) for line in times.values())))
-    lines = [_without_outliers([(count, line[count]) for count in rows]) for line in times.values()]
-    return StepTable(tuple(rows), tuple(times), tuple(tuple(1e3 * seconds for seconds in line) for line in lines))
+def _table(times: dict[int, _Times], logits: float = 0.0) -> StepTable:
+    filled = [_with_rows_between(line) for line in times.values()]
+    rows = sorted(set.intersection(*(set(line) for line in filled)))
+    lines = [_without_outliers([(count, line[count]) for count in rows]) for line in filled]
+    milliseconds = tuple(tuple(1e3 * seconds for seconds in line) for line in lines)
+    return StepTable(tuple(rows), tuple(times), milliseconds, 1e3 * logits)
+
+
+def _with_rows_between(line: _Times) -> _Times:
+    """With few rows that were not measured. Where 3 take as long as 4, whole blocks are taken together and what is
+    left over row by row: 7 take longer than 8."""
+    if not {1, 2, _BLOCK - 1, _BLOCK, _FEW} <= line.keys() or line[_BLOCK - 1] < _ALMOST * line[_BLOCK]:
+        return line
+    blocks = sorted(rows for rows in line if rows % _BLOCK == 0)
+    of_blocks = [line[rows] for rows in blocks]
+    between = {}
+    for rows in range(_BLOCK, _BLOCKS + 1):
+        left_over = rows % _BLOCK
+        whole = float(np.interp(rows - left_over, blocks, of_blocks))
+        between[rows] = whole + left_over * (line[2] - line[1])
+    return between | line
 
 
 def _without_outliers(line: Sequence[tuple[int, float]]) -> list[float]:
@@ -209,7 +232,12 @@ class _Bench:
         self.depth = 0
         self.fill(_SHALLOW)
 
-    def time(self, rows: int) -> float:
+    def time_logits(self) -> float:
+        """The seconds that logits after one row more take."""
+        one, all_of_them = (min(self.time(_FEW, outputs) for _ in range(2)) for outputs in (1, _FEW))
+        return max(all_of_them - one, 0.0) / (_FEW - 1)
+
+    def time(self, rows: int, outputs: int = 1) -> float:
         """The seconds of a step, as if nothing else ran here.
 
         Threads that compute on a CPU wait for each other by spinning, so each is busy from the first to the last
@@ -217,7 +245,7 @@ class _Bench:
         """
         with self._branch():
             begin, busy = perf_counter(), process_time()
-            self._evaluate(_STEP, self.depth, rows, outputs=1)
+            self._evaluate(_STEP, self.depth, rows, outputs)
             seconds, busy = perf_counter() - begin, process_time() - busy
             return min(seconds, busy / self._threads) if self._threads else seconds
 
