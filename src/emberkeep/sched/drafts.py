@@ -101,6 +101,7 @@ class SequenceDrafts:
         """How many sampled tokens are in it."""
         self._in_vain = self._steps_without = 0
         """How often in a row what was found was of no use, and how many steps nothing is looked for."""
+        self._has_looked = False
         self._prediction = _KnownText(DraftSource.PREDICTION, np.array(sequence.prompt.prediction, np.int32))
         self._prediction.expect()
         path = corpus.path(self._lineage, sequence.prompt.tokens, PATH_TOKENS)
@@ -116,8 +117,11 @@ class SequenceDrafts:
     def was_used(self, is_used: bool) -> None:
         """Whether the latest drafts were worth a step. While they are not, there are steps in which nothing is
         looked for: looking takes time, too."""
-        self._in_vain = 0 if is_used else min(self._in_vain + 1, 2 * _LONGEST_REST)
-        self._steps_without = self._in_vain // 2
+        if is_used:
+            self._in_vain = self._steps_without = 0
+        elif self._has_looked:
+            self._in_vain = min(self._in_vain + 1, 2 * _LONGEST_REST)
+            self._steps_without = self._in_vain // 2
 
     def _count_said(self, tokens: TokenArray) -> int:
         """How many come before the end of the answer, and are tokens of this model: files may hold anything."""
@@ -141,6 +145,7 @@ class SequenceDrafts:
                 yield draft
                 if draft.matched >= _SURE and len(draft.tokens) == limit:
                     return
+        self._has_looked = not self._steps_without
         if self._steps_without:
             self._steps_without -= 1
         else:
@@ -182,11 +187,11 @@ class _KnownText:
 
     def follow(self, limit: int) -> Draft | None:
         """What comes next if it is being written again."""
-        tokens = self.rewriting.draft(limit)
+        matched = self.rewriting.matched
+        tokens = self.rewriting.draft(limit) if matched else []
         if not tokens:
             return None
-        matched = self.rewriting.matched
-        chances = agreement(1, [1] * len(tokens), max(_KNOWN_PLACE * matched, 1))
+        chances = agreement(1, [1] * len(tokens), _KNOWN_PLACE * matched)
         return Draft(np.array(tokens, np.int32), self.source, matched, chances, is_rewriting=True)
 
     def find(self, latest: TokenArray, limit: int) -> Draft | None:
