@@ -108,6 +108,17 @@ def test_a_text_that_is_written_again_with_another_name_is_drafted_with_it(sourc
     assert spoken.ending.drafted_tokens < 1.15 * spoken.ending.accepted_tokens
 
 
+def test_a_text_that_the_answer_has_left_keeps_nothing_else_from_being_looked_for():
+    prompt = [*SOURCE, *b"Again: ", *SOURCE[:12]]
+    new = [33 + i % 62 for i in range(60)]
+    answer = [*SOURCE[12:40], *new]
+    corpus = ToldCorpus()
+    with Rig(engine=WritingEngine(prompt, answer), corpus=corpus) as rig:
+        spoken = rig.run(prompt, max_new=len(answer) + 1)
+    assert spoken.answer == answer
+    assert corpus.asked > 0.8 * len(new)
+
+
 def test_with_a_seed_nothing_is_drafted_unless_it_is_asked_for():
     """Real engines round differently in steps with drafts, and a seed is to give the same text again."""
     assert Request().may_speculate
