@@ -131,6 +131,7 @@ class SequenceDrafts:
 
     def _sources(self, limit: int) -> Iterator[Draft]:
         sequence = self._sequence
+        self._has_looked = False
         if forced := sequence.sampler.forced_tokens(limit):
             yield _assumed(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced))
             return
@@ -145,10 +146,10 @@ class SequenceDrafts:
                 yield draft
                 if draft.matched >= _SURE and len(draft.tokens) == limit:
                     return
-        self._has_looked = not self._steps_without
         if self._steps_without:
             self._steps_without -= 1
         else:
+            self._has_looked = True
             yield from self._found(sequence.tokens[-MAX_MATCH:], limit)
 
     def _found(self, latest: TokenArray, limit: int) -> Iterator[Draft]:

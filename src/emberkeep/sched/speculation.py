@@ -31,6 +31,8 @@ many of them have logits after them."""
 
 WORTH = 1.03
 """By so much more tokens per second at least: what was measured is not exact, and drafting takes time, too."""
+_WORTH_BESIDE = 0.02
+"""And by so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
 CERTAIN = 0.995
 _REMEMBERED = 256.0
 """Expected tokens of one kind of drafts that count: what is older counts half as much."""
@@ -200,7 +202,7 @@ def share(drafts: Mapping[Running, Chosen], step: Step) -> tuple[dict[Running, i
     )
     expected = float(step.decoding)
     plain = expected / step.cost(0)
-    best, best_rate = 0, WORTH * plain
+    best, best_rate = 0, (WORTH + _WORTH_BESIDE * (step.decoding - 1)) * plain
     for count, (chance, _) in enumerate(likely[: step.room], 1):
         expected += chance
         rate = expected / step.cost(count)
