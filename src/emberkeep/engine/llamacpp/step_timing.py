@@ -137,7 +137,12 @@ def _time_grids(benches: Sequence[_Bench]) -> tuple[list[_Times], bool]:
             break
         for index, (bench, known) in enumerate(zip(benches, times, strict=True)):
             if _is_affordable(rows, known, (_FIRST_PASS if number == 0 else 1.0) * _GRID_S - used[index]):
-                seconds = bench.time(rows)
+                try:
+                    seconds = bench.time(rows)
+                except EngineError:
+                    if rows == 1:
+                        raise
+                    continue  # a sliding window has no room for so many beside what two sequences share
                 known[rows] = min(seconds, known.get(rows, seconds))
                 used[index] += seconds
     return times, perf_counter() - begin < _QUIET * sum(used)
