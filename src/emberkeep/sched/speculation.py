@@ -203,11 +203,14 @@ def share(drafts: Mapping[Running, Chosen], step: Step) -> tuple[dict[Running, i
     expected = float(step.decoding)
     plain = expected / step.cost(0)
     best, best_rate = 0, (WORTH + _WORTH_BESIDE * (step.decoding - 1)) * plain
-    for count, (chance, _) in enumerate(likely[: step.room], 1):
+    most = min(len(likely), step.room)
+    for count, (chance, _) in enumerate(likely[:most], 1):
         expected += chance
-        rate = expected / step.cost(count)
-        if rate > best_rate:
-            best, best_rate = count, rate
+        cost = step.cost(count)
+        if expected > best_rate * cost:
+            best, best_rate = count, expected / cost
+        elif expected + chance * (most - count) <= best_rate * cost:
+            break  # not even if the rest took no time
     counts: dict[Running, int] = defaultdict(int)
     for _, sequence in likely[:best]:
         counts[sequence] += 1

@@ -31,6 +31,7 @@ class FlashSwitch:
         self._tables = tables
         self._lost = 0.0
         self._losses: dict[tuple[int, int, int], float] = {}
+        self._seconds: dict[tuple[int, int, int, int], float] = {}
 
     @property
     def table(self) -> StepTable | None:
@@ -44,9 +45,15 @@ class FlashSwitch:
     def seconds(self, rows: int, depth: int, cells: int, outputs: int) -> float | None:
         """What a step takes if the kind of attention follows it. Who plans steps goes by it: plans that know of
         one kind only would never give a reason to change."""
-        depths = {flash: _attended(flash, depth, cells) for flash in self._tables}
-        times = (table.seconds(rows, depths[flash], outputs) for flash, table in self._tables.items())
-        return min(times, default=None)
+        about = rows, outputs, depth // _NEAR, cells // _NEAR
+        known = self._seconds.get(about)
+        if known is None and self._tables:
+            if len(self._seconds) >= _LOOKED_UP:
+                self._seconds.clear()
+            depths = {flash: _attended(flash, _NEAR * about[2], _NEAR * about[3]) for flash in self._tables}
+            known = min(table.seconds(rows, depths[flash], outputs) for flash, table in self._tables.items())
+            self._seconds[about] = known
+        return known
 
     def is_due(self, batch: Sequence[Rows], cells: int, seconds: float) -> bool:
         """Whether to change before this step, with so many `cells` in use and if changing takes that long."""
@@ -83,6 +90,7 @@ class FlashSwitch:
     def settle(self) -> None:
         """It cannot be changed any more, or only back."""
         self._tables = {flash: table for flash, table in self._tables.items() if flash == self.flash}
+        self._seconds.clear()
 
 
 def _attended(flash: bool, depth: int, cells: int) -> int:
