@@ -115,6 +115,18 @@ def test_all_tokens_are_kept_when_nothing_stopped_the_text() -> None:
     assert stream.text_kept_tokens == 4
 
 
+def test_the_stop_string_that_came_is_known() -> None:
+    stream = TextStream(VOCAB, OutputOptions(stop=("never", "worlds", "STOP")))
+    read(stream, [*VOCAB.tokenize("Hello worldSTOP"), ord("!")])
+    assert stream.stop == "STOP"
+
+
+def test_no_stop_string_is_known_where_the_text_ended_by_itself() -> None:
+    stream = TextStream(VOCAB, OutputOptions(stop=("STOP",)))
+    read(stream, [*VOCAB.tokenize("Hello ST"), VOCAB.eos])
+    assert stream.stop is None
+
+
 def test_a_stop_string_that_never_completes_is_text() -> None:
     assert answered("Hello STO", stop=("STOP",)).text == "Hello STO"
 

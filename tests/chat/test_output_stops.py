@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from emberkeep.chat.output import StopScanner
 
 
-def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+def run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
     scanner = StopScanner(stops)
     out = ""
     for piece in pieces:
-        passed, stopped = scanner.feed(piece)
+        passed, stop = scanner.feed(piece)
         out += passed
-        if stopped:
-            return out, True
-    return out + scanner.flush(), False
+        if stop:
+            return out, stop
+    return out + scanner.flush(), None
 
 
 @given(
@@ -26,22 +26,23 @@ def test_text_ends_before_the_first_stop_string_however_it_is_cut(stops: list[st
     text = "".join(pieces)
     complete = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
     first_end = min((end for end, _ in complete), default=None)
-    out, stopped = run(stops, pieces)
-    assert stopped == bool(complete)
+    out, stop = run(stops, pieces)
+    assert (stop is not None) == bool(complete)
     assert out in ([text[:start] for end, start in complete if end == first_end] or [text])
+    assert text.startswith(out + (stop or ""))
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     scanner = StopScanner(["STOP"])
-    assert scanner.feed("One ST") == ("One ", False)
-    assert scanner.feed("ST") == ("ST", False)
-    assert scanner.feed("OP and more") == ("", True)
+    assert scanner.feed("One ST") == ("One ", None)
+    assert scanner.feed("ST") == ("ST", None)
+    assert scanner.feed("OP and more") == ("", "STOP")
 
 
 def test_held_text_comes_out_at_the_end() -> None:
-    assert run(["STOP"], ["ST", "O"]) == ("STO", False)
+    assert run(["STOP"], ["ST", "O"]) == ("STO", None)
 
 
 @pytest.mark.parametrize("stops", [[], [""]])
 def test_without_stop_strings_everything_passes(stops: list[str]) -> None:
-    assert run(stops, ["a", "b"]) == ("ab", False)
+    assert run(stops, ["a", "b"]) == ("ab", None)

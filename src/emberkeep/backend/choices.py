@@ -91,7 +91,7 @@ class Choice:
         self._over()
         for event in events:
             self._channel.put(event)
-        self._channel.put(Finished(self._index, self._finish_reason(ending)))
+        self._channel.put(Finished(self._index, self._finish_reason(ending), self._stream.stop))
         self._channel.put(Ended(self._index, ending, self._stream.reasoning_tokens))
 
     def failed(self, error: EmberkeepError) -> None:

@@ -73,7 +73,8 @@ class TextStream:
         self._call_was_cut = False
         self._decoded = 0
         self._passed = 0
-        self._stopped = False
+        self.stop: str | None = None
+        """The stop string that has come."""
         self._ends: list[int] = []
         self._waiting: deque[_Sampled] = deque()
         self.reasoning_tokens = 0
@@ -100,7 +101,7 @@ class TextStream:
     @property
     def text_kept_tokens(self) -> int:
         """How many of the tokens pushed lie wholly before the stop string; all, when none has come."""
-        return bisect_right(self._ends, self._passed) if self._stopped else len(self._ends)
+        return bisect_right(self._ends, self._passed) if self.stop else len(self._ends)
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> tuple[list[Event], bool]:
         """Events that became certain, and whether generation should stop here (then call `finish`)."""
@@ -114,23 +115,23 @@ class TextStream:
         end = self._decoded + bool(self._decoder.getstate()[0])
         self._ends.append(end)
         self._waiting.append(_Sampled(token_id, logprob, start, end))
-        return (self._pass_on(text), self._stopped or self._has_its_call) if text else ([], False)
+        return (self._pass_on(text), self.stop is not None or self._has_its_call) if text else ([], False)
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """What was held back. `cut`: the answer had to end here (max_tokens, the context)."""
         if self._has_its_call:
             return []
         events: list[Event] = []
-        if not self._stopped:
+        if self.stop is None:
             events += self._pass_on(self._decoder.decode(b"", final=True))
-            if not self._stopped:
+            if self.stop is None:
                 events += self._pass_to_sections(self._stops.flush())
         if self._sections:
             events += self._events(self._sections.finish(cut=cut))
         return events + self._left_over()
 
     def _pass_on(self, text: str) -> list[Event]:
-        passed, self._stopped = self._stops.feed(text)
+        passed, self.stop = self._stops.feed(text)
         return self._pass_to_sections(passed)
 
     def _pass_to_sections(self, text: str) -> list[Event]:
@@ -205,7 +206,7 @@ class TextStream:
 
     def _left_over(self) -> list[Event]:
         """Logprobs of tokens that have no text of their own, such as an empty piece at the end."""
-        if self._stopped or self._calls or all(sampled.logprob is None for sampled in self._waiting):
+        if self.stop is not None or self._calls or all(sampled.logprob is None for sampled in self._waiting):
             return []
         return [self._text_delta("", self._decoded + 1)]
 
@@ -261,20 +262,20 @@ class StopScanner:
         self._firsts = frozenset(automaton.word[0] for automaton in self._automata)
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that may be passed on, and whether a stop string was completed right after it."""
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that may be passed on, and the stop string that was completed right after it."""
         if not self._held and self._firsts.isdisjoint(text):
-            return text, False
+            return text, None
         pending = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             for automaton in self._automata:
                 if automaton.step(char):
                     self._held = ""
-                    return pending[: end - len(automaton.word)], True
+                    return pending[: end - len(automaton.word)], automaton.word
         keep = max(automaton.matched for automaton in self._automata)
         passed = pending[: len(pending) - keep]
         self._held = pending[len(passed) :]
-        return passed, False
+        return passed, None
 
     def flush(self) -> str:
         """What is still held back: the text has ended, so it is no stop string."""

@@ -307,6 +307,8 @@ class Finished:
 
     index: int
     reason: FinishReason
+    stop: str | None = None
+    """The stop string that ended it; None where none did, or a service does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

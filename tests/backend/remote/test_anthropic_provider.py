@@ -114,6 +114,12 @@ def test_an_answer_that_was_cut_says_so() -> None:
     assert events[-2] == Finished(0, FinishReason.LENGTH)
 
 
+def test_the_stop_sequence_that_ended_an_answer_is_passed_on() -> None:
+    stopped = [*begun(), *text_block(0, "x"), *ended(stop="stop_sequence", stop_sequence="END")]
+    events = ask(AnthropicServer(Stream(stopped)), HELLO)
+    assert Finished(0, FinishReason.STOP, "END") in events
+
+
 def test_tool_calls_come_in_pieces_and_without_arguments_as_an_empty_object() -> None:
     blocks = [
         text_block(0, "Let me see."),

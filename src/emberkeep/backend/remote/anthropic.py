@@ -147,6 +147,7 @@ class _AnswerReader:
         self._calls: list[str] = []
         self._has_arguments = False
         self._reason = FinishReason.STOP
+        self._stop: str | None = None
         self._counts: dict[str, int] = {}
 
     def read(self, item: Any) -> Iterator[Event]:
@@ -201,12 +202,13 @@ class _AnswerReader:
             details = getattr(delta, "stop_details", None)
             raise self._service.declined((details and details.explanation) or "")
         self._reason = _REASONS.get(delta.stop_reason, FinishReason.STOP)
+        self._stop = delta.stop_sequence
 
     def _complete(self) -> Iterator[Event]:
         self.is_whole = True
         if self._calls and self._thought:
             self._kept.keep(self._calls[0], self._thought)
-        yield Finished(0, self._reason)
+        yield Finished(0, self._reason, self._stop)
         yield Completed(self._usage(), Timings(), LookupRecord())
 
     def _count(self, usage: Any) -> None:
