@@ -74,6 +74,7 @@ async def test_a_request_has_one_permit_however_many_choices_it_wants(tmp_path: 
 async def test_a_client_that_does_not_read_its_answer_keeps_no_other_out(tmp_path: Path) -> None:
     async with served(tmp_path, FakeEngine(), parallel=1, queue=0) as backend:
         unread = backend.generate(request("unread"))
+        await anext(unread)  # it is accepted
         await anext(unread)
         while backend.scheduler.stats()["active"]:
             await asyncio.sleep(0.001)

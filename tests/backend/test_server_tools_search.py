@@ -258,7 +258,7 @@ def test_a_client_that_leaves_stops_the_round_at_once(harbour, engine):
     client = Client(harbour, max_tokens=LONG)
     engine.will_say(ASK_ZEPHYR, "x" * 100)
     client.messages.append(Message("user", "What is my boat called?"))
-    harbour.leave_in_the_middle(client.request(), 3)
+    harbour.leave_in_the_middle(client.request(), 5)
     assert harbour.backend.scheduler.counters.cancelled == 1
     assert harbour.backend.scheduler.stats()["active"] == 0
 

@@ -109,7 +109,7 @@ def test_a_refused_request_is_an_error_with_the_servers_words() -> None:
 
 def test_a_stream_that_fails_in_the_middle_is_an_error() -> None:
     writer = frames()
-    raw = HEAD + chunked(writer.frame(TextDelta(0, "a")), failure_of(EngineError("It broke.")).frame())
+    raw = HEAD + chunked(writer.frame(TextDelta(0, "a")), writer.failure(failure_of(EngineError("It broke.")), ""))
     with pytest.raises(EmberkeepError, match=r"It broke\."):
         parse_stream(Exchange(0, 0, 0, raw))
 

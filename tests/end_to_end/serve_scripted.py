@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
@@ -24,7 +25,7 @@ def main() -> None:
         backend = fake_backend(config, engine, template=TEMPLATE, name="scripted")
         engine.will_say(*texts)
         print(banner(config, backend, listener), file=sys.stderr, flush=True)
-        run_until_stopped(Server(create_app(backend, config), config), backend, listener)
+        run_until_stopped(Server(create_app(Models(backend), config), config), backend, listener)
 
 
 if __name__ == "__main__":

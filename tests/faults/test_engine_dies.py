@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from helpers.fake_backend import fake_backend
@@ -27,7 +28,7 @@ def test_health_is_503_and_says_why_to_those_who_may_know(tmp_path: Path, api_ke
     async def ask() -> tuple[httpx.Response, httpx.Response, httpx.Response]:
         config = Config(data_dir=tmp_path, api_key=api_key)
         backend = fake_backend(config)
-        transport = httpx.ASGITransport(create_app(backend, config))
+        transport = httpx.ASGITransport(create_app(Models(backend), config))
         known = {"Authorization": f"Bearer {api_key}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=known) as http:
             before = await http.get("/health")

@@ -57,6 +57,7 @@ def main(model: str, folder: str) -> dict[str, list[str]]:
     calls = CallLog()
     threading.setprofile(calls.note)
     sys.setprofile(calls.note)
+    from emberkeep.backend.models import Models
     from emberkeep.config import Config
     from emberkeep.runtime import open_backend
     from emberkeep.server.app import create_app
@@ -66,7 +67,7 @@ def main(model: str, folder: str) -> dict[str, list[str]]:
     backend = cast("LocalBackend", open_backend(config))
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
-    server = Server(create_app(backend, config), config, on_ready=ready.set)
+    server = Server(create_app(Models(backend), config), config, on_ready=ready.set)
     turns: list[tuple[set[str], set[str]]] = []
 
     def talk() -> None:

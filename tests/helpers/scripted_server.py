@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import ModelCard
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.app import create_app
@@ -131,7 +132,7 @@ class Running:
         self._listener = bind("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = Server(create_app(backend, config, limits), config)
+        self._server = Server(create_app(Models(backend), config, limits), config)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
@@ -45,7 +46,7 @@ def main() -> None:
     with bind(config.host, config.port) as listener:
         backend = fake_backend(config, engine)
         print(banner(config, backend, listener), file=sys.stderr, flush=True)
-        run_until_stopped(Server(create_app(backend, config), config), backend, listener)
+        run_until_stopped(Server(create_app(Models(backend), config), config), backend, listener)
 
 
 def _options() -> argparse.Namespace:

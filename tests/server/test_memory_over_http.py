@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import MemoryFailed
 from emberkeep.library.user_memory import open_memory
@@ -324,7 +325,7 @@ def test_a_client_that_got_everything_has_not_left(memory: Memory, caplog: pytes
 def app_over(memory: Memory) -> FastAPI:
     backend = ScriptedBackend()
     backend.memory = memory
-    return create_app(backend, Config())
+    return create_app(Models(backend), Config())
 
 
 def asked(app: ASGIApp, method: str, path: str, **options: Any) -> httpx.Response:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import ContextExceeded, DeadlineExceeded
 from emberkeep.server.app import create_app
@@ -34,7 +35,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def call(method: str, path: str, script: list[Any] | None = None, **options: Any) -> httpx.Response:
     async def send() -> httpx.Response:
-        app = AccessLog(create_app(ScriptedBackend(script or ()), Config(api_key=options.pop("key", None))))
+        app = AccessLog(
+            create_app(Models(ScriptedBackend(script or ())), Config(api_key=options.pop("key", None)))
+        )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
@@ -107,7 +110,7 @@ def test_a_client_that_leaves_is_named_as_the_reason(lines: Callable[[], list[st
         "scheme": "http",
         "http_version": "1.1",
     }
-    asyncio.run(AccessLog(create_app(backend, Config()))(scope, receive, send))
+    asyncio.run(AccessLog(create_app(Models(backend), Config()))(scope, receive, send))
     assert lines() == [f"POST {CHAT} 499: the client left"]
 
 
@@ -128,5 +131,5 @@ def test_health_checks_are_told_at_debug_only(
 
 def test_the_warmup_leaves_no_line(lines: Callable[[], list[str]]) -> None:
     config = Config()
-    asyncio.run(warmup(create_app(ScriptedBackend(), config), config))
+    asyncio.run(warmup(create_app(Models(ScriptedBackend()), config), config))
     assert lines() == []

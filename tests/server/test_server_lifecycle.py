@@ -105,6 +105,7 @@ SCRIPT = """
 import sys
 from helpers.scripted_server import HANG, ScriptedBackend, says
 from emberkeep.config import Config
+from emberkeep.backend.models import Models
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import run_until_stopped
@@ -115,7 +116,7 @@ config = Config(drain_s=60, log_level="info")
 backend = ScriptedBackend([TextDelta(0, "Hel"), HANG] if sys.argv[1] == "hang" else says("Hello"))
 with bind("127.0.0.1", 0) as listener:
     print("port", listener.getsockname()[1], flush=True)
-    run_until_stopped(Server(create_app(backend, config), config), backend, listener)
+    run_until_stopped(Server(create_app(Models(backend), config), config), backend, listener)
 print("closed", backend.closed.is_set(), flush=True)
 """
 

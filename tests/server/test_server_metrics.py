@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from emberkeep import __version__
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
 from emberkeep.server.app import create_app
@@ -64,7 +65,7 @@ class Site:
 
     def __init__(self, *script: Step, config: Config | None = None) -> None:
         self.backend = ScriptedBackend(script)
-        app = create_app(self.backend, config or Config())
+        app = create_app(Models(self.backend), config or Config())
         self._app = AccessLog(app, app.state.metrics.observe)
 
     def client(self) -> httpx.AsyncClient:

@@ -12,6 +12,7 @@ import pytest
 from fastapi import Query, Response
 
 from emberkeep import __version__
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from helpers.scripted_server import ScriptedBackend
@@ -73,7 +74,7 @@ def test_bad_values_are_refused_by_name(http: httpx.Client, path: str, body: obj
 
 
 def test_a_bad_query_is_refused_like_a_bad_body() -> None:
-    app = create_app(ScriptedBackend(), Config())
+    app = create_app(Models(ScriptedBackend()), Config())
 
     @app.get("/entries")
     async def entries(limit: Annotated[int, Query(le=5)]) -> Response:

@@ -12,6 +12,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.python.asgi import HOST
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app
@@ -26,7 +27,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
     """A small context: answers without a limit end soon."""
     config = Config(data_dir=tmp_path_factory.mktemp("data"), allowed_hosts=(HOST,))
     backend = fake_backend(config, FakeEngine(context=256))
-    yield create_app(backend, config)
+    yield create_app(Models(backend), config)
     asyncio.run(backend.close())
 
 

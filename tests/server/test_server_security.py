@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from helpers.scripted_server import ScriptedBackend
@@ -19,7 +20,7 @@ OWN = "127.0.0.1:8080"
 
 @cache
 def app_for(config: Config) -> FastAPI:
-    return create_app(ScriptedBackend(), config)
+    return create_app(Models(ScriptedBackend()), config)
 
 
 def call(

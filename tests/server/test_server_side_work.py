@@ -13,8 +13,8 @@ import pytest
 
 from emberkeep.api.request import MAX_VALUES
 from emberkeep.config import Config
+from emberkeep.server.json_response import PAGE
 from emberkeep.server.native_routes import MAX_CHARS, MAX_PIECES, MAX_TOKENS
-from emberkeep.server.responses import PAGE
 from emberkeep.server.side_work import THREADS, WAITING
 from emberkeep.types import CacheEntry, Fact, Json, Ttl
 from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running

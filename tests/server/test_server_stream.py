@@ -1,4 +1,4 @@
-"""Batches, their order and their end."""
+"""Streams: batches, their order and their end; silence; and what every answer says of its request."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, InvalidField
+from emberkeep.server import stream
 from emberkeep.server.stream import ClientGone, Feed
-from emberkeep.types import Event, TextDelta
-from helpers.scripted_server import says
+from emberkeep.types import Accepted, Event, TextDelta
+from helpers.scripted_server import HANG, ScriptedBackend, says
+
+HELLO = {"role": "user", "content": "Hello"}
+ASKED = {"messages": [HELLO], "stream": True}
 
 
 async def stays() -> dict[str, Any]:
@@ -75,3 +80,72 @@ def test_a_client_that_left_is_noticed_while_a_source_goes_on() -> None:
 
     with pytest.raises(ClientGone):
         asyncio.run(read())
+
+
+# ── silence ──
+
+
+def test_headers_and_comments_come_before_the_first_token(
+    http: httpx.Client, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_SILENCE_S", 0.01)
+    backend.reset(Accepted(12), HANG, *says("late"))
+    with http.stream("POST", "/v1/chat/completions", json=ASKED) as response:
+        lines = response.iter_lines()
+        assert response.status_code == 200
+        assert next(lines).startswith(": ")
+        backend.release.set()
+        assert "late" in "".join(lines)
+
+
+def test_a_backend_that_is_silent_from_the_start_does_not_keep_the_headers_back(
+    http: httpx.Client, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_HEADERS_AFTER_S", 0.01)
+    backend.reset(HANG, EngineError("It broke."))
+    with http.stream("POST", "/v1/chat/completions", json=ASKED) as response:
+        assert response.status_code == 200
+        backend.release.set()
+        assert "It broke." in response.read().decode()
+
+
+def test_an_error_before_the_first_event_has_its_own_status(http: httpx.Client, backend: ScriptedBackend) -> None:
+    backend.reset(InvalidField("messages", "are too many."))
+    assert http.post("/v1/chat/completions", json=ASKED).status_code == 400
+
+
+# ── the name of a request ──
+
+
+def test_an_answer_names_its_request(http: httpx.Client, backend: ScriptedBackend) -> None:
+    ours = http.get("/v1/models").headers
+    assert ours["x-request-id"].startswith("req_")
+    assert ours["request-id"] == ours["x-request-id"]
+    assert http.get("/v1/models", headers={"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
+
+
+def test_a_name_that_could_break_a_log_is_not_taken(http: httpx.Client, backend: ScriptedBackend) -> None:
+    assert http.get("/v1/models", headers={"X-Request-Id": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+# ── paths and shapes ──
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions"])
+def test_paths_work_without_their_version(http: httpx.Client, backend: ScriptedBackend, path: str) -> None:
+    assert http.post(path, json={"messages": [HELLO]}).json()["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("path", ["/models", "/models/org/tiny", "/v1/health"])
+def test_what_is_read_too(http: httpx.Client, backend: ScriptedBackend, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+def test_errors_have_the_shape_that_the_clients_of_a_path_expect(http: httpx.Client) -> None:
+    there_is_none = "There is no"
+    openai = http.get("/v1/nothing").json()
+    assert openai["error"]["message"].startswith(there_is_none)
+    anthropic = http.get("/v1/messages/nothing/here").json()
+    assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "not_found_error")
+    assert anthropic["request_id"].startswith("req_")
+    assert http.get("/api/nothing").json()["error"].startswith(there_is_none)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
@@ -24,7 +25,7 @@ def test_the_warmup_reaches_the_route_but_not_the_backend(
     monkeypatch.setattr("emberkeep.server.http_server._nowhere", listen)
     config = Config(api_key=key)
     backend = ScriptedBackend()
-    asyncio.run(warmup(create_app(backend, config), config))
+    asyncio.run(warmup(create_app(Models(backend), config), config))
     start, body = sent
     assert isinstance(start, dict)
     assert isinstance(body, dict)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from emberkeep.api.errors import OPENAI_ERRORS, Failure, sse
 from emberkeep.api.messages import call_json
 from emberkeep.types import (
     CallEnded,
@@ -155,11 +156,31 @@ class Answer:
 class Frames(Protocol):
     """Stateful: one object per stream, fed in order."""
 
+    media_type: str
+
     def frame(self, event: Event) -> bytes:
         """What to send for `event`; empty for what the stream does not show (yet)."""
 
     def end(self) -> bytes:
         """Everything after the last event, [DONE] included."""
+
+    def idle(self) -> bytes:
+        """What tells the client, after seconds of silence, that its answer is still to come; empty: nothing."""
+
+    def failure(self, failure: Failure, request_id: str) -> bytes:
+        """What a stream ends with that failed."""
+
+
+class SseFrames:
+    """Server-sent events: what they have in common."""
+
+    media_type = "text/event-stream"
+
+    def idle(self) -> bytes:
+        return b": the answer is being computed\n\n"
+
+    def failure(self, failure: Failure, request_id: str) -> bytes:
+        return OPENAI_ERRORS.frame(failure, request_id)
 
 
 class _Chunks:
@@ -174,7 +195,7 @@ class _Chunks:
         self.rest: dict[str, Json] = {"usage": None} if include_usage else {}
 
     def chunk(self, choices: Sequence[Json], **extra: Json) -> bytes:
-        return _event(self.head | {"choices": choices} | self.rest | extra)
+        return sse(self.head | {"choices": choices} | self.rest | extra)
 
     def around(self, choice: dict[str, Json]) -> tuple[bytes, bytes]:
         """Everything before and after the text in the chunk of `choice`, whose text is a marker."""
@@ -207,11 +228,7 @@ class _Chunks:
 _MARKER = json.dumps("\0").encode()
 
 
-def _event(value: Json) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
-
-
-class ChatFrames:
+class ChatFrames(SseFrames):
     def __init__(self, envelope: Envelope, include_usage: bool) -> None:
         self._chunks = _Chunks(envelope, "chat.completion.chunk", include_usage)
         self._started: set[int] = set()
@@ -269,7 +286,7 @@ def _call_json(event: ToolCallDelta) -> dict[str, Json]:
     return {"index": event.call_index, "id": event.id, "type": "function", "function": function}
 
 
-class TextFrames:
+class TextFrames(SseFrames):
     def __init__(self, envelope: Envelope, include_usage: bool) -> None:
         self._chunks = _Chunks(envelope, "text_completion", include_usage)
         self._around: dict[int, tuple[bytes, bytes]] = {}

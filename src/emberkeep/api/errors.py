@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from emberkeep.errors import (
     ContextExceeded,
@@ -42,12 +42,70 @@ class Failure:
     """What a program can make use of, beside OpenAI's fields."""
 
     def json(self) -> dict[str, Json]:
+        """In OpenAI's shape."""
         inner = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**inner, **self.figures}}
 
-    def frame(self) -> bytes:
+
+class ErrorShape(Protocol):
+    """How the clients of an API expect errors."""
+
+    def body(self, failure: Failure, request_id: str) -> dict[str, Json]: ...
+
+    def frame(self, failure: Failure, request_id: str) -> bytes:
         """The last event of a stream that failed."""
-        return b"data: " + json.dumps(self.json()).encode() + b"\n\n"
+
+
+class OpenAiErrors:
+    def body(self, failure: Failure, request_id: str) -> dict[str, Json]:
+        return failure.json()
+
+    def frame(self, failure: Failure, request_id: str) -> bytes:
+        return sse(self.body(failure, request_id))
+
+
+class AnthropicErrors:
+    def body(self, failure: Failure, request_id: str) -> dict[str, Json]:
+        kind = _ANTHROPIC_TYPES.get(failure.status, "api_error" if failure.status >= 500 else _ANY_REQUEST)
+        inner = {"type": kind, "message": failure.message, **failure.figures}
+        return {"type": "error", "error": inner, "request_id": request_id}
+
+    def frame(self, failure: Failure, request_id: str) -> bytes:
+        return sse(self.body(failure, request_id), "error")
+
+
+class OllamaErrors:
+    def body(self, failure: Failure, request_id: str) -> dict[str, Json]:
+        return {"error": failure.message}
+
+    def frame(self, failure: Failure, request_id: str) -> bytes:
+        return json.dumps(self.body(failure, request_id)).encode() + b"\n"
+
+
+_ANY_REQUEST = "invalid_request_error"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+OPENAI_ERRORS = OpenAiErrors()
+_SHAPES: tuple[tuple[str, ErrorShape], ...] = (("/v1/messages", AnthropicErrors()), ("/api/", OllamaErrors()))
+"""Of the paths that begin so; all others have OpenAI's."""
+
+
+def error_shape(path: str) -> ErrorShape:
+    return next((shape for beginning, shape in _SHAPES if path.startswith(beginning)), OPENAI_ERRORS)
+
+
+def sse(value: Json, event: str = "") -> bytes:
+    """One server-sent event. In ASCII: some clients take U+2028 inside a text for the end of a line."""
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Refused(EmberkeepError):

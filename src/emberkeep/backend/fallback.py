@@ -26,6 +26,7 @@ from emberkeep.errors import (
 )
 from emberkeep.memory.memory import Memory
 from emberkeep.types import (
+    Accepted,
     Completed,
     Event,
     Events,
@@ -116,6 +117,9 @@ class FallbackBackend:
                 backend = await self._opened_backend(link)
                 async with aclosing(backend.generate(request)) as events:
                     async for event in events:
+                        if isinstance(event, Accepted):
+                            yield event  # it may still fail before its first word
+                            continue
                         if not has_begun and (request.in_pieces or isinstance(event, ToolEvent | Completed)):
                             has_begun = True
                             self._activate(link, failures)

@@ -49,6 +49,7 @@ from emberkeep.sched.sequence import Sequence
 from emberkeep.session.conversation import Conversation, Conversations
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
+    Accepted,
     Completed,
     Events,
     Fit,
@@ -180,6 +181,7 @@ class LocalBackend:
                 self.scheduler.submit(sequence)
             if self._forgotten.since(asked_at, request.namespace):
                 self.scheduler.forget({request.namespace})
+            yield Accepted(len(prompt))
             if request.echo:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)

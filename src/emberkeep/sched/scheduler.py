@@ -638,6 +638,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         with self._only(sequence):
             self._watch.started(sequence, alone=alone)
+            self._report_progress(sequence)
             self._end_if_all_is_there(sequence)
         return True
 

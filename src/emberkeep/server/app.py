@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from emberkeep import __version__
 from emberkeep.api.errors import Failure, failure_of, refusal
-from emberkeep.backend.base import Backend
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.cache_routes import cache_routes
@@ -27,6 +27,7 @@ from emberkeep.server.middleware import (
     DrainMiddleware,
     LastResort,
     PathMiddleware,
+    RequestId,
     SecurityMiddleware,
     failure_response,
 )
@@ -38,32 +39,33 @@ from emberkeep.server.stream import ClientGone
 from emberkeep.server.warm_routes import warm_routes
 
 
-def create_app(backend: Backend, config: Config, limits: Limits | None = None) -> FastAPI:
-    """The caller keeps the backend and closes it.
+def create_app(models: Models, config: Config, limits: Limits | None = None) -> FastAPI:
+    """The caller keeps the models and closes them.
 
     `app.state` has the application's own `drain`, `metrics` and `limits`, for the server around it to begin, to
     feed and to keep.
     """
     drain, registry, side = Drain(), CollectorRegistry(), SideWork()
-    registry.register(StatsCollector(backend))
+    registry.register(StatsCollector(models.default))
     app = DescribedApp(
         title="Emberkeep", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.drain = drain
     app.state.limits = limits or Limits(connections=affordable(config.connections))
     app.state.metrics = RequestMetrics(registry)
-    app.include_router(openai_routes(backend))
-    app.include_router(native_routes(backend, drain, side, is_public=config.api_key is not None))
-    app.include_router(cache_routes(backend, side))
-    app.include_router(warm_routes(backend))
-    app.include_router(memory_routes(backend, side))
-    app.include_router(expert_routes(backend))
+    app.include_router(openai_routes(models))
+    app.include_router(native_routes(models, drain, side, is_public=config.api_key is not None))
+    app.include_router(cache_routes(models, side))
+    app.include_router(warm_routes(models))
+    app.include_router(memory_routes(models.default, side))
+    app.include_router(expert_routes(models.default))
     app.include_router(metrics_routes(registry))
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)
     app.add_middleware(DrainMiddleware, drain=drain)
-    app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
+    app.add_middleware(SecurityMiddleware, config=config)
+    app.add_middleware(RequestId)  # added last, it comes first
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)

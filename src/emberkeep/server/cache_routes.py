@@ -17,10 +17,10 @@ from emberkeep.api.request import INT32_MAX, Body, CompletionBody, Label
 from emberkeep.api.stored import entry_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
+from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
-from emberkeep.server.openai import check_model
+from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.openapi import HELLO, takes
-from emberkeep.server.responses import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
 from emberkeep.types import CacheEntry, Explanation, Json, Removed, Verified
@@ -59,11 +59,11 @@ class _EntryId(StringConvertor):
 register_url_convertor("entry_id", _EntryId())
 
 
-def cache_routes(backend: Backend, side: SideWork) -> APIRouter:
+def cache_routes(models: Models, side: SideWork) -> APIRouter:
     router = APIRouter()
-    _add_reads(router, backend, side)
-    _add_changes(router, backend, side)
-    _add_checks(router, backend, side)
+    _add_reads(router, models.default, side)
+    _add_changes(router, models.default, side)
+    _add_checks(router, models, side)
     return router
 
 
@@ -103,12 +103,12 @@ def _add_changes(router: APIRouter, backend: Backend, side: SideWork) -> None:
         return json_response(removed_json(await side.run(cache_of(backend).remove, entry_id)))
 
 
-def _add_checks(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
     @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
         asked = await read_object(http)
         body = await make_of_body(http, lambda: read_chat_or_completion(asked))
-        check_model(body.model, backend.card)
+        backend = models.find(body.model)
         explanation = await side.run(lambda: cache_of(backend).explain(to_one_request(body)))
         return json_response(explained_json(explanation))
 
@@ -116,7 +116,9 @@ def _add_checks(router: APIRouter, backend: Backend, side: SideWork) -> None:
     async def verify(http: HttpRequest) -> Response:
         body = await read_body(http, VerifyBody)
         body.check()
-        return json_response(verified_json(await while_connected(http, _verify_entries(backend, side, body))))
+        return json_response(
+            verified_json(await while_connected(http, _verify_entries(models.default, side, body)))
+        )
 
 
 async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) -> list[Verified]:

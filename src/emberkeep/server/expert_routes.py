@@ -10,8 +10,8 @@ from emberkeep.api.request import Body
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import experts_of
 from emberkeep.errors import RequestError
+from emberkeep.server.json_response import json_response
 from emberkeep.server.openapi import takes
-from emberkeep.server.responses import json_response
 from emberkeep.server.stream import read_body
 from emberkeep.types import ExpertStats, Json, LayerExperts
 

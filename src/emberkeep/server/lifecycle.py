@@ -20,6 +20,7 @@ import uvicorn
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import keep_warm
+from emberkeep.backend.models import Models
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.arguments import declared_prefixes
@@ -62,7 +63,9 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
             until_the_end.enter_context(announce(config.data_dir, url))
             print(banner(config, backend, listener), file=sys.stderr, flush=True)
 
-        run_until_stopped(Server(create_app(backend, config), config, on_ready=on_ready), backend, listener)
+        run_until_stopped(
+            Server(create_app(Models(backend), config), config, on_ready=on_ready), backend, listener
+        )
 
 
 def serve_mcp(host: McpHost, config: Config) -> None:

@@ -33,8 +33,8 @@ from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
 from emberkeep.library.user_memory import check_fact, line, require_memory
+from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.openapi import takes
-from emberkeep.server.responses import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
 from emberkeep.types import Fact, Forgotten, Json, SavedConversation

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from emberkeep.api.errors import Failure, Refused, failure_of
+from emberkeep.api.errors import Failure, Refused, error_shape, failure_of
 from emberkeep.config import Config
 from emberkeep.errors import Overloaded
 from emberkeep.server.limits import Limits
@@ -54,6 +55,8 @@ class RequestRecord:
     """What one HTTP request asked for, what came of it, and what it cost: kept with its scope, filled in along its
     way."""
 
+    id: str = field(default_factory=lambda: f"req_{os.urandom(12).hex()}")
+    """What the client called it, or a name of ours."""
     prompts: int = 0
     completed: list[Completed] = field(default_factory=list)
     """One for every prompt that was answered."""
@@ -86,15 +89,17 @@ def failure_response(failure: Failure) -> Response:
 class _FailureResponse(Response):
     """Enters itself into the request's record, wherever on the way to the backend it was made."""
 
-    media_type = "application/json"
-
     def __init__(self, failure: Failure) -> None:
-        super().__init__(json.dumps(failure.json()).encode(), failure.status, failure.headers)
+        super().__init__(status_code=failure.status)
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record_of(scope).failure = self._failure
-        await super().__call__(scope, receive, send)
+        """In the shape that the clients of this path expect."""
+        record = record_of(scope)
+        record.failure = self._failure
+        told = error_shape(scope["path"]).body(self._failure, record.id)
+        answer = Response(json.dumps(told).encode(), self.status_code, self._failure.headers, "application/json")
+        await answer(scope, receive, send)
 
 
 # ── a line in the log, and the metrics ──
@@ -184,13 +189,38 @@ def _figures(completed: Completed) -> str:
 # ── who may talk to the server ──
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:/@\s]+))(?::[0-9]{1,5})?")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _NO_KEY = Failure(
     401,
     "authentication_error",
-    "The API key is missing or wrong: send it as Authorization: Bearer KEY.",
+    "The API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key: KEY.",
     "invalid_api_key",
     headers={"WWW-Authenticate": "Bearer"},
 )
+
+
+class RequestId:
+    """ASGI. Every answer names its request, as the client called it or as we do: for logs on both sides."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        record, given = record_of(scope), Headers(scope=scope).get("x-request-id", "")
+        if _REQUEST_ID.fullmatch(given):
+            record.id = given
+        name = record.id.encode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # `request-id`: Anthropic's clients look there.
+                message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
+            await send(message)
+
+        await self.app(scope, receive, named)
 
 
 class SecurityMiddleware:
@@ -232,7 +262,8 @@ class SecurityMiddleware:
         dialled = (scope.get("server") or ("",))[0]
         if name not in self._hosts and name != dialled:
             raise _forbidden(
-                "This Host is not served: use the server's own address, or add the name to allowed_hosts."
+                f"The Host {(name or '')[:100]!r} is not served here: use the server's own address, or name it in "
+                "allowed_hosts (needed where a container reaches the server as host.docker.internal)."
             )
 
     def _check_origin(self, headers: Headers) -> str | None:
@@ -250,9 +281,10 @@ class SecurityMiddleware:
     def _has_key(self, headers: Headers) -> bool:
         if self._key is None:
             return True
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         # Header bytes are read as Latin-1; this gives them back as they were sent.
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        return hmac.compare_digest(given.strip().encode("latin-1"), self._key)
 
 
 def _forbidden(message: str) -> Refused:
@@ -357,7 +389,8 @@ async def _break_off(scope: Scope, receive: Receive, send: Send, *, has_begun: b
     failure = failure_of(error)
     record_of(scope).broken_off = True
     if has_begun:
-        await send({"type": "http.response.body", "body": failure.frame(), "more_body": False})
+        frame = error_shape(scope["path"]).frame(failure, record_of(scope).id)
+        await send({"type": "http.response.body", "body": frame, "more_body": False})
     else:
         await failure_response(failure)(scope, receive, send)
 

@@ -15,10 +15,11 @@ from emberkeep.api.messages import MessageList, ToolList, to_messages
 from emberkeep.api.request import Body, Count
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import tokenizer_of
+from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
+from emberkeep.server.json_response import json_response, list_response
 from emberkeep.server.middleware import Drain
 from emberkeep.server.openapi import HELLO, takes
-from emberkeep.server.responses import json_response, list_response
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
 from emberkeep.types import Json
@@ -31,6 +32,7 @@ _SLICE = 10_000
 
 
 class TokenizeBody(Body):
+    model: str | None = None
     content: Annotated[str, Field(max_length=MAX_CHARS)]
     add_special: bool | None = None
     parse_special: bool | None = None
@@ -38,22 +40,25 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    model: str | None = None
     tokens: Annotated[list[Count], Field(max_length=MAX_TOKENS)]
 
 
 class TemplateBody(Body):
+    model: str | None = None
     messages: MessageList
     tools: ToolList | None = None
 
 
-def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: bool) -> APIRouter:
+def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bool) -> APIRouter:
     """`is_public`: clients that do not have the key can read `/health`."""
-    router = APIRouter()
+    router, backend = APIRouter(), models.default
 
     @router.get("/")
     async def pointer() -> Response:
         return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
+    @router.get("/v1/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "The server is stopping, or its engine has failed."}})
     async def health() -> Response:
         told = _without_reasons(backend.health()) if is_public else backend.health()
@@ -71,17 +76,17 @@ def native_routes(backend: Backend, drain: Drain, side: SideWork, *, is_public: 
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody, content="hello world"))
     async def tokenize(http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
-        return await side.run(_tokens, backend, body)
+        return await side.run(_tokens, models.find(body.model), body)
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody, tokens=[1, 2]))
     async def detokenize(http: HttpRequest) -> Response:
         body = await read_body(http, DetokenizeBody)
-        return await side.run(lambda: json_response({"content": tokenizer_of(backend).detokenize(body.tokens)}))
+        return await side.run(_text, models.find(body.model), body)
 
     @router.post("/apply-template", openapi_extra=takes(TemplateBody, messages=[HELLO]))
     async def apply_template(http: HttpRequest) -> Response:
         body = await read_body(http, TemplateBody)
-        return await side.run(_prompt, backend, body)
+        return await side.run(_prompt, models.find(body.model), body)
 
     return router
 
@@ -107,6 +112,10 @@ def _tokens(backend: Backend, body: TokenizeBody) -> Response:
     if len(ids) > MAX_PIECES:
         raise InvalidField("with_pieces", f"is for {MAX_PIECES} tokens at most: send less, or leave it out.")
     return list_response("tokens", ({"id": token, "piece": tokenizer.detokenize([token])} for token in ids))
+
+
+def _text(backend: Backend, body: DetokenizeBody) -> Response:
+    return json_response({"content": tokenizer_of(backend).detokenize(body.tokens)})
 
 
 def _prompt(backend: Backend, body: TemplateBody) -> Response:

@@ -20,9 +20,10 @@ from emberkeep.api.answer import Answer, ChatFrames, Envelope, Frames, TextFrame
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import CompletionBody, GenerationBody
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.errors import ModelNotFound, RemoteLoop
+from emberkeep.backend.models import Models
+from emberkeep.errors import RemoteLoop
+from emberkeep.server.json_response import json_response
 from emberkeep.server.openapi import HELLO, STREAMS, takes
-from emberkeep.server.responses import json_response
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json, Request
 
@@ -31,35 +32,39 @@ _DIGITS = 4
 """Most digits of a number in a header."""
 
 
-def openai_routes(backend: Backend) -> APIRouter:
+def openai_routes(models: Models) -> APIRouter:
     router = APIRouter()
 
+    @router.post("/chat/completions", include_in_schema=False)
     @router.post("/v1/chat/completions", responses=STREAMS, openapi_extra=takes(ChatBody, messages=[HELLO]))
     async def chat_completions(http: HttpRequest) -> Response:
         body = await read_body(http, ChatBody)
-        check_model(body.model, backend.card)
+        backend = models.find(body.model)
         hops = check_hops(http)
         request = await make_of_body(http, body.to_request)
         request = replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops)
         return await _respond(http, backend, body, [request], _CHAT)
 
+    @router.post("/completions", include_in_schema=False)
     @router.post(
         "/v1/completions", responses=STREAMS, openapi_extra=takes(CompletionBody, prompt="Once upon a time")
     )
     async def completions(http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
-        check_model(body.model, backend.card)
+        backend = models.find(body.model)
         requests = await make_of_body(http, body.to_requests)
         return await _respond(http, backend, body, requests, _TEXT)
 
+    @router.get("/models", include_in_schema=False)
     @router.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [card_json(backend.card)]})
+    async def list_models() -> Response:
+        cards = [card_json(backend.card) for backend in models.list()]
+        return json_response({"object": "list", "data": cards})
 
+    @router.get("/models/{model_id:path}", include_in_schema=False)
     @router.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> Response:
-        check_model(model_id, backend.card)
-        return json_response(card_json(backend.card))
+    async def show_model(model_id: str) -> Response:
+        return json_response(card_json(models.find(model_id).card))
 
     return router
 
@@ -115,12 +120,6 @@ def number_in(http: HttpRequest, header: str) -> int:
     """0 for what is no number."""
     said = http.headers.get(header, "")
     return int(said[:_DIGITS]) if said.isascii() and said.isdecimal() else 0
-
-
-def check_model(name: str | None, card: ModelCard) -> None:
-    """None, an empty name and `default` mean the served model. Raises ModelNotFound."""
-    if name and name not in ("default", card.id, *card.also):
-        raise ModelNotFound(f"The model {name[:100]!r} is not served here: use {card.id!r} or 'default'.")
 
 
 def card_json(card: ModelCard) -> dict[str, Json]:

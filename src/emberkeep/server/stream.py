@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -45,6 +45,9 @@ T = TypeVar("T")
 _LARGE_BYTES = 64 << 10
 """Of a body: takes about a millisecond to parse."""
 _LIMITS = Limits()
+_HEADERS_AFTER_S = 2.0
+_SILENCE_S = 5.0
+"""Of a stream: then it says that the answer is still to come. Some clients give up after half a minute."""
 _EVENT_BYTES = 256
 """Of an event and its frame, besides the text."""
 _LOGPROB_BYTES = 128
@@ -99,55 +102,73 @@ async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request
 async def stream(
     http: HttpRequest, backend: Backend, requests: Sequence[Request], new_frames: Callable[[], Frames]
 ) -> EventStream:
-    """Waits for the first event, so that an error before it still gets its HTTP status.
+    """Waits for the first event, so that an error before it still gets its HTTP status; but not for long, because
+    some clients give up on a server that sends no headers.
 
     `new_frames` is called then: before it, it is not known which of several backends answers.
     """
     feed = _feed(http, backend, requests)
     try:
-        return EventStream(feed, await feed.take(), new_frames())
+        return EventStream(feed, await feed.take_within(_HEADERS_AFTER_S), new_frames())
     except BaseException:
         await feed.close()
         raise
 
 
 class EventStream(Response):
-    """Server-sent events. Owns the feed."""
-
-    media_type = "text/event-stream"
+    """An answer as it comes, in the frames of its API. Owns the feed."""
 
     def __init__(self, feed: Feed, first: list[Event], frames: Frames) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=frames.media_type
+        )
         del self.headers["content-length"]
         self._feed = feed
         self._first = first
         self._frames = frames
+        self._is_silent = True
+        """Nothing was written for a while."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with self._feed:
+            idling = asyncio.create_task(self._fill_silence(send))
             try:
-                await self._write(send)
+                last = await self._write(send)
             except ClientGone:
-                pass
-            except ReadTooSlowly as slow:
-                await send(_part(slow.failure.frame(), last=True))
+                last = None
             except Exception as error:
-                if not isinstance(error, EmberkeepError):
-                    log.exception("A stream failed.")
-                record_of(scope).broken_off = True
-                await send(_part(failure_of(error).frame(), last=True))
+                last = self._failed(scope, error)
+            finally:
+                idling.cancel()
+            if last is not None:
+                await send(_part(last, last=True))
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send) -> bytes:
+        """Returns the last bytes, which are not sent yet."""
         batch = self._first
         while True:
-            parts = [self._frames.frame(event) for event in batch]
+            shown = b"".join([self._frames.frame(event) for event in batch])
             if self._feed.ended:
-                parts.append(self._frames.end())
-                await send(_part(b"".join(parts), last=True))
-                return
-            await send(_part(b"".join(parts), last=False))
+                return shown + self._frames.end()
+            if shown:
+                self._is_silent = False
+                await send(_part(shown, last=False))
             batch = await self._feed.take()
+
+    async def _fill_silence(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(_SILENCE_S)
+            if self._is_silent and (filler := self._frames.idle()):
+                await send(_part(filler, last=False))
+            self._is_silent = True
+
+    def _failed(self, scope: Scope, error: Exception) -> bytes:
+        record = record_of(scope)
+        if not isinstance(error, EmberkeepError):
+            log.exception("A stream failed.", exc_info=error)
+        record.broken_off = record.broken_off or not isinstance(error, ReadTooSlowly)
+        return self._frames.failure(failure_of(error), record.id)
 
 
 def _part(body: bytes, *, last: bool) -> dict[str, Json]:
@@ -219,6 +240,13 @@ class Feed:
         if self._reading and self._error is None:
             self._changed.clear()
         return batch
+
+    async def take_within(self, seconds: float) -> list[Event]:
+        """As `take`, but empty when nothing has come so soon."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self.take()
+        return []
 
     async def close(self) -> None:
         """Stops all work for this request and waits until it has stopped."""

@@ -12,12 +12,11 @@ from starlette.responses import Response
 
 from emberkeep.api.messages import BeginningList, TemplateArgs, ToolList, prefix_of_chats
 from emberkeep.api.request import KvBits, OwnerFields
-from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import warm_prefix
+from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
-from emberkeep.server.openai import check_model
+from emberkeep.server.json_response import json_response
 from emberkeep.server.openapi import takes
-from emberkeep.server.responses import json_response
 from emberkeep.server.stream import make_of_body, read_body, while_connected
 from emberkeep.types import Json, Request, Ttl, Warmed
 
@@ -45,13 +44,13 @@ class WarmBody(OwnerFields):
         return replace(base, prompt=self.text, is_prefix=True)
 
 
-def warm_routes(backend: Backend) -> APIRouter:
+def warm_routes(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/warm", openapi_extra=takes(WarmBody, messages=[_SYSTEM]))
     async def warm(http: HttpRequest) -> Response:
         body = await read_body(http, WarmBody)
-        check_model(body.model, backend.card)
+        backend = models.find(body.model)
         request = await make_of_body(http, body.to_request)
         return json_response(warmed_json(await while_connected(http, warm_prefix(backend, request))))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from emberkeep.types.cache import CacheEntry, EntryKind, EntryText, Explanation, Label, Removed, Verified, Warmed
 from emberkeep.types.events import (
+    Accepted,
     Admitted,
     CallEnded,
     Caller,
@@ -96,6 +97,7 @@ __all__ = [
     "HOPS_HEADER",
     "LENGTH_BUCKETS",
     "SHARED",
+    "Accepted",
     "Admitted",
     "Approximation",
     "AttentionTier",

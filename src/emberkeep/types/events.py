@@ -261,6 +261,13 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Accepted:
+    """Nothing is wrong with the request: it waits for its turn in the engine."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Prompt evaluation so far; `processed` includes `cached`."""
 
@@ -326,7 +333,7 @@ class Completed:
 ToolEvent = CallStarted | CallEnded | PermissionAsked | Exchanged
 """Events about tools that run here."""
 
-Event = Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent
+Event = Accepted | Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent
 Events = AsyncGenerator[Event, None]
 """Of one answer. Closing it gives the answer up."""
 
