@@ -10,8 +10,10 @@ import pytest
 from emberkeep.backend.capabilities import (
     attention_of,
     cache_of,
+    embedder_of,
     experts_of,
     keep_warm,
+    ranker_of,
     speculation_of,
     tokenizer_of,
     warm_prefix,
@@ -42,6 +44,25 @@ def test_its_experts_and_its_attention_are_its_own(far: RemoteBackend) -> None:
         experts_of(far)
     with pytest.raises(RequestError, match="far runs elsewhere and computes attention as it likes: use"):
         attention_of(far)
+
+
+def test_it_gives_no_embeddings_and_ranks_nothing(far: RemoteBackend) -> None:
+    with pytest.raises(
+        RequestError, match="far runs elsewhere and cannot give embeddings through this server: use"
+    ):
+        embedder_of(far)
+    with pytest.raises(
+        RequestError, match="far runs elsewhere and cannot rank documents through this server: use"
+    ):
+        ranker_of(far)
+
+
+def test_a_chat_model_says_which_models_do() -> None:
+    here = ScriptedBackend(lambda request: [])
+    with pytest.raises(RequestError, match="scripted does not give embeddings: `emberkeep models pull .*embed"):
+        embedder_of(here)
+    with pytest.raises(RequestError, match="scripted does not rank documents: `emberkeep models pull .*reranker"):
+        ranker_of(here)
 
 
 def test_a_model_here_may_have_neither() -> None:

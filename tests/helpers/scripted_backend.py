@@ -55,7 +55,7 @@ def answer(
 
 class ScriptedBackend:
     memory: Memory | None = None
-    cache = experts = attention = None
+    cache = embedder = experts = attention = None
 
     @property
     def tokenizer(self) -> ScriptedBackend:

@@ -58,7 +58,7 @@ class ScriptedBackend:
     """Plays `script` for every request and remembers what it was asked."""
 
     memory: Memory | None = None
-    cache = warmer = experts = attention = None
+    cache = warmer = embedder = experts = attention = None
 
     @property
     def tokenizer(self) -> ScriptedBackend:

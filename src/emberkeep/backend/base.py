@@ -16,14 +16,19 @@ from emberkeep.types import (
     AttentionTier,
     CacheEntry,
     Completed,
+    Embedded,
+    EmbeddingRequest,
     EntryText,
     Events,
     ExpertStats,
     Explanation,
     Json,
     Message,
+    Pooling,
+    Ranked,
     Removed,
     Request,
+    RerankRequest,
     SpeculationStats,
     TextDelta,
     Tool,
@@ -109,6 +114,34 @@ class Warmer(Protocol):
         """Warm these, now and before they fall out, for as long as the backend lives. Returns at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingShape:
+    dimension: int
+    """Of a vector; of a model that ranks: 1."""
+    context: int
+    """Longest input in tokens, with the tokens that the model wants around it."""
+    pooling: Pooling
+
+    @property
+    def ranks(self) -> bool:
+        """The model compares documents with queries, and gives no vectors. Others do not rank."""
+        return self.pooling is Pooling.RANK
+
+
+class Embedder(Protocol):
+    @property
+    def shape(self) -> EmbeddingShape: ...
+
+    async def embed(self, request: EmbeddingRequest) -> Embedded:
+        """A vector for each input. Cancelling it gives up what was not computed yet.
+
+        Raises RequestError (ContextExceeded for an input that is too long), Overloaded, RateLimited, EngineError.
+        """
+
+    async def rerank(self, request: RerankRequest) -> Ranked:
+        """How well each document answers the query. Raises as `embed` does."""
+
+
 class Experts(Protocol):
     def stats(self) -> ExpertStats:
         """Which experts were chosen while they were counted."""
@@ -168,6 +201,10 @@ class Backend(Protocol):
 
     @property
     def warmer(self) -> Warmer | None: ...
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """None: it gives no vectors, and does not rank."""
 
     @property
     def experts(self) -> Experts | None:

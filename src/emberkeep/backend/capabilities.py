@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, Tokenizer
+from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, Tokenizer
 from emberkeep.errors import NoSuchEntry, RequestError
 from emberkeep.types import (
     CacheEntry,
@@ -28,6 +28,31 @@ def tokenizer_of(backend: Backend, wanted: Literal["tokens", "template"] = "toke
     if backend.tokenizer is None:
         raise _only_here(backend.card.remote, f"does not tell its {wanted}")
     return backend.tokenizer
+
+
+def embedder_of(backend: Backend) -> Embedder:
+    """Raises RequestError for a model that gives no vectors."""
+    return _embedder(backend, ranks=False)
+
+
+def ranker_of(backend: Backend) -> Embedder:
+    """Raises RequestError for a model that does not rank."""
+    return _embedder(backend, ranks=True)
+
+
+def _embedder(backend: Backend, *, ranks: bool) -> Embedder:
+    wanted = "rank documents" if ranks else "give embeddings"
+    if backend.embedder is None and backend.card.remote:
+        raise _only_here(backend.card.remote, f"cannot {wanted} through this server")
+    if backend.embedder is None or backend.embedder.shape.ranks is not ranks:
+        raise RequestError(f"{backend.card.id} does not {wanted}: {_WAY_OUT[ranks]}.", "model")
+    return backend.embedder
+
+
+_WAY_OUT = {
+    False: "`emberkeep models pull hf:nomic-ai/nomic-embed-text-v1.5-GGUF:Q8_0` fetches a model that does",
+    True: "`emberkeep models pull hf:gpustack/bge-reranker-v2-m3-GGUF:Q8_0` fetches a model that does",
+}
 
 
 def experts_of(backend: Backend) -> Experts:

@@ -13,7 +13,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Experts, ModelCard, Tokenizer, Warmer
+from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
 from emberkeep.errors import (
     ConfigError,
@@ -213,6 +213,10 @@ class FallbackBackend:
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._backend.tokenizer
+
+    @property
+    def embedder(self) -> Embedder | None:
+        return self._backend.embedder
 
     @property
     def experts(self) -> Experts | None:

@@ -22,7 +22,7 @@ from time import monotonic
 
 import numpy as np
 
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import Embedder, ModelCard
 from emberkeep.backend.cache import Explainer, StoreCache
 from emberkeep.backend.choices import Channel, Choice, Full, Item, Outbox, Permit, Permits, until_completed
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
@@ -92,6 +92,8 @@ class LocalSettings:
 
 class LocalBackend:
     """Owns the scheduler, its store, and the memory of the sessions."""
+
+    embedder: Embedder | None = None
 
     def __init__(
         self,

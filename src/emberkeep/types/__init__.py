@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from emberkeep.types.cache import CacheEntry, EntryKind, EntryText, Explanation, Label, Removed, Verified, Warmed
+from emberkeep.types.embedding import (
+    Embedded,
+    EmbeddingInput,
+    EmbeddingRequest,
+    Pooling,
+    Ranked,
+    RerankRequest,
+    Vector,
+)
 from emberkeep.types.events import (
     Accepted,
     Admitted,
@@ -110,6 +119,9 @@ __all__ = [
     "Divergence",
     "DraftModelStats",
     "DraftSource",
+    "Embedded",
+    "EmbeddingInput",
+    "EmbeddingRequest",
     "EntryKind",
     "EntryText",
     "Event",
@@ -138,7 +150,9 @@ __all__ = [
     "NoteKind",
     "PermissionAsked",
     "Plan",
+    "Pooling",
     "Progress",
+    "Ranked",
     "ReasoningDelta",
     "ReasoningFormat",
     "Recall",
@@ -147,6 +161,7 @@ __all__ = [
     "Removed",
     "Repair",
     "Request",
+    "RerankRequest",
     "Role",
     "Sampling",
     "SavedConversation",
@@ -165,6 +180,7 @@ __all__ = [
     "Ttl",
     "Turn",
     "Usage",
+    "Vector",
     "Verified",
     "Vocab",
     "Warmed",

@@ -83,7 +83,7 @@ class _RemoteCounters:
 class RemoteBackend:
     """Owns the provider. Belongs to the event loop. What a model has besides its answers is not here."""
 
-    cache = tokenizer = warmer = experts = attention = None
+    cache = tokenizer = warmer = embedder = experts = attention = None
 
     def __init__(
         self,
