@@ -7,20 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import httpx
+from typing import Protocol
 
 from emberkeep.api.messages import read_chat_or_completion, to_one_request
 from emberkeep.api.stored import entry_from_json, lookup_from_json, shown_json
 from emberkeep.cli.console import complain
 from emberkeep.cli.model_setup import install_model, open_model
+from emberkeep.cli.running_server import RunningServer, find_server
 from emberkeep.config import Config, ttls
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, store_folders
 from emberkeep.models.library import id_at
-from emberkeep.server.presence import server_urls
 from emberkeep.types import (
     CacheEntry,
     Explanation,
@@ -28,11 +26,6 @@ from emberkeep.types import (
     Removed,
     Verified,
 )
-
-HEALTH_S = 3.0
-"""A server that takes longer to say that it is well is not asked for more."""
-ANSWER_S = 60.0
-"""Removing may delete many files. Verifying takes as long as it takes."""
 
 
 class Store(Protocol):
@@ -183,15 +176,15 @@ def _full_id(found: set[str], wanted: str) -> str:
     return found.pop()
 
 
-# ── a running server, over HTTP: only it knows what it has in RAM and in the engine ──
+# ── a running server ──
 
 
 class ServedStore:
     """What one server keeps. Every method blocks, and raises EmberkeepError."""
 
-    def __init__(self, http: httpx.Client) -> None:
-        self._http = http
-        stats = self._ask("GET", "/v1/stats")
+    def __init__(self, server: RunningServer) -> None:
+        self._server = server
+        stats = self._server.ask("GET", "/v1/stats")
         self.model = str(stats["model"])
         self.folder: str | None = stats["store"]["folder"]
         """The name of its folder under `<data_dir>/kv`."""
@@ -201,80 +194,47 @@ class ServedStore:
         found: dict[str, CacheEntry] = {}
         offset, has_more = 0, True
         while has_more:
-            page = self._ask("GET", "/v1/cache", params={"offset": offset})
+            page = self._server.ask("GET", "/v1/cache", params={"offset": offset})
             found |= {listed["id"]: entry_from_json(listed) for listed in page["data"]}
             offset, has_more = offset + len(page["data"]), page["has_more"]
         return list(found.values())
 
     def stats(self) -> Json:
-        return self._ask("GET", "/v1/stats")["store"]
+        return self._server.ask("GET", "/v1/stats")["store"]
 
     def pin(self, entry_id: str, pinned: bool) -> None:
-        self._ask("POST", "/v1/cache/pin" if pinned else "/v1/cache/unpin", json={"id": entry_id})
+        self._server.ask("POST", "/v1/cache/pin" if pinned else "/v1/cache/unpin", json={"id": entry_id})
 
     def remove(self, entry_id: str) -> Removed:
-        return Removed(**self._ask("DELETE", f"/v1/cache/{entry_id}")["removed"])
+        return Removed(**self._server.ask("DELETE", f"/v1/cache/{entry_id}")["removed"])
 
     def remove_user(self, user: str) -> Removed:
-        return Removed(**self._ask("DELETE", "/v1/cache", params={"user_id": user})["removed"])
+        return Removed(**self._server.ask("DELETE", "/v1/cache", params={"user_id": user})["removed"])
 
     def gc(self) -> Removed:
-        return Removed(**self._ask("POST", "/v1/cache/gc")["removed"])
+        return Removed(**self._server.ask("POST", "/v1/cache/gc")["removed"])
 
     def text(self, entry_id: str, chars: int) -> tuple[str, int]:
-        shown = self._ask("GET", f"/v1/cache/{entry_id}", params={"chars": chars})
+        shown = self._server.ask("GET", f"/v1/cache/{entry_id}", params={"chars": chars})
         return shown["text"], shown["text_chars"]
 
     def explain(self, body: dict[str, Json]) -> Explanation:
-        answer = self._ask("POST", "/v1/cache/explain", json=body)
+        answer = self._server.ask("POST", "/v1/cache/explain", json=body)
         return Explanation(lookup_from_json(answer), answer["explanation"])
 
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
         body = {"ids": [entry.id], "tokens": tokens}
-        (result,) = self._ask("POST", "/v1/cache/verify", json=body, timeout=None)["data"]
+        (result,) = self._server.ask("POST", "/v1/cache/verify", json=body, timeout=None)[
+            "data"
+        ]  # it takes as long as it takes
         figures = ("reused", "compared", "agreed", "wide", "reproducible")
         return Verified(entry, *(result[name] for name in figures))
 
     def close(self) -> None:
-        self._http.close()
-
-    def _ask(self, method: str, path: str, **more: Any) -> Json:
-        try:
-            response = self._http.request(method, path, **more)
-            answer = response.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise EmberkeepError(f"The server at {self._http.base_url} did not answer: try again.") from error
-        if response.is_success:
-            return answer
-        raise _refusal(response.status_code, answer["error"]["message"])
+        self._server.close()
 
 
 def served_store(config: Config) -> ServedStore | None:
     """That of the latest server on the data folder that answers; None without one. Raises EmberkeepError."""
-    for url in server_urls(config.data_dir):
-        http = _client(url, config.api_key)
-        if _is_well(http):
-            return ServedStore(http)
-        http.close()
-    return None
-
-
-def _client(url: str, api_key: str | None) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    # It is on this machine: no proxy is in between, and loading certificates would take longer than the answer.
-    return httpx.Client(base_url=url, headers=headers, trust_env=False, verify=False, timeout=ANSWER_S)
-
-
-def _is_well(http: httpx.Client) -> bool:
-    try:
-        return http.get("/health", timeout=HEALTH_S).is_success
-    except httpx.HTTPError:
-        return False
-
-
-def _refusal(status: int, message: str) -> EmberkeepError:
-    if status == 401:
-        return EmberkeepError(
-            "The running server wants its API key: set EMBERKEEP_API_KEY, or api_key in the file."
-        )
-    return NoSuchEntry(message) if status == 404 else EmberkeepError(message)
+    server = find_server(config)
+    return ServedStore(server) if server else None
