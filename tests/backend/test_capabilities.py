@@ -59,9 +59,9 @@ def test_it_gives_no_embeddings_and_ranks_nothing(far: RemoteBackend) -> None:
 
 def test_a_chat_model_says_which_models_do() -> None:
     here = ScriptedBackend(lambda request: [])
-    with pytest.raises(RequestError, match="scripted does not give embeddings: `emberkeep models pull .*embed"):
+    with pytest.raises(RequestError, match=r"scripted does not give embeddings: `emberkeep models pull .*embed"):
         embedder_of(here)
-    with pytest.raises(RequestError, match="scripted does not rank documents: `emberkeep models pull .*reranker"):
+    with pytest.raises(RequestError, match=r"scripted does not rank documents: `emberkeep models pull .*reranker"):
         ranker_of(here)
 
 
