@@ -62,7 +62,9 @@ class Envelope:
 
 
 @dataclass(slots=True)
-class _ChoiceBuilder:
+class ChoiceAnswer:
+    """What has come of one choice."""
+
     text: str = ""
     reasoning: str = ""
     calls: dict[int, ToolCall] = field(default_factory=dict)
@@ -91,22 +93,27 @@ class Answer:
     """All events of one HTTP request, in order of arrival."""
 
     def __init__(self, choices: int) -> None:
-        self._choices = [_ChoiceBuilder() for _ in range(choices)]
+        self.choices = [ChoiceAnswer() for _ in range(choices)]
         self._completed: list[Completed] = []
         self._called: list[CallEnded] = []
+
+    @property
+    def completed(self) -> Completed:
+        """What it cost; there when every event has come."""
+        return merge_usage(self._completed)
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
             match event:
                 case TextDelta():
-                    self._choices[event.index].add_text(event)
+                    self.choices[event.index].add_text(event)
                 case ReasoningDelta():
-                    self._choices[event.index].reasoning += event.text
+                    self.choices[event.index].reasoning += event.text
                 case ToolCallDelta():
-                    calls = self._choices[event.index].calls
+                    calls = self.choices[event.index].calls
                     calls[event.call_index] = event.added_to(calls.get(event.call_index))
                 case Finished():
-                    self._choices[event.index].finish = event.reason
+                    self.choices[event.index].finish = event.reason
                 case Completed():
                     self._completed.append(event)
                 case CallEnded():
@@ -120,7 +127,7 @@ class Answer:
                 "logprobs": chat_logprobs(choice.logprobs),
                 "finish_reason": choice.finish,
             }
-            for index, choice in enumerate(self._choices)
+            for index, choice in enumerate(self.choices)
         ]
         return self._wrap(envelope, "chat.completion", choices)
 
@@ -132,12 +139,12 @@ class Answer:
                 "logprobs": text_logprobs(choice.logprobs, choice.logprobs_start),
                 "finish_reason": choice.finish,
             }
-            for index, choice in enumerate(self._choices)
+            for index, choice in enumerate(self.choices)
         ]
         return self._wrap(envelope, "text_completion", choices)
 
     def _wrap(self, envelope: Envelope, kind: str, choices: list[dict[str, Json]]) -> dict[str, Json]:
-        completed = merge_usage(self._completed)
+        completed = self.completed
         return envelope.head(kind) | {
             "choices": choices,
             "usage": usage_json(completed.usage),
