@@ -9,7 +9,18 @@ from emberkeep.chat.dialects.table import REASONING
 from emberkeep.chat.grammar import Grammars, Matcher
 from emberkeep.chat.output import OutputOptions, TextStream
 from emberkeep.errors import InvalidField
-from emberkeep.types import JsonFormat, Request, Tool, ToolCallDelta, ToolChoice, Vocab
+from emberkeep.types import (
+    AnswerFormat,
+    ChoiceFormat,
+    GrammarFormat,
+    JsonFormat,
+    RegexFormat,
+    Request,
+    Tool,
+    ToolCallDelta,
+    ToolChoice,
+    Vocab,
+)
 from helpers.byte_vocab import TinyVocab
 from helpers.masked_walk import allowed, walk
 
@@ -32,6 +43,17 @@ def matcher_for(request: Request) -> Matcher:
     constraint = GRAMMARS.constraint_for(request)
     assert constraint is not None
     return constraint.matcher()
+
+
+def takes(wanted: AnswerFormat, text: str) -> bool:
+    """Whether that is a whole answer."""
+    matcher = matcher_for(Request(prompt="", format=wanted))
+    ids = list(text.encode())
+    if matcher.count_allowed(ids) < len(ids):
+        return False
+    for token in ids:
+        matcher.advance(token)
+    return not VOCAB.eog.isdisjoint(allowed(matcher))
 
 
 def fits_person(value: Any) -> bool:
@@ -201,3 +223,98 @@ def test_a_marker_that_is_a_token_of_the_model_is_written_as_that_token() -> Non
     assert constraint is not None
     ids = walk(vocab, constraint.matcher(), seed=3)
     assert [ids[0], ids[-1]] == [vocab.specials["<tool_call>"], vocab.specials["</tool_call>"]]
+
+
+LIST = r"""
+# a list, as shopping lists are written
+root ::= item+   # at least one
+item ::= "- " [^\r\n]+ "\n"
+"""
+NESTED = """
+root ::= value
+value ::= list | word-1 | word_1 | 1st
+list ::= "(" (value
+  ("," value)*)? ")"
+word-1 ::= [a-c]{1,2}
+word_1 ::= "x"
+1st ::= "1"
+"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        (RegexFormat(r"[0-9]{3}/[a-z]+"), ["123/a"], ["12/a", "123/"]),
+        (RegexFormat("yes|no"), ["yes", "no"], ["yesno", "y"]),
+        (ChoiceFormat(("red", "green", 'a "b"\n', "😀")), ["red", 'a "b"\n', "😀"], ["re", "redgreen", "blue"]),
+        (GrammarFormat(LIST), ["- milk\n", "- a\n- b\n"], ["milk", "- milk"]),
+        (GrammarFormat(NESTED), ["ab", "(a,(x,1),())"], ["abc", "(a,"]),
+        (GrammarFormat('root ::= start\nstart ::= "a" start | .'), ["aab", "a\n", "é"], ["ab" * 2]),
+        (GrammarFormat(r'root ::= "\u0041" [\U0001F600-\U0001F64F] "\x42" [a\-z]'), ["A😀B-", "A😀Bz"], ["A😀Bb"]),
+        (GrammarFormat('start: word " " word\nword: /[a-z]+/'), ["ab cd"], ["ab", "ab "]),
+        (GrammarFormat('%llguidance {}\nstart: "a" | "b"'), ["a", "b"], ["ab"]),
+    ],
+)
+def test_an_answer_is_one_that_the_format_describes(wanted: AnswerFormat, good: list[str], bad: list[str]) -> None:
+    assert [takes(wanted, text) for text in good] == [True] * len(good)
+    assert [takes(wanted, text) for text in bad] == [False] * len(bad)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (RegexFormat("(", param="guided_regex"), "guided_regex: cannot be used"),
+        (RegexFormat("a" * 300_000, param="guided_regex"), "guided_regex: is longer"),
+        (
+            GrammarFormat("root ::= <think>", param="grammar"),
+            "grammar: cannot be used .it names the token <think>",
+        ),
+        (GrammarFormat("root ::= other", param="grammar"), "it has no rule 'other'"),
+        (GrammarFormat('rule ::= "a"', param="grammar"), "it has no rule 'root'"),
+        (GrammarFormat('root ::= "a', param="grammar"), "grammar: cannot be used"),
+        (GrammarFormat(r'root ::= "\uD800"', param="grammar"), "is no character"),
+        (GrammarFormat(f"root ::= {'(' * 5000}", param="grammar"), "nested too deeply"),
+        (GrammarFormat("", param="grammar"), "grammar: cannot be used"),
+        (GrammarFormat("start: nosuch", param="guided_grammar"), "guided_grammar: cannot be used"),
+    ],
+)
+def test_a_format_that_cannot_be_used_is_refused_by_its_name(wanted: AnswerFormat, reason: str) -> None:
+    with pytest.raises(InvalidField, match=reason) as failure:
+        GRAMMARS.constraint_for(Request(prompt="", format=wanted))
+    assert failure.value.param == wanted.param
+
+
+@pytest.mark.parametrize("wanted", [RegexFormat("[0-9]+"), GrammarFormat('root ::= calls\ncalls ::= "7"')])
+def test_with_tools_an_answer_of_any_format_may_be_a_call_instead(wanted: AnswerFormat) -> None:
+    request = Request(prompt="", tools=TOOLS, format=wanted)
+    first = {VOCAB.pieces[token][:1] for token in allowed(matcher_for(request))}
+    assert first >= {b"7", b"<"}
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "fits"),
+    [
+        (OPEN, '{"a": 1}', True),
+        (OPEN, '{"b": 1}', False),
+        ({**OPEN, "additionalProperties": True}, '{"b": 1}', True),
+        ({**OPEN, "additionalProperties": {"type": "integer"}}, '{"b": 1}', True),
+        ({"type": "object"}, '{"b": 1}', True),
+        ({"type": "object", "properties": {"o": OPEN}}, '{"o": {"b": 1}}', False),
+        ({"type": "array", "items": OPEN}, '[{"b": 1}]', False),
+        ({"anyOf": [OPEN, {"type": "null"}]}, '{"b": 1}', False),
+        ({"$ref": "#/$defs/o", "$defs": {"o": OPEN}}, '{"b": 1}', False),
+        ({**OPEN, "required": ["b"]}, '{"b": 1}', True),
+        (
+            {"allOf": [OPEN, {"type": "object", "properties": {"b": {"type": "integer"}}}]},
+            '{"a": 1, "b": 1}',
+            True,
+        ),
+    ],
+)
+def test_keys_that_a_schema_does_not_declare_are_not_written(
+    schema: dict[str, Any], text: str, fits: bool
+) -> None:
+    assert takes(JsonFormat(schema), text) is fits

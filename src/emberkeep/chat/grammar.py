@@ -12,18 +12,28 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.chat.answer_schema import MAX_SCHEMA_CHARS, checked, closed
 from emberkeep.chat.dialects.table import Reasoning
+from emberkeep.chat.gbnf import to_lark
 from emberkeep.chat.messages import sorted_keys
 from emberkeep.chat.output import hidden_tokens
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.errors import InvalidField
-from emberkeep.types import Json, Request, Tool, Vocab, exceeds_depth
+from emberkeep.types import (
+    AnswerFormat,
+    ChoiceFormat,
+    GrammarFormat,
+    Json,
+    JsonFormat,
+    RegexFormat,
+    Request,
+    Tool,
+    Vocab,
+)
 
 Mask = npt.NDArray[np.uint32]
 """One bit per token, lowest bit first; set means allowed."""
 
-MAX_SCHEMA_CHARS = 256 << 10
-MAX_SCHEMA_DEPTH = 64
 _COMPILE_SECONDS = 5.0
 _REMEMBERED = 32
 # One line, as `json.dumps` writes it: free whitespace invites small models to write nothing else.
@@ -41,7 +51,7 @@ class Grammars:
         self._vocab = vocab
         self._writing = writing
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[str, Constraint] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
         self._lock = threading.Lock()
 
     def constraint_for(self, request: Request) -> Constraint | None:
@@ -55,19 +65,21 @@ class Grammars:
         if request.format is None:
             return None
         if request.tools and request.tool_choice.mode == "auto" and not request.raw_tools:
-            return self._compile(_either_grammar(request, self._vocab, self._writing), "response_format")
-        return self._compile(_json_grammar(request.format.schema), "response_format")
+            grammar = _either_grammar(request, request.format, self._vocab, self._writing)
+        else:
+            grammar = _grammars(_format_grammar(request.format))
+        return self._compile(grammar, request.format.param)
 
     def _compile(self, grammar: str, param: str) -> Constraint:
         # One at a time: a hostile schema may take seconds, and must not take all cores.
         with self._lock:
-            known = self._compiled.get(grammar)
+            known = self._compiled.get((param, grammar))
             if known is None:
                 known = Constraint(self._vocab, self._lltokenizer(), self._matcher(grammar, param), param)
-                self._compiled[grammar] = known
+                self._compiled[param, grammar] = known
                 if len(self._compiled) > _REMEMBERED:
                     self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
+            self._compiled.move_to_end((param, grammar))
             return known
 
     def _matcher(self, grammar: str, param: str) -> llguidance.LLMatcher:
@@ -84,10 +96,10 @@ class Grammars:
         worker.start()
         worker.join(_COMPILE_SECONDS)
         if not done:
-            raise InvalidField(param, "the schema takes too long to compile: make it smaller.")
+            raise InvalidField(param, "takes too long to compile: make it smaller.")
         if done[0].is_error():
             reason = done[0].get_error().partition("\n")[0][:200].rstrip(".")
-            raise InvalidField(param, f"the schema cannot be used ({reason}): change or remove that part.")
+            raise InvalidField(param, _unusable(reason))
         return done[0]
 
     def _lltokenizer(self) -> llguidance.LLTokenizer:
@@ -172,26 +184,50 @@ class Matcher:
 
     def _check(self) -> None:
         if self._state.is_error():
-            raise InvalidField(self._param, "the schema is too complex to follow: make it simpler.")
+            raise InvalidField(self._param, "is too complex to follow: make it simpler.")
 
 
 # ── grammars ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _json_grammar(schema: Mapping[str, Json] | None) -> str:
-    return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(_answer(schema)), overrides=_STRICT))
+def _grammars(*grammars: Mapping[str, Json]) -> str:
+    """The first is where an answer begins; it calls the others by name."""
+    return json.dumps({"grammars": grammars})
 
 
-def _answer(schema: Mapping[str, Json] | None) -> Mapping[str, Json]:
-    return _check_schema(schema if schema is not None else {"type": "object"}, "response_format")
+def _format_grammar(wanted: AnswerFormat) -> dict[str, Json]:
+    """Raises InvalidField."""
+    match wanted:
+        case JsonFormat():
+            schema = wanted.schema if wanted.schema is not None else {"type": "object"}
+            return {"json_schema": {**closed(checked(schema, wanted.param)), "x-guidance": _STRICT}}
+        case RegexFormat():
+            pattern = _short(wanted.pattern, wanted.param)
+            return {"lark_grammar": f"start: /{llguidance.regex_to_lark(pattern)}/"}
+        case ChoiceFormat():
+            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.texts)
+            return {"lark_grammar": f"start: {_short(choices, wanted.param)}"}
+        case GrammarFormat():
+            try:
+                return {"lark_grammar": to_lark(_short(wanted.grammar, wanted.param))}
+            except ValueError as error:
+                raise InvalidField(wanted.param, _unusable(str(error))) from None
 
 
-def _either_grammar(request: Request, vocab: Vocab, writing: CallWriting) -> str:
-    """JSON that fits, or calls."""
-    assert request.format is not None
-    answer = {**_answer(request.format.schema), "x-guidance": _STRICT}
-    rules = ["start: answer | calls", f"answer: %json {json.dumps(answer)}"]
-    return str(llguidance.LLMatcher.grammar_from_lark("\n".join(rules + _calls_rules(request, vocab, writing))))
+def _short(text: str, param: str) -> str:
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise InvalidField(param, f"is longer than {MAX_SCHEMA_CHARS} characters: shorten it.")
+    return text
+
+
+def _unusable(reason: str) -> str:
+    return f"cannot be used ({reason}): change or remove that part."
+
+
+def _either_grammar(request: Request, wanted: AnswerFormat, vocab: Vocab, writing: CallWriting) -> str:
+    """An answer that fits, or calls."""
+    rules = ["start: @answer | calls", *_calls_rules(request, vocab, writing)]
+    return _grammars({"lark_grammar": "\n".join(rules)}, {"name": "answer", **_format_grammar(wanted)})
 
 
 def _calls_grammar(request: Request, vocab: Vocab, writing: CallWriting) -> str:
@@ -240,16 +276,8 @@ def _callable_tools(request: Request) -> list[Tool]:
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Json]:
-    schema = sorted_keys(_check_schema(tool.parameters, "tools"))
+    schema = sorted_keys(checked(tool.parameters, "tools"))
     return {"type": "object", **schema, "x-guidance": _LENIENT}
-
-
-def _check_schema(schema: Mapping[str, Json], param: str) -> Mapping[str, Json]:
-    if exceeds_depth(schema, MAX_SCHEMA_DEPTH):
-        raise InvalidField(param, f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: flatten it.")
-    if len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
-        raise InvalidField(param, f"the schema is longer than {MAX_SCHEMA_CHARS} characters: shorten it.")
-    return schema
 
 
 # ── the vocabulary, as llguidance wants it ───────────────────────────────────────────────────────

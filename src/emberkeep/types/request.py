@@ -192,11 +192,41 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    param: str = field(default="response_format", compare=False)
+    """The client's name for it, where it cannot be used."""
+
+
 @dataclass(frozen=True, slots=True)
-class JsonFormat:
+class JsonFormat(_Wanted):
     """The answer must be JSON; with a schema, JSON that fits it."""
 
     schema: Mapping[str, Json] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarFormat(_Wanted):
+    """The answer must be a text of this grammar, in GBNF or in Lark's notation."""
+
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegexFormat(_Wanted):
+    """The whole answer must match."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFormat(_Wanted):
+    """The answer must be one of these."""
+
+    texts: tuple[str, ...]
+
+
+AnswerFormat = JsonFormat | GrammarFormat | RegexFormat | ChoiceFormat
 
 
 class Recall(StrEnum):
@@ -245,7 +275,8 @@ class Request:
     """The model is told of the tools, but nothing that it writes is taken for a call."""
     reasoning: ReasoningFormat | None = None
     """None: as configured."""
-    format: JsonFormat | None = None
+    format: AnswerFormat | None = None
+    """What the answer must look like. None: anything goes."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.backend.remote.vendor_wire import CallPieces, Keepsakes, arguments_of, chosen_sampling, inline_image
-from emberkeep.types import Image, Json, Sampling, ToolCallDelta
+from emberkeep.backend.remote.vendor_wire import (
+    CallPieces,
+    Keepsakes,
+    arguments_of,
+    chosen_sampling,
+    inline_image,
+    json_format,
+)
+from emberkeep.errors import InvalidField
+from emberkeep.types import Image, Json, JsonFormat, RegexFormat, Request, Sampling, ToolCallDelta
 
 
 def test_arguments_that_come_before_their_name_wait_for_it() -> None:
@@ -74,3 +82,12 @@ def test_a_data_address_is_the_image_itself(url: str, kind: str, data: bytes) ->
     assert found is not None
     assert (found.media_type, base64.b64decode(found.base64)) == (kind, data)
     assert inline_image(Image("https://example.org/a.png")) is None
+
+
+def test_a_format_other_than_json_is_refused_by_the_name_that_the_client_gave_it() -> None:
+    assert json_format(Request(prompt="x")) is None
+    assert json_format(Request(prompt="x", format=JsonFormat({"type": "integer"}))) == JsonFormat(
+        {"type": "integer"}
+    )
+    with pytest.raises(InvalidField, match="guided_regex: needs a model that runs here"):
+        json_format(Request(prompt="x", format=RegexFormat("a+", param="guided_regex")))

@@ -25,6 +25,7 @@ from emberkeep.backend.remote.vendor_wire import (
     arguments_of,
     chosen_sampling,
     inline_image,
+    json_format,
     split_system,
     text_of,
 )
@@ -254,7 +255,8 @@ def _request_body(request: Request, remote: RemoteModel, kept: Keepsakes[list[Bl
 
 def _system(request: Request) -> list[Block]:
     first = [message.content for message in split_system(request.messages)[0]]
-    if request.format is not None and request.format.schema is None:
+    wanted = json_format(request)
+    if wanted is not None and wanted.schema is None:
         first.append(_JSON_ONLY)
     return [block for text in first for block in _text(text)]
 
@@ -328,12 +330,13 @@ def _tool_choice(choice: ToolChoice, parallel: bool) -> Block:
 
 def _output(request: Request) -> Block | None:
     """Raises InvalidField."""
-    if request.format is None or request.format.schema is None:
+    wanted = json_format(request)
+    if wanted is None or wanted.schema is None:
         return None
     try:
-        schema = transform_schema(dict(request.format.schema))
+        schema = transform_schema(dict(wanted.schema))
     except ValueError as error:
-        raise InvalidField("response_format", f"Anthropic cannot follow this schema ({error}).") from error
+        raise InvalidField(wanted.param, f"Anthropic cannot follow this schema ({error}).") from error
     return {"format": {"type": "json_schema", "schema": schema}}
 
 

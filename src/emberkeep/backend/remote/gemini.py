@@ -24,6 +24,7 @@ from emberkeep.backend.remote.vendor_wire import (
     arguments_of,
     chosen_sampling,
     inline_image,
+    json_format,
     split_system,
     text_of,
 )
@@ -260,8 +261,9 @@ def _request_config(request: Request, remote: RemoteModel) -> types.GenerateCont
     if request.tools:
         made["tools"] = [types.Tool(function_declarations=[_declaration(tool) for tool in request.tools])]
         made["tool_config"] = types.ToolConfig(function_calling_config=_calling_config(request.tool_choice))
-    if request.format is not None:
-        made |= {"response_mime_type": "application/json", "response_json_schema": request.format.schema}
+    wanted = json_format(request)
+    if wanted is not None:
+        made |= {"response_mime_type": "application/json", "response_json_schema": wanted.schema}
     return types.GenerateContentConfig(**made)
 
 

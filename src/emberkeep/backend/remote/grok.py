@@ -17,7 +17,14 @@ from xai_sdk.proto import chat_pb2, sample_pb2
 
 from emberkeep.backend.remote.base import Provider, RemoteAbout, first_model
 from emberkeep.backend.remote.service import CONNECT_S, Service, required_key, retry_after
-from emberkeep.backend.remote.vendor_wire import CallPieces, Keepsakes, anonymous_id, chosen_sampling, turn_start
+from emberkeep.backend.remote.vendor_wire import (
+    CallPieces,
+    Keepsakes,
+    anonymous_id,
+    chosen_sampling,
+    json_format,
+    turn_start,
+)
 from emberkeep.errors import ConfigError, EmberkeepError, RequestError
 from emberkeep.types import (
     Completed,
@@ -243,7 +250,7 @@ def _request_body(request: Request, remote: RemoteModel, model: str, kept: Keeps
         "messages": _messages(request.messages, kept),
         "max_tokens": request.max_tokens if request.max_tokens is not None else remote.max_tokens,
         "stop": list(request.stop) or None,
-        "response_format": _format(request.format),
+        "response_format": _format(json_format(request)),
         "safety_identifier": anonymous_id(request.user),
         **_sampling(request.sampling),
     }

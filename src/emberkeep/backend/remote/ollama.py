@@ -18,6 +18,7 @@ from emberkeep.backend.remote.vendor_wire import (
     arguments_of,
     chosen_sampling,
     inline_image,
+    json_format,
     turn_start,
 )
 from emberkeep.errors import RequestError
@@ -186,7 +187,7 @@ def _request_body(request: Request, remote: RemoteModel, model: str, service: Se
 
     Raises RequestError for images that are elsewhere.
     """
-    wanted, choice = request.format, request.tool_choice
+    wanted, choice = json_format(request), request.tool_choice
     tools = [tool for tool in request.tools if choice.mode != "named" or tool.name == choice.name]
     return {
         "model": model,

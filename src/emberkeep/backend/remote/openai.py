@@ -22,7 +22,14 @@ from openai import (
 from emberkeep.api.messages import call_json, content_json
 from emberkeep.backend.remote.base import Provider, RemoteAbout, first_model
 from emberkeep.backend.remote.service import CONNECT_S, READ_S, Service, required_key, retry_after, ssl_context
-from emberkeep.backend.remote.vendor_wire import CallPieces, Keepsakes, anonymous_id, chosen_sampling, turn_start
+from emberkeep.backend.remote.vendor_wire import (
+    CallPieces,
+    Keepsakes,
+    anonymous_id,
+    chosen_sampling,
+    json_format,
+    turn_start,
+)
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import (
     DEPTH_HEADER,
@@ -289,7 +296,7 @@ def _request_body(
         "stream": True,
         "stream_options": {"include_usage": True},
         **_tools(request),
-        "response_format": _format(request.format),
+        "response_format": _format(json_format(request)),
         "stop": list(request.stop) or None,
         "prediction": _prediction(request.prediction) if dialect.takes_prediction else None,
         dialect.limit: limit,

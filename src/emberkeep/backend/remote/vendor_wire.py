@@ -12,7 +12,8 @@ from hashlib import sha256
 from typing import Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from emberkeep.types import Image, Json, Message, Sampling, ToolCallDelta, new_call_id
+from emberkeep.errors import InvalidField
+from emberkeep.types import Image, Json, JsonFormat, Message, Request, Sampling, ToolCallDelta, new_call_id
 
 T = TypeVar("T")
 
@@ -26,6 +27,14 @@ def chosen_sampling(sampling: Sampling, known: Collection[str]) -> dict[str, Jso
     """The fields that the user has chosen, of those that a vendor knows: for the others it has its own."""
     found = {one.name: getattr(sampling, one.name) for one in fields(Sampling) if one.name in known}
     return {name: value for name, value in found.items() if value != getattr(_USUAL, name)}
+
+
+def json_format(request: Request) -> JsonFormat | None:
+    """What vendors can be asked for: JSON. Raises InvalidField for what they cannot."""
+    wanted = request.format
+    if wanted is None or isinstance(wanted, JsonFormat):
+        return wanted
+    raise InvalidField(wanted.param, "needs a model that runs here: this one can be asked for JSON only.")
 
 
 def anonymous_id(user: str) -> str | None:
