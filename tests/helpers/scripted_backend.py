@@ -123,6 +123,9 @@ class ScriptedBackend:
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         return "\n".join(message.content for message in messages)
 
+    def count(self, request: Request) -> int:
+        return sum(len(message.content) for message in request.messages)
+
     def stats(self) -> dict[str, Json]:
         return {"requests": len(self.requests), "kv": {"warm_bytes": 1048576}}
 

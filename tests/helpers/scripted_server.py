@@ -106,6 +106,9 @@ class ScriptedBackend:
         lines = [f"{message.role}: {message.content}" for message in messages]
         return "\n".join([*(tool.name for tool in tools), *lines])
 
+    def count(self, request: Request) -> int:
+        return sum(len(message.content) for message in request.messages)
+
     def stats(self) -> dict[str, Json]:
         return {"requests": len(self.requests)}
 

@@ -101,6 +101,9 @@ class Tokenizer(Protocol):
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Raises RequestError for what the template refuses."""
 
+    def count(self, request: Request) -> int:
+        """How many tokens the prompt of a chat has, also where it would not fit. Raises RequestError."""
+
 
 class Warmer(Protocol):
     async def warm(self, request: Request) -> Warmed:

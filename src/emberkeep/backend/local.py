@@ -132,7 +132,7 @@ class LocalBackend:
         self._counting = threading.Lock()
         self._warmup()
         self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, scheduler, settings.keep_alive)
-        self.tokenizer = LocalTokenizer(self._vocab, template, self._prompts)
+        self.tokenizer = LocalTokenizer(self._vocab, template, self._prompts, self._equip)
         self.experts = LocalExperts(scheduler.experts, scheduler) if scheduler.experts else None
         self.attention = LocalAttention(scheduler.attention, scheduler) if scheduler.attention else None
         self._explainer = Explainer(
@@ -145,8 +145,7 @@ class LocalBackend:
     # ── the line ──
 
     def generate(self, request: Request) -> Events:
-        if any(message.images for message in request.messages):
-            raise RequestError(f"{self.card.id} reads text only: leave the images out.", "messages")
+        self._check_readable(request)
         request = self._with_defaults(request)
         return self._use_tools(request) if self._server_tools.applies(request) else self._answer(request)
 
@@ -205,6 +204,15 @@ class LocalBackend:
                     self.scheduler.cancel(sequence)
             if held is None:
                 permit.release()
+
+    def _check_readable(self, request: Request) -> None:
+        if any(message.images for message in request.messages):
+            raise RequestError(f"{self.card.id} reads text only: leave the images out.", "messages")
+
+    def _equip(self, request: Request) -> Request:
+        """With the tools that run here, as its prompt has them. Raises RequestError."""
+        self._check_readable(request)
+        return self._server_tools.equip(request)
 
     def _with_defaults(self, request: Request) -> Request:
         return replace(

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import Attention, ExpertTracking
 from emberkeep.errors import RequestError
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.types import AttentionTier, ExpertStats, Message, Tool, Vocab
+from emberkeep.types import AttentionTier, ExpertStats, Message, Request, Tool, Vocab
 
 
 class LocalTokenizer:
-    def __init__(self, vocab: Vocab, template: ChatTemplate, prompts: PromptBuilder) -> None:
+    def __init__(
+        self,
+        vocab: Vocab,
+        template: ChatTemplate,
+        prompts: PromptBuilder,
+        equip: Callable[[Request], Request],
+    ) -> None:
+        """`equip`: a request with the tools that run here. Raises RequestError for what the model cannot read."""
         self._vocab = vocab
         self._template = template
         self._prompts = prompts
+        self._equip = equip
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         ids = self._vocab.tokenize(text, parse_special=parse_special)
@@ -29,6 +37,9 @@ class LocalTokenizer:
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         return self._template.render(messages, tools)
+
+    def count(self, request: Request) -> int:
+        return self._prompts.count(self._equip(request), request.messages)
 
 
 class LocalExperts:

@@ -39,6 +39,8 @@ _NOT_RENDERED = (TemplateFailed, Overloaded)
 """No failures where an answer can do without: it is there already, or on its way."""
 _PROBES = ("1", "x")
 """First letters of a user's message that no tokenizer joins with each other."""
+_END_OF_TEXT = "\ufdd1"
+"""A character that Unicode keeps for programs' own use, as `SEAM` is."""
 _REMEMBERED_CHARS = 8 << 20
 _LONG_CHARS = 1 << 15
 
@@ -337,12 +339,24 @@ class PromptBuilder:
     def _render(self, request: Request, messages: tuple[Message, ...]) -> str:
         if not messages and not (request.is_prefix and request.tools):
             raise InvalidField("messages", "at least one message is needed.")
+        if request.continues and messages[-1].role == "assistant":
+            return self._render_beginning(request, messages)
         return self._template.render(
             messages,
             request.tools,
             add_generation_prompt=not request.is_prefix,
             args=request.template_args,
         )
+
+    def _render_beginning(self, request: Request, messages: tuple[Message, ...]) -> str:
+        """Up to the end of the last message's text, without what the template writes after it."""
+        *others, last = messages
+        marked = replace(last, content=last.content + _END_OF_TEXT)
+        text = self._renderer(request)([*others, marked], request.tools)
+        end = text.rfind(_END_OF_TEXT)
+        if end < 0:
+            raise InvalidField("messages", "this model cannot go on with an answer: end with the user's message.")
+        return text[:end]
 
     def _check_length(self, request: Request, length: int) -> None:
         if length == 0:

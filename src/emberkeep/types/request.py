@@ -288,6 +288,8 @@ class Request:
     echo: bool = False
     template_args: Mapping[str, Json] = field(default_factory=dict)
     """Extra variables for the chat template (`enable_thinking`, ...)."""
+    continues: bool = False
+    """The last message, the assistant's, is the beginning of the answer: it goes on where that ends."""
     depth: int = 0
     """How many models stand between the user and this request."""
     hops: int = 0

@@ -1,0 +1,79 @@
+"""An answer that goes on where the client's last message ends, and how many tokens a chat has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from emberkeep.backend.local import LocalBackend
+from emberkeep.config import Config
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import InvalidField, RequestError
+from emberkeep.types import Image, Message, Request, Sampling
+from helpers.events import end_of, read_events, text_of
+from helpers.fake_backend import fake_backend, settle
+
+ASKED = Message("user", "Tell me about the harbour of a small town, and of the ships in it.")
+BEGUN = Message("assistant", "The harbour of")
+CHAT = Request(messages=(ASKED, BEGUN), continues=True, sampling=Sampling(temperature=0), max_tokens=12, echo=True)
+SILENT = "{% for m in messages if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[LocalBackend]:
+    backend = fake_backend(Config(data_dir=tmp_path), FakeEngine(cells=1 << 14))
+    yield backend
+    asyncio.run(backend.close())
+
+
+def test_the_prompt_ends_where_the_last_message_does(backend: LocalBackend) -> None:
+    prompt = text_of(read_events(backend, replace(CHAT, max_tokens=0)))
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\nThe harbour of")
+
+
+@pytest.mark.parametrize("begun", ["e", "im_end", "Two words ", "\ufdd1x"])
+def test_whatever_the_beginning_looks_like(backend: LocalBackend, begun: str) -> None:
+    request = replace(CHAT, messages=(ASKED, replace(BEGUN, content=begun)), max_tokens=0)
+    assert text_of(read_events(backend, request)).endswith(f"<|im_start|>assistant\n{begun}")
+
+
+def test_a_conversation_whose_last_word_is_the_users_is_answered_as_always(backend: LocalBackend) -> None:
+    request = replace(CHAT, messages=(ASKED,), max_tokens=0)
+    assert text_of(read_events(backend, request)).endswith("<|im_start|>assistant\n")
+
+
+def test_the_next_turn_reuses_the_beginning_and_the_answer(backend: LocalBackend) -> None:
+    answer = text_of(read_events(backend, replace(CHAT, echo=False)))
+    settle(backend)
+    said = replace(BEGUN, content=BEGUN.content + answer)
+    after = replace(CHAT, messages=(ASKED, said, Message("user", "And?")), continues=False, echo=False)
+    _, completed = end_of(read_events(backend, after))
+    before = backend.tokenizer.count(replace(CHAT, messages=(ASKED, said), continues=True))
+    assert completed.usage.cached_tokens >= before
+
+
+def test_a_template_that_leaves_it_out_says_so(tmp_path: Path) -> None:
+    backend = fake_backend(Config(data_dir=tmp_path), FakeEngine(cells=1 << 14), template=SILENT)
+    with pytest.raises(InvalidField, match="cannot go on with an answer"):
+        read_events(backend, CHAT)
+    asyncio.run(backend.close())
+
+
+def test_as_many_tokens_are_counted_as_a_request_is_charged_for(backend: LocalBackend) -> None:
+    for request in (replace(CHAT, echo=False), replace(CHAT, messages=(ASKED,), echo=False)):
+        _, completed = end_of(read_events(backend, request))
+        assert backend.tokenizer.count(request) == completed.usage.prompt_tokens
+
+
+def test_what_does_not_fit_is_counted_too(backend: LocalBackend) -> None:
+    long = replace(ASKED, content="harbour " * 20_000)
+    assert backend.tokenizer.count(Request(messages=(long,))) > 1 << 14
+
+
+def test_images_are_not_counted_by_a_model_that_reads_text(backend: LocalBackend) -> None:
+    with pytest.raises(RequestError, match="reads text only"):
+        backend.tokenizer.count(Request(messages=(replace(ASKED, images=(Image("https://x/y.png"),)),)))
