@@ -19,6 +19,8 @@ from emberkeep.cli.chat import ChatCommand, chat
 from emberkeep.cli.console import complain
 from emberkeep.cli.doctor import doctor
 from emberkeep.cli.flags import ConfigFlag, JsonFlag, with_settings
+from emberkeep.cli.launch import EXAMPLES as LAUNCH_EXAMPLES
+from emberkeep.cli.launch import launch
 from emberkeep.cli.mcp import app as mcp_app
 from emberkeep.cli.memory import app as memory_app
 from emberkeep.cli.model_setup import install_model
@@ -34,6 +36,7 @@ Examples:
   emberkeep serve                              OpenAI-compatible server on http://127.0.0.1:8080
   emberkeep chat                               talk to the default model in this terminal
   emberkeep chat --continue                    go on with the latest conversation
+  emberkeep launch claude                      a coding agent that uses the server
   emberkeep models pull hf:owner/repo/file.gguf --name mine
   emberkeep serve --model mine --ctx 32768     a model that was pulled before
   emberkeep serve --engine hf -m owner/repo    a repository of the Hugging Face hub, in PyTorch
@@ -136,6 +139,7 @@ def _print_settings(loaded: LoadedConfig) -> None:
 
 
 app.command(cls=ChatCommand, epilog=CHAT_EXAMPLES)(chat)
+app.command(epilog=LAUNCH_EXAMPLES)(launch)
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
 app.add_typer(memory_app, name="memory")
