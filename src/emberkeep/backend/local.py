@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +41,8 @@ from emberkeep.errors import (
     RequestError,
     TooLarge,
 )
+from emberkeep.kv.store import KvStore
+from emberkeep.memory.memory import Memory
 from emberkeep.sched.admission import Admission
 from emberkeep.sched.probe import Machine
 from emberkeep.sched.sampling import Sampler
@@ -88,6 +90,9 @@ class LocalSettings:
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
     deadline_s: float | None = None
     """For requests that do not say."""
+    close_store: Callable[[KvStore], None] = KvStore.close
+    close_memory: Callable[[Memory], None] = Memory.close
+    """How it lets go of them at its end: they may outlive it."""
 
 
 class LocalBackend:
@@ -397,10 +402,11 @@ class LocalBackend:
         self.warmer.stop()
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.warmer.join)
+        self._store.on_forget(_nobody)
         for store in self.scheduler.stores:
-            await asyncio.to_thread(store.close)
+            await asyncio.to_thread(self._settings.close_store, store)
         if self.memory is not None:
-            await asyncio.to_thread(self.memory.close)
+            await asyncio.to_thread(self._settings.close_memory, self.memory)
 
     def _warmup(self) -> None:
         """Go through the motions once, so that the first request does not pay for lazy imports and cold caches."""
@@ -408,6 +414,10 @@ class LocalBackend:
         request = Request(prompt=(0,), sampling=Sampling(seed=0))
         TextStream.for_request(self._vocab, request, index=0, prompt="").push(0)
         Sampler(request.sampling).sample(np.zeros(self._vocab.size, np.float32), self._vocab.pieces)
+
+
+def _nobody(owners: Container[str]) -> None:
+    """Is told of users that were forgotten, once the backend is closed."""
 
 
 def _timed(fit: Fit, lookup: LookupRecord) -> Fit:

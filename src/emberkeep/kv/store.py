@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -437,6 +437,13 @@ class KvStore:
         self.corpus.close()
         if self._disk:
             self._disk.close()
+
+    def resize_ram(self, budget: int) -> None:
+        """Hold so many bytes of RAM at most from now on. What is only in RAM and does not fit is lost."""
+        with self._lock:
+            self._budgets = replace(self._budgets, ram=budget)
+            self._ledger.ram.budget = budget
+            self._ledger.shrink_ram()
 
     def held_bytes(self) -> tuple[int, int]:
         """In RAM and on disk."""

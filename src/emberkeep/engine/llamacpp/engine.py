@@ -509,6 +509,7 @@ class LlamaEngine:
     def close(self) -> None:
         self._free()
         self._threads.close()
+        self.vocab.close()
         self._model.close()
 
     def _open(self) -> None:

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
@@ -55,13 +56,15 @@ _starting = threading.Lock()
 
 
 class LlamaVocab:
-    """`handle` belongs to the model, which must outlive this object; `pre` is its name for its pre-tokenizer.
+    """`handle` belongs to the model, which must not be freed before `close`; `pre` is its name for its
+    pre-tokenizer.
 
     Raises ModelBroken for a vocabulary with which llama.cpp would end the process.
     """
 
     def __init__(self, handle: Handle, pre: str = "") -> None:
         self._handle = handle
+        self._in_use = _Use()
         self._pre = pre
         self._kind: int = llama().llama_vocab_type(handle)
         _check_kind(self._kind, pre)
@@ -103,7 +106,16 @@ class LlamaVocab:
         # A special token that eats the blanks around it couples the fragments on its two sides.
         return not any(attr & _WHOLE and attr & _STRIPS for attr in self._attrs)
 
+    def close(self) -> None:
+        """Blocks while a text is being tokenized. Later ones are refused: their model is gone."""
+        self._in_use.end()
+
     def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Raises EngineError for a text that is too long, and once the model was unloaded."""
+        with self._in_use.entered():
+            return self._tokenize(text, parse_special)
+
+    def _tokenize(self, text: str, parse_special: bool) -> list[int]:
         if len(text) <= CALLER_CHARS:
             return self._tokenize_piece(text, parse_special)
         if len(text) > _MAX_CHARS:
@@ -167,6 +179,33 @@ class LlamaVocab:
         ):  # a slice of millions would hold the interpreter's lock for that long
             ids += buffer[start : min(start + _SLICE, count)]
         return ids
+
+
+class _Use:
+    """Counts calls into the library: memory that one of them reads is not to be freed."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._ended = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with self._changed:
+            if self._ended:
+                raise EngineError("The model was unloaded meanwhile: ask again.")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.wait_for(lambda: not self._calls)
 
 
 def _check_kind(kind: int, pre: str) -> None:
