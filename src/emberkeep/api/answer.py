@@ -23,6 +23,7 @@ from emberkeep.types import (
     FinishReason,
     Fit,
     Json,
+    Loading,
     LookupRecord,
     Progress,
     ReasoningDelta,
@@ -190,6 +191,12 @@ class SseFrames:
         return OPENAI_ERRORS.frame(failure, request_id)
 
 
+def loading_comment(event: Loading) -> bytes:
+    """A comment and no event: clients read chunks of an answer only."""
+    done = "" if event.fraction is None else f", {event.fraction:.0%}"
+    return f": {json.dumps(event.model)} is being loaded{done}\n\n".encode()
+
+
 class _Chunks:
     """The JSON around a choice."""
 
@@ -251,6 +258,8 @@ class ChatFrames(SseFrames):
                 return self._delta(event.index, {"tool_calls": [_call_json(event)]})
             case Finished():
                 return self._delta(event.index, {}, finish=event.reason)
+            case Loading():
+                return loading_comment(event)
             case Progress():
                 return self._chunks.progress(_chat_choice(0, {}), event)
             case Completed():
@@ -305,6 +314,8 @@ class TextFrames(SseFrames):
                 return self._piece(event)
             case Finished():
                 return self._chunks.chunk([_text_choice(event.index, "", finish=event.reason)])
+            case Loading():
+                return loading_comment(event)
             case Progress():
                 return self._chunks.progress(_text_choice(0, ""), event)
             case Completed():

@@ -268,6 +268,15 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """The answer waits until its model is loaded. Comes again every few moments until then."""
+
+    model: str
+    fraction: float | None = None
+    """How much of it is loaded; None: that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Prompt evaluation so far; `processed` includes `cached`."""
 
@@ -333,7 +342,9 @@ class Completed:
 ToolEvent = CallStarted | CallEnded | PermissionAsked | Exchanged
 """Events about tools that run here."""
 
-Event = Accepted | Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent
+Event = (
+    Loading | Accepted | Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent
+)
 Events = AsyncGenerator[Event, None]
 """Of one answer. Closing it gives the answer up."""
 

@@ -41,6 +41,34 @@ class AttentionTier(StrEnum):
     PLAIN = "plain"  # matrix products and a softmax: any device, any model
 
 
+class ModelState(StrEnum):
+    """Of a model that is loaded on demand."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"  # or waiting for its turn, or for memory
+    LOADED = "loaded"
+    FAILED = "failed"  # it could not be loaded: the next request tries again
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    state: ModelState = ModelState.LOADED
+    error: str = ""
+    """Why it could not be loaded."""
+    memory_bytes: int = 0
+    """What it takes, as far as that can be told beforehand; 0: not known, or it runs elsewhere."""
+    running: int = 0
+    """Requests that it answers now."""
+    waiting: int = 0
+    """Requests that wait until it is loaded."""
+    idle_s: float = 0.0
+    """Since its latest request."""
+    expires_s: float | None = None
+    """Until it is unloaded if no request comes; None: it stays."""
+    is_pinned: bool = False
+    """It is not unloaded when its memory is needed."""
+
+
 class Vocab(Protocol):
     """Immutable after construction; every method may be called from any thread."""
 

@@ -328,6 +328,9 @@ class Request:
     in_pieces: bool = True
     """False: its client reads the answer when it is whole, so its events may come late and all together."""
     deadline_s: float | None = None
+    keep_alive_s: float | None = None
+    """How long its model stays loaded after it, where models are loaded on demand. 0: it is unloaded at once;
+    negative: it stays. None: as configured."""
     speculation: bool | None = None
     """False: one token per step, nothing is drafted. None: as configured, but not with a seed: engines round
     differently in steps with drafts, and a seed is to give the same text again."""
