@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.server import cache_routes
 from emberkeep.types import Json
 from helpers.cache_server import HOUR_S, SYSTEM, Served, send_raw, served, tool, user
 from helpers.kv_building import exported, prompt
@@ -511,6 +512,7 @@ def test_state_that_fills_the_context_can_be_verified(tmp_path: Path) -> None:
         ({"sample": 0}, "sample"),
         ({"tokens": 0}, "tokens"),
         ({"tokens": 257}, "tokens"),
+        ({"seconds": 601}, "seconds"),
     ],
 )
 def test_a_bad_verification_is_refused_by_name(sea: Served, body: Json, param: str) -> None:
@@ -531,3 +533,26 @@ def test_a_client_that_leaves_stops_the_verification(alone: Served) -> None:
     gate.open()
     alone.settle()
     assert alone.backend.scheduler.counters.jobs == jobs + 1
+
+
+def test_a_verification_ends_in_time_and_says_what_is_left(alone: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_routes, "VERIFY_S", 0.05)
+    for number in range(2):
+        alone.chat(user(f"Tell me story number {number}."), conversation_id=f"c{number}")
+    gate = Gate(alone.engine)
+    report = alone.client.post("/v1/cache/verify", json={}).json()
+    gate.open()
+    assert report["data"] == []
+    assert sorted(report["left"]) == sorted(entry["id"] for entry in alone.entries())
+
+
+def test_one_verification_runs_at_a_time(alone: Served) -> None:
+    alone.chat(user("Tell me a story."), conversation_id="c")
+    gate = Gate(alone.engine)
+    connection = send_raw(alone.server.port, "/v1/cache/verify")
+    gate.reached()
+    refused = alone.client.post("/v1/cache/verify", json={})
+    gate.open()
+    connection.close()
+    assert refused.status_code == 503
+    assert refused.headers["Retry-After"]

@@ -18,6 +18,9 @@ from emberkeep.types import (
     Ttl,
 )
 
+MAX_VERIFY_S = 600
+"""Of one request to verify stored state."""
+
 
 def entry_json(entry: CacheEntry) -> dict[str, Json]:
     return {

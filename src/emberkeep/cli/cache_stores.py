@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from emberkeep.api.messages import read_chat_or_completion, to_one_request
-from emberkeep.api.stored import entry_from_json, lookup_from_json, shown_json
+from emberkeep.api.stored import MAX_VERIFY_S, entry_from_json, lookup_from_json, shown_json
 from emberkeep.cli.console import complain
 from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.cli.running_server import RunningServer, find_server
@@ -223,12 +223,15 @@ class ServedStore:
         return Explanation(lookup_from_json(answer), answer["explanation"])
 
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
-        body = {"ids": [entry.id], "tokens": tokens}
-        (result,) = self._server.ask("POST", "/v1/cache/verify", json=body, timeout=None)[
-            "data"
-        ]  # it takes as long as it takes
+        body = {"ids": [entry.id], "tokens": tokens, "seconds": MAX_VERIFY_S}
+        results = self._server.ask("POST", "/v1/cache/verify", json=body, timeout=None)["data"]
+        if not results:
+            raise EmberkeepError(
+                f"Entry {entry.id} takes over {MAX_VERIFY_S} seconds to verify while the server runs: stop it, "
+                "and try again."
+            )
         figures = ("reused", "compared", "agreed", "wide", "reproducible")
-        return Verified(entry, *(result[name] for name in figures))
+        return Verified(entry, *(results[0][name] for name in figures))
 
     def close(self) -> None:
         self._server.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -14,19 +16,20 @@ from starlette.responses import Response
 from emberkeep.api.answer import lookup_json
 from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
 from emberkeep.api.request import INT32_MAX, Body, CompletionBody, Label
-from emberkeep.api.stored import entry_json, shown_json
+from emberkeep.api.stored import MAX_VERIFY_S, entry_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.models import Models
-from emberkeep.errors import InvalidField
+from emberkeep.errors import InvalidField, Overloaded
 from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.openapi import HELLO, takes
-from emberkeep.server.side_work import SideWork
+from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
 from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
 from emberkeep.types import CacheEntry, Explanation, Json, Removed, Verified
 
 SAMPLE = 4
 TOKENS = 16
+VERIFY_S = 60
 SHOWN_CHARS = 2000
 
 _ACTIONS = ("pin", "unpin", "gc", "explain", "verify")
@@ -43,6 +46,7 @@ class VerifyBody(Body):
     ids: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
     sample: Annotated[int, Field(ge=1, le=256)] | None = None
     tokens: Annotated[int, Field(ge=1, le=256)] | None = None
+    seconds: Annotated[int, Field(ge=1, le=MAX_VERIFY_S)] | None = None
 
     def check(self) -> None:
         """Raises InvalidField where fields contradict each other."""
@@ -112,22 +116,34 @@ def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
         explanation = await side.run(lambda: cache_of(backend).explain(to_one_request(body)))
         return json_response(explained_json(explanation))
 
+    verifying = asyncio.Semaphore()
+
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
     async def verify(http: HttpRequest) -> Response:
         body = await read_body(http, VerifyBody)
         body.check()
-        return json_response(
-            verified_json(await while_connected(http, _verify_entries(models.default, side, body)))
-        )
+        if verifying.locked():
+            raise Overloaded(
+                "Stored state is being verified already: try again when that has ended.", RETRY_AFTER_S
+            )
+        async with verifying:
+            done, left = await while_connected(http, _verify_entries(models.default, side, body))
+        return json_response(verified_json(done, left))
 
 
-async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) -> list[Verified]:
-    """One after the other, so that other requests wait little."""
+async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) -> tuple[list[Verified], list[str]]:
+    """What was verified, and the ids for which no time was left. One after the other, so that other requests wait
+    little."""
     ids = body.ids
     if ids is None:
         latest = await side.run(cache_of(backend).entries)
         ids = [entry.id for entry in latest[: body.sample or SAMPLE]]
-    return [await cache_of(backend).verify(entry_id, body.tokens or TOKENS) for entry_id in ids]
+    done: list[Verified] = []
+    with suppress(TimeoutError):
+        async with asyncio.timeout(body.seconds or VERIFY_S):
+            for entry_id in ids:
+                done.append(await cache_of(backend).verify(entry_id, body.tokens or TOKENS))
+    return done, ids[len(done) :]
 
 
 def _list_page(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:
@@ -168,11 +184,12 @@ def explained_json(explanation: Explanation) -> dict[str, Json]:
     }
 
 
-def verified_json(results: Sequence[Verified]) -> dict[str, Json]:
+def verified_json(results: Sequence[Verified], left: Sequence[str]) -> dict[str, Json]:
     return {
         "object": "list",
         "data": [_result_json(result) for result in results],
         "equal": all(result.is_equal for result in results),
+        "left": left,
     }
 
 
