@@ -140,14 +140,46 @@ def test_who_may_not_call_can_only_answer(fields: dict[str, Any]) -> None:
     assert {VOCAB.pieces[token][:1] for token in allowed(matcher)} == {b"{"}
 
 
-def test_a_named_tool_is_the_only_one_that_can_be_called() -> None:
+def test_a_named_tool_is_called_exactly_once() -> None:
     matcher = matcher_for(Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("named", "weather")))
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     for token in VOCAB.tokenize(text):
         assert token in allowed(matcher)
         matcher.advance(token)
-    assert not matcher.finished
-    assert VOCAB.eog < set(allowed(matcher))
+    assert matcher.finished
+    assert set(allowed(matcher)) == VOCAB.eog
+
+
+def test_required_calls_are_one_to_sixteen() -> None:
+    matcher = matcher_for(Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("required")))
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    for count in range(16):
+        for byte in (call if not count else f"\n{call}").encode():
+            matcher.advance(byte)
+        assert not VOCAB.eog.isdisjoint(allowed(matcher))
+        assert matcher.finished is (count == 15)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text", "fits"),
+    [
+        ({}, "{}", True),
+        ({}, '{"made_up": 1}', False),
+        ({"type": "object"}, '{"made_up": 1}', False),
+        ({"type": "object", "properties": {}}, '{"made_up": 1}', False),
+        ({"type": "object", "additionalProperties": True}, '{"free": 1}', True),
+        (CITY, '{"city": "Rome"}', True),
+        (CITY, '{"city": "Rome", "made_up": 1}', False),
+        ({**CITY, "additionalProperties": {"type": "integer"}}, '{"city": "Rome", "free": 1}', True),
+        ({"$ref": "#/$defs/c", "$defs": {"c": CITY}}, '{"city": "Rome"}', True),
+    ],
+)
+def test_arguments_have_only_keys_that_the_tool_declares(
+    parameters: dict[str, Any], text: str, fits: bool
+) -> None:
+    request = Request(prompt="", tools=(Tool("f", "", parameters),), tool_choice=ToolChoice("named", "f"))
+    ids = list(f'<tool_call>\n{{"name": "f", "arguments": {text}}}\n</tool_call>'.encode())
+    assert (matcher_for(request).count_allowed(ids) == len(ids)) is fits
 
 
 def test_one_call_is_the_end_when_calls_are_not_parallel() -> None:

@@ -452,3 +452,34 @@ def test_a_request_says_where_reasoning_goes() -> None:
 def test_events_carry_the_choice_they_belong_to() -> None:
     stream = TextStream.for_request(VOCAB, Request(prompt="?"), index=2, prompt="?")
     assert stream.push(ord("a"))[0] == [TextDelta(2, "a", (), (ord("a"),))]
+
+
+OTHER = CALL.replace("Bern", "Rome")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (f"{CALL}\n{CALL}\n{CALL}", ["Bern"]),
+        (f"{CALL}\n{OTHER}\n{CALL}", ["Bern", "Rome", "Bern"]),
+        (f"{CALL}\n{OTHER}\n{OTHER}\n{CALL}", ["Bern", "Rome"]),
+        (f"{CALL}\n{CALL[:40]}", ["Bern"]),
+    ],
+)
+def test_where_calls_are_required_the_answer_ends_before_one_that_repeats_the_one_before(
+    text: str, arguments: list[str]
+) -> None:
+    answer = answered(text, tools=TOOLS, no_repeats=True)
+    assert [json.loads(each)["city"] for each in answer.arguments] == arguments
+
+
+def test_tokens_of_a_repeated_call_are_no_part_of_the_answer() -> None:
+    stream = TextStream(VOCAB, OutputOptions(tools=TOOLS, no_repeats=True))
+    ids = VOCAB.tokenize(f"{CALL}\n{CALL}")
+    assert read(stream, ids).stopped
+    assert stream.text_kept_tokens == len(VOCAB.tokenize(CALL))
+    assert stream.saw_tool_calls
+
+
+def test_a_model_that_is_free_to_call_may_repeat_itself() -> None:
+    assert len(answered(f"{CALL}\n{CALL}", tools=TOOLS).arguments) == 2

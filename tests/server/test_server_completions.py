@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from emberkeep.errors import ContextExceeded
-from emberkeep.types import Finished, FinishReason, TextDelta, TokenLogprob
+from emberkeep.types import Finished, FinishReason, Infill, TextDelta, TokenLogprob
 from helpers.scripted_server import COMPLETED, ScriptedBackend, says
 
 
@@ -102,7 +102,7 @@ def test_text_offsets_count_an_echoed_prompt(backend: ScriptedBackend, client: o
         ("prompt", ["a", 1]),
         ("prompt", 7),
         ("prompt", ["a"] * 33),
-        ("suffix", "end"),
+        ("suffix", 5),
         ("best_of", 3),
         ("logprobs", 21),
         ("logprobs", True),
@@ -120,3 +120,20 @@ def test_a_bad_value_is_refused_by_name(
 def test_best_of_equal_to_n_is_fine(backend: ScriptedBackend, http: httpx.Client) -> None:
     backend.reset(Finished(0, FinishReason.STOP), Finished(1, FinishReason.STOP), COMPLETED)
     assert http.post("/v1/completions", json={"prompt": "a", "n": 2, "best_of": 2}).status_code == 200
+
+
+def test_a_suffix_reaches_the_backend_as_what_follows(backend: ScriptedBackend, http: httpx.Client) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a = ", "suffix": "\nprint(a)"}).status_code == 200
+    assert backend.last.prompt == "a = "
+    assert backend.last.infill == Infill("\nprint(a)")
+    assert http.post("/v1/completions", json={"prompt": "a", "suffix": ""}).status_code == 200
+    assert backend.last.infill is None
+
+
+@pytest.mark.parametrize("field", [{"echo": True}, {"prompt": [1, 2]}])
+def test_a_suffix_goes_with_a_text_that_is_not_echoed(
+    backend: ScriptedBackend, http: httpx.Client, field: dict[str, Any]
+) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a", "suffix": "b", **field})
+    assert response.status_code == 400
+    assert backend.requests == []

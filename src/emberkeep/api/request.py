@@ -17,6 +17,7 @@ from emberkeep.config import OFF
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types import (
     Approximation,
+    Infill,
     Json,
     JsonFormat,
     Recall,
@@ -440,9 +441,16 @@ class CompletionBody(GenerationBody):
 
     def to_requests(self) -> list[Request]:
         """One per prompt. Raises InvalidField for what cannot be done."""
-        if self.suffix:
-            raise InvalidField("suffix", "is not supported: put everything into the prompt.")
-        base = replace(self.to_base(), echo=bool(self.echo), top_logprobs=self.logprobs)
+        base = replace(self.to_base(), echo=bool(self.echo), top_logprobs=self.logprobs, infill=self._infill())
         if self.best_of not in (None, base.n):
             raise InvalidField("best_of", "must equal n: leave it out.")
         return [replace(base, prompt=prompt) for prompt in self.prompt]
+
+    def _infill(self) -> Infill | None:
+        if not self.suffix:
+            return None
+        if self.echo:
+            raise InvalidField("echo", "goes without suffix: leave one of them out.")
+        if not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise InvalidField("suffix", "goes with prompts that are texts, and not with token ids.")
+        return Infill(self.suffix)

@@ -13,6 +13,7 @@ MAX_SCHEMA_DEPTH = 64
 
 _COMBINED = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "unevaluatedProperties"))
 """Beside one of these an object may have keys that another schema declares."""
+_DECLARING = _COMBINED | {"properties", "patternProperties", "additionalProperties", "enum", "const"}
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _LISTED = frozenset(("anyOf", "oneOf", "prefixItems"))
 _SINGLE = frozenset(("items", "additionalProperties"))
@@ -34,6 +35,13 @@ def closed(schema: Mapping[str, Json]) -> dict[str, Json]:
     declare another one may.
     """
     return _closed(schema) if "allOf" not in json.dumps(schema) else dict(schema)
+
+
+def arguments_schema(parameters: Mapping[str, Json]) -> dict[str, Json]:
+    """Of a tool. What declares nothing takes nothing."""
+    if _DECLARING.isdisjoint(parameters):
+        return {**parameters, "properties": {}, "additionalProperties": False}
+    return closed(parameters)
 
 
 def _closed(schema: Mapping[str, Json]) -> dict[str, Json]:

@@ -12,7 +12,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.chat.answer_schema import MAX_SCHEMA_CHARS, checked, closed
+from emberkeep.chat.answer_schema import MAX_SCHEMA_CHARS, arguments_schema, checked, closed
 from emberkeep.chat.dialects.table import Reasoning
 from emberkeep.chat.gbnf import to_lark
 from emberkeep.chat.messages import sorted_keys
@@ -34,6 +34,8 @@ from emberkeep.types import (
 Mask = npt.NDArray[np.uint32]
 """One bit per token, lowest bit first; set means allowed."""
 
+MOST_CALLS = 16
+"""In one answer that must consist of calls: a small model would write them until its limit."""
 _COMPILE_SECONDS = 5.0
 _REMEMBERED = 32
 # One line, as `json.dumps` writes it: free whitespace invites small models to write nothing else.
@@ -239,8 +241,8 @@ def _calls_rules(request: Request, vocab: Vocab, writing: CallWriting) -> list[s
     """`calls`: one, or several where allowed, as the model writes them."""
     tools = _callable_tools(request)
     before, between, after = (_literal(text, vocab) for text in (writing.before, writing.between, writing.after))
-    several = request.parallel_tool_calls and writing.separator is not None
-    more = f"({_literal(writing.separator or '', vocab)} call)*" if several else ""
+    is_one = request.tool_choice.mode == "named" or not request.parallel_tool_calls or writing.separator is None
+    more = "" if is_one else f"({_literal(writing.separator or '', vocab)} call){{0,{MOST_CALLS - 1}}}"
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     rules = [f"calls: {before} call {more} {after}", f"call: {names}"]
     for i, tool in enumerate(tools):
@@ -276,7 +278,7 @@ def _callable_tools(request: Request) -> list[Tool]:
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Json]:
-    schema = sorted_keys(checked(tool.parameters, "tools"))
+    schema = sorted_keys(arguments_schema(checked(tool.parameters, "tools")))
     return {"type": "object", **schema, "x-guidance": _LENIENT}
 
 

@@ -26,6 +26,7 @@ from emberkeep.chat.dialects.table import (
     TAGGED,
     Reasoning,
 )
+from emberkeep.chat.repeated_calls import RepeatedCalls
 from emberkeep.types import (
     Event,
     ReasoningDelta,
@@ -48,6 +49,8 @@ class OutputOptions:
     tools: tuple[Tool, ...] = ()
     """Those that may be called."""
     one_call: bool = False
+    no_repeats: bool = False
+    """The answer ends before a call that is the one before it again."""
     reasoning: Reasoning | None = None
     """The block that the prompt has opened."""
     reasoning_format: ReasoningFormat = ReasoningFormat.SEPARATE
@@ -68,6 +71,8 @@ class TextStream:
         self._sections = None if options.raw else Sections(tools, options.reasoning, framing(vocab))
         self._reasoning_format = options.reasoning_format
         self._one_call = options.one_call
+        self._repeats = RepeatedCalls(options.no_repeats)
+        self._calls_end: int | None = None
         self._has_its_call = False
         self._calls = 0
         self._call_was_cut = False
@@ -87,6 +92,7 @@ class TextStream:
             stop=request.stop,
             tools=request.tools if with_tools else (),
             one_call=not request.parallel_tool_calls,
+            no_repeats=request.tool_choice.mode == "required",
             reasoning=open_reasoning(prompt),
             reasoning_format=request.reasoning or ReasoningFormat.SEPARATE,
             raw=request.prompt is not None,
@@ -100,8 +106,10 @@ class TextStream:
 
     @property
     def text_kept_tokens(self) -> int:
-        """How many of the tokens pushed lie wholly before the stop string; all, when none has come."""
-        return bisect_right(self._ends, self._passed) if self.stop else len(self._ends)
+        """How many of the tokens pushed lie wholly before the stop string, or before a call that is not wanted;
+        all, when none has come."""
+        end = self._passed if self.stop else self._calls_end
+        return len(self._ends) if end is None else bisect_right(self._ends, end)
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> tuple[list[Event], bool]:
         """Events that became certain, and whether generation should stop here (then call `finish`)."""
@@ -170,20 +178,24 @@ class TextStream:
 
     def _call_events(self, section: AnswerSection) -> list[Event]:
         self._drop_inside(section.end)
-        self._call_was_cut |= section.kind is SectionKind.CUT_CALL
         events: list[Event] = []
         for pieces in _by_call(section.pieces):
-            is_new = pieces[0].name is not None
-            if is_new and self._one_call and self._calls:
+            if pieces[0].name is not None and (self._repeats.is_repeated or (self._one_call and self._calls)):
                 self._has_its_call = True
                 return events
-            self._calls += is_new
-            id = new_call_id() if is_new else None
-            arguments = "".join(piece.arguments for piece in pieces)
-            if is_new or arguments:
-                events.append(ToolCallDelta(self._index, self._calls - 1, id, pieces[0].name, arguments))
-        self._has_its_call = self._one_call and section.is_end
+            passed = self._repeats.add(pieces[0].name, "".join(piece.arguments for piece in pieces))
+            if passed is not None and passed != (None, ""):
+                events.append(self._call_delta(*passed))
+        self._call_was_cut |= section.kind is SectionKind.CUT_CALL and not self._repeats.is_held
+        self._has_its_call = section.is_end and (self._one_call or self._repeats.is_repeated)
+        if not self._repeats.is_held:
+            self._calls_end = section.end
         return events
+
+    def _call_delta(self, name: str | None, arguments: str) -> ToolCallDelta:
+        self._calls += name is not None
+        id = new_call_id() if name is not None else None
+        return ToolCallDelta(self._index, self._calls - 1, id, name, arguments)
 
     def _text_delta(self, text: str, end: int) -> TextDelta:
         """With every token that begins before `end`: also one of which the rest will stay invisible."""

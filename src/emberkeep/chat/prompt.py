@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from emberkeep.chat.infill import infill_text
 from emberkeep.chat.messages import (
     CacheKeys,
     Place,
@@ -248,6 +249,7 @@ class PromptBuilder:
         """
         if request.prompt is not None:
             texts = [request.prompt] if isinstance(request.prompt, str) else []
+            texts += [request.infill.suffix] if request.infill else []
         else:
             # Templates may leave out parts of answers.
             said = request.messages[-1:] if may_evict else request.messages
@@ -331,10 +333,16 @@ class PromptBuilder:
         if request.is_prefix and request.prompt is None and _is_stable(request):
             ids = self._stable_prefix(request, lineage).tolist()
             return self.detokenize(ids), TokenizedText(ids, []), frozenset()
-        text = request.prompt if request.prompt is not None else self._render(request, messages)
+        text = self._raw_text(request) if request.prompt is not None else self._render(request, messages)
         lead = self.lead(text)
         ahead = stored.read_ahead(self.detokenize(lead) + text) if request.use_cache else frozenset()
         return text, self._tokenizer.tokenize(text, replay=stored.replay, before=lead), ahead
+
+    def _raw_text(self, request: Request) -> str:
+        assert isinstance(request.prompt, str)
+        if request.infill is None:
+            return request.prompt
+        return infill_text(self._vocab, request.prompt, request.infill, self._template.quote)
 
     def _render(self, request: Request, messages: tuple[Message, ...]) -> str:
         if not messages and not (request.is_prefix and request.tools):

@@ -163,6 +163,10 @@ class SeamedTemplate:
             args=args,
         )
 
+    def quote(self, text: str) -> str:
+        """As a user may say it: with seams in what looks like a control token."""
+        return self._set_seams(text) if self._has_control(text) else text
+
     def _message(self, message: Message) -> Message:
         if message.role not in _QUOTED or not self._has_control(message.content):
             return message

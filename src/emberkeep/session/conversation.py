@@ -139,7 +139,7 @@ class Conversations:
         as the caller asks: those that still do not fit are left out. Nothing is archived."""
         limit = min(limit, self._prompts.context - self._room_for_answer(request))
         if request.prompt is not None:
-            if limit > 0:
+            if limit > 0 and request.infill is None:
                 yield from self._if_it_fits(request, lineage, self._prompts.end_of(request, lineage, limit))
             return
         view = View(read_history(request.messages, request.conversation_id))

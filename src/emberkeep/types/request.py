@@ -229,6 +229,25 @@ class ChoiceFormat(_Wanted):
 AnswerFormat = JsonFormat | GrammarFormat | RegexFormat | ChoiceFormat
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Infill:
+    """What is asked for is the text between the prompt and this."""
+
+    suffix: str
+    files: tuple[SourceFile, ...] = ()
+    """Others of the same repository, for the model to know."""
+    begun: str = ""
+    """What the text in the middle begins with."""
+    param: str = field(default="suffix", compare=False)
+    """The client's name for it, where the model cannot fill in."""
+
+
 class Recall(StrEnum):
     """How messages that left a context come back into it."""
 
@@ -268,6 +287,8 @@ class Request:
 
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
+    infill: Infill | None = None
+    """With a prompt that is a text: the text behind it is known, too."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True

@@ -1,0 +1,67 @@
+"""Filling in the middle: the prompt that asks for the text between a beginning and an end.
+
+Which tokens stand around the two parts is learned from the vocabulary: models for code are trained with one of a
+few sets of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from emberkeep.errors import InvalidField
+from emberkeep.types import Infill, Vocab
+
+
+@dataclass(frozen=True, slots=True)
+class InfillTokens:
+    """The texts of special tokens. Empty: the vocabulary has none."""
+
+    prefix: str
+    suffix: str
+    middle: str
+    file: str = ""
+    """Stands before each file of the same repository."""
+    suffix_first: bool = False
+
+    def text(self, prompt: str, infill: Infill, quote: Callable[[str], str]) -> str:
+        """`quote` makes of a text one in which no special token is recognised."""
+        files = [f"{self.file}{quote(file.name)}\n{quote(file.text)}\n" for file in infill.files]
+        begin, end = self.prefix + quote(prompt), self.suffix + quote(infill.suffix)
+        if infill.files:
+            begin = self.file + begin
+        parts = (end, begin) if self.suffix_first else (begin, end)
+        return "".join([*files, *parts, self.middle, quote(infill.begun)])
+
+
+_KNOWN = (
+    InfillTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"),
+    InfillTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"),
+    InfillTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    InfillTokens("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    InfillTokens("<PRE>", "<SUF>", "<MID>"),
+    InfillTokens("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    InfillTokens(" <PRE>", " <SUF>", " <MID>"),
+    InfillTokens("[PREFIX]", "[SUFFIX]", "", suffix_first=True),
+)
+
+
+def infill_tokens(vocab: Vocab) -> InfillTokens | None:
+    """None for a model that was not trained to fill in."""
+    known = vocab.specials
+    for tokens in _KNOWN:
+        if tokens.prefix in known and tokens.suffix in known and (not tokens.middle or tokens.middle in known):
+            file = tokens.file if tokens.file in known else ""
+            return InfillTokens(tokens.prefix, tokens.suffix, tokens.middle, file, tokens.suffix_first)
+    return None
+
+
+def infill_text(vocab: Vocab, prompt: str, infill: Infill, quote: Callable[[str], str]) -> str:
+    """Raises InvalidField where the model cannot."""
+    tokens = infill_tokens(vocab)
+    if tokens is None:
+        raise InvalidField(
+            infill.param, "this model has no tokens for filling in the middle: put everything into the prompt."
+        )
+    return tokens.text(prompt, infill, quote)
