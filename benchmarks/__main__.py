@@ -54,6 +54,7 @@ PARTS = (
     Benchmark(
         "miss", "What looking up and storing cost when nothing is reusable.", "benchmarks.miss", ("repeat",)
     ),
+    Benchmark("doors", "A new prompt through every API: what each costs.", "benchmarks.doors", ("repeat",)),
     Benchmark(
         "bits",
         "State in 16, 8 and 4 bits: its size, its speed, and what is left of an answer.",

@@ -162,9 +162,7 @@ def _goose(service: Service, folder: Path) -> Setup:
 
 
 def _llm(service: Service, folder: Path) -> Setup:
-    ours = [
-        {"model_id": service.model, "model_name": service.model, "api_base": service.v1, "supports_tools": True}
-    ]
+    ours = {"model_id": service.model, "model_name": service.model, "api_base": service.v1, "supports_tools": True}
     variables = {"LLM_USER_PATH": str(folder), "LLM_MODEL": service.model, "OPENAI_API_KEY": service.key}
     return Setup(variables, files={"extra-openai-models.yaml": json.dumps([ours])})  # JSON is YAML
 
