@@ -33,7 +33,7 @@ def commands(page: Path) -> Iterator[str]:
 
 def words_of(line: str) -> list[str]:
     words = shlex.split(line, comments=True)[1:]
-    ends = [i for i, word in enumerate(words) if word in ("|", "&&", "&", ">", ";", "||")]
+    ends = [i for i, word in enumerate(words) if word in ("|", "&&", "&", ">", ";", "||", "--")]
     return words[: ends[0]] if ends else words
 
 
