@@ -70,6 +70,8 @@ def told(answer: Answer) -> dict[str, Json]:
     lookup = answer.lookup
     stored = lookup.warm_tokens + lookup.cold_tokens  # a part of it may have been read ahead, or be shared
     rest = asdict(replace(lookup, warm_tokens=stored, cold_tokens=0))
+    if rest["divergence"]:
+        assert rest["divergence"].pop("volatile") == ()  # what was recorded knows nothing of it
     return {"ids": answer.ids, "lookup": {k: v for k, v in rest.items() if not k.endswith("_ms")}}
 
 

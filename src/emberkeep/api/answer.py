@@ -430,7 +430,8 @@ def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
 
 
 def _divergence_json(divergence: Divergence) -> dict[str, Json]:
-    return {**asdict(divergence), "where": divergence.where or None}
+    told = {**asdict(divergence), "where": divergence.where or None, "volatile": list(divergence.volatile)}
+    return told if divergence.volatile else {key: value for key, value in told.items() if key != "volatile"}
 
 
 def _fit_json(fit: Fit) -> dict[str, Json]:
@@ -458,6 +459,7 @@ def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, 
         **_fit_json(completed.fit),
         "conversation_id": conversation_id,
         **({"answered_by": completed.answered_by} if completed.answered_by else {}),
+        **({"hygiene": list(completed.hygiene)} if completed.hygiene else {}),
     }
 
 

@@ -101,8 +101,12 @@ def lookup_from_json(explained: Json) -> LookupRecord:
         repaired_tokens=explained["repaired_tokens"],
         is_approximate=explained["approximate"],
         reason=MissReason(explained["reason"]),
-        divergence=Divergence(**{**divergence, "where": divergence["where"] or ""}) if divergence else None,
+        divergence=_divergence(divergence) if divergence else None,
     )
+
+
+def _divergence(told: Json) -> Divergence:
+    return Divergence(**{**told, "where": told["where"] or "", "volatile": tuple(told.get("volatile", ()))})
 
 
 def found_json(found: Sequence[Recollection]) -> dict[str, Json]:

@@ -15,6 +15,8 @@ from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor, tokens_to
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.session.conversation import Conversations
+from emberkeep.session.hygiene import Hygiene
+from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import (
     CacheEntry,
@@ -32,6 +34,8 @@ from emberkeep.types import (
 
 _EXCERPT_TOKENS = 12
 _SHOWN_CHARS = 64
+_WORTH_TELLING = 64
+"""The fewest tokens that are evaluated again because of a place that changes with every call, to say so."""
 _NOTICEABLE = 16
 """The fewest tokens shared with another user that an explanation mentions."""
 
@@ -129,6 +133,7 @@ class Explainer:
         conversations: Conversations,
         lineages: Lineages,
         equip: Callable[[Request], Request],
+        hygiene: Hygiene,
     ) -> None:
         """`equip` adds the tools of the server to a request."""
         self._scheduler = scheduler
@@ -137,10 +142,12 @@ class Explainer:
         self._conversations = conversations
         self._lineages = lineages
         self._equip = equip
+        self._hygiene = hygiene
+        self.volatility = Volatility()
 
     def explain(self, request: Request) -> Explanation:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
-        request = self._equip(request)
+        request = self._equip(self._hygiene.apply(request, learn=False))
         approximation = self._lineages.approximation(request)
         prompt = self._conversations.dry_run(request, self._lineages.of(request)).prompt
         if not request.use_cache:
@@ -203,9 +210,10 @@ class Explainer:
         what = {
             MissReason.TOOLS: f"{where} was changed, added or moved",
             MissReason.EDITED: f"{where} was edited",
+            MissReason.VOLATILE: f"{where} differs from an earlier request only in {told(d.volatile)}",
         }.get(lookup.reason, f"{where} goes on differently")
         sentence = f"{_so_far(reused, prompt)} {what} at token {d.token_index:,}: {sides}."
-        return Explanation(lookup, sentence)
+        return Explanation(lookup, f"{sentence} {remedy(d.volatile)}" if d.volatile else sentence)
 
     def located(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:
         """A lookup that diverged, with the part of the request where it did."""
@@ -220,7 +228,12 @@ class Explainer:
             reason = MissReason.TOOLS
         elif place.is_last:
             reason = MissReason.DIVERGED
-        return replace(lookup, reason=reason, divergence=replace(divergence, where=place.sentence))
+        divergence = replace(divergence, where=place.sentence)
+        if lookup.prompt_tokens - divergence.token_index >= _WORTH_TELLING and not place.is_last:
+            divergence = replace(divergence, volatile=self.volatility.compare(request, place))
+        return replace(
+            lookup, reason=MissReason.VOLATILE if divergence.volatile else reason, divergence=divergence
+        )
 
     def _divergence(self, cursor: Cursor, prompt: Prompt, stored: TokenArray) -> Divergence:
         at = cursor.position

@@ -49,12 +49,14 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.session.conversation import Conversation, Conversations
+from emberkeep.session.hygiene import Hygiene
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
     Accepted,
     Completed,
     Events,
     Fit,
+    HygieneRule,
     Json,
     Lineage,
     Lineages,
@@ -93,6 +95,8 @@ class LocalSettings:
     close_store: Callable[[KvStore], None] = KvStore.close
     close_memory: Callable[[Memory], None] = Memory.close
     """How it lets go of them at its end: they may outlive it."""
+    hygiene: tuple[HygieneRule, ...] = ()
+    """What is done to the parts of prompts that change with every call."""
 
 
 class LocalBackend:
@@ -131,6 +135,7 @@ class LocalBackend:
             sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
         )
         self._server_tools = ServerTools(sessions, tools, settings.tool_rounds)
+        self._hygiene = Hygiene(settings.hygiene)
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
         self._refused = self._truncated = 0
@@ -141,7 +146,12 @@ class LocalBackend:
         self.experts = LocalExperts(scheduler.experts, scheduler) if scheduler.experts else None
         self.attention = LocalAttention(scheduler.attention, scheduler) if scheduler.attention else None
         self._explainer = Explainer(
-            scheduler, self._prompts, self._conversations, self._lineages, self._server_tools.equip
+            scheduler,
+            self._prompts,
+            self._conversations,
+            self._lineages,
+            self._server_tools.equip,
+            self._hygiene,
         )
         verifier = Verifier(self.generate, self._vocab, scheduler.context)
         self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier, self._forget)
@@ -151,7 +161,7 @@ class LocalBackend:
 
     def generate(self, request: Request) -> Events:
         self._check_readable(request)
-        request = self._with_defaults(request)
+        request = self._hygiene.apply(self._with_defaults(request))
         return self._use_tools(request) if self._server_tools.applies(request) else self._answer(request)
 
     async def _use_tools(self, request: Request) -> Events:
@@ -200,7 +210,8 @@ class LocalBackend:
                     conversation = await asyncio.to_thread(self._make_room, sequence, conversation)
                 elif isinstance(event, Completed):
                     lookup = await self._note_answer(request, prompt, event.lookup, asked_at)
-                    yield replace(event, lookup=lookup, fit=_timed(conversation.fit, lookup))
+                    fit = _timed(conversation.fit, lookup)
+                    yield replace(event, lookup=lookup, fit=fit, hygiene=request.tidied.rules)
                 else:
                     yield event
         finally:
@@ -309,7 +320,7 @@ class LocalBackend:
 
     def _prepare_prefix(self, prefix: Request) -> tuple[Request, Lineage]:
         """With the tools that its model gets besides, and whose state it may share."""
-        equipped = self._server_tools.equip(prefix)
+        equipped = self._server_tools.equip(self._hygiene.apply(prefix))
         return equipped, self._lineages.of(equipped)
 
     def _tokens_in_ram(self, prompt: Prompt) -> int:
@@ -320,6 +331,7 @@ class LocalBackend:
         """Off the critical path: the prompt is being evaluated meanwhile, and nothing waits for it. Never
         raises."""
         try:
+            self._explainer.volatility.learn(request)
             stable = self._prompts.stable(request, prompt)
         except Exception:
             log.exception("the stable beginning of a prompt was not noted")
@@ -334,6 +346,9 @@ class LocalBackend:
         what was stored."""
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
             lookup = await asyncio.to_thread(self._explainer.located, request, prompt, lookup)
+            if (found := lookup.divergence) and found.volatile:
+                lost = lookup.prompt_tokens - found.token_index
+                self._explainer.volatility.tell(request, found.where, found.volatile, lost)
         self._lookups.add(request, lookup)
         if prompt.keys.stable and request.is_kept:
             self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
@@ -347,6 +362,8 @@ class LocalBackend:
         self._forgotten.add(owners)
         self.warmer.forget(owners)
         self._lookups.forget(owners)
+        self._hygiene.forget(owners)
+        self._explainer.volatility.forget(owners)
         return self.scheduler.forget(owners)
 
     def _forget_quietly(self, owners: Container[str]) -> None:

@@ -133,6 +133,8 @@ class Place:
     in_tools: bool = False
     is_last: bool = False
     """In the last message: what a new turn is expected to differ in."""
+    message: int | None = None
+    """Which of the messages it is; None in tools."""
 
 
 def message_ends(render: Render, request: Request, text: str, last: int) -> list[int]:
@@ -154,7 +156,7 @@ def place_of(render: Render, request: Request, text: str, offset: int) -> Place:
             first = middle + 1
     role = request.messages[first].role
     is_last = first == len(request.messages) - 1 and role not in ("system", "developer")
-    return Place(f"message {first + 1} ({role})", is_last=is_last)
+    return Place(f"message {first + 1} ({role})", is_last=is_last, message=first)
 
 
 def _end(render: Render, request: Request, text: str, count: int) -> int:
@@ -330,6 +332,15 @@ def system_in_first_user(messages: Sequence[Message]) -> list[Message]:
         return [Message("user", system.content), *rest]
     rest[0] = replace(rest[0], content=f"{system.content}\n\n{rest[0].content}")
     return rest
+
+
+def with_moved(messages: tuple[Message, ...], moved: str) -> tuple[Message, ...]:
+    """With what was moved, at the end of the latest message that is not the model's own."""
+    place = next((i for i in reversed(range(len(messages))) if messages[i].role != "assistant"), None)
+    if not moved or place is None:
+        return messages
+    latest = messages[place]
+    return (*messages[:place], replace(latest, content=f"{latest.content}\n\n{moved}"), *messages[place + 1 :])
 
 
 # ── which may leave ──

@@ -23,6 +23,7 @@ from emberkeep.chat.messages import (
     stable_hash,
     stable_head,
     stable_messages,
+    with_moved,
 )
 from emberkeep.chat.template import SEAM, ChatTemplate, SeamedTemplate
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
@@ -350,7 +351,7 @@ class PromptBuilder:
         if request.continues and messages[-1].role == "assistant":
             return self._render_beginning(request, messages)
         return self._template.render(
-            messages,
+            messages if request.is_prefix else with_moved(messages, request.tidied.moved),
             request.tools,
             add_generation_prompt=not request.is_prefix,
             args=request.template_args,

@@ -34,9 +34,9 @@ from emberkeep.config.kinds import (
     whole,
 )
 from emberkeep.config.machine import total_ram
-from emberkeep.config.tables import PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
+from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
 from emberkeep.errors import ConfigError
-from emberkeep.types import AttentionTier, Json, Recall, RemoteModel, Repair, Ttl
+from emberkeep.types import AttentionTier, HygieneRule, Json, Recall, RemoteModel, Repair, Ttl
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
@@ -255,6 +255,11 @@ class Config:
     )
     warm: tuple[WarmPrefix, ...] = _setting(
         (), PREFIXES, "System prompt to have ready for all users, or a file with one (.json: messages and tools)."
+    )
+    hygiene: tuple[HygieneRule, ...] = _setting(
+        (),
+        HYGIENE,
+        "Rules for parts of prompts that change with every call: what they do so that the rest is reused.",
     )
     ttl_short_s: float = _setting(
         300.0, clamped_seconds(2, _YEAR_S), "Seconds after its last use that a prefix is kept ready."

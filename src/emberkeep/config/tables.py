@@ -1,4 +1,4 @@
-"""Settings that are tables of their own: `[mcp.servers.NAME]`, `[backends.NAME]` and `[[warm]]`."""
+"""Settings that are tables of their own: `[mcp.servers.NAME]`, `[backends.NAME]`, `[[hygiene]]` and `[[warm]]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from emberkeep.config.kinds import MASK, Kind, parse_text, public_url
 from emberkeep.errors import ConfigError
 from emberkeep.text import did_you_mean, shorten
-from emberkeep.types import Json, RemoteModel, Ttl
+from emberkeep.types import HygieneAction, HygieneRule, HygieneWhere, Json, RemoteModel, Ttl
+from emberkeep.types.hygiene import as_written
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _OURS = ("auto", "local")
@@ -246,6 +247,47 @@ REMOTES = Kind(
     _show_names,
     public=public_remotes,
     hides=True,
+)
+
+
+# ── rules of prefix hygiene ──
+
+
+def _parse_rules(value: object) -> tuple[HygieneRule, ...]:
+    """Raises ConfigError, and ValueError for what are no tables at all."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, (Mapping, HygieneRule)) for item in value):
+        raise ValueError
+    rules = tuple(item if isinstance(item, HygieneRule) else _parse_rule(item) for item in value)
+    names = [rule.name for rule in rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"Two [[hygiene]] rules are called {name}: give each its own name.")
+    return rules
+
+
+def _parse_rule(item: Mapping[str, Any]) -> HygieneRule:
+    _check_keys("[hygiene]", item, _RULE_PARSERS)
+    given = {key: _parse_value("[hygiene]", key, value, _RULE_PARSERS) for key, value in item.items()}
+    if "name" not in given:
+        raise ConfigError("[[hygiene]] needs a name, by which answers say that it was used.")
+    try:
+        return as_written(given["name"], given.get("pattern"), given.get("where"), given.get("action"))
+    except ValueError as error:
+        raise ConfigError(f"The [[hygiene]] rule {given['name']} {error}.") from error
+
+
+_RULE_PARSERS: Parsers = {
+    "name": (lambda value: check_name(parse_text(value)), "a name of up to 32 letters, digits, - and single _"),
+    "pattern": (parse_text, "a regular expression"),
+    "where": (lambda value: HygieneWhere(value), f"one of {', '.join(HygieneWhere)}"),
+    "action": (lambda value: HygieneAction(value), f"one of {', '.join(HygieneAction)}"),
+}
+HYGIENE = Kind(
+    _parse_rules,
+    "a list of tables with name, pattern, where and action",
+    "table",
+    _show_names,
+    public=lambda rules: [_values(rule) for rule in rules],
 )
 
 

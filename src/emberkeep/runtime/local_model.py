@@ -36,6 +36,7 @@ from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, Lineages, ReasoningFormat, Repair
+from emberkeep.types.hygiene import rules_in_use
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
@@ -168,6 +169,7 @@ def assemble(
         raw_tools=config.notools,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
+        hygiene=rules_in_use(config.hygiene),
     )
     memory = open_memory_or_none(config)
     context, vocab = engine.capabilities.context, engine.vocab

@@ -45,6 +45,7 @@ from emberkeep.types.events import (
     expectation,
     merge_usage,
 )
+from emberkeep.types.hygiene import HygieneAction, HygieneRule, HygieneWhere, Tidied
 from emberkeep.types.memory import (
     Fact,
     Forgotten,
@@ -147,6 +148,9 @@ __all__ = [
     "Fit",
     "Forgotten",
     "GrammarFormat",
+    "HygieneAction",
+    "HygieneRule",
+    "HygieneWhere",
     "Image",
     "Infill",
     "Json",
@@ -186,6 +190,7 @@ __all__ = [
     "SourceStats",
     "SpeculationStats",
     "TextDelta",
+    "Tidied",
     "Timings",
     "TokenLogprob",
     "Tool",

@@ -115,6 +115,9 @@ class Divergence:
     prompt_text: str
     where: str = ""
     """The part of the request at that token (`message 3 (user)`), if it is known."""
+    volatile: tuple[str, ...] = ()
+    """What it differs in from an earlier request of the same client, if in nothing else: `timestamps`, `ids`,
+    `numbers`, `tool-order`."""
 
 
 class MissReason(StrEnum):
@@ -125,6 +128,7 @@ class MissReason(StrEnum):
     DIVERGED = "diverged"  # stored text goes on differently
     EDITED = "edited_message"  # the same, inside a message that was stored with another text
     TOOLS = "changed_tools"  # the same, inside the definitions of tools
+    VOLATILE = "volatile_text"  # the same, in nothing but what changes with every call: a time, an id
     EVICTED = "evicted"  # it was stored, and its room was needed
     EXPIRED = "expired"  # it was stored, outlived its TTL, and was removed
     REMOVED = "removed"  # a request removed it
@@ -337,6 +341,8 @@ class Completed:
     fit: Fit = field(default_factory=Fit)
     answered_by: str = ""
     """The backend that answered, if there are several."""
+    hygiene: tuple[str, ...] = ()
+    """Rules that changed the prompt before it was evaluated."""
 
 
 ToolEvent = CallStarted | CallEnded | PermissionAsked | Exchanged
@@ -385,6 +391,7 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
             evictions=tuple(eviction for one in completed for eviction in one.fit.evictions),
         ),
         answered_by=prompts[0].answered_by,
+        hygiene=tuple(dict.fromkeys(name for one in completed for name in one.hygiene)),
     )
 
 

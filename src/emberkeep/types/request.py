@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from emberkeep.errors import ConfigError, InvalidField
+from emberkeep.types.hygiene import NOT_TIDIED, Tidied
 
 SHARED = "*"
 """The owner of what an operator declared shareable: all users read it, only `--warm` writes it. No user's
@@ -357,6 +358,8 @@ class Request:
     differently in steps with drafts, and a seed is to give the same text again."""
     prediction: str = ""
     """What the client expects the answer to be like: OpenAI's `prediction`."""
+    tidied: Tidied = NOT_TIDIED
+    """What rules of prefix hygiene have done to it here. No client says it."""
 
     @property
     def may_speculate(self) -> bool:

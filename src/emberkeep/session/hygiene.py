@@ -1,0 +1,208 @@
+"""What rules of prefix hygiene make of a request, before it becomes a prompt.
+
+State is reused up to the first token that differs, so a header with a new hash at the top of a system prompt costs
+all of it. A rule takes such a place out of the way. Nothing becomes approximate by it: the state is that of the
+tokens that were evaluated, and the answer names the rules that changed them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from emberkeep.types import HygieneAction, HygieneRule, HygieneWhere, Json, Message, Request, Tidied, Tool
+from emberkeep.types.hygiene import LONGEST_LINE
+
+log = logging.getLogger("emberkeep.hygiene")
+
+_REMEMBERED = 4096
+"""Values that are kept frozen, and orders of tools."""
+_LONGEST_S = 0.05
+"""What a rule may take for one request: then the rest of it is left as it is."""
+_ROLES = {"system": HygieneWhere.SYSTEM, "developer": HygieneWhere.SYSTEM, "user": HygieneWhere.USER}
+
+V = TypeVar("V")
+
+
+class FirstSeen(Generic[V]):
+    """The value that each owner's key had first, for as long as it is among those used latest. For one thread at a
+    time."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._values: OrderedDict[tuple[str, object], V] = OrderedDict()
+
+    def of(self, owner: str, key: object, value: V, *, learn: bool) -> V:
+        """The first one, which is `value` where there was none; remembered if `learn`."""
+        known = self._values.get((owner, key))
+        if known is None:
+            known = value
+            if learn:
+                self._values[owner, key] = value
+                while len(self._values) > self._limit:
+                    self._values.popitem(last=False)
+        elif learn:
+            self._values.move_to_end((owner, key))
+        return known
+
+    def forget(self, owners: Container[str]) -> None:
+        for key in [key for key in self._values if key[0] in owners]:
+            del self._values[key]
+
+
+class Hygiene:
+    """Safe to use from several threads. Frozen values live as long as the process."""
+
+    def __init__(self, rules: Sequence[HygieneRule]) -> None:
+        self._rules = [(rule, re.compile(rule.pattern)) for rule in rules if rule.pattern]
+        self._orders_tools = next((rule for rule in rules if not rule.pattern), None)
+        self._values = FirstSeen[str](_REMEMBERED)
+        self._orders = FirstSeen[tuple[str, ...]](_REMEMBERED)
+        self._slow: set[str] = set()
+        self._lock = threading.Lock()
+
+    def apply(self, request: Request, *, learn: bool = True) -> Request:
+        """What its prompt is made of, with what was done to it (`tidied`). The very same where nothing was done.
+
+        `learn`: values that were not seen before are the ones to be kept. Blocks for milliseconds. Never raises.
+        """
+        if request.prompt is not None:
+            return request
+        with self._lock:
+            work = _Work(request.namespace, self._values, learn)
+            messages, tools = request.messages, request.tools
+            for rule, pattern in self._rules:
+                edit = _Edit(rule, pattern, work)
+                messages, tools = edit.messages(messages), edit.tools(tools)
+                self._note_slow(rule, edit)
+            if self._orders_tools:
+                tools = self._in_first_order(tools, work)
+        if not work.touched:
+            return request
+        moved = "\n".join(work.moved)
+        tidied = Tidied(
+            tuple(dict.fromkeys([*request.tidied.rules, *work.touched])), moved or request.tidied.moved
+        )
+        return replace(request, messages=messages, tools=tools, tidied=tidied)
+
+    def forget(self, owners: Container[str]) -> None:
+        with self._lock:
+            self._values.forget(owners)
+            self._orders.forget(owners)
+
+    def _in_first_order(self, tools: tuple[Tool, ...], work: _Work) -> tuple[Tool, ...]:
+        """As this client has sent the same tools first: models read them in some order, and any will do."""
+        by_name = {tool.name: tool for tool in tools}
+        if len(by_name) != len(tools) or len(tools) < 2:
+            return tools
+        names = tuple(by_name)
+        first = self._orders.of(work.owner, frozenset(names), names, learn=work.learn)
+        if first == names:
+            return tools
+        assert self._orders_tools is not None
+        work.touched.append(self._orders_tools.name)
+        return tuple(by_name[name] for name in first)
+
+    def _note_slow(self, rule: HygieneRule, edit: _Edit) -> None:
+        if edit.is_late and rule.name not in self._slow:
+            self._slow.add(rule.name)
+            log.warning(
+                "the hygiene rule %s takes longer than %d ms for some requests, and then leaves the rest of them "
+                "as it is: make its pattern simpler",
+                rule.name,
+                1e3 * _LONGEST_S,
+            )
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is done to one request."""
+
+    owner: str
+    values: FirstSeen[str]
+    learn: bool
+    touched: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    places: Counter[object] = field(default_factory=Counter)
+    """How often a line that is the same but for its frozen value has come."""
+
+
+class _Edit:
+    """One rule at work on one request."""
+
+    def __init__(self, rule: HygieneRule, pattern: re.Pattern[str], work: _Work) -> None:
+        self._rule = rule
+        self._pattern = pattern
+        self._work = work
+        self._ends = perf_counter() + _LONGEST_S
+
+    @property
+    def is_late(self) -> bool:
+        return perf_counter() > self._ends
+
+    def messages(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        if self._rule.where is HygieneWhere.TOOLS:
+            return messages
+        edited = [self._message(message) for message in messages]
+        # A message of which nothing is left goes too, but no request loses its last one.
+        kept = [new for old, new in zip(messages, edited, strict=True) if new is old or new.content.strip()]
+        return tuple(kept or edited)
+
+    def tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        return tuple(map(self._tool, tools)) if self._rule.where is HygieneWhere.TOOLS else tools
+
+    def _message(self, message: Message) -> Message:
+        if _ROLES.get(message.role) is not self._rule.where:
+            return message
+        text = self._text(message.content)
+        return message if text == message.content else replace(message, content=text)
+
+    def _tool(self, tool: Tool) -> Tool:
+        description, parameters = self._text(tool.description), _described(tool.parameters, self._text)
+        return replace(tool, description=description, parameters=parameters)
+
+    def _text(self, text: str) -> str:
+        lines = text.split("\n")
+        edited: list[str | None] = []
+        for line in lines:
+            is_tried = len(line) <= LONGEST_LINE and not self.is_late
+            edited.append(self._line(line) if is_tried and self._pattern.search(line) else line)
+        if edited == lines:
+            return text
+        if self._rule.name not in self._work.touched:
+            self._work.touched.append(self._rule.name)
+        kept = "\n".join(line for line in edited if line is not None)
+        return kept.lstrip("\n") if edited[0] is None else kept
+
+    def _line(self, line: str) -> str | None:
+        """What becomes of a line with the pattern in it; None where it goes."""
+        match self._rule.action:
+            case HygieneAction.MOVE:
+                self._work.moved.append(line)
+                return None
+            case HygieneAction.DROP:
+                rest = self._pattern.sub("", line)
+                return rest if rest.strip() else None
+            case _:
+                return self._pattern.sub(lambda match: self._frozen(line, match), line)
+
+    def _frozen(self, line: str, match: re.Match[str]) -> str:
+        place = self._rule.name, self._pattern.sub("\0", line)
+        self._work.places[place] += 1
+        key = place, self._work.places[place]
+        return self._work.values.of(self._work.owner, key, match[0], learn=self._work.learn)
+
+
+def _described(value: Json, edit: Callable[[str], str], key: str = "") -> Json:
+    """A schema with its descriptions edited."""
+    if isinstance(value, str):
+        return edit(value) if key == "description" else value
+    if isinstance(value, Mapping):
+        return {name: _described(item, edit, name) for name, item in value.items()}
+    return [_described(item, edit) for item in value] if isinstance(value, list) else value
