@@ -79,7 +79,7 @@ class ContextExceeded(RequestError):
         also = "" if may_evict else "let old messages leave (evict), "
         count = str(prompt_tokens) if is_counted else f"at least {prompt_tokens}"
         super().__init__(
-            f"The prompt has {count} tokens and the context holds {context}: "
+            f"This model's maximum context length is {context} tokens and the prompt has {count}: "
             f"send less, {also}or load the model with a larger ctx.",
             "messages",
         )

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
-from emberkeep.types import SHARED, Request, Sampling, ToolCall, Ttl, user_of
+from emberkeep.types import (
+    SHARED,
+    ChoiceFormat,
+    GrammarFormat,
+    JsonFormat,
+    RegexFormat,
+    Request,
+    Sampling,
+    ToolCall,
+    Ttl,
+    user_of,
+)
 
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "t"}}
@@ -34,19 +45,19 @@ def assert_our_words(message: str) -> None:
 
 
 BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
-    ("n", [1, 16, None], [0, 17, 1.5, "1", True]),
+    ("n", [1, 16, 2.0, None], [0, 17, 1.5, "1", True]),
     ("stop", ["a", ["a"] * 16, ["a" * 256], [], None], ["", [""], ["a"] * 17, ["a" * 257], 5, [5]]),
-    ("max_tokens", [-1, 0, 1, 2**31 - 1, None], [-2, 2**31, 1.5, "1"]),
+    ("max_tokens", [-1, 0, 1, 2.0, 2**31 - 1, None], [-2, 2**31, 1.5, "1"]),
     ("max_completion_tokens", [-1, 0, 1], [-2, "1"]),
     ("temperature", [0, 0.0, 5, 1.5], [-0.1, 5.1, "1", True]),
-    ("top_p", [0.01, 1], [0, 1.1]),
-    ("top_k", [0, 40], [-1, 1.5]),
+    ("top_p", [0, 0.01, 1], [-0.1, 1.1]),
+    ("top_k", [-1, 0, 40, 40.0], [-2, 1.5]),
     ("min_p", [0, 1], [-0.1, 1.1]),
     ("typical_p", [0.1, 1], [0, 1.1]),
     ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
     ("presence_penalty", [-2, 2], [-2.1, 2.1]),
     ("repetition_penalty", [0.01, 10], [0, 0.001, 10.1]),
-    ("seed", [-(2**63), 0, 2**63 - 1], [2**63, -(2**63) - 1, 1.5, "1"]),
+    ("seed", [-(2**63), 0, 7.0, 2**63 - 1], [2**63, -(2**63) - 1, 1.5, "1"]),
     ("logit_bias", [{}, {"5": -100, "6": 100}], [{"5": 101}, {"-1": 1}, {"x": 1}, {"5": "1"}, [1]]),
     ("user_id", ["", "a-B_9", "a" * 512], ["a b", "é", "../x", "a\n", "a" * 513, 5]),
     ("llama_user_id", ["", "a-B_9"], ["a b", "a" * 513]),
@@ -56,13 +67,20 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("prompt_cache_key", ["c"], ["c" * 513, 5]),
     ("prompt_cache_retention", ["in_memory", "in-memory", "24h", None], ["1h", 24]),
     ("cache_prompt", [True, False, None], ["yes", 1]),
-    ("kv_bits", [16, 8, 4, None], [0, 32, "8", 8.5, True]),
+    ("kv_bits", [16, 8, 8.0, 4, None], [0, 32, "8", 8.5, True]),
     ("stream", [True, False, None], ["true", 1]),
     ("parallel_tool_calls", [True, False, None], ["true"]),
     ("messages", [HELLO, HELLO * 100_000], [[], HELLO * 100_001, "hi", None]),
     ("tools", [[], None, [TOOL] * 256], [[TOOL] * 257, [{"type": "retrieval"}], "t"]),
     ("tool_choice", ["none", "auto", None], ["all", "required", {"type": "function"}, 5]),
     ("response_format", [{"type": "text"}, {"type": "json_object"}], ["json", {"type": "xml"}, {}]),
+    ("grammar", ["", 'root ::= "a"', None], [5, ["a"], "x" * 300_000]),
+    ("json_schema", [{}, "{}", {"type": "object"}, None], ["{", 5, "[]", []]),
+    ("guided_json", [{}, '{"type": "integer"}', None], ["{", 5]),
+    ("guided_regex", ["a+", "", None], [5]),
+    ("guided_choice", [["a", "b"], None], [[], "a", [5]]),
+    ("guided_grammar", ["start: 'a'", None], [5]),
+    ("structured_outputs", [{"json": {}}, {"regex": "a"}, {}, None], [[], {"regex": 5}, {"structural_tag": {}}]),
     ("logprobs", [True, False], [1, "true"]),
     ("top_logprobs", [0, None], [5, 21, -1, "1"]),
     ("chat_template_kwargs", [{"enable_thinking": False, "a": 1, "b": "x", "c": None}], [{"a": []}, {"a b": 1}]),
@@ -168,6 +186,49 @@ def test_a_json_schema_format_needs_its_schema_object() -> None:
     with pytest.raises(InvalidField) as caught:
         request_of(response_format={"type": "json_schema"})
     assert caught.value.param == "response_format.json_schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "integer"}}},
+            JsonFormat({"type": "integer"}),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": {"type": "integer"}}},
+            JsonFormat({"type": "integer"}),
+        ),
+        ({"response_format": {"type": "text"}, "grammar": "g"}, GrammarFormat("g")),
+        ({"json_schema": {"type": "integer"}}, JsonFormat({"type": "integer"})),
+        ({"guided_json": '{"type": "integer"}'}, JsonFormat({"type": "integer"})),
+        ({"guided_regex": "a+"}, RegexFormat("a+")),
+        ({"guided_choice": ["a", "b"]}, ChoiceFormat(("a", "b"))),
+        ({"guided_grammar": "g"}, GrammarFormat("g")),
+        ({"structured_outputs": {"json": {"type": "integer"}}}, JsonFormat({"type": "integer"})),
+        ({"structured_outputs": {"json_object": True}}, JsonFormat()),
+        ({"structured_outputs": {"regex": "a+"}}, RegexFormat("a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, ChoiceFormat(("a",))),
+        ({"structured_outputs": {"grammar": "g"}}, GrammarFormat("g")),
+        ({"grammar": "", "guided_regex": ""}, None),
+    ],
+)
+def test_what_an_answer_must_look_like_has_many_names(fields: dict[str, Any], wanted: Any) -> None:
+    found = request_of(**fields).format
+    assert found == wanted
+    if found is not None:
+        assert found.param.partition(".")[0] in fields
+
+
+def test_an_answer_can_have_one_format_only() -> None:
+    with pytest.raises(InvalidField, match="guided_regex: goes without grammar") as caught:
+        request_of(grammar="g", guided_regex="a")
+    assert caught.value.param == "guided_regex"
+
+
+def test_a_top_k_of_minus_one_and_a_top_p_of_zero_mean_what_other_servers_mean() -> None:
+    sampling = request_of(top_k=-1, top_p=0).sampling
+    assert (sampling.top_k, sampling.top_p) == (0, 0)
 
 
 def test_an_error_never_repeats_a_long_name() -> None:

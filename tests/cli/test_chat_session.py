@@ -182,7 +182,8 @@ def test_an_error_is_explained_and_the_turn_forgotten(
 
 def test_the_error_of_a_full_context_holds_with_and_without_a_server() -> None:
     assert str(ContextExceeded(9000, 8192)) == (
-        "The prompt has 9000 tokens and the context holds 8192: send less, or load the model with a larger ctx."
+        "This model's maximum context length is 8192 tokens and the prompt has 9000: "
+        "send less, or load the model with a larger ctx."
     )
 
 

@@ -103,7 +103,7 @@ def test_text_offsets_count_an_echoed_prompt(backend: ScriptedBackend, client: o
         ("prompt", 7),
         ("prompt", ["a"] * 33),
         ("suffix", 5),
-        ("best_of", 3),
+        ("best_of", 17),
         ("logprobs", 21),
         ("logprobs", True),
     ],
@@ -115,6 +115,36 @@ def test_a_bad_value_is_refused_by_name(
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
     assert backend.requests == []
+
+
+def test_the_likeliest_of_best_of_choices_are_told(backend: ScriptedBackend, http: httpx.Client) -> None:
+    def saying(index: int, *logprobs: float) -> TextDelta:
+        tokens = tuple(TokenLogprob(1, b"x", logprob) for logprob in logprobs)
+        return TextDelta(index, f"choice {index}", logprobs=tokens)
+
+    ends = [Finished(index, FinishReason.STOP) for index in range(3)]
+    backend.reset(saying(0, -3.0), saying(1, -1.0, -1.5), saying(2, -2.0), *ends, COMPLETED)
+    answer = http.post("/v1/completions", json={"prompt": "a", "n": 2, "best_of": 3}).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["choice 1", "choice 2"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
+    assert (backend.last.n, backend.last.top_logprobs) == (3, 0)
+
+
+@pytest.mark.parametrize("fields", [{"n": 4}, {"stream": True}, {"echo": True, "logprobs": 0}])
+def test_best_of_is_refused_where_nothing_can_be_chosen(
+    backend: ScriptedBackend, http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a", "best_of": 3, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+
+
+@pytest.mark.parametrize(("given", "limit"), [({}, 256), ({"max_tokens": -1}, None), ({"max_tokens": 0}, 0)])
+def test_a_completion_that_says_no_limit_has_one(
+    backend: ScriptedBackend, http: httpx.Client, given: dict[str, int], limit: int | None
+) -> None:
+    assert http.post("/v1/completions", json={"prompt": "a", **given}).status_code == 200
+    assert backend.last.max_tokens == limit
 
 
 def test_best_of_equal_to_n_is_fine(backend: ScriptedBackend, http: httpx.Client) -> None:

@@ -269,6 +269,7 @@ def test_a_compressed_body_is_refused_as_such(hasty: Running) -> None:
         hasty.url + CHAT, content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"}, timeout=WAIT_S
     )
     assert (response.status_code, response.json()["error"]["code"]) == (415, "compressed_body")
+    assert "gzip" in response.json()["error"]["message"]
 
 
 def test_a_chunk_that_is_none_is_400(connect: Callable[[], socket.socket]) -> None:

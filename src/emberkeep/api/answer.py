@@ -80,6 +80,10 @@ class ChoiceAnswer:
         self.text += delta.text
         self.logprobs.extend(delta.logprobs)
 
+    def mean_logprob(self) -> float:
+        """Of an answer without tokens it is the highest."""
+        return sum(token.logprob for token in self.logprobs) / max(len(self.logprobs), 1)
+
     def message(self) -> dict[str, Json]:
         message: dict[str, Json] = {"role": "assistant", "content": self.text}
         if self.reasoning:
@@ -119,6 +123,16 @@ class Answer:
                     self._completed.append(event)
                 case CallEnded():
                     self._called.append(event)
+
+    def keep_best(self, tried: int, kept: int, *, with_logprobs: bool) -> None:
+        """Of each `tried` choices, which belong to one prompt, the `kept` likeliest, the best first: those whose
+        tokens have the highest mean log probability."""
+        groups = [self.choices[start : start + tried] for start in range(0, len(self.choices), tried)]
+        best = [sorted(group, key=ChoiceAnswer.mean_logprob, reverse=True)[:kept] for group in groups]
+        self.choices = [choice for group in best for choice in group]
+        if not with_logprobs:
+            for choice in self.choices:
+                choice.logprobs.clear()
 
     def chat_json(self, envelope: Envelope) -> dict[str, Json]:
         choices = [

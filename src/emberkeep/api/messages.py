@@ -24,6 +24,7 @@ from emberkeep.api.request import (
     RoomFields,
     Schema,
     TextPart,
+    Whole,
     to_limit,
     validate,
 )
@@ -264,7 +265,7 @@ class ChatBody(GenerationBody, RoomFields):
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: TemplateArgs | None = None
     reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
 

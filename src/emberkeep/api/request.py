@@ -6,7 +6,7 @@ HTTP and the library refuse the same, with the same words.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,11 +16,15 @@ from emberkeep.api.errors import HALF_A_CHARACTER, TOKEN_ID, USER_ID, refusal
 from emberkeep.config import OFF
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types import (
+    AnswerFormat,
     Approximation,
+    ChoiceFormat,
+    GrammarFormat,
     Infill,
     Json,
     JsonFormat,
     Recall,
+    RegexFormat,
     Repair,
     Request,
     Sampling,
@@ -114,6 +118,9 @@ def _too_deep() -> RequestError:
 MAX_SCHEMA_BYTES = 256 << 10
 NO_LIMIT = -1
 INT32_MAX = 2**31 - 1
+MAX_CHOICES = 16
+USUAL_COMPLETION = 256
+"""Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""
 _PASSED_ON = (
     "temperature",
     "top_k",
@@ -146,21 +153,27 @@ def _no_less_than_no_limit(limit: int) -> int:
     return limit
 
 
+def _whole(number: Json) -> Json:
+    """Some languages have one kind of numbers only, and write 2 as 2.0."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+Whole = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]
 Schema = Annotated[dict[str, Any], AfterValidator(_small_enough)]
 Label = Annotated[str, Field(max_length=512)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 FactName = Annotated[str, Field(min_length=1, max_length=256)]
 Remembered = Annotated[str, Field(min_length=1, max_length=65_536)]
 Question = Annotated[str, Field(min_length=1, max_length=4096)]
-MaxResults = Annotated[int, Field(ge=1, le=100)]
-MaxConversations = Annotated[int, Field(ge=1, le=1000)]
-Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+MaxResults = Annotated[Whole, Field(ge=1, le=100)]
+MaxConversations = Annotated[Whole, Field(ge=1, le=1000)]
+Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
 Limit = Annotated[
-    int, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
+    Whole, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
 ]
-Places = Annotated[int, Field(ge=0, le=65_536)]
+Places = Annotated[Whole, Field(ge=0, le=65_536)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-KvBits = Literal[16, 8, 4]
+KvBits = Annotated[Literal[16, 8, 4], BeforeValidator(_whole)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenKey = Annotated[str, Field(pattern=TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -262,14 +275,14 @@ class GenerationFields(Body):
     stop: Stops | None = None
 
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
-    top_k: Count | None = None
-    top_p: Probability | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=NO_OTHERS)] | None = None
 
     kv_bits: KvBits | None = None
@@ -286,6 +299,8 @@ class GenerationFields(Body):
     def to_sampling(self) -> Sampling:
         values = {name: getattr(self, name) for name in _PASSED_ON}
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0  # OpenAI-compatible servers write it so
         if self.seed is not None:
             given["seed"] = self.seed % 2**64  # random generators take no negative seeds
         if self.logit_bias:
@@ -301,6 +316,24 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+# ── what an answer must look like ──
+
+
+def _read_schema(value: Json) -> Json:
+    """A schema may be given as the text of one."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError("give a JSON schema, as an object or as its text") from None
+
+
+SchemaOrText = Annotated[Schema, BeforeValidator(_read_schema, json_schema_input_type=dict[str, Any] | str)]
+FormatText = Annotated[str, Field(max_length=MAX_SCHEMA_BYTES)]
+Choices = Annotated[list[FormatText], Field(min_length=1, max_length=4096)]
+
+
 class NamedSchema(Body):
     schema_: Schema | None = Field(default=None, alias="schema")
 
@@ -308,15 +341,95 @@ class NamedSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
 
     def to_format(self) -> JsonFormat | None:
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return JsonFormat()
-        if self.json_schema is None:
+            return JsonFormat(self.schema_)
+        if self.json_schema is None and self.schema_ is None:
             raise InvalidField("response_format.json_schema", "is required when type is json_schema.")
-        return JsonFormat(self.json_schema.schema_)
+        return JsonFormat(self.json_schema.schema_ if self.json_schema else self.schema_)
+
+
+class StructuredOutputs(Body):
+    """vLLM's object: one of these."""
+
+    json_: SchemaOrText | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: FormatText | None = None
+    choice: Choices | None = None
+    grammar: FormatText | None = None
+    structural_tag: Any = None
+
+    def formats(self) -> Iterator[AnswerFormat]:
+        """Raises InvalidField."""
+        if self.structural_tag is not None:
+            raise InvalidField(
+                "structured_outputs.structural_tag", "is not supported: use json, regex or grammar."
+            )
+        yield from _formats("structured_outputs.json", self.json_)
+        if self.json_object:
+            yield JsonFormat(param="structured_outputs.json_object")
+        yield from _formats("structured_outputs.regex", regex=self.regex)
+        yield from _formats("structured_outputs.choice", choice=self.choice)
+        yield from _formats("structured_outputs.grammar", grammar=self.grammar)
+
+
+def _formats(
+    param: str,
+    schema: Mapping[str, Json] | None = None,
+    *,
+    grammar: str | None = None,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+) -> Iterator[AnswerFormat]:
+    """What one field asks for, if it asks for anything. A grammar without text is none."""
+    if schema is not None:
+        yield JsonFormat(schema, param=param)
+    if grammar:
+        yield GrammarFormat(grammar, param=param)
+    if regex:
+        yield RegexFormat(regex, param=param)
+    if choice:
+        yield ChoiceFormat(tuple(choice), param=param)
+
+
+class FormatFields(Body):
+    """The names under which clients of several servers say what an answer must look like: one at a time."""
+
+    response_format: ResponseFormat | None = None
+    grammar: FormatText | None = None
+    json_schema: SchemaOrText | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: FormatText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: FormatText | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def to_format(self) -> AnswerFormat | None:
+        """Raises InvalidField for more than one."""
+        asked = list(self._formats())
+        if len(asked) > 1:
+            raise InvalidField(asked[1].param, f"goes without {asked[0].param}: leave one of them out.")
+        return asked[0] if asked else None
+
+    def _formats(self) -> Iterator[AnswerFormat]:
+        wanted = self.response_format.to_format() if self.response_format else None
+        if wanted is not None:
+            yield wanted
+        yield from _formats("grammar", grammar=self.grammar)
+        yield from _formats("json_schema", self.json_schema)
+        yield from _formats("guided_json", self.guided_json)
+        yield from _formats("guided_regex", regex=self.guided_regex)
+        yield from _formats("guided_choice", choice=self.guided_choice)
+        yield from _formats("guided_grammar", grammar=self.guided_grammar)
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.formats()
+
+
+# ── whose it is ──
 
 
 class UserFields(Body):
@@ -364,18 +477,17 @@ ANY_SLOT = -1
 _TTLS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
 
 
-class GenerationBody(GenerationFields, OwnerFields):
+class GenerationBody(GenerationFields, FormatFields, OwnerFields):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
 
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
-    response_format: ResponseFormat | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     cache_prompt: bool | None = None
-    id_slot: Annotated[int, Field(ge=ANY_SLOT, le=INT32_MAX)] | None = None
+    id_slot: Annotated[Whole, Field(ge=ANY_SLOT, le=INT32_MAX)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -385,7 +497,7 @@ class GenerationBody(GenerationFields, OwnerFields):
         """What this body says, without a prompt. Raises InvalidField where fields contradict each other."""
         return replace(
             self.to_owned(),
-            format=self.response_format.to_format() if self.response_format else None,
+            format=self.to_format(),
             sampling=self.to_sampling(),
             max_tokens=to_limit(self.max_tokens),
             stop=tuple(self.stop or ()),
@@ -435,16 +547,41 @@ Prompts = Annotated[
 class CompletionBody(GenerationBody):
     prompt: Prompts
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     def to_requests(self) -> list[Request]:
         """One per prompt. Raises InvalidField for what cannot be done."""
-        base = replace(self.to_base(), echo=bool(self.echo), top_logprobs=self.logprobs, infill=self._infill())
-        if self.best_of not in (None, base.n):
-            raise InvalidField("best_of", "must equal n: leave it out.")
+        base = replace(
+            self.to_base(),
+            echo=bool(self.echo),
+            top_logprobs=self.logprobs,
+            infill=self._infill(),
+            max_tokens=USUAL_COMPLETION if self.max_tokens is None else to_limit(self.max_tokens),
+        )
+        if self.chooses_best:
+            self._check_best()
+            base = replace(base, n=self.tried, top_logprobs=self.logprobs or 0)
         return [replace(base, prompt=prompt) for prompt in self.prompt]
+
+    @property
+    def tried(self) -> int:
+        """How many choices are generated for each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def chooses_best(self) -> bool:
+        """Only the likeliest of the choices that are generated are told."""
+        return self.tried != (self.n or 1)
+
+    def _check_best(self) -> None:
+        if self.tried < (self.n or 1):
+            raise InvalidField("best_of", "give n or more.")
+        if self.stream:
+            raise InvalidField("best_of", "goes without stream: which is best is known at the end.")
+        if self.echo and self.logprobs is not None:
+            raise InvalidField("best_of", "goes without the log probabilities of an echoed prompt.")
 
     def _infill(self) -> Infill | None:
         if not self.suffix:

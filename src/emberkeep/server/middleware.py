@@ -444,7 +444,6 @@ class LastResort:
 
 _ERROR = "invalid_request_error"
 _TOO_SLOW = Failure(408, _ERROR, "The body did not arrive in time: send it again, faster.", "body_timeout")
-_PACKED = Failure(415, _ERROR, "The body is compressed: send it without Content-Encoding.", "compressed_body")
 _NO_ROOM = Failure(
     503,
     "overloaded",
@@ -452,6 +451,12 @@ _NO_ROOM = Failure(
     "overloaded",
     headers={"Retry-After": "1"},
 )
+
+
+def _packed(encoding: bytes) -> Failure:
+    named = encoding.decode("latin-1").strip()[:32]
+    said = f"The body is compressed ({named}): send it without Content-Encoding."
+    return Failure(415, _ERROR, said, "compressed_body")
 
 
 class BodyBounds:
@@ -505,7 +510,7 @@ class _Body:
             if name == b"content-length" and value.isdigit() and int(value) > self._bounds.limits.body_bytes:
                 raise self._too_large()
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-                raise Refused(_PACKED)
+                raise Refused(_packed(value))
 
     async def _in_time(self, begin: float) -> Message:
         limits, drain = self._bounds.limits, self._bounds.drain

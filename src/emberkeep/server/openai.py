@@ -53,7 +53,7 @@ def openai_routes(models: Models) -> APIRouter:
         body = await read_body(http, CompletionBody)
         backend = models.find(body.model)
         requests = await make_of_body(http, body.to_requests)
-        return await _respond(http, backend, body, requests, _TEXT)
+        return await _respond(http, backend, body, requests, _best_of(body) if body.chooses_best else _TEXT)
 
     @router.get("/models", include_in_schema=False)
     @router.get("/v1/models")
@@ -82,6 +82,14 @@ class _Shape:
 
 _CHAT = _Shape("chatcmpl", ChatFrames, Answer.chat_json)
 _TEXT = _Shape("cmpl", TextFrames, Answer.text_json)
+
+
+def _best_of(body: CompletionBody) -> _Shape:
+    def whole(answer: Answer, envelope: Envelope) -> dict[str, Json]:
+        answer.keep_best(body.tried, body.n or 1, with_logprobs=body.logprobs is not None)
+        return answer.text_json(envelope)
+
+    return replace(_TEXT, whole=whole)
 
 
 async def _respond(
