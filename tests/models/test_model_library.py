@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.models import digest
 from emberkeep.models.digest import weights_digest
 from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id, id_from, is_model_id
+from emberkeep.models.parts import part_files
 from emberkeep.models.spec import parse
-from helpers.gguf_builders import tiny_llama
+from helpers.gguf_builders import split_llama, tiny_llama
 
 RECORD = ModelRecord(source="here", sha256="ab" * 32, size=1, quantisation="F32", pulled_at=1_700_000_000)
 
@@ -163,3 +165,37 @@ def test_every_file_name_gives_a_valid_id(name: str) -> None:
 
 def test_an_id_reads_like_its_file() -> None:
     assert id_from("Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.GGUF") == "qwen2.5-coder-1.5b-instruct-q4_k_m"
+
+
+def test_a_copy_shares_its_weights_and_outlives_the_original(library: ModelLibrary) -> None:
+    model = _install(library, "m")
+    copied = library.copy("m", "other")
+    assert copied == library.get("other")
+    assert copied.path.samefile(model.path) and copied.record == RECORD
+    library.remove("m")
+    assert copied.path.read_bytes()[:4] == b"GGUF"
+
+
+def test_a_copy_of_a_split_model_has_all_its_parts(library: ModelLibrary) -> None:
+    library.install("m", split_llama(library.workspace("m") / "w.gguf")[0], RECORD)
+    copied = library.copy("m", "other")
+    assert [part.name for part in part_files(copied.path)] == [f"other-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
+
+
+def test_a_copy_of_a_folder_is_a_folder(library: ModelLibrary) -> None:
+    folder = library.workspace("m") / "w"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"x")
+    library.install("m", folder, RECORD)
+    copied = library.copy("m", "other")
+    assert copied.is_folder and (copied.path / "model.safetensors").read_bytes() == b"x"
+
+
+def test_a_copy_replaces_what_had_its_name_and_never_itself(library: ModelLibrary) -> None:
+    _install(library, "other", replace(RECORD, source="there"))
+    model = _install(library, "m")
+    assert library.copy("m", "m") == model
+    assert library.copy("m", "other").record == RECORD
+    with pytest.raises(ModelNotFound):
+        library.copy("none", "x")

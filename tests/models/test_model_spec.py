@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import ModelNotFound
-from emberkeep.models.spec import DEFAULT_SOURCE, HubFile, HubRepo, LocalFile, LocalFolder, UrlFile, parse
+from emberkeep.models.spec import (
+    DEFAULT_SOURCE,
+    HubFile,
+    HubRepo,
+    LocalFile,
+    LocalFolder,
+    UrlFile,
+    parse,
+    spec_of_ollama,
+)
 
 
 def test_the_default_model_comes_from_its_wheel() -> None:
@@ -66,3 +75,20 @@ def test_a_file_that_is_not_there_is_called_missing(spec: str) -> None:
 def test_anything_else_is_explained(spec: str) -> None:
     with pytest.raises(ModelNotFound, match=f"^{spec} cannot be pulled: give .*hf:owner/repo/file"):
         parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("hf.co/owner/repo-GGUF:Q8_0", "hf:owner/repo-GGUF:Q8_0"),
+        ("hf.co/owner/repo-GGUF", "hf:owner/repo-GGUF:Q4_K_M"),
+        ("hf.co/owner/repo-GGUF:latest", "hf:owner/repo-GGUF:Q4_K_M"),
+        ("https://huggingface.co/owner/repo", "hf:owner/repo"),
+        ("hf.co/owner/repo:model-Q4_0.gguf", "hf:owner/repo/model-Q4_0.gguf"),
+        ("hf:owner/repo/file.gguf", "hf:owner/repo/file.gguf"),
+        ("smollm2:135m", "smollm2-135m"),
+        ("smollm2-135m:latest", "smollm2-135m"),
+    ],
+)
+def test_names_as_users_of_ollama_write_them(name: str, spec: str) -> None:
+    assert spec_of_ollama(name) == spec

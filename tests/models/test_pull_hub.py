@@ -11,6 +11,7 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 from helpers.gguf_builders import tiny_llama
 from helpers.model_file_server import ServedFile, serving
+from helpers.pull_reporter import Watching
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,13 @@ def test_a_hub_file_is_downloaded_and_installed(hub: ServedFile, library: ModelL
     model = pull("hf:owner/repo/sub/Tiny.gguf@main", library)
     assert model.path.read_bytes() == hub.content
     assert (model.id, model.record.source) == ("tiny", "hf:owner/repo/sub/Tiny.gguf@main")
+
+
+def test_the_progress_of_a_download_is_told(hub: ServedFile, library: ModelLibrary) -> None:
+    watching = Watching()
+    pull("hf:owner/repo/tiny.gguf", library, reporter=watching)
+    size = len(hub.content)
+    assert ("Downloading", size, size) in watching.seen
 
 
 def test_a_file_that_is_not_what_the_hub_promised_leaves_nothing(hub: ServedFile, library: ModelLibrary) -> None:

@@ -1,19 +1,21 @@
-"""Models from the Hugging Face hub, through its own client: resume, tokens and progress are its business."""
+"""Models from the Hugging Face hub, through its own client: resume and tokens are its business."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path, PurePosixPath
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from emberkeep.errors import DownloadFailed, ModelError
 from emberkeep.models.parts import is_model_name, name_parts, part_name, some, whole_name
 from emberkeep.models.profile import BESIDE_WEIGHTS, CONFIG, WEIGHTS
+from emberkeep.models.reporter import Reporter
 from emberkeep.models.spec import Fetched, HubFile, HubQuantisation, HubRepo
 
 if TYPE_CHECKING:
@@ -21,47 +23,50 @@ if TYPE_CHECKING:
 
 HubSource = HubFile | HubQuantisation | HubRepo
 
+_LOOK_EVERY_S = 0.25
+
 # The client is imported inside functions because that takes half a second, which no other command should pay.
 
 
-def fetch_hub(source: HubFile | HubQuantisation, folder: Path) -> list[Fetched]:
+def fetch_hub(source: HubFile | HubQuantisation, folder: Path, reporter: Reporter) -> list[Fetched]:
     """The files of a GGUF model, each with the SHA-256 that the hub promises for it, if it does.
 
     Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
     """
     if isinstance(source, HubFile) and part_name(source.file) is None:
-        return [_fetch_file(source, folder)]
+        return [_fetch_file(source, folder, reporter)]
     with _explain_errors(source):
         seen = _model_info(source)
-        files, promised = _fetch_files(source, seen, _parts(source, _names(seen)), folder)
+        files, promised = _fetch_files(source, seen, _parts(source, _names(seen)), folder, reporter)
     return [(file, promised.get(name)) for name, file in files.items()]
 
 
-def fetch_hub_repo(source: HubRepo, folder: Path) -> tuple[list[Path], Mapping[str, str]]:
+def fetch_hub_repo(source: HubRepo, folder: Path, reporter: Reporter) -> tuple[list[Path], Mapping[str, str]]:
     """The files of a model, and by name the SHA-256 that the hub promises for those that it does for.
 
     Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
     """
     with _explain_errors(source):
         seen = _model_info(source)
-        files, promised = _fetch_files(source, seen, _repo_files(source, _names(seen)), folder)
+        files, promised = _fetch_files(source, seen, _repo_files(source, _names(seen)), folder, reporter)
     return list(files.values()), promised
 
 
-def _fetch_file(source: HubFile, folder: Path) -> Fetched:
+def _fetch_file(source: HubFile, folder: Path, reporter: Reporter) -> Fetched:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     endpoint = os.environ.get("HF_ENDPOINT")
     with _explain_errors(source):
         url = hf_hub_url(source.repo, source.file, revision=source.revision, endpoint=endpoint)
         seen = get_hf_file_metadata(url, endpoint=endpoint)
-        path = hf_hub_download(
-            source.repo,
-            source.file,
-            revision=seen.commit_hash or source.revision,
-            local_dir=folder / "hub",
-            endpoint=endpoint,
-        )
+        with _telling_progress(folder / "hub", seen.size, reporter):
+            path = hf_hub_download(
+                source.repo,
+                source.file,
+                revision=seen.commit_hash or source.revision,
+                local_dir=folder / "hub",
+                endpoint=endpoint,
+            )
     return Path(path), seen.etag if re.fullmatch("[0-9a-f]{64}", seen.etag or "") else None
 
 
@@ -79,20 +84,70 @@ def _names(seen: ModelInfo) -> list[str]:
 
 
 def _fetch_files(
-    source: HubSource, seen: ModelInfo, names: Sequence[str], folder: Path
+    source: HubSource, seen: ModelInfo, names: Sequence[str], folder: Path, reporter: Reporter
 ) -> tuple[Mapping[str, Path], Mapping[str, str]]:
     """By name, the files of one commit, and the SHA-256 that the hub promises for those that it does for."""
     from huggingface_hub import snapshot_download
 
-    path = snapshot_download(
-        source.repo,
-        revision=seen.sha,
-        local_dir=folder / "hub",
-        allow_patterns=[escape(name) for name in names],
-        endpoint=os.environ.get("HF_ENDPOINT"),
-    )
+    total = sum(file.size or 0 for file in seen.siblings or () if file.rfilename in names)
+    with _telling_progress(folder / "hub", total or None, reporter):
+        path = snapshot_download(
+            source.repo,
+            revision=seen.sha,
+            local_dir=folder / "hub",
+            allow_patterns=[escape(name) for name in names],
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
     promised = {file.rfilename: file.lfs.sha256 for file in seen.siblings or () if file.lfs}
     return {name: Path(path) / name for name in names}, promised
+
+
+@contextmanager
+def _telling_progress(folder: Path, total: int | None, reporter: Reporter) -> Iterator[None]:
+    """While the client writes to `folder`, tell how much is there: in place of its own bars."""
+    ended = Event()
+
+    def tell() -> None:
+        with suppress(ModelError):  # given up: the pull ends when the client comes back
+            while not ended.wait(_LOOK_EVERY_S):
+                done = _bytes_in(folder)
+                reporter.progress("Downloading", min(done, total) if total else done, total)
+
+    telling = Thread(target=tell, name="emberkeep-download", daemon=True)
+    telling.start()
+    try:
+        with _without_bars():
+            yield
+    finally:
+        ended.set()
+        telling.join()
+    if total:
+        reporter.progress("Downloading", total, total)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    had_none = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not had_none:
+            enable_progress_bars()
+
+
+def _bytes_in(folder: Path) -> int:
+    found = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):  # it is renamed when it is complete
+            found += file.stat().st_size if file.is_file() else 0
+    return found
 
 
 def _parts(source: HubFile | HubQuantisation, names: Sequence[str]) -> list[str]:

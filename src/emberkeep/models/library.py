@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import uuid
@@ -151,6 +152,20 @@ class ModelLibrary:
             remember(model.path, record.sha256, self.digests)
         return model
 
+    def copy(self, id: str, name: str) -> InstalledModel:
+        """Install the weights of model `id` under `name` too, in place of any model with that name: as hard links,
+        where the file system allows it. Raises ModelNotFound, ModelBroken, ModelError."""
+        model = self.get(id)
+        if check_id(name) == id:
+            return model
+        folder = self.workspace(f"copy {id} {name}")
+        try:
+            return self.install(name, _link(model.path, folder), model.record)
+        except OSError as error:
+            raise ModelError(f"{id} could not be copied ({error.strerror or error}): make room.") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def workspace(self, source: str) -> Path:
         """A private folder on the library's file system; the same source gives the same folder."""
         key = hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:32]
@@ -239,6 +254,22 @@ def _names_of(id: str, weights: Path) -> dict[Path, str]:
     if len(files) == 1:
         return {weights: f"{id}.gguf"}
     return {file: str(PartName(id, number, len(files))) for number, file in enumerate(files, 1)}
+
+
+def _link(weights: Path, folder: Path) -> Path:
+    """The same files once more, in `folder`. Raises OSError."""
+    if weights.is_dir():
+        return shutil.copytree(weights, folder / weights.name, copy_function=_link_or_copy)
+    for file in part_files(weights):
+        _link_or_copy(file, folder / file.name)
+    return folder / weights.name
+
+
+def _link_or_copy(source: Path | str, target: Path | str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _spec_for(id: str) -> str:

@@ -120,7 +120,7 @@ class _Pull:
         self._reporter.say(f"Fetching {source.label}")
         match source:
             case HubFile() | HubQuantisation():
-                return fetch_hub(source, folder)
+                return fetch_hub(source, folder, self._reporter)
             case UrlFile():
                 return [(file, None) for file in fetch_url(source, folder, self._reporter)]
             case LocalFile():
@@ -234,7 +234,7 @@ def _download_folder(source: FolderSource, work: Path, reporter: Reporter) -> tu
     """The files, and by name the SHA-256 they must have where that is known."""
     reporter.say(f"Fetching {source.label}")
     if isinstance(source, HubRepo):
-        return fetch_hub_repo(source, work)
+        return fetch_hub_repo(source, work, reporter)
     return _link_folder(source, work, reporter), {}
 
 

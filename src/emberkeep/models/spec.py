@@ -143,6 +143,28 @@ def parse(spec: str) -> tuple[str, Source]:
     )
 
 
+_OLLAMA_HUB = re.compile(
+    r"(?:https?://)?(?:hf\.co|huggingface\.co)/(?P<repo>[\w.-]+/[\w.-]+?)(?::(?P<tag>[\w.-]+))?", re.IGNORECASE
+)
+_OLLAMA_LATEST = ":latest"
+_OLLAMA_QUANTISATION = "Q4_K_M"
+"""What Ollama takes of a repository when no tag is given."""
+
+
+def spec_of_ollama(name: str) -> str:
+    """What Ollama's users call `hf.co/owner/repo:Q4_K_M` or `smollm2:135m`, as `parse` and the library take it."""
+    name = name.removesuffix(_OLLAMA_LATEST)
+    found = _OLLAMA_HUB.fullmatch(name)
+    if found is None:
+        return name if name.startswith("hf:") else name.replace(":", "-")
+    repo, tag = found["repo"], found["tag"]
+    if tag and tag.lower().endswith(".gguf"):
+        return f"hf:{repo}/{tag}"
+    if not tag and not repo.lower().endswith("gguf"):
+        return f"hf:{repo}"
+    return f"hf:{repo}:{tag or _OLLAMA_QUANTISATION}"
+
+
 def _parse_repo(repo: re.Match[str]) -> tuple[str, Source]:
     name = repo["repo"].rpartition("/")[2]
     if repo["quantisation"] is None:
