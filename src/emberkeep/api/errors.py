@@ -94,7 +94,8 @@ _ANTHROPIC_TYPES = {
 }
 
 OPENAI_ERRORS = OpenAiErrors()
-_SHAPES: tuple[tuple[str, ErrorShape], ...] = (("/v1/messages", AnthropicErrors()), ("/api/", OllamaErrors()))
+OLLAMA_ERRORS = OllamaErrors()
+_SHAPES: tuple[tuple[str, ErrorShape], ...] = (("/v1/messages", AnthropicErrors()), ("/api/", OLLAMA_ERRORS))
 """Of the paths that begin so; all others have OpenAI's."""
 
 

@@ -16,6 +16,7 @@ from emberkeep.api.errors import Failure, failure_of, refusal
 from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
+from emberkeep.models.library import ModelLibrary
 from emberkeep.server.cache_routes import cache_routes
 from emberkeep.server.expert_routes import expert_routes
 from emberkeep.server.limits import Limits, affordable
@@ -32,6 +33,8 @@ from emberkeep.server.middleware import (
     failure_response,
 )
 from emberkeep.server.native_routes import native_routes
+from emberkeep.server.ollama_models import ollama_model_routes
+from emberkeep.server.ollama_routes import ollama_routes
 from emberkeep.server.openai import openai_routes
 from emberkeep.server.openapi import DescribedApp
 from emberkeep.server.side_work import SideWork
@@ -54,6 +57,8 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.state.limits = limits or Limits(connections=affordable(config.connections))
     app.state.metrics = RequestMetrics(registry)
     app.include_router(openai_routes(models))
+    app.include_router(ollama_routes(models))
+    app.include_router(ollama_model_routes(models, ModelLibrary(config.data_dir / "models"), side))
     app.include_router(native_routes(models, drain, side, is_public=config.api_key is not None))
     app.include_router(cache_routes(models, side))
     app.include_router(warm_routes(models))

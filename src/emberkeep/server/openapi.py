@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from emberkeep.api.errors import AnthropicErrors, OllamaErrors, OpenAiErrors, error_shape
 from emberkeep.api.request import Body
 from emberkeep.types import Json
 
@@ -22,6 +23,8 @@ HELLO = {"role": "user", "content": "Why is the sky blue?"}
 
 STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """Responses of a route whose answers may also come as a stream."""
+LINES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
+"""The same for a stream of lines, as Ollama has it."""
 
 _ERRORS = {
     400: "A field has a bad value, or the prompt is longer than the context.",
@@ -43,23 +46,26 @@ _ERRORS = {
 }
 _EVERYWHERE = (401, 403, 405, 500)
 
+_TEXT = {"type": "string"}
 _MAYBE_TEXT = {"type": ["string", "null"]}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _MAYBE_TEXT,
-                "code": _MAYBE_TEXT,
-            },
-        }
-    },
+
+
+def _object(**fields: Json) -> dict[str, Json]:
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
+_ERROR_SCHEMAS: dict[type, tuple[str, Json]] = {
+    OpenAiErrors: (
+        "Error",
+        _object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE_TEXT, code=_MAYBE_TEXT)),
+    ),
+    AnthropicErrors: (
+        "AnthropicError",
+        _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT),
+    ),
+    OllamaErrors: ("OllamaError", _object(error=_TEXT)),
 }
+"""By their shape: what their schema is called, and the schema."""
 
 
 def takes(*models: type[Body], **example: Json) -> dict[str, Any]:
@@ -81,19 +87,21 @@ class DescribedApp(FastAPI):
 
 def _complete(document: dict[str, Json]) -> None:
     _, shared = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=_WHERE)
+    schemas = dict(_ERROR_SCHEMAS.values())
     document["components"] = {
-        "schemas": shared["$defs"] | {"Error": _ERROR},
-        "responses": {f"Error{status}": _error_response(status) for status in _ERRORS},
+        "schemas": shared["$defs"] | schemas,
+        "responses": {f"{name}{status}": _error_response(name, status) for name in schemas for status in _ERRORS},
     }
-    for path in document["paths"].values():
-        for method, operation in path.items():
+    for path, methods in document["paths"].items():
+        name, _ = _ERROR_SCHEMAS[type(error_shape(path))]
+        for method, operation in methods.items():
             operation["responses"].pop("422", None)  # the framework's own; ours is 400
             for status in _possible_errors(method, operation):
-                operation["responses"].setdefault(str(status), {"$ref": f"#/components/responses/Error{status}"})
+                operation["responses"].setdefault(str(status), {"$ref": f"#/components/responses/{name}{status}"})
 
 
-def _error_response(status: int) -> dict[str, Json]:
-    schema = {"$ref": _WHERE.format(model="Error")}
+def _error_response(name: str, status: int) -> dict[str, Json]:
+    schema = {"$ref": _WHERE.format(model=name)}
     return {"description": _ERRORS[status], "content": {"application/json": {"schema": schema}}}
 
 

@@ -1,0 +1,130 @@
+"""Ollama's endpoints that ask a model: chat, generate, embed. `server/ollama_models.py` has those about models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from time import perf_counter
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep import __version__
+from emberkeep.api.ollama import EmbedBody, EmbeddingsBody, GenerateBody, OllamaBody, OllamaChatBody
+from emberkeep.api.ollama_answer import (
+    GenerateEnvelope,
+    OllamaEnvelope,
+    OllamaFrames,
+    embedded_json,
+    loaded_json,
+    whole_json,
+)
+from emberkeep.backend.base import Backend
+from emberkeep.backend.capabilities import embedder_of
+from emberkeep.backend.models import Models
+from emberkeep.errors import ModelNotFound
+from emberkeep.models.spec import parse, spec_of_ollama
+from emberkeep.server.json_response import json_response
+from emberkeep.server.openai import check_hops, number_in
+from emberkeep.server.openapi import HELLO, LINES, takes
+from emberkeep.server.stream import gather, make_of_body, read_body, stream, while_connected
+from emberkeep.types import DEPTH_HEADER, Request
+
+log = logging.getLogger(__name__)
+
+OLLAMA_VERSION = "0.13.5"
+"""Whose API this is: clients ask whether it is new enough for what they want."""
+
+
+def ollama_routes(models: Models) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/api/chat", responses=LINES, openapi_extra=takes(OllamaChatBody, messages=[HELLO]))
+    async def chat(http: HttpRequest) -> Response:
+        body = await read_body(http, OllamaChatBody)
+        return await _respond(http, models, body, body.to_request, OllamaEnvelope)
+
+    @router.post(
+        "/api/generate", responses=LINES, openapi_extra=takes(GenerateBody, prompt="Why is the sky blue?")
+    )
+    async def generate(http: HttpRequest) -> Response:
+        body = await read_body(http, GenerateBody)
+        return await _respond(http, models, body, body.to_request, GenerateEnvelope)
+
+    @router.post("/api/embed", openapi_extra=takes(EmbedBody, input="Why is the sky blue?"))
+    async def embed(http: HttpRequest) -> Response:
+        began, body = perf_counter(), await read_body(http, EmbedBody)
+        embedder = embedder_of(find_model(models, body.model))
+        embedded = await while_connected(http, embedder.embed(body.to_request()))
+        return json_response(embedded_json(embedded, body.model or "", began))
+
+    @router.post("/api/embeddings", openapi_extra=takes(EmbeddingsBody, prompt="Why is the sky blue?"))
+    async def embeddings(http: HttpRequest) -> Response:
+        body = await read_body(http, EmbeddingsBody)
+        embedder = embedder_of(find_model(models, body.model))
+        embedded = await while_connected(http, embedder.embed(body.to_request()))
+        return json_response({"embedding": embedded.vectors[0].tolist()})
+
+    @router.get("/api/version")
+    async def version() -> Response:
+        return json_response({"version": OLLAMA_VERSION, "emberkeep": __version__})
+
+    return router
+
+
+async def _respond(
+    http: HttpRequest,
+    models: Models,
+    body: OllamaChatBody | GenerateBody,
+    to_request: Callable[[], Request],
+    envelope_of: type[OllamaEnvelope],
+) -> Response:
+    """Raises what the backend raises before the first event, and ClientGone."""
+    backend = find_model(models, body.model)
+    name, hops = body.model or backend.card.id, check_hops(http)
+    if body.only_loads:
+        return json_response(
+            loaded_json(envelope_of(name, Request()), "unload" if body.keep_alive == 0 else "load")
+        )
+    _note_context(backend, body)
+    request = replace(await make_of_body(http, to_request), depth=number_in(http, DEPTH_HEADER), hops=hops)
+    envelope = envelope_of(name, request)
+    if body.wants_stream:
+        return await stream(http, backend, [request], lambda: OllamaFrames(envelope))
+    return json_response(whole_json(await gather(http, backend, [request]), envelope))
+
+
+def find_model(models: Models, name: str | None) -> Backend:
+    """Raises ModelNotFound, in words that Ollama's clients look for."""
+    try:
+        return models.find(name)
+    except ModelNotFound:
+        with suppress(ModelNotFound):
+            return models.find(installed_name(name or ""))
+    raise ModelNotFound(
+        f"model '{(name or '')[:200]}' not found: /api/tags lists what there is, /api/pull gets more."
+    )
+
+
+def installed_name(name: str) -> str:
+    """What a model is called here that Ollama's users call `name`. Raises ModelNotFound for what names none."""
+    spec = spec_of_ollama(name)
+    return parse(spec)[0] if spec.startswith("hf:") else spec
+
+
+def _note_context(backend: Backend, body: OllamaBody) -> None:
+    """A context is chosen when a model is loaded: a client that wants more gets what there is."""
+    if body.num_ctx > backend.card.context:
+        _tell_context(backend.card.id, body.num_ctx, backend.card.context)
+
+
+@lru_cache(maxsize=256)  # once for every size: clients send it with every request
+def _tell_context(model: str, wanted: int, context: int) -> None:
+    log.info(
+        "A client asks for a context of %d tokens (num_ctx) and gets %d, with which %s was loaded: --ctx sets it.",
+        *(wanted, context, model),
+    )

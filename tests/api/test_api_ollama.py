@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from emberkeep.api.ollama import EmbedBody, EmbeddingsBody, GenerateBody, OllamaChatBody, to_context
+from emberkeep.api.ollama_answer import GenerateEnvelope, OllamaEnvelope, OllamaFrames, timestamp
+from emberkeep.api.request import validate
+from emberkeep.errors import InvalidField
+from emberkeep.types import (
+    Event,
+    Finished,
+    FinishReason,
+    Image,
+    Infill,
+    JsonFormat,
+    Message,
+    ReasoningDelta,
+    ReasoningFormat,
+    Request,
+    TextDelta,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+)
+from helpers.scripted_server import COMPLETED
+
+HELLO = {"role": "user", "content": "why is the sky blue?"}
+PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n....").decode()
+
+
+def chat(**fields: Any) -> Request:
+    return validate(OllamaChatBody, {"messages": [HELLO], **fields}).to_request()
+
+
+def generate(**fields: Any) -> Request:
+    return validate(GenerateBody, {"prompt": "Hi", **fields}).to_request()
+
+
+# ── options ──
+
+
+def test_options_become_sampling_and_limits() -> None:
+    request = chat(
+        options={
+            "temperature": 0.5,
+            "top_k": 20,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "typical_p": 0.7,
+            "repeat_penalty": 1.2,
+            "presence_penalty": 1.5,
+            "frequency_penalty": 1.0,
+            "seed": 42,
+            "num_predict": 100,
+            "stop": ["\n", "user:"],
+        }
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 20, 0.9, 0.1)
+    assert (sampling.typical_p, sampling.repetition_penalty, sampling.presence_penalty) == (0.7, 1.2, 1.5)
+    assert (sampling.frequency_penalty, sampling.seed) == (1.0, 42)
+    assert (request.max_tokens, request.stop) == (100, ("\n", "user:"))
+
+
+def test_options_that_say_how_a_model_is_loaded_are_ignored() -> None:
+    loading = {"numa": False, "num_gpu": 1, "num_batch": 2, "main_gpu": 0, "use_mmap": True, "num_thread": 8}
+    assert chat(options={**loading, "num_keep": 5, "penalize_newline": True, "num_ctx": 1024}) == chat()
+
+
+@pytest.mark.parametrize("limit", [-1, -2])
+def test_no_limit_is_written_in_two_ways(limit: int) -> None:
+    assert chat(options={"num_predict": limit}).max_tokens is None
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert chat(options={"seed": -1}).sampling.seed is None
+
+
+def test_a_bad_option_is_named() -> None:
+    with pytest.raises(InvalidField, match=r"options\.num_predict: give 0 or more, -1 for no limit or -2"):
+        chat(options={"num_predict": -3})
+
+
+# ── other fields ──
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("5m", 300), ("1h30m", 5400), ("300ms", 0.3), (60, 60), ("0", 0), (0, 0), (-1, -1), ("-1m", -60)],
+)
+def test_keep_alive_is_a_duration_or_seconds(written: str | int, seconds: float) -> None:
+    assert validate(OllamaChatBody, {"keep_alive": written}).keep_alive == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("written", ["soon", "5 minutes", True, []])
+def test_keep_alive_is_nothing_else(written: Any) -> None:
+    with pytest.raises(InvalidField, match="keep_alive: give seconds"):
+        validate(OllamaChatBody, {"keep_alive": written})
+
+
+def test_a_format_is_json_or_a_schema_or_nothing() -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
+    assert chat(format="json").format == JsonFormat()
+    assert chat(format=schema).format == JsonFormat(schema)
+    assert chat(format="").format is None
+    with pytest.raises(InvalidField, match="format"):
+        chat(format="yaml")
+
+
+def test_thinking_is_switched_by_the_template_and_told_apart() -> None:
+    assert chat().template_args == {}
+    assert chat(think=True).template_args == {"enable_thinking": True}
+    assert chat(think=True).reasoning is ReasoningFormat.SEPARATE
+    assert chat(think="high").template_args == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert chat(think=False).template_args == {"enable_thinking": False}
+    assert chat(think=False).reasoning is ReasoningFormat.STRIP
+
+
+def test_logprobs_are_asked_for_as_in_openais_chat() -> None:
+    assert chat().top_logprobs is None
+    assert chat(logprobs=True).top_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).top_logprobs == 3
+
+
+def test_what_must_not_be_truncated_is_not_evicted() -> None:
+    assert chat().evict is None
+    assert chat(truncate=False).evict is False
+
+
+def test_whose_request_it_is_can_be_said_too() -> None:
+    request = chat(user_id="ada", conversation_id="c1")
+    assert (request.user, request.conversation_id) == ("ada", "c1")
+
+
+# ── messages ──
+
+CALL = {"function": {"name": "get_weather", "arguments": {"city": "Zürich"}}}
+
+
+def test_a_call_without_an_id_gets_one_and_its_result_the_same() -> None:
+    messages = [HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    request = chat(messages=[*messages, {"role": "tool", "tool_name": "get_weather", "content": "11 degrees"}])
+    called, result = request.messages[1:]
+    assert called.tool_calls == (ToolCall("call_0", "get_weather", '{"city": "Zürich"}'),)
+    assert (result.tool_call_id, result.name, result.content) == ("call_0", "get_weather", "11 degrees")
+    assert chat(messages=messages).messages[1] == called
+
+
+def test_results_find_their_calls_by_name_whatever_their_order() -> None:
+    other = {"function": {"name": "get_time", "arguments": {}}}
+    calls = {"role": "assistant", "tool_calls": [CALL, other, CALL]}
+    results = [{"role": "tool", "content": "x", "tool_name": name} for name in ("get_time", "get_weather", "")]
+    request = chat(messages=[HELLO, calls, *results])
+    assert [message.tool_call_id for message in request.messages[2:]] == ["call_1", "call_0", "call_2"]
+
+
+def test_ids_that_are_given_stay() -> None:
+    called = {"role": "assistant", "tool_calls": [{"id": "abc", **CALL}]}
+    request = chat(messages=[HELLO, called, {"role": "tool", "content": "x", "tool_call_id": "abc"}])
+    assert request.messages[1].tool_calls[0].id == request.messages[2].tool_call_id == "abc"
+
+
+def test_a_result_without_a_call_has_no_id() -> None:
+    assert chat(messages=[HELLO, {"role": "tool", "content": "x"}]).messages[1].tool_call_id is None
+
+
+def test_images_are_data_with_their_kind() -> None:
+    request = chat(messages=[{**HELLO, "images": [PIXEL, "/9j/4AAQ"]}])
+    assert request.messages[0].images == (
+        Image(f"data:image/png;base64,{PIXEL}"),
+        Image("data:image/jpeg;base64,/9j/4AAQ"),
+    )
+    with pytest.raises(InvalidField, match=r"messages\[0\]\.images\[0\]: give an image as base64"):
+        chat(messages=[{**HELLO, "images": ["./cat.png"]}])
+
+
+def test_thoughts_come_back() -> None:
+    said = {"role": "assistant", "content": "4", "thinking": "2 and 2"}
+    assert chat(messages=[HELLO, said]).messages[1] == Message("assistant", "4", "2 and 2")
+
+
+# ── generate ──
+
+
+def test_a_prompt_becomes_a_message_after_the_system_prompt() -> None:
+    request = generate(system="Be brief.", images=[PIXEL])
+    assert [message.role for message in request.messages] == ["system", "user"]
+    assert request.messages[1].images
+
+
+def test_a_raw_prompt_stays_as_it_is() -> None:
+    request = generate(raw=True, prompt="[INST] hi [/INST]")
+    assert (request.prompt, request.messages) == ("[INST] hi [/INST]", ())
+    with pytest.raises(InvalidField, match="system: does not go with raw"):
+        generate(raw=True, system="x")
+
+
+def test_a_suffix_asks_for_the_text_in_between() -> None:
+    request = generate(prompt="def f(", suffix="return 1")
+    assert (request.prompt, request.infill) == ("def f(", Infill("return 1"))
+    with pytest.raises(InvalidField, match="system: does not go with raw and suffix"):
+        generate(suffix="x", system="y")
+
+
+def test_how_long_the_model_stays_goes_with_the_request() -> None:
+    assert chat(keep_alive="5m").keep_alive_s == 300
+    assert chat().keep_alive_s is None
+
+
+def test_another_template_is_refused() -> None:
+    with pytest.raises(InvalidField, match="template: is the model's own here"):
+        generate(template="{{ .Prompt }}")
+
+
+def test_a_context_is_the_conversation_so_far() -> None:
+    before = [Message("system", "Be brief."), Message("user", "Grüße 👋"), Message("assistant", "Hallo.", "hm")]
+    context = to_context(before)
+    assert all(0 <= number < 2**31 for number in context)
+    assert generate(context=context).messages == (*before, Message("user", "Hi"))
+    changed = generate(context=context, system="Be long.").messages
+    assert [message.content for message in changed] == ["Be long.", "Grüße 👋", "Hallo.", "Hi"]
+
+
+@pytest.mark.parametrize("context", [[1, 2, 3], "x", [0x656B31, -1], [0x656B31, 1 << 40], [0x656B31, 9]])
+def test_a_context_of_another_server_is_refused(context: Any) -> None:
+    with pytest.raises(InvalidField, match="context: was not made here"):
+        generate(context=context)
+
+
+def test_no_context_is_an_empty_one() -> None:
+    assert generate(context=[]) == generate(context=None) == generate()
+
+
+def test_nothing_asked_only_loads_the_model() -> None:
+    assert validate(GenerateBody, {"model": "m"}).only_loads
+    assert validate(OllamaChatBody, {"model": "m", "messages": []}).only_loads
+    assert not validate(GenerateBody, {"prompt": "x"}).only_loads
+
+
+def test_inputs_of_embeddings() -> None:
+    one = validate(EmbedBody, {"input": "a"}).to_request()
+    assert (one.inputs, one.truncate, one.normalize) == (("a",), True, True)
+    two = validate(EmbedBody, {"input": ["a", "b"], "truncate": False, "dimensions": 8}).to_request()
+    assert (two.inputs, two.truncate, two.dimensions) == (("a", "b"), False, 8)
+    old = validate(EmbeddingsBody, {"prompt": "a"}).to_request()
+    assert (old.inputs, old.normalize) == (("a",), False)
+
+
+# ── answers ──
+
+
+def lines(envelope: OllamaEnvelope, *events: Event) -> list[dict[str, Any]]:
+    frames = OllamaFrames(envelope)
+    written = b"".join([*map(frames.frame, events), frames.end()])
+    return [json.loads(line) for line in written.splitlines()]
+
+
+def test_a_stream_of_a_chat_has_a_line_per_piece_and_its_cost_in_the_last() -> None:
+    told = lines(OllamaEnvelope("m", Request()), TextDelta(0, "Hel"), TextDelta(0, "lo"), _END, COMPLETED)
+    assert [line["message"] for line in told] == [
+        {"role": "assistant", "content": text} for text in ("Hel", "lo", "")
+    ]
+    assert [line["done"] for line in told] == [False, False, True]
+    assert all(line["model"] == "m" and line["created_at"].endswith("Z") for line in told)
+    last = told[-1]
+    assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("stop", 12, 3)
+    assert (last["prompt_eval_duration"], last["eval_duration"]) == (20_000_000, 30_000_000)
+    assert last["total_duration"] > 0 and last["load_duration"] >= 0
+    assert last["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5}
+
+
+def test_thoughts_have_a_field_of_their_own() -> None:
+    first, *_ = lines(OllamaEnvelope("m", Request()), ReasoningDelta(0, "hm"), _END, COMPLETED)
+    assert first["message"] == {"role": "assistant", "content": "", "thinking": "hm"}
+    first, *_ = lines(GenerateEnvelope("m", Request()), ReasoningDelta(0, "hm"), _END, COMPLETED)
+    assert (first["response"], first["thinking"]) == ("", "hm")
+
+
+def test_calls_come_whole_with_their_arguments_as_objects() -> None:
+    told = lines(
+        OllamaEnvelope("m", Request()),
+        ToolCallDelta(0, 0, "a", "get_weather", '{"city":'),
+        ToolCallDelta(0, 0, None, None, ' "Oslo"}'),
+        ToolCallDelta(0, 1, "b", "get_time", ""),
+        Finished(0, FinishReason.TOOL_CALLS),
+        COMPLETED,
+    )
+    assert [line["message"].get("tool_calls") for line in told] == [
+        [{"id": "a", "function": {"index": 0, "name": "get_weather", "arguments": {"city": "Oslo"}}}],
+        [{"id": "b", "function": {"index": 1, "name": "get_time", "arguments": {}}}],
+        None,
+    ]
+    assert told[-1]["done_reason"] == "stop"
+
+
+def test_a_call_that_was_cut_off_is_left_out() -> None:
+    cut = ToolCallDelta(0, 0, "a", "f", '{"city": "Os')
+    (last,) = lines(OllamaEnvelope("m", Request()), cut, Finished(0, FinishReason.LENGTH), COMPLETED)
+    assert last["done_reason"] == "length"
+
+
+def test_logprobs_stand_beside_the_text() -> None:
+    token = TokenLogprob(1, b"Hi", -0.5, (TokenLogprob(1, b"Hi", -0.5),))
+    first, *_ = lines(OllamaEnvelope("m", Request()), TextDelta(0, "Hi", (token,)), _END, COMPLETED)
+    entry = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}
+    assert first["logprobs"] == [{**entry, "top_logprobs": [entry]}]
+
+
+def test_a_generated_text_ends_with_its_context() -> None:
+    request = generate()
+    *_, last = lines(GenerateEnvelope("m", request), TextDelta(0, "Hello."), _END, COMPLETED)
+    assert last["response"] == ""
+    assert generate(context=last["context"], prompt="More").messages == (
+        *request.messages,
+        Message("assistant", "Hello."),
+        Message("user", "More"),
+    )
+
+
+def test_a_raw_text_has_no_context() -> None:
+    *_, last = lines(GenerateEnvelope("m", generate(raw=True)), TextDelta(0, "x"), _END, COMPLETED)
+    assert "context" not in last
+
+
+def test_times_have_nanoseconds() -> None:
+    assert timestamp(1_700_000_000_000_000_042) == "2023-11-14T22:13:20.000000042Z"
+
+
+_END = Finished(0, FinishReason.STOP)
