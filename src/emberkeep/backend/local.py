@@ -61,6 +61,7 @@ from emberkeep.types import (
     Lineage,
     Lineages,
     LookupRecord,
+    Marked,
     MissReason,
     ReasoningFormat,
     Request,
@@ -201,17 +202,16 @@ class LocalBackend:
             if request.echo:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
-            if prompt.keys.stable and request.is_kept:
-                running = [sequence for sequence, _ in sequences]
-                asyncio.get_running_loop().run_in_executor(None, self._note_stable, request, prompt, running)
+            noting = self._start_noting(request, prompt, [sequence for sequence, _ in sequences])
             async for event in until_completed(channel, len(sequences)):
                 if isinstance(event, Full):
                     sequence, _ = sequences[event.index]
                     conversation = await asyncio.to_thread(self._make_room, sequence, conversation)
                 elif isinstance(event, Completed):
                     lookup = await self._note_answer(request, prompt, event.lookup, asked_at)
-                    fit = _timed(conversation.fit, lookup)
-                    yield replace(event, lookup=lookup, fit=fit, hygiene=request.tidied.rules)
+                    usage = replace(event.usage, marked=await noting) if request.breakpoints else event.usage
+                    fit, rules = _timed(conversation.fit, lookup), request.tidied.rules
+                    yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=rules)
                 else:
                     yield event
         finally:
@@ -226,9 +226,9 @@ class LocalBackend:
             raise RequestError(f"{self.card.id} reads text only: leave the images out.", "messages")
 
     def _equip(self, request: Request) -> Request:
-        """With the tools that run here, as its prompt has them. Raises RequestError."""
+        """As its prompt is made of it, with the tools that run here. Raises RequestError."""
         self._check_readable(request)
-        return self._server_tools.equip(request)
+        return self._server_tools.equip(self._hygiene.apply(request, learn=False))
 
     def _with_defaults(self, request: Request) -> Request:
         return replace(
@@ -327,17 +327,26 @@ class LocalBackend:
         snapshots = self.scheduler.kv_unit.has_snapshots
         return self._store.peek(prompt.lineage, prompt.tokens, snapshots=snapshots).warm_tokens
 
-    def _note_stable(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> None:
-        """Off the critical path: the prompt is being evaluated meanwhile, and nothing waits for it. Never
-        raises."""
+    def _start_noting(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> asyncio.Future[Marked]:
+        """Off the critical path: the prompt is being evaluated meanwhile, and nothing waits for it."""
+        loop = asyncio.get_running_loop()
+        if request.breakpoints or (prompt.keys.stable and request.is_kept):
+            return loop.run_in_executor(None, self._note_prefixes, request, prompt, sequences)
+        return loop.create_future()
+
+    def _note_prefixes(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> Marked:
+        """Never raises."""
         try:
-            self._explainer.volatility.learn(request)
-            stable = self._prompts.stable(request, prompt)
+            if request.is_kept:
+                self._explainer.volatility.learn(request)
+            stable = self._prompts.stable(request, prompt) if request.is_kept else None
+            marked = self._prompts.marked(request, prompt)
         except Exception:
-            log.exception("the stable beginning of a prompt was not noted")
-            return
+            log.exception("the beginnings of a prompt were not noted")
+            return Marked()
         for sequence in sequences:
-            sequence.stable = stable
+            sequence.stable, sequence.marked = stable, marked
+        return marked
 
     async def _note_answer(
         self, request: Request, prompt: Prompt, lookup: LookupRecord, asked_at: float

@@ -21,7 +21,7 @@ class LocalTokenizer:
         prompts: PromptBuilder,
         equip: Callable[[Request], Request],
     ) -> None:
-        """`equip`: a request with the tools that run here. Raises RequestError for what the model cannot read."""
+        """`equip`: a request as its prompt is made of it. Raises RequestError for what the model cannot read."""
         self._vocab = vocab
         self._template = template
         self._prompts = prompts
@@ -39,7 +39,8 @@ class LocalTokenizer:
         return self._template.render(messages, tools)
 
     def count(self, request: Request) -> int:
-        return self._prompts.count(self._equip(request), request.messages)
+        equipped = self._equip(request)
+        return self._prompts.count(equipped, equipped.messages)
 
 
 class LocalExperts:

@@ -125,6 +125,7 @@ class Precache:
             messages=stable_messages(request.messages),
             is_prefix=True,
             conversation_id=None,
+            breakpoints=(),
             max_tokens=0,
             user=SHARED,  # no user asked for it: it counts against no user's limit
         )

@@ -25,11 +25,27 @@ from emberkeep.chat.messages import (
     stable_messages,
     with_moved,
 )
+from emberkeep.chat.messages import (
+    common_prefix as common_prefix_chars,
+)
 from emberkeep.chat.template import SEAM, ChatTemplate, SeamedTemplate
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.text import alternatives
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import EXACT, Admitted, EntryKind, Label, Lineage, Message, Request, Tool, Vocab
+from emberkeep.types import (
+    EXACT,
+    Admitted,
+    Breakpoint,
+    EntryKind,
+    Label,
+    Lineage,
+    Marked,
+    Message,
+    Request,
+    Tool,
+    Ttl,
+    Vocab,
+)
 
 if TYPE_CHECKING:  # its library is loaded when a request wants it
     from emberkeep.chat.grammar import Constraint, Grammars
@@ -99,6 +115,17 @@ class TokenizedText:
         """About where in the text the token at `position` begins."""
         at, start = max((end for end in self.ends if end[1] <= position), key=lambda end: end[1], default=(0, 0))
         return at + len(text_of(self.ids[start:position]))
+
+    def position_at(self, text: str, offset: int, pieces: Sequence[bytes]) -> int:
+        """How many tokens lie wholly within the first `offset` characters of `text`, whose tokens these are."""
+        at, position = max((end for end in self.ends if end[0] <= offset), default=(0, 0))
+        room = len(text[at:offset].encode("utf-8", "surrogatepass"))
+        for token in self.ids[position:] if room else ():
+            room -= len(pieces[token])
+            if room < 0:
+                break
+            position += 1
+        return position
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +315,15 @@ class PromptBuilder:
         is_there = 0 < len(ids) < len(prompt) and common_prefix(ids, prompt.tokens) == len(ids)
         return Stable(_stable_label(request, key), len(ids)) if is_there else None
 
+    def marked(self, request: Request, prompt: Prompt) -> Marked:
+        """How much of a prompt lies before its breakpoints. Nothing waits for it, as for its stable beginning."""
+        long = [one for one in request.breakpoints if one.ttl is not Ttl.SHORT]
+        last, last_long = (
+            max(self._break_positions(request, prompt, found[-1:]), default=0)
+            for found in (request.breakpoints, long)
+        )
+        return Marked(max(last, last_long), last_long)
+
     def place_of(self, request: Request, prompt: Prompt, token_index: int) -> Place | None:
         """Which part of a chat stands at a token; None where that cannot be told."""
         if request.prompt is not None:
@@ -348,10 +384,11 @@ class PromptBuilder:
     def _render(self, request: Request, messages: tuple[Message, ...]) -> str:
         if not messages and not (request.is_prefix and request.tools):
             raise InvalidField("messages", "at least one message is needed.")
+        messages = messages if request.is_prefix else with_moved(messages, request.tidied.moved)
         if request.continues and messages[-1].role == "assistant":
             return self._render_beginning(request, messages)
         return self._template.render(
-            messages if request.is_prefix else with_moved(messages, request.tidied.moved),
+            messages,
             request.tools,
             add_generation_prompt=not request.is_prefix,
             args=request.template_args,
@@ -409,7 +446,23 @@ class PromptBuilder:
                 ends = message_ends(self._renderer(request), shown, prompt.text, _BORDERS)
         position_at = dict(prompt.tokenized.ends)
         found = [position_at[end] for end in ends if end in position_at]
-        return frozenset([*found, stable.length] if stable else found) - {len(prompt)}
+        found += self._break_positions(request, prompt, request.breakpoints[-_BORDERS:])
+        return frozenset([*found, stable.length] if stable else found) - {0, len(prompt)}
+
+    def _break_positions(
+        self, request: Request, prompt: Prompt, breakpoints: Sequence[Breakpoint]
+    ) -> Iterator[int]:
+        """In tokens; of those that can be found."""
+        count = len(stable_messages(request.messages))
+        for one in breakpoints:
+            if one.messages == 0 or (one.messages == count and one.chars is None):
+                stable = self.stable(request, prompt)
+                yield stable.length if stable else 0
+                continue
+            with suppress(*_NOT_RENDERED):
+                beginning = _up_to(one, request.messages, prompt.messages, count)
+                offset = common_prefix_chars(self._renderer(request)(beginning, request.tools), prompt.text)
+                yield prompt.tokenized.position_at(prompt.text, offset, self._vocab.pieces)
 
     def _renderer(self, request: Request) -> Callable[[Sequence[Message], Sequence[Tool]], str]:
         """Renders the beginning of a conversation."""
@@ -419,6 +472,17 @@ class PromptBuilder:
             return self._template.render(messages, tools, add_generation_prompt=False, args=args)
 
         return render
+
+
+def _up_to(
+    end: Breakpoint, messages: Sequence[Message], shown: Sequence[Message], stable: int
+) -> Sequence[Message]:
+    """The part of `shown` before `end`. Of `messages`, some that follow the `stable` ones may not be in it."""
+    gone = len(messages) - len(shown) if end.messages > stable else 0
+    beginning = shown[: max(end.messages - gone, 0)]
+    if end.chars is None or not beginning:
+        return beginning
+    return (*beginning[:-1], replace(beginning[-1], content=beginning[-1].content[: end.chars]))
 
 
 def splice_between(longer: Prompt, shorter: Prompt, *, may_shift: bool) -> Splice:
@@ -449,8 +513,14 @@ def label_of(request: Request) -> Label:
 
 
 def _stable_label(request: Request, key: str) -> Label:
-    ttl = request.ttl if request.is_prefix else None
+    ttl = request.ttl if request.is_prefix else _stable_ttl(request)
     return Label(EntryKind.PREFIX, key, stable_head(request), ttl, source=key)
+
+
+def _stable_ttl(request: Request) -> Ttl | None:
+    """None: nothing is said about it."""
+    count = len(stable_messages(request.messages))
+    return next((one.ttl for one in request.breakpoints if one.messages <= count and one.ttl != Ttl.SHORT), None)
 
 
 def _is_stable(request: Request) -> bool:

@@ -683,6 +683,7 @@ class Scheduler:
                 cached=sequence.lookup_record().cached_tokens,
                 processed=sequence.computed,
                 elapsed_ms=1e3 * (monotonic() - sequence.started),
+                marked=sequence.marked,
             )
         )
 

@@ -27,6 +27,7 @@ from emberkeep.types import (
     Label,
     Lineage,
     LookupRecord,
+    Marked,
     MissReason,
     Progress,
     Request,
@@ -204,6 +205,7 @@ class Sequence:
         self.is_kept = request.is_kept
         self.label: Label | None = label_of(request) if request.is_kept else None
         self.stable: Stable | None = None
+        self.marked = Marked()
         """May be noted by any thread until the turn ends."""
         self.slot = -1
         self.entry: EntryId | None = None

@@ -10,6 +10,16 @@ from emberkeep.types.request import Message, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
+class Marked:
+    """How much of a prompt lies before its breakpoints."""
+
+    tokens: int = 0
+    """Before the last one; 0: there is none."""
+    long_tokens: int = 0
+    """Before the last one that is to be kept for longer than the short TTL."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -19,6 +29,7 @@ class Usage:
     """Of the completion, those that were drafted before they were sampled."""
     rejected_prediction_tokens: int = 0
     """Drafted, evaluated, and taken back."""
+    marked: Marked = Marked()
 
     @property
     def total_tokens(self) -> int:
@@ -288,6 +299,7 @@ class Progress:
     cached: int
     processed: int
     elapsed_ms: float
+    marked: Marked = Marked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +385,7 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
             reasoning_tokens=sum(one.usage.reasoning_tokens for one in completed),
             accepted_prediction_tokens=sum(one.usage.accepted_prediction_tokens for one in completed),
             rejected_prediction_tokens=sum(one.usage.rejected_prediction_tokens for one in completed),
+            marked=last.usage.marked,
         ),
         timings=Timings(
             cache_n=sum(one.cache_n for one in timings),

@@ -134,6 +134,18 @@ class Ttl(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """Where the beginning of a prompt ends that the client is going to send again."""
+
+    messages: int
+    """So many of them are in it, after the tools; 0: nothing but the tools."""
+    chars: int | None = None
+    """Only so many characters of the last one's text. None: all of it."""
+    ttl: Ttl = Ttl.SHORT
+    """It is kept at least so long."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     id: str
     name: str
@@ -344,6 +356,8 @@ class Request:
     """OpenAI's `prompt_cache_key`: names a conversation when nothing else does."""
     ttl: Ttl | None = None
     """None: the usual one."""
+    breakpoints: tuple[Breakpoint, ...] = ()
+    """Where beginnings end that are sent again: in this order, each longer than the one before."""
     slot: int | None = None
     """The engine's slot that the client prefers."""
     want_progress: bool = False

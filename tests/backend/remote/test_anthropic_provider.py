@@ -28,6 +28,7 @@ from emberkeep.types import (
     FinishReason,
     Image,
     JsonFormat,
+    Marked,
     Message,
     ReasoningDelta,
     RemoteModel,
@@ -102,11 +103,12 @@ def test_cached_tokens_are_part_of_the_prompt() -> None:
         "input_tokens": 3,
         "cache_read_input_tokens": 100,
         "cache_creation_input_tokens": 20,
+        "cache_creation": {"ephemeral_1h_input_tokens": 15, "ephemeral_5m_input_tokens": 5},
         "output_tokens_details": {"thinking_tokens": 4},
     }
     events = ask(AnthropicServer(Stream(answer(text_block(0, "x"), usage=counts))), HELLO)
     assert isinstance(events[-1], Completed)
-    assert events[-1].usage == Usage(123, 7, 100, 4)
+    assert events[-1].usage == Usage(123, 7, 100, 4, marked=Marked(120, 115))
 
 
 def test_an_answer_that_was_cut_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ from emberkeep.types import (
     FinishReason,
     Image,
     LookupRecord,
+    Marked,
     Message,
     ReasoningDelta,
     RemoteModel,
@@ -149,7 +151,7 @@ class _AnswerReader:
         self._has_arguments = False
         self._reason = FinishReason.STOP
         self._stop: str | None = None
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
 
     def read(self, item: Any) -> Iterator[Event]:
         self.has_begun = True
@@ -219,12 +221,20 @@ class _AnswerReader:
                 self._counts[name] = count
         if details := getattr(usage, "output_tokens_details", None):
             self._counts["thinking_tokens"] = details.thinking_tokens
+        if created := getattr(usage, "cache_creation", None):
+            self._counts["long_tokens"] = created.ephemeral_1h_input_tokens
 
     def _usage(self) -> Usage:
-        cached = self._counts.get("cache_read_input_tokens", 0)
-        fresh = self._counts.get("input_tokens", 0) + self._counts.get("cache_creation_input_tokens", 0)
-        said = self._counts.get("output_tokens", 0)
-        return Usage(fresh + cached, said, cached, self._counts.get("thinking_tokens", 0))
+        counts = self._counts
+        cached, created = counts["cache_read_input_tokens"], counts["cache_creation_input_tokens"]
+        long = counts["long_tokens"]
+        return Usage(
+            prompt_tokens=counts["input_tokens"] + created + cached,
+            completion_tokens=counts["output_tokens"],
+            cached_tokens=cached,
+            reasoning_tokens=counts["thinking_tokens"],
+            marked=Marked(cached + created if created else 0, cached + long if long else 0),
+        )
 
 
 # ── a request in the form of Anthropic's Messages API ──

@@ -32,6 +32,7 @@ from emberkeep.types import (
     Finished,
     Json,
     LookupRecord,
+    Marked,
     MissReason,
     ReasoningDelta,
     ReasoningFormat,
@@ -263,11 +264,19 @@ def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:
 
 def _plausible(said: Usage) -> Usage:
     """Counts within sensible bounds: a service may write anything, and the counters add it up."""
-    prompt, completion, cached, reasoning, accepted, rejected = (
-        min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0 for count in astuple(said)
+    *counts, marked = astuple(said)
+    prompt, completion, cached, reasoning, accepted, rejected, before, before_long = (
+        min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0 for count in (*counts, *marked)
     )
+    before = min(before, prompt)
     return Usage(
-        prompt, completion, min(cached, prompt), min(reasoning, completion), min(accepted, completion), rejected
+        prompt,
+        completion,
+        min(cached, prompt),
+        min(reasoning, completion),
+        min(accepted, completion),
+        rejected,
+        Marked(before, min(before_long, before)),
     )
 
 
