@@ -73,6 +73,8 @@ class ChoiceAnswer:
     logprobs_start: int = 0
     """Characters of `text` before the first token with a log probability; an echoed prompt has none of these."""
     finish: FinishReason | None = None
+    stop: str | None = None
+    """The stop string that ended it."""
 
     def add_text(self, delta: TextDelta) -> None:
         if not self.logprobs:
@@ -119,6 +121,7 @@ class Answer:
                     calls[event.call_index] = event.added_to(calls.get(event.call_index))
                 case Finished():
                     self.choices[event.index].finish = event.reason
+                    self.choices[event.index].stop = event.stop
                 case Completed():
                     self._completed.append(event)
                 case CallEnded():

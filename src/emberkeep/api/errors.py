@@ -94,8 +94,9 @@ _ANTHROPIC_TYPES = {
 }
 
 OPENAI_ERRORS = OpenAiErrors()
+ANTHROPIC_ERRORS = AnthropicErrors()
 OLLAMA_ERRORS = OllamaErrors()
-_SHAPES: tuple[tuple[str, ErrorShape], ...] = (("/v1/messages", AnthropicErrors()), ("/api/", OLLAMA_ERRORS))
+_SHAPES: tuple[tuple[str, ErrorShape], ...] = (("/v1/messages", ANTHROPIC_ERRORS), ("/api/", OLLAMA_ERRORS))
 """Of the paths that begin so; all others have OpenAI's."""
 
 
@@ -229,7 +230,7 @@ def _phrase(kind: str, context: Mapping[str, Any]) -> str:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
-    parts = [part for part in location if part != "[key]"]
+    """`("messages", 0, "role")` as `messages[0].role`; which of several kinds it was (`~text`) is left out."""
+    parts = [part for part in location if part != "[key]" and not str(part).startswith("~")]
     shown = [f"[{part}]" if isinstance(part, int) else f".{part[:_LONGEST_NAME]}" for part in parts]
     return "".join(shown).removeprefix(".")

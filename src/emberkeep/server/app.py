@@ -17,6 +17,7 @@ from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import ModelLibrary
+from emberkeep.server.anthropic_routes import anthropic_routes
 from emberkeep.server.cache_routes import cache_routes
 from emberkeep.server.expert_routes import expert_routes
 from emberkeep.server.limits import Limits, affordable
@@ -59,6 +60,7 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.include_router(openai_routes(models))
     app.include_router(ollama_routes(models))
     app.include_router(ollama_model_routes(models, ModelLibrary(config.data_dir / "models"), side))
+    app.include_router(anthropic_routes(models, side))
     app.include_router(native_routes(models, drain, side, is_public=config.api_key is not None))
     app.include_router(cache_routes(models, side))
     app.include_router(warm_routes(models))

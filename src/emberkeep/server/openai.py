@@ -22,6 +22,7 @@ from emberkeep.api.request import CompletionBody, GenerationBody
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.models import Models
 from emberkeep.errors import RemoteLoop
+from emberkeep.server.anthropic_models import is_anthropic, model_json, models_json
 from emberkeep.server.json_response import json_response
 from emberkeep.server.openapi import HELLO, STREAMS, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
@@ -57,14 +58,17 @@ def openai_routes(models: Models) -> APIRouter:
 
     @router.get("/models", include_in_schema=False)
     @router.get("/v1/models")
-    async def list_models() -> Response:
-        cards = [card_json(backend.card) for backend in models.list()]
-        return json_response({"object": "list", "data": cards})
+    async def list_models(http: HttpRequest) -> Response:
+        cards = [backend.card for backend in models.list()]
+        if is_anthropic(http):
+            return json_response(models_json(cards))
+        return json_response({"object": "list", "data": [card_json(card) for card in cards]})
 
     @router.get("/models/{model_id:path}", include_in_schema=False)
     @router.get("/v1/models/{model_id:path}")
-    async def show_model(model_id: str) -> Response:
-        return json_response(card_json(models.find(model_id).card))
+    async def show_model(http: HttpRequest, model_id: str) -> Response:
+        card = models.find(model_id).card
+        return json_response(model_json(card) if is_anthropic(http) else card_json(card))
 
     return router
 

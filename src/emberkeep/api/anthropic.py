@@ -1,0 +1,368 @@
+"""Anthropic's Messages: the bodies of `/v1/messages` and `/v1/messages/count_tokens`, as a `Request`.
+
+A message of theirs is a list of blocks. Texts become one text, a line each, as the parts of OpenAI's messages do:
+the same texts have the same tokens, whichever way they come. Neighbours of one role become one message, because
+many templates want speakers to take turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from emberkeep.api.anthropic_blocks import (
+    Block,
+    CacheControl,
+    Content,
+    ResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+    texts_as_blocks,
+)
+from emberkeep.api.errors import TOOL_NAME
+from emberkeep.api.messages import MAX_MESSAGES, check_choice
+from emberkeep.api.request import (
+    INT32_MAX,
+    Body,
+    Count,
+    GenerationFields,
+    Label,
+    OwnerFields,
+    RoomFields,
+    Schema,
+    Stops,
+)
+from emberkeep.errors import InvalidField
+from emberkeep.types import (
+    Breakpoint,
+    Image,
+    Json,
+    JsonFormat,
+    Message,
+    ReasoningFormat,
+    Request,
+    Role,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    Ttl,
+    private_namespace,
+)
+
+_TTLS = {None: Ttl.SHORT, "5m": Ttl.SHORT, "1h": Ttl.LONG}
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""More than templates know."""
+
+
+# ── fields ──
+
+
+class MessageParam(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+def _own_only(tool: Json) -> Json:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in (None, "custom"):
+        raise ValueError(f"{str(kind)[:64]} is Anthropic's own: give a tool of yours, with name and input_schema")
+    return tool
+
+
+class ToolParam(Body):
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    input_schema: Schema
+    cache_control: CacheControl | None = None
+
+    def to_tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.input_schema)
+
+
+class AnyChoice(Body):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedChoice(Body):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+_MODES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    choice: ToolChoice
+    parallel: bool = True
+
+
+_ANY = _Choice(ToolChoice())
+
+
+def _to_choice(value: Any) -> _Choice:
+    match value:
+        case None:
+            return _ANY
+        case {"type": "auto" | "any" | "none" as kind}:
+            choice = ToolChoice(_MODES[kind])
+        case {"type": "tool", "name": str(name)}:
+            choice = ToolChoice("named", name)
+        case _:
+            raise ValueError('give {"type": "auto"}, "any", "none", or {"type": "tool", "name": ...}')
+    serial = value.get("disable_parallel_tool_use")
+    if not isinstance(serial, bool | None):
+        raise ValueError("give true or false for disable_parallel_tool_use")
+    return _Choice(choice, not serial)
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutput(Body):
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutput | None = None
+
+
+class Metadata(Body):
+    user_id: Label | None = None
+
+
+def user_of_metadata(said: str) -> tuple[str, str]:
+    """The user and the session in a `user_id`: agents write both into it. What is stored is the user's, because
+    the next session begins with the same system prompt."""
+    user, _, session = said.partition("_session_")
+    try:
+        told = json.loads(said)
+    except ValueError:
+        return user, session
+    if not isinstance(told, dict):
+        return said, ""
+    session = told.pop("session_id", "")
+    return " ".join(str(value) for _, value in sorted(told.items()) if value), str(session)
+
+
+# ── bodies ──
+
+
+class PromptFields(Body):
+    """What makes the prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Annotated[
+        list[TextBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[TextBlock])
+    ] = Field(default=[])
+    tools: Annotated[list[Annotated[ToolParam, BeforeValidator(_own_only)]], Field(max_length=1024)] | None = None
+    tool_choice: Annotated[
+        _Choice, PlainValidator(_to_choice, json_schema_input_type=AnyChoice | NamedChoice | None)
+    ] = _ANY
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutput | None = None
+    cache_control: CacheControl | None = None
+    mcp_servers: list[Any] | None = None
+
+    @property
+    def omits_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    def to_prompt(self) -> Request:
+        """A request with this prompt and nothing else. Raises InvalidField where fields contradict each other."""
+        if self.mcp_servers:
+            raise InvalidField("mcp_servers", "is not supported: let the client call these servers.")
+        tools = tuple(tool.to_tool() for tool in self.tools or ())
+        check_choice(self.tool_choice.choice, tools)
+        turns = self._turns()
+        messages, last = turns.messages(), turns.last
+        continues = last is not None and last.role == "assistant" and bool(last.texts) and not last.calls
+        form = self.to_format()
+        if continues and form is not None:
+            raise InvalidField("output_config.format", "goes without a last message of the assistant.")
+        return Request(
+            messages=messages,
+            tools=tools,
+            tool_choice=self.tool_choice.choice,
+            parallel_tool_calls=self.tool_choice.parallel,
+            format=form,
+            template_args=self._template_args(),
+            reasoning=None if self._thinks is not False else ReasoningFormat.STRIP,
+            continues=continues,
+            breakpoints=turns.breakpoints(),
+            ttl=Ttl.LONG if any(one.ttl is Ttl.LONG for one in turns.breakpoints()) else None,
+        )
+
+    def to_format(self) -> JsonFormat | None:
+        config = self.output_config
+        form = (config and config.format) or self.output_format
+        return JsonFormat(form.schema_, param="output_config.format") if form else None
+
+    @property
+    def _thinks(self) -> bool | None:
+        """None: as the model likes. Who does not ask for thinking does not expect it before the text."""
+        if self.thinking is None or self.thinking.type == "disabled":
+            return False
+        return True if self.thinking.type == "enabled" else None
+
+    def _template_args(self) -> dict[str, Json]:
+        args: dict[str, Json] = {} if self._thinks is None else {"enable_thinking": self._thinks}
+        if self.output_config and (effort := self.output_config.effort):
+            args["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        return args
+
+    def _turns(self) -> _Turns:
+        turns = _Turns()
+        turns.mark_tools(tool.cache_control for tool in self.tools or ())
+        turns.add("system", self.system)
+        for message in self.messages:
+            turns.add(message.role, message.content)
+        turns.mark(self.cache_control)
+        return turns
+
+
+class CountBody(PromptFields):
+    """Of `/v1/messages/count_tokens`."""
+
+
+class MessagesBody(GenerationFields, OwnerFields, RoomFields, PromptFields):
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+
+    def to_request(self) -> Request:
+        """Raises InvalidField where fields contradict each other."""
+        owned = self.to_owned()
+        user, session = user_of_metadata((self.metadata and self.metadata.user_id) or "")
+        user = owned.user or user
+        return replace(
+            self.to_prompt(),
+            user=user,
+            namespace=private_namespace(user, self.cache_salt or ""),
+            conversation_id=owned.conversation_id,
+            cache_key=owned.cache_key or session or None,
+            sampling=self.to_sampling(),
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or self.stop or ()),
+            kv_bits=self.kv_bits,
+            approximate=self.to_approximation(),
+            speculation=self.speculation,
+            prediction=self.to_prediction(),
+            evict=self.evict,
+            recall=self.to_recall(),
+            # It is what the first event of a stream tells.
+            want_progress=bool(self.stream),
+        )
+
+
+# ── from blocks to messages ──
+
+
+class _Turn:
+    """A message that is still being put together."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.images: list[Image] = []
+        self.result_of: str | None = None
+        self.tool: str | None = None
+
+    def add(self, block: Block) -> None:
+        if isinstance(block, ThinkingBlock):
+            self.reasoning.append(block.to_reasoning())
+        elif isinstance(block, ToolUseBlock):
+            self.calls.append(block.to_call())
+        else:
+            self.texts += block.texts()
+            self.images += block.images()
+
+    @property
+    def chars(self) -> int:
+        return len("\n".join(self.texts))
+
+    def to_message(self) -> Message:
+        return Message(
+            role=self.role,
+            content="\n".join(self.texts),
+            reasoning="\n".join(filter(None, self.reasoning)),
+            tool_calls=tuple(self.calls),
+            tool_call_id=self.result_of,
+            name=self.tool,
+            images=tuple(self.images),
+        )
+
+
+class _Turns:
+    """The messages of a conversation, and its breakpoints."""
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+        self._marks: list[Breakpoint] = []
+        self._names: dict[str, str] = {}
+        """Tools by the ids of their calls."""
+
+    @property
+    def last(self) -> _Turn | None:
+        return self._turns[-1] if self._turns else None
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(turn.to_message() for turn in self._turns)
+
+    def breakpoints(self) -> tuple[Breakpoint, ...]:
+        """One at the end of a text is one at the end of its message."""
+        return tuple(
+            replace(one, chars=None) if one.messages and one.chars == self._turns[one.messages - 1].chars else one
+            for one in self._marks
+        )
+
+    def mark_tools(self, controls: Iterable[CacheControl | None]) -> None:
+        for control in controls:
+            self.mark(control)
+
+    def mark(self, control: CacheControl | None) -> None:
+        if control is not None:
+            chars = self._turns[-1].chars if self._turns else None
+            self._marks.append(Breakpoint(len(self._turns), chars, _TTLS[control.ttl]))
+
+    def add(self, role: Role, blocks: Sequence[Block]) -> None:
+        """Results stand before whatever else the user says: models know them right after their calls."""
+        for block in sorted(blocks, key=lambda block: not isinstance(block, ResultBlock)):
+            if isinstance(block, ResultBlock):
+                self._add_result(block)
+            elif block.says_something:
+                self._turn_of(role).add(block)
+            if isinstance(block, ToolUseBlock):
+                self._names[block.id] = block.name
+            self.mark(block.cache_control)
+
+    def _turn_of(self, role: Role) -> _Turn:
+        if not self._turns or self._turns[-1].role != role:
+            self._turns.append(_Turn(role))
+        return self._turns[-1]
+
+    def _add_result(self, block: ResultBlock) -> None:
+        turn = _Turn("tool")
+        turn.result_of = block.tool_use_id
+        turn.tool = self._names.get(block.tool_use_id)
+        turn.texts = [block.text()]
+        turn.images = block.images()
+        self._turns.append(turn)

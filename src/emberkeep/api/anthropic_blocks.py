@@ -1,0 +1,279 @@
+"""The blocks of Anthropic's messages: what each says as text, as images, as a call or as reasoning."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
+
+from emberkeep.api.request import Body, Label
+from emberkeep.types import Image, Json, ToolCall
+
+
+class CacheControl(Body):
+    """The prompt will be sent again up to here."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(Body):
+    cache_control: CacheControl | None = None
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.texts() or self.images())
+
+    def texts(self) -> list[str]:
+        return []
+
+    def images(self) -> list[Image]:
+        return []
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+
+    def texts(self) -> list[str]:
+        return [self.text] if self.text else []
+
+
+# ── images and documents ──
+
+
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: str
+
+
+def _to_image(source: Any) -> Image:
+    match source:
+        case {"type": "base64", "media_type": str(kind), "data": str(data)} if kind.startswith("image/"):
+            return Image(f"data:{kind};base64,{data}")
+        case {"type": "url", "url": str(url)} if url.startswith(("https://", "http://")):
+            return Image(url)
+    raise ValueError("give an image as base64 with its media_type, or by its https address")
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: Annotated[Image, PlainValidator(_to_image, json_schema_input_type=Base64Source | UrlSource)]
+
+    def images(self) -> list[Image]:
+        return [self.source]
+
+
+class PlainTextSource(Body):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class ContentSource(Body):
+    type: Literal["content"]
+    content: str | list[TextBlock]
+
+
+def _to_text(source: Any) -> str:
+    match source:
+        case {"type": "text", "data": str(data)}:
+            return data
+        case {"type": "content", "content": str(text)}:
+            return text
+        case {"type": "content", "content": [*blocks]}:
+            return "\n".join(map(_text_of, blocks))
+    raise ValueError("models here read text: give the document as a source of type text or content")
+
+
+def _text_of(block: Any) -> str:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return text
+    raise ValueError("models here read text: leave out what is none in the document's content")
+
+
+class Citations(Body):
+    enabled: bool | None = None
+
+
+def _without_citations(value: Json) -> Json:
+    if isinstance(value, dict) and value.get("enabled") is True:
+        raise ValueError("models here do not cite: leave it out")
+    return value
+
+
+NoCitations = Annotated[Citations, BeforeValidator(_without_citations)]
+
+
+class DocumentBlock(Block):
+    type: Literal["document"]
+    source: Annotated[str, PlainValidator(_to_text, json_schema_input_type=PlainTextSource | ContentSource)]
+    title: str | None = None
+    context: str | None = None
+    citations: NoCitations | None = None
+
+    def texts(self) -> list[str]:
+        return [text for text in (self.title, self.context, self.source) if text]
+
+
+class SearchResultBlock(Block):
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[TextBlock]
+    citations: NoCitations | None = None
+
+    def texts(self) -> list[str]:
+        return [text for text in (self.title, self.source, *(block.text for block in self.content)) if text]
+
+
+# ── calls and their results ──
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: Label
+    name: Label
+    input: dict[str, Any]
+
+    @property
+    def says_something(self) -> bool:
+        return True
+
+    def to_call(self) -> ToolCall:
+        # As models write it; escapes would be other tokens.
+        return ToolCall(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
+
+
+def texts_as_blocks(content: Json) -> Json:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _tag(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"~{kind}"
+
+
+def _one_of(*kinds: str) -> BeforeValidator:
+    def check(value: Json) -> Json:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind not in kinds:
+            raise ValueError(f"{str(kind)[:64]!r} is no block that can be read here: use {', '.join(kinds)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+ToldBlock = Annotated[
+    Annotated[TextBlock, Tag("~text")]
+    | Annotated[ImageBlock, Tag("~image")]
+    | Annotated[DocumentBlock, Tag("~document")]
+    | Annotated[SearchResultBlock, Tag("~search_result")],
+    Discriminator(_tag),
+    _one_of("text", "image", "document", "search_result"),
+]
+
+
+class ResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Annotated[
+        list[ToldBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[ToldBlock])
+    ] = Field(default=[])
+    is_error: bool | None = None
+
+    def text(self) -> str:
+        text = "\n".join(text for block in self.content for text in block.texts())
+        if not self.is_error:
+            return text
+        return f"Error: {text}" if text else "Error"
+
+    def images(self) -> list[Image]:
+        return [image for block in self.content for image in block.images()]
+
+
+# ── reasoning ──
+
+_PACKED = "emberkeep:"
+_MAX_PACKED = 4 << 20
+"""Bytes of a reasoning that is unpacked."""
+
+
+class ThinkingBlock(Block):
+    """Reasoning of any model, whatever its signature: who sends a conversation may write into it what it likes."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.to_reasoning())
+
+    def to_reasoning(self) -> str:
+        return self.thinking or unpack_reasoning(self.signature or "")
+
+
+class RedactedThinkingBlock(Block):
+    """Only the model that wrote it could read it: it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+def signature_of(reasoning: str) -> str:
+    """Clients send it back with the reasoning; nothing depends on it."""
+    return base64.b64encode(blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=24).digest()).decode()
+
+
+def pack_reasoning(reasoning: str) -> str:
+    """A signature that stands for the reasoning itself, for clients that do not want to see it."""
+    return _PACKED + base64.b64encode(zlib.compress(reasoning.encode("utf-8", "surrogatepass"))).decode()
+
+
+def unpack_reasoning(signature: str) -> str:
+    """Empty for a signature that is none of ours."""
+    if not signature.startswith(_PACKED):
+        return ""
+    try:
+        packed = base64.b64decode(signature.removeprefix(_PACKED), validate=True)
+        return zlib.decompressobj().decompress(packed, _MAX_PACKED).decode("utf-8")
+    except (ValueError, zlib.error):
+        return ""
+
+
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("~text")]
+    | Annotated[ImageBlock, Tag("~image")]
+    | Annotated[DocumentBlock, Tag("~document")]
+    | Annotated[SearchResultBlock, Tag("~search_result")]
+    | Annotated[ToolUseBlock, Tag("~tool_use")]
+    | Annotated[ResultBlock, Tag("~tool_result")]
+    | Annotated[ThinkingBlock, Tag("~thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")],
+    Discriminator(_tag),
+    _one_of(
+        "text",
+        "image",
+        "document",
+        "search_result",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+    ),
+]
+
+Content = Annotated[list[AnyBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[AnyBlock])]
+"""A text stands for one block of it."""
