@@ -316,6 +316,7 @@ def _counts(forgotten: Forgotten) -> str:
         plural(forgotten.answers, "stored answer", "stored answers"),
         plural(forgotten.facts, "fact", "facts"),
         plural(forgotten.conversations, "saved conversation", "saved conversations"),
+        plural(forgotten.responses, "stored response", "stored responses"),
     ]
     there = [count for count in counts if not count.startswith("0 ")]
     return ", ".join(there) or "nothing"

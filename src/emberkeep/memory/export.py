@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from math import isfinite
 from typing import Any, get_args
@@ -14,12 +15,13 @@ import apsw
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory import records
 from emberkeep.memory.database import Database, rows, value
+from emberkeep.memory.responses import Item, add_items, put_response, read_items, stored_response
 from emberkeep.text import encodable
-from emberkeep.types import Fact, Json, Message, Note, NoteKind, Role, ToolUse, Turn
+from emberkeep.types import Fact, Json, Message, Note, NoteKind, Role, StoredResponse, ToolUse, Turn
 
 Row = Mapping[str, Any]
 
-_VERSION = 1
+_VERSION = 2
 _PAGE = 1000
 _BATCH = 2000
 """Rows of one transaction."""
@@ -32,6 +34,10 @@ _TURNS = f"""SELECT r.id, o.name, c.name, key, at, user_text, assistant_text, to
 _NOTES = f"SELECT r.id, o.name, c.name, key, kind, data FROM notes AS r {_NAMED} WHERE {_NEXT}"
 _CONVERSATIONS = f"""SELECT r.id, o.name, r.name, title, model, created, updated
                      FROM conversations AS r {_WHOSE} WHERE title IS NOT NULL AND {_NEXT}"""
+_ITEM_LISTS = f"""SELECT r.id, o.name, r.name, created, metadata
+                  FROM conversations AS r {_WHOSE} WHERE metadata IS NOT NULL AND {_NEXT}"""
+_RESPONSES = f"""SELECT r.id, o.name, r.name, c.name, previous, in_conversation, data, input
+                 FROM responses AS r {_NAMED} WHERE {_NEXT}"""
 
 
 def export(database: Database, owner: str | None) -> Iterator[dict[str, Json]]:
@@ -44,6 +50,11 @@ def export(database: Database, owner: str | None) -> Iterator[dict[str, Json]]:
         with database.snapshot() as db:
             messages = records.read_messages(db, row.pop("row"))
         yield {**row, "messages": [records.message_json(message) for message in messages]}
+    for row in _read_pages(database, _ITEM_LISTS, owner, _item_list_json):
+        with database.snapshot() as db:
+            items = read_items(db, row.pop("row"))
+        yield {**row, "items": items}
+    yield from _read_pages(database, _RESPONSES, owner, _response_json)
 
 
 def _export_facts(database: Database, owner: str | None) -> Iterator[dict[str, Json]]:
@@ -92,6 +103,15 @@ def _conversation_json(id_: int, owner: str, name: str, *rest: Any) -> dict[str,
     title, model, created, updated = rest
     what = {"title": title, "model": model, "created": created, "updated": updated}
     return {"kind": "conversation", "owner": owner, "id": name, **what, "row": id_}
+
+
+def _item_list_json(id_: int, owner: str, name: str, created: float, metadata: str) -> dict[str, Json]:
+    what = {"created": created, "metadata": json.loads(metadata)}
+    return {"kind": "item_list", "owner": owner, "id": name, **what, "row": id_}
+
+
+def _response_json(_id: int, owner: str, *values: Any) -> dict[str, Json]:
+    return {"kind": "response", "owner": owner, **asdict(stored_response(values))}
 
 
 def import_rows(database: Database, given: Iterable[Mapping[str, Json]]) -> int:
@@ -177,12 +197,41 @@ def _put_conversation(db: apsw.Connection, owner: int, row: Row) -> bool:
     return True
 
 
+def _put_item_list(db: apsw.Connection, owner: int, row: Row) -> bool:
+    """One that is known is left as it is."""
+    id_ = records.make_conversation(db, owner, _text(row["id"]))
+    metadata = {_text(key): _text(text) for key, text in row["metadata"].items()}
+    sql = "UPDATE conversations SET metadata = ?, created = ? WHERE id = ? AND metadata IS NULL"
+    db.execute(sql, (json.dumps(metadata), _time(row["created"]), id_))
+    if not db.changes():
+        return False
+    add_items(db, owner, id_, _items(row["items"]))
+    return True
+
+
+def _put_response(db: apsw.Connection, owner: int, row: Row) -> bool:
+    """One that is known is left as it is."""
+    within = records.make_conversation(db, owner, _text(row["conversation"]))
+    names = _text(row["id"]), _text(row["conversation"])
+    previous = _text(row["previous"]) if row["previous"] is not None else None
+    data = dict(row["data"])
+    _time(data["created_at"])
+    _items(data["output"])
+    response = StoredResponse(*names, previous, bool(row["in_conversation"]), data, _items(row["input"]))
+    if value(db, "SELECT 1 FROM responses WHERE owner = ? AND name = ?", owner, encodable(response.id)):
+        return False
+    put_response(db, owner, within, response)
+    return True
+
+
 _PUTS: dict[str, Callable[[apsw.Connection, int, Row], bool]] = {
     "turn": _put_turn,
     "answer": _put_answer,
     "fact": _put_fact,
     "note": _put_note,
     "conversation": _put_conversation,
+    "item_list": _put_item_list,
+    "response": _put_response,
 }
 
 
@@ -194,6 +243,16 @@ def _message(data: dict[str, Any]) -> Message:
     if message.role not in get_args(Role):
         raise ValueError
     return message
+
+
+def _items(given: list[Json]) -> list[Item]:
+    return [_item(item) for item in given]
+
+
+def _item(given: Json) -> Item:
+    """As the API writes it; what else is in it is the client's."""
+    _text(given["id"]), _text(given["type"])
+    return dict(given)
 
 
 def _time(given: object) -> float:

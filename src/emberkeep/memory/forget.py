@@ -68,11 +68,13 @@ def _remove(database: Database, of_turns: str, of_conversations: str, which: int
         turns, answers = turns + some_turns, answers + some_answers
     chosen = f"FROM conversations WHERE {of_conversations} = ?"
     with database.transaction() as db:
-        saved: int = value(db, f"SELECT count(title) {chosen}", which)
+        saved: int = value(db, f"SELECT count(coalesce(title, metadata)) {chosen}", which)
         db.execute(f"DELETE FROM messages WHERE conversation IN (SELECT id {chosen})", (which,))
-        db.execute(f"DELETE FROM notes WHERE {of_turns} = ?", (which,))
+        responses: int = value(db, f"SELECT count(*) FROM responses WHERE {of_turns} = ?", which)
+        for table in ("notes", "responses", "items"):
+            db.execute(f"DELETE FROM {table} WHERE {of_turns} = ?", (which,))
         db.execute(f"DELETE {chosen}", (which,))
-    return Forgotten(turns, answers, 0, saved)
+    return Forgotten(turns, answers, 0, saved, responses)
 
 
 def _remove_turns_in_steps(database: Database, where: str, which: int) -> Iterator[tuple[int, int]]:
@@ -142,19 +144,40 @@ def _digest(salt: bytes, name: str) -> bytes:
 
 
 def retain(db: apsw.Connection, limit_bytes: int) -> None:
-    """Inside a transaction that wrote: the oldest turns go. Facts, answers and saved conversations stay."""
+    """Inside a transaction that wrote: the oldest turns and responses go. Facts, answers and saved conversations
+    stay."""
     removed = 0
     while removed < _RETAIN_MOST and used_bytes(db) > limit_bytes:
-        sql = "SELECT id, owner, conversation FROM turns WHERE conversation IS NOT NULL ORDER BY id LIMIT ?"
-        oldest = rows(db, sql, _RETAIN_AT_ONCE)
-        if not oldest:
+        response_at, turn_at = value(db, _OLDEST_RESPONSE), value(db, _OLDEST_TURN)
+        if response_at is None and turn_at is None:
             break
-        remove_turns(db, [id_ for id_, _, _ in oldest])
-        _remove_notes(db, oldest[-1][0])
+        is_response = turn_at is None or (response_at is not None and response_at < turn_at)
+        oldest = _remove_responses(db) if is_response else _remove_turns(db)
         _remove_empty(db, {conversation for _, _, conversation in oldest}, {owner for _, owner, _ in oldest})
         removed += len(oldest)
     if db.pragma("freelist_count") > _SPARE_PAGES:
         db.execute(f"PRAGMA incremental_vacuum({_RETURNED_PAGES})").fetchall()
+
+
+_OLDEST_TURN = "SELECT at FROM turns WHERE conversation IS NOT NULL ORDER BY id LIMIT 1"
+_OLDEST_RESPONSE = "SELECT at FROM responses ORDER BY id LIMIT 1"
+
+_Removed = list[tuple[int, int, int]]
+"""Ids of rows, with those of their owners and conversations."""
+
+
+def _remove_turns(db: apsw.Connection) -> _Removed:
+    sql = "SELECT id, owner, conversation FROM turns WHERE conversation IS NOT NULL ORDER BY id LIMIT ?"
+    oldest = rows(db, sql, _RETAIN_AT_ONCE)
+    remove_turns(db, [id_ for id_, _, _ in oldest])
+    _remove_notes(db, oldest[-1][0])
+    return oldest
+
+
+def _remove_responses(db: apsw.Connection) -> _Removed:
+    oldest = rows(db, "SELECT id, owner, conversation FROM responses ORDER BY id LIMIT ?", _RETAIN_AT_ONCE)
+    db.executemany("DELETE FROM responses WHERE id = ?", [(id_,) for id_, _, _ in oldest])
+    return oldest
 
 
 def _remove_notes(db: apsw.Connection, turn: int) -> None:
@@ -166,14 +189,15 @@ def _remove_notes(db: apsw.Connection, turn: int) -> None:
 def _remove_empty(db: apsw.Connection, conversations: Iterable[int], owners: Iterable[int]) -> None:
     """Remove conversations and owners of which nothing is left: their names alone would fill the file some day."""
     sql = (
-        f"DELETE FROM conversations AS c WHERE id = ? AND title IS NULL AND {_none('conversation = c.id', _SAID)}"
+        "DELETE FROM conversations AS c WHERE id = ? AND title IS NULL AND metadata IS NULL "
+        f"AND {_none('conversation = c.id', _SAID)}"
     )
     db.executemany(sql, [(id_,) for id_ in conversations])
     sql = f"DELETE FROM owners AS o WHERE id = ? AND {_none('owner = o.id', _KEPT)}"
     db.executemany(sql, [(id_,) for id_ in owners])
 
 
-_SAID = ("turns", "notes", "messages")
+_SAID = ("turns", "notes", "messages", "responses")
 _KEPT = ("turns", "notes", "facts", "conversations")
 
 

@@ -13,6 +13,7 @@ from emberkeep.memory.database import Database, rows, value
 from emberkeep.memory.export import export, import_rows
 from emberkeep.memory.forget import forget, forgotten_since, retain
 from emberkeep.memory.redaction import redact
+from emberkeep.memory.responses import Responses
 from emberkeep.memory.search import Query, search
 from emberkeep.memory.vectors import Embed, Floats, Vectors, add_vectors, text_of, turns_without_vectors
 from emberkeep.text import encodable
@@ -33,6 +34,7 @@ class Memory:
         self._limit = limit_bytes
         self._database = Database(path)
         self._vectors = Vectors(embed) if embed is not None else None
+        self.responses = Responses(self._database, limit_bytes)
         self._catch_up()
 
     def close(self) -> None:

@@ -19,7 +19,11 @@ def m002_forgettings(db: apsw.Connection) -> None:
     db.execute(_FORGETTINGS)
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_initial, m002_forgettings)
+def m003_responses(db: apsw.Connection) -> None:
+    db.execute(_RESPONSES)
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_initial, m002_forgettings, m003_responses)
 
 
 def migrate(db: apsw.Connection, steps: Sequence[Migration] = MIGRATIONS) -> None:
@@ -58,6 +62,32 @@ CREATE TABLE forgettings (
     owner BLOB NOT NULL,  -- digests of names, never the names
     conversation BLOB  -- NULL: everything of the owner
 );
+"""
+
+_RESPONSES = """
+ALTER TABLE conversations ADD COLUMN metadata TEXT;  -- NULL: no client made it as a list of items
+CREATE TABLE responses (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner INTEGER NOT NULL REFERENCES owners(id),
+    conversation INTEGER NOT NULL REFERENCES conversations(id),
+    name TEXT NOT NULL,
+    previous TEXT,  -- the name of the response that it continues
+    in_conversation INTEGER NOT NULL,  -- it continues the conversation, and added its items to it
+    at REAL NOT NULL,
+    data TEXT NOT NULL,
+    input TEXT NOT NULL,
+    UNIQUE (owner, name)
+);
+CREATE INDEX responses_by_conversation ON responses (conversation);
+CREATE TABLE items (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner INTEGER NOT NULL REFERENCES owners(id),
+    conversation INTEGER NOT NULL REFERENCES conversations(id),
+    name TEXT NOT NULL,
+    data TEXT NOT NULL
+);
+CREATE INDEX items_by_conversation ON items (conversation, id);
+CREATE INDEX items_by_name ON items (owner, name);
 """
 
 _INITIAL = """

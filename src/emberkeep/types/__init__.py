@@ -48,6 +48,7 @@ from emberkeep.types.events import (
 )
 from emberkeep.types.hygiene import HygieneAction, HygieneRule, HygieneWhere, Tidied
 from emberkeep.types.memory import (
+    ApiConversation,
     Fact,
     Forgotten,
     MemoryKind,
@@ -55,6 +56,7 @@ from emberkeep.types.memory import (
     NoteKind,
     Recollection,
     SavedConversation,
+    StoredResponse,
     ToolUse,
     Turn,
 )
@@ -121,6 +123,7 @@ __all__ = [
     "Accepted",
     "Admitted",
     "AnswerFormat",
+    "ApiConversation",
     "Approximation",
     "AttentionTier",
     "Breakpoint",
@@ -193,6 +196,7 @@ __all__ = [
     "SourceFile",
     "SourceStats",
     "SpeculationStats",
+    "StoredResponse",
     "TextDelta",
     "Tidied",
     "Timings",

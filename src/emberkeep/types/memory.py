@@ -83,8 +83,35 @@ class Forgotten:
     answers: int = 0
     facts: int = 0
     conversations: int = 0
+    responses: int = 0
     bytes: int = 0
     """By how much the file has become smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer of the Responses API, with what it was asked."""
+
+    id: str
+    conversation: str
+    """The one it belongs to; that of a chain has the id of its first response."""
+    previous: str | None
+    """The response that it continues."""
+    in_conversation: bool
+    """What it continues is the conversation, and its items are there too."""
+    data: dict[str, Json]
+    """The response itself, with its output."""
+    input: list[dict[str, Json]]
+    """What it was asked, without what came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiConversation:
+    """A list of items that a client has made, and that responses add theirs to."""
+
+    id: str
+    created: float
+    metadata: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,191 @@
+"""Stored responses, each with the items it was asked, and conversations that responses add their items to.
+
+A response that continues another names it; one that belongs to a conversation leaves its items there. Everything
+belongs to a conversation of its owner, and is forgotten with it: a chain of responses to one that has the name of
+its first response.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import apsw
+
+from emberkeep.errors import NoSuchEntry
+from emberkeep.memory.database import Database, rows, value
+from emberkeep.memory.forget import forgotten_since, retain
+from emberkeep.memory.records import conversation_id, make_conversation, make_owner, owner_id
+from emberkeep.text import encodable
+from emberkeep.types import ApiConversation, Json, StoredResponse
+
+Item = dict[str, Json]
+
+
+class Responses:
+    """Safe to use from several threads and processes; every method blocks. Raises MemoryFailed, and NoSuchEntry
+    for what the owner does not have."""
+
+    def __init__(self, database: Database, limit_bytes: int) -> None:
+        self._database = database
+        self._limit = limit_bytes
+
+    # ── responses ──
+
+    def save(self, owner: str, response: StoredResponse, *, as_of: int) -> bool:
+        """Replaces one with the same id. False, and nothing is written, where its owner or its conversation was
+        forgotten since `as_of` (see `Memory.last_forgetting`), or its conversation deleted."""
+        with self._database.transaction() as db:
+            if forgotten_since(db, as_of, owner, encodable(response.conversation)):
+                return False
+            owner_ = make_owner(db, owner)
+            within = make_conversation(db, owner_, response.conversation)
+            put_response(db, owner_, within, response)
+            if response.in_conversation:
+                add_items(db, owner_, within, [*response.input, *response.data["output"]])
+            retain(db, self._limit)
+        return True
+
+    def read(self, owner: str, response_id: str) -> StoredResponse:
+        with self._database.snapshot() as db:
+            return _read(db, owner, response_id)
+
+    def delete(self, owner: str, response_id: str) -> None:
+        with self._database.transaction() as db:
+            sql = "DELETE FROM responses WHERE owner = ? AND name = ?"
+            db.execute(sql, (owner_id(db, owner), encodable(response_id)))
+            if not db.changes():
+                raise _no_response(response_id)
+
+    def items_until(self, owner: str, response_id: str, *, with_output: bool = True) -> list[Item]:
+        """Everything that was said up to a response, and what it answered."""
+        with self._database.snapshot() as db:
+            return _items_until(db, owner, response_id, with_output)
+
+    # ── conversations ──
+
+    def create_conversation(
+        self, owner: str, name: str, metadata: dict[str, str], items: Sequence[Item]
+    ) -> ApiConversation:
+        with self._database.transaction() as db:
+            owner_ = make_owner(db, owner)
+            made = make_conversation(db, owner_, name)
+            sql = "UPDATE conversations SET metadata = ?, created = ? WHERE id = ?"
+            db.execute(sql, (json.dumps(metadata), time.time(), made))
+            add_items(db, owner_, made, items)
+            return _conversation(db, made)
+
+    def conversation(self, owner: str, name: str) -> ApiConversation:
+        with self._database.snapshot() as db:
+            return _conversation(db, _find(db, owner, name))
+
+    def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> ApiConversation:
+        with self._database.transaction() as db:
+            found = _find(db, owner, name)
+            db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (json.dumps(metadata), found))
+            return _conversation(db, found)
+
+    def add_items(self, owner: str, name: str, items: Sequence[Item]) -> None:
+        with self._database.transaction() as db:
+            found = _find(db, owner, name)
+            add_items(db, make_owner(db, owner), found, items)
+
+    def items(self, owner: str, name: str) -> list[Item]:
+        """The oldest first."""
+        with self._database.snapshot() as db:
+            return read_items(db, _find(db, owner, name))
+
+    def delete_item(self, owner: str, name: str, item_id: str) -> None:
+        with self._database.transaction() as db:
+            found = _find(db, owner, name)
+            db.execute("DELETE FROM items WHERE conversation = ? AND name = ?", (found, encodable(item_id)))
+            if not db.changes():
+                raise NoSuchEntry("The conversation has no such item: list its items.")
+
+    def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, Item]:
+        """Those among them that are in a conversation of the owner."""
+        sql = "SELECT data FROM items WHERE owner = ? AND name = ? ORDER BY id DESC LIMIT 1"
+        with self._database.snapshot() as db:
+            owner_ = owner_id(db, owner)
+            found = {item_id: value(db, sql, owner_, encodable(item_id)) for item_id in item_ids}
+        return {item_id: json.loads(data) for item_id, data in found.items() if data is not None}
+
+
+# ── rows: inside a transaction of the caller ──
+
+_FIELDS = "r.name, c.name, r.previous, r.in_conversation, r.data, r.input"
+
+
+def put_response(db: apsw.Connection, owner: int, within: int, response: StoredResponse) -> None:
+    sql = """INSERT OR REPLACE INTO responses
+             (owner, conversation, name, previous, in_conversation, at, data, input)
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
+    previous = encodable(response.previous) if response.previous is not None else None
+    told = response.data["created_at"], json.dumps(response.data), json.dumps(response.input)
+    db.execute(sql, (owner, within, encodable(response.id), previous, response.in_conversation, *told))
+
+
+def stored_response(values: Sequence[Any]) -> StoredResponse:
+    name, conversation, previous, in_conversation, data, given = values
+    return StoredResponse(name, conversation, previous, bool(in_conversation), json.loads(data), json.loads(given))
+
+
+def _read(db: apsw.Connection, owner: str, response_id: str) -> StoredResponse:
+    sql = f"""SELECT {_FIELDS} FROM responses AS r JOIN conversations AS c ON c.id = r.conversation
+              WHERE r.owner = ? AND r.name = ?"""
+    found = rows(db, sql, owner_id(db, owner), encodable(response_id))
+    if not found:
+        raise _no_response(response_id)
+    return stored_response(found[0])
+
+
+def _items_until(db: apsw.Connection, owner: str, response_id: str, with_output: bool) -> list[Item]:
+    """Of a chain from its end to its beginning, which may be in a conversation."""
+    last = _read(db, owner, response_id)
+    parts: list[list[Item]] = [last.data["output"]] if with_output else []
+    while True:
+        parts.append(last.input)
+        if last.in_conversation:
+            parts.append(_items_before(db, owner, last))
+        if last.previous is None:
+            return [item for part in reversed(parts) for item in part]
+        last = _read(db, owner, last.previous)
+        parts.append(last.data["output"])
+
+
+def _items_before(db: apsw.Connection, owner: str, response: StoredResponse) -> list[Item]:
+    """What the conversation held before the response added its own."""
+    items = read_items(db, _find(db, owner, response.conversation))
+    first = next(iter([*response.input, *response.data["output"]]), None)
+    return items[: items.index(first)] if first in items else items
+
+
+def _find(db: apsw.Connection, owner: str, name: str) -> int:
+    """Of a conversation that was made as one, not of what was archived under a name."""
+    owner_ = owner_id(db, owner)
+    found = conversation_id(db, owner_, name) if owner_ is not None else None
+    if found is None or value(db, "SELECT metadata FROM conversations WHERE id = ?", found) is None:
+        raise NoSuchEntry(f"No conversation has the id {name[:100]!r}: it was deleted, or is another user's.")
+    return found
+
+
+def _conversation(db: apsw.Connection, id_: int) -> ApiConversation:
+    name, created, metadata = rows(db, "SELECT name, created, metadata FROM conversations WHERE id = ?", id_)[0]
+    return ApiConversation(name, created, json.loads(metadata))
+
+
+def add_items(db: apsw.Connection, owner: int, conversation: int, items: Sequence[Item]) -> None:
+    sql = "INSERT INTO items (owner, conversation, name, data) VALUES (?, ?, ?, ?)"
+    db.executemany(sql, [(owner, conversation, encodable(item["id"]), json.dumps(item)) for item in items])
+
+
+def read_items(db: apsw.Connection, conversation: int) -> list[Item]:
+    found = rows(db, "SELECT data FROM items WHERE conversation = ? ORDER BY id", conversation)
+    return [json.loads(data) for (data,) in found]
+
+
+def _no_response(response_id: str) -> NoSuchEntry:
+    shown = response_id[:100]
+    return NoSuchEntry(f"No response has the id {shown!r}: it was deleted, not stored, or is another user's.")
