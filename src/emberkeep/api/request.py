@@ -438,16 +438,18 @@ class UserFields(Body):
     user_id: UserId | None = None
     llama_user_id: UserId | None = None
     user: Label | None = None
+    safety_identifier: Label | None = None
     cache_salt: Name | None = None
 
     def to_user(self) -> str:
-        """OpenAI's `user` counts too: a user who is named must not share state with those who are not.
+        """OpenAI's `user` counts too, and `safety_identifier` that replaces it: a user who is named must not share
+        state with those who are not.
 
         Raises InvalidField where fields contradict each other.
         """
         if self.user_id and self.llama_user_id and self.user_id != self.llama_user_id:
             raise InvalidField("llama_user_id", "must equal user_id when both are given.")
-        return self.user_id or self.llama_user_id or self.user or ""
+        return self.user_id or self.llama_user_id or self.user or self.safety_identifier or ""
 
     def to_namespace(self) -> str:
         """Raises InvalidField where fields contradict each other."""
