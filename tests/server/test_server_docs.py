@@ -9,6 +9,7 @@ import pytest
 
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import CompletionBody
+from emberkeep.api.responses import ResponseBody
 from emberkeep.server.cache_routes import EntryBody, VerifyBody
 from emberkeep.server.memory_routes import AnswerBody, FactBody
 from emberkeep.server.warm_routes import WarmBody
@@ -25,7 +26,7 @@ def test_the_sampling_defaults_are_told(name: str) -> None:
 
 def test_every_field_is_told() -> None:
     told = set(re.findall(r"`([a-z_]+)", TEXT))
-    bodies = (ChatBody, CompletionBody, EntryBody, VerifyBody, WarmBody, FactBody, AnswerBody)
+    bodies = (ChatBody, CompletionBody, EntryBody, VerifyBody, WarmBody, FactBody, AnswerBody, ResponseBody)
     assert {field for body in bodies for field in body.model_fields} <= told
 
 

@@ -38,6 +38,7 @@ from emberkeep.server.ollama_models import ollama_model_routes
 from emberkeep.server.ollama_routes import ollama_routes
 from emberkeep.server.openai import openai_routes
 from emberkeep.server.openapi import DescribedApp
+from emberkeep.server.responses_routes import responses_routes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
 from emberkeep.server.warm_routes import warm_routes
@@ -61,6 +62,9 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.include_router(ollama_routes(models))
     app.include_router(ollama_model_routes(models, ModelLibrary(config.data_dir / "models"), side))
     app.include_router(anthropic_routes(models, side))
+    responses = responses_routes(models, side)
+    app.include_router(responses, prefix="/v1")
+    app.include_router(responses, include_in_schema=False)
     app.include_router(native_routes(models, drain, side, is_public=config.api_key is not None))
     app.include_router(cache_routes(models, side))
     app.include_router(warm_routes(models))

@@ -79,9 +79,16 @@ def _whose(
     user_id: UserId | None = None,
     llama_user_id: UserId | None = None,
     user: Label | None = None,
+    safety_identifier: Label | None = None,
     cache_salt: Name | None = None,
 ) -> UserFields:
-    return UserFields(user_id=user_id, llama_user_id=llama_user_id, user=user, cache_salt=cache_salt)
+    return UserFields(
+        user_id=user_id,
+        llama_user_id=llama_user_id,
+        user=user,
+        safety_identifier=safety_identifier,
+        cache_salt=cache_salt,
+    )
 
 
 Whose = Annotated[UserFields, Depends(_whose)]
@@ -201,7 +208,7 @@ def _no_fact(name: str) -> NoSuchEntry:
 
 def _named_owner(whose: UserFields) -> str:
     """The owner, who must be named: a request without one must not forget anything."""
-    if whose.user_id is None and whose.llama_user_id is None and whose.user is None:
+    if (whose.user_id, whose.llama_user_id, whose.user, whose.safety_identifier) == (None,) * 4:
         raise InvalidField("user_id", "is required; an empty one means everybody who gave no name.")
     return whose.to_namespace()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 from emberkeep.api.answer import Answer, Frames
 from emberkeep.api.errors import Failure, Refused, failure_of
 from emberkeep.api.request import B, parse_body, parse_object
-from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import record_of
@@ -89,7 +88,13 @@ async def make_of_body(http: HttpRequest, make: Callable[[], T]) -> T:
 # ── the answer ──
 
 
-async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Answer:
+class Answers(Protocol):
+    """A backend, or what is put in front of one."""
+
+    def generate(self, request: Request) -> Events: ...
+
+
+async def gather(http: HttpRequest, backend: Answers, requests: Sequence[Request]) -> Answer:
     """Waits for the whole answer. Raises what the backend raises, and ClientGone."""
     answer = Answer(sum(request.n for request in requests))
     whole = [replace(request, in_pieces=False) for request in requests]
@@ -100,7 +105,7 @@ async def gather(http: HttpRequest, backend: Backend, requests: Sequence[Request
 
 
 async def stream(
-    http: HttpRequest, backend: Backend, requests: Sequence[Request], new_frames: Callable[[], Frames]
+    http: HttpRequest, backend: Answers, requests: Sequence[Request], new_frames: Callable[[], Frames]
 ) -> EventStream:
     """Waits for the first event, so that an error before it still gets its HTTP status; but not for long, because
     some clients give up on a server that sends no headers.
@@ -175,13 +180,13 @@ def _part(body: bytes, *, last: bool) -> dict[str, Json]:
     return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
-def _feed(http: HttpRequest, backend: Backend, requests: Sequence[Request]) -> Feed:
+def _feed(http: HttpRequest, backend: Answers, requests: Sequence[Request]) -> Feed:
     record = record_of(http.scope)
     record.prompts = len(requests)
     return Feed(_sources(backend, requests), http.receive, record.completed, http.app.state.limits)
 
 
-def _sources(backend: Backend, requests: Sequence[Request]) -> list[Events]:
+def _sources(backend: Answers, requests: Sequence[Request]) -> list[Events]:
     """One stream of events per prompt; all choices are numbered in one sequence."""
     first, *others = (backend.generate(request) for request in requests)
     return [first, *(_renumber(other, (i + 1) * requests[0].n) for i, other in enumerate(others))]

@@ -1,0 +1,191 @@
+"""One response: what it continues, its answer while it is written, and where it is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from emberkeep.api.errors import Failure, failure_of
+from emberkeep.api.responses import PromptBody, ResponseBody, new_response_id, response_head
+from emberkeep.api.responses_items import Item, references, resolve, response_of
+from emberkeep.api.responses_output import Output, ResponseFrames, cancelled, failed
+from emberkeep.errors import EmberkeepError, MemoryFailed, NoSuchEntry
+from emberkeep.types import Completed, Events, Json, Request, StoredResponse
+
+if TYPE_CHECKING:
+    from emberkeep.backend.base import Backend
+    from emberkeep.memory.memory import Memory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a request continues, and what it asks."""
+
+    earlier: list[Item]
+    asked: list[Item]
+    """Without references."""
+    conversation: str | None
+    """The one that it continues, or the first response of its chain."""
+    as_of: int
+    """The last forgetting before it began."""
+
+    @property
+    def items(self) -> list[Item]:
+        return [*self.earlier, *self.asked]
+
+    @property
+    def begins(self) -> bool:
+        """Nothing was answered before: whoever continues it will do so by its id."""
+        return all(item["type"] == "message" and item["role"] != "assistant" for item in self.items)
+
+
+def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]) -> Context:
+    """Blocks. Raises NoSuchEntry, InvalidField and MemoryFailed."""
+    as_of = memory.last_forgetting()
+    known = _referenced(memory, owner, references(asked))
+    earlier: list[Item] = []
+    conversation = body.conversation
+    if body.previous_response_id is not None:
+        conversation = memory.responses.read(owner, body.previous_response_id).conversation
+        earlier = memory.responses.items_until(owner, body.previous_response_id)
+    elif conversation is not None:
+        earlier = memory.responses.items(owner, conversation)
+    return Context(earlier, resolve(asked, known), conversation, as_of)
+
+
+def _referenced(memory: Memory, owner: str, ids: list[str]) -> dict[str, Item]:
+    """Items of the owner's conversations, and of what stored responses answered."""
+    if not ids:
+        return {}
+    known = memory.responses.find_items(owner, ids)
+    for response_id in {response_of(item_id) for item_id in ids if item_id not in known} - {None}:
+        try:
+            output = memory.responses.read(owner, response_id or "").data["output"]
+        except NoSuchEntry:
+            continue
+        known |= {item["id"]: item for item in output if item["id"] in ids}
+    return known
+
+
+class Exchange:
+    """Belongs to the event loop. It is what answers `request`: the backend, whose answer it stores."""
+
+    def __init__(
+        self, backend: Backend, body: ResponseBody, context: Context, owner: str, memory: Memory | None
+    ) -> None:
+        """`memory` None: nothing of it is stored."""
+        self.id = new_response_id()
+        self._backend = backend
+        self._body = body
+        self._context = context
+        self._owner = owner
+        self._memory = memory
+        self._created = int(time.time())
+        self._output = self._new_output()
+        self._head: dict[str, Json] = {}
+        self.response: dict[str, Json] = {}
+        """What there is of it."""
+
+    @property
+    def conversation_id(self) -> str | None:
+        """A response that may be continued by its id begins a conversation of that name."""
+        begins = self._memory is not None and self._context.begins
+        return self._context.conversation or self._body.conversation_id or (self.id if begins else None)
+
+    def frames(self) -> ResponseFrames:
+        return ResponseFrames(self.head(), self._new_output(), self.conversation_id)
+
+    def head(self) -> dict[str, Json]:
+        """The response before its answer. When it is asked for first, it must be known which backend answers."""
+        if not self._head:
+            is_stored = self._memory is not None
+            self._head = response_head(self._body, self.id, self._created, self._backend.card.id, is_stored)
+        return self._head
+
+    async def generate(self, request: Request) -> Events:
+        """The backend's events. The response is stored before Completed: a client that has it may continue it."""
+        async with aclosing(self._backend.generate(request)) as events:
+            async for event in events:
+                self._output.add(event)
+                if isinstance(event, Completed):
+                    await self.end(self._output.finished(self.head(), self.conversation_id))
+                yield event
+
+    async def end(self, response: dict[str, Json]) -> None:
+        self.response = response
+        if self._memory is None:
+            return
+        try:
+            await asyncio.to_thread(self._save, self._memory, response)
+        except MemoryFailed as error:
+            log.warning("a response was not stored: %s", error)
+
+    def failed(self, failure: Failure) -> dict[str, Json]:
+        return failed(self.head(), self._output, failure)
+
+    def cancelled(self) -> dict[str, Json]:
+        return cancelled(self.head(), self._output)
+
+    def _save(self, memory: Memory, response: dict[str, Json]) -> None:
+        context, body = self._context, self._body
+        stored = StoredResponse(
+            self.id,
+            context.conversation or self.id,
+            body.previous_response_id,
+            body.conversation is not None,
+            response,
+            context.asked,
+        )
+        memory.responses.save(self._owner, stored, as_of=context.as_of)
+
+    def _new_output(self) -> Output:
+        seals = self._body.wants_encrypted_reasoning
+        return Output(self.id, self._body.toolset, seals_reasoning=seals)
+
+
+class Background:
+    """Responses that are written without a client. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str], tuple[Exchange, asyncio.Task[None]]] = {}
+
+    def start(self, owner: str, exchange: Exchange, request: Request) -> dict[str, Json]:
+        """The response as it is now."""
+        task = asyncio.create_task(self._run((owner, exchange.id), exchange, request))
+        self._running[owner, exchange.id] = exchange, task
+        return exchange.head() | {"status": "queued"}
+
+    def find(self, owner: str, response_id: str) -> dict[str, Json] | None:
+        """One that is being written."""
+        found = self._running.get((owner, response_id))
+        return found[0].head() if found else None
+
+    async def cancel(self, owner: str, response_id: str) -> bool:
+        """Whether it was being written; it is stored as cancelled when this returns."""
+        found = self._running.get((owner, response_id))
+        if found is None:
+            return False
+        exchange, task = found
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if not exchange.response:
+            await exchange.end(exchange.cancelled())
+        return True
+
+    async def _run(self, key: tuple[str, str], exchange: Exchange, request: Request) -> None:
+        try:
+            async with aclosing(exchange.generate(request)) as events:
+                async for _ in events:
+                    pass
+        except Exception as error:
+            if not isinstance(error, EmberkeepError):
+                log.exception("A response in the background failed.")
+            await exchange.end(exchange.failed(failure_of(error)))
+        finally:
+            del self._running[key]

@@ -1,0 +1,246 @@
+"""OpenAI's Responses API, and the conversations that responses can belong to.
+
+A user's responses are found with the same `user` as they were asked for: in the query where there is no body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.api.request import Name, UserFields
+from emberkeep.api.responses import (
+    ConversationBody,
+    ItemsBody,
+    PromptBody,
+    ResponseBody,
+    conversation_json,
+    items_json,
+    new_conversation_id,
+)
+from emberkeep.api.responses_items import Item, references, to_items
+from emberkeep.backend.capabilities import tokenizer_of
+from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
+from emberkeep.library.user_memory import require_memory
+from emberkeep.server.json_response import json_response
+from emberkeep.server.memory_routes import Whose, one_owner
+from emberkeep.server.openai import check_hops, number_in
+from emberkeep.server.openapi import STREAMS, takes
+from emberkeep.server.response_exchange import Background, Context, Exchange, load_context
+from emberkeep.server.stream import gather, make_of_body, read_body, stream
+from emberkeep.types import DEPTH_HEADER
+
+if TYPE_CHECKING:
+    from emberkeep.backend.models import Models
+    from emberkeep.memory.memory import Memory
+    from emberkeep.server.side_work import SideWork
+    from emberkeep.types import Json, Request
+
+PageSize = Annotated[int, Query(ge=1, le=100)]
+Order = Literal["asc", "desc"]
+_ANSWERED = (
+    "The response was answered while it was asked for, and has ended: only one with background can be cancelled."
+)
+
+
+def responses_routes(models: Models, side: SideWork) -> APIRouter:
+    router = APIRouter()
+    background = Background()
+    _add_create(router, models, side, background)
+    _add_stored(router, models, side, background)
+    _add_conversations(router, models, side)
+    _add_items(router, models, side)
+    return router
+
+
+def _add_create(router: APIRouter, models: Models, side: SideWork, background: Background) -> None:
+    @router.post("/responses", responses=STREAMS, openapi_extra=takes(ResponseBody, input="Why is the sky blue?"))
+    async def create(http: HttpRequest, whose: Whose) -> Response:
+        body = await read_body(http, ResponseBody)
+        body.check()
+        backend = models.find(body.model)
+        owner = one_owner(body, whose)
+        memory = models.default.memory if body.store is not False else None
+        context = await _context(http, models, side, body, owner)
+        exchange = Exchange(backend, body, context, owner, memory)
+        request = await make_of_body(http, lambda: body.to_request(context.items))
+        request = _owned(http, request, body, whose, exchange.conversation_id)
+        if body.background:
+            require_memory(memory)
+            return json_response(background.start(owner, exchange, request))
+        if body.stream:
+            return await stream(http, exchange, [request], exchange.frames)
+        await gather(http, exchange, [request])
+        return json_response(exchange.response)
+
+    @router.post("/responses/input_tokens", openapi_extra=takes(PromptBody, input="Why is the sky blue?"))
+    async def input_tokens(http: HttpRequest, whose: Whose) -> Response:
+        body = await read_body(http, PromptBody)
+        backend = models.find(body.model)
+        context = await _context(http, models, side, body, one_owner(body, whose))
+        request = await make_of_body(http, lambda: body.to_prompt(context.items))
+        count = await side.run(tokenizer_of(backend).count, request)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _context(http: HttpRequest, models: Models, side: SideWork, body: PromptBody, owner: str) -> Context:
+    """Without a look into memory where nothing of it is needed."""
+    asked = await make_of_body(http, body.to_items)
+    memory = models.default.memory
+    needs_memory = bool(body.previous_response_id or body.conversation or references(asked))
+    if not needs_memory and (memory is None or not _is_stored(body)):
+        return Context([], asked, None, 0)
+    return await side.run(load_context, require_memory(memory), owner, body, asked)
+
+
+def _is_stored(body: PromptBody) -> bool:
+    return isinstance(body, ResponseBody) and body.store is not False
+
+
+def _owned(
+    http: HttpRequest, request: Request, body: UserFields, whose: UserFields, conversation_id: str | None
+) -> Request:
+    return replace(
+        request,
+        user=body.to_user() or whose.to_user(),
+        namespace=one_owner(body, whose),
+        conversation_id=conversation_id,
+        depth=number_in(http, DEPTH_HEADER),
+        hops=check_hops(http),
+    )
+
+
+def _add_stored(router: APIRouter, models: Models, side: SideWork, background: Background) -> None:
+    @router.get("/responses/{response_id}")
+    async def retrieve(response_id: Name, whose: Whose, stream: bool = False) -> Response:
+        if stream:
+            raise InvalidField("stream", "a stored response comes at once: leave it out.")
+        owner = whose.to_namespace()
+        running = background.find(owner, response_id)
+        return json_response(running or await side.run(_response, _memory(models), owner, response_id))
+
+    @router.delete("/responses/{response_id}")
+    async def delete(response_id: Name, whose: Whose) -> Response:
+        owner = whose.to_namespace()
+        await background.cancel(owner, response_id)
+        await side.run(_memory(models).responses.delete, owner, response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post("/responses/{response_id}/cancel")
+    async def cancel(response_id: Name, whose: Whose) -> Response:
+        owner = whose.to_namespace()
+        await background.cancel(owner, response_id)
+        response = await side.run(_response, _memory(models), owner, response_id)
+        if not response["background"]:
+            raise RequestError(_ANSWERED)
+        return json_response(response)
+
+    @router.get("/responses/{response_id}/input_items")
+    async def input_items(
+        response_id: Name, whose: Whose, limit: PageSize = 20, order: Order = "desc", after: Name | None = None
+    ) -> Response:
+        responses = _memory(models).responses
+        items = await side.run(responses.items_until, whose.to_namespace(), response_id, with_output=False)
+        return json_response(_page(items, limit, order, after))
+
+
+def _add_conversations(router: APIRouter, models: Models, side: SideWork) -> None:
+    @router.post("/conversations", openapi_extra=takes(ConversationBody))
+    async def create(http: HttpRequest, whose: Whose) -> Response:
+        body = await read_body(http, ConversationBody)
+        items = await make_of_body(http, lambda: _whole(to_items(body.items or [], "items")))
+        responses, owner = _memory(models).responses, one_owner(body, whose)
+        name, metadata = new_conversation_id(), body.metadata or {}
+        return json_response(
+            conversation_json(await side.run(responses.create_conversation, owner, name, metadata, items))
+        )
+
+    @router.get("/conversations/{conversation_id}")
+    async def retrieve(conversation_id: Name, whose: Whose) -> Response:
+        found = await side.run(_memory(models).responses.conversation, whose.to_namespace(), conversation_id)
+        return json_response(conversation_json(found))
+
+    @router.post(
+        "/conversations/{conversation_id}", openapi_extra=takes(ConversationBody, metadata={"topic": "sky"})
+    )
+    async def update(http: HttpRequest, conversation_id: Name, whose: Whose) -> Response:
+        body = await read_body(http, ConversationBody)
+        responses, owner = _memory(models).responses, one_owner(body, whose)
+        changed = await side.run(responses.set_metadata, owner, conversation_id, body.metadata or {})
+        return json_response(conversation_json(changed))
+
+    @router.delete("/conversations/{conversation_id}")
+    async def delete(conversation_id: Name, whose: Whose) -> Response:
+        await side.run(_forget, _memory(models), whose.to_namespace(), conversation_id)
+        return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+
+def _add_items(router: APIRouter, models: Models, side: SideWork) -> None:
+    @router.get("/conversations/{conversation_id}/items")
+    async def items(
+        conversation_id: Name, whose: Whose, limit: PageSize = 20, order: Order = "desc", after: Name | None = None
+    ) -> Response:
+        found = await side.run(_memory(models).responses.items, whose.to_namespace(), conversation_id)
+        return json_response(_page(found, limit, order, after))
+
+    example = {"items": [{"type": "message", "role": "user", "content": "Hello!"}]}
+
+    @router.post("/conversations/{conversation_id}/items", openapi_extra=takes(ItemsBody, **example))
+    async def add(http: HttpRequest, conversation_id: Name, whose: Whose) -> Response:
+        body = await read_body(http, ItemsBody)
+        items = await make_of_body(http, lambda: _whole(to_items(body.items, "items")))
+        responses, owner = _memory(models).responses, one_owner(body, whose)
+        await side.run(responses.add_items, owner, conversation_id, items)
+        return json_response(items_json(items, has_more=False))
+
+    @router.get("/conversations/{conversation_id}/items/{item_id}")
+    async def item(conversation_id: Name, item_id: Name, whose: Whose) -> Response:
+        found = await side.run(_memory(models).responses.items, whose.to_namespace(), conversation_id)
+        return json_response(_one(found, item_id))
+
+    @router.delete("/conversations/{conversation_id}/items/{item_id}")
+    async def delete(conversation_id: Name, item_id: Name, whose: Whose) -> Response:
+        """Answers with the conversation that it was in."""
+        responses, owner = _memory(models).responses, whose.to_namespace()
+        await side.run(responses.delete_item, owner, conversation_id, item_id)
+        return json_response(conversation_json(await side.run(responses.conversation, owner, conversation_id)))
+
+
+def _memory(models: Models) -> Memory:
+    return require_memory(models.default.memory)
+
+
+def _response(memory: Memory, owner: str, response_id: str) -> dict[str, Json]:
+    return memory.responses.read(owner, response_id).data
+
+
+def _forget(memory: Memory, owner: str, conversation_id: str) -> None:
+    """With everything that was archived of it. Raises NoSuchEntry."""
+    memory.responses.conversation(owner, conversation_id)
+    memory.forget(owner, conversation_id)
+
+
+def _whole(items: list[Item]) -> list[Item]:
+    """Raises InvalidField for references, which would outlive what they refer to."""
+    if references(items):
+        raise InvalidField("items", "give the items themselves, not references to them.")
+    return items
+
+
+def _one(items: Sequence[Item], item_id: str) -> Item:
+    found = next((item for item in items if item["id"] == item_id), None)
+    if found is None:
+        raise NoSuchEntry("The conversation has no such item: list its items.")
+    return found
+
+
+def _page(items: Sequence[Item], limit: int, order: Order, after: str | None) -> dict[str, Json]:
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    begin = next((place + 1 for place, item in enumerate(ordered) if item["id"] == after), 0)
+    shown = ordered[begin : begin + limit]
+    return items_json(shown, has_more=begin + len(shown) < len(ordered))
