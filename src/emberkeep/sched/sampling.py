@@ -1,34 +1,35 @@
 """Drawing the next token from logits, the same for every engine.
 
-The order is llama.cpp's: bias and penalties, mask, then top-k, typical, top-p, min-p, then temperature. Most
-requests look at a few dozen candidates, so the vocabulary is cut down before anything is sorted.
+The order is llama.cpp's: bias and penalties, mask, then top-k, typical, top-p, min-p, then temperature. What few
+requests ask for besides is in `sampler_chain`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.sched.candidates import (
+    Floats,
+    count_likely,
+    nucleus,
+    relatively_likely,
+    sureness,
+    top_k,
+    typical,
+    weights,
+)
+from emberkeep.sched.sampler_chain import GREEDY_BELOW, Candidates, Chain, mixes, penalise, penalises
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Sampling, TokenLogprob
 
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.intp]
-
-_GREEDY_BELOW = 1e-6
-"""Temperatures that differ from 0 in nothing but overflowing."""
-_WINDOWS = (4.0, 8.0, 16.0, 32.0)
-"""Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
-
-
 _FORBIDDEN = np.float32(-np.inf)
-_BLOCK = 64
-"""Of so many logits the highest is taken first, to find the highest of all."""
 
 
 class Matcher(Protocol):
@@ -55,30 +56,45 @@ class Sampler:
         matcher: Matcher | None = None,
         top_logprobs: int | None = None,
         forced: Iterable[int] = (),
+        chain: Chain | None = None,
+        *,
+        as_drawn: bool = False,
     ) -> None:
-        """`forced`: what is chosen first, whatever the logits say."""
+        """`forced`: what is chosen first, whatever the logits say. `chain`: takes the place of the usual samplers.
+        `as_drawn`: logprobs are those of the candidates that were drawn from, which needs a chain."""
         self._settings = settings
         self._forced = deque(forced)
         self._matcher = matcher
+        self._chain = chain
         self._top_logprobs = top_logprobs
+        self._as_drawn = as_drawn
         self._uniforms = _Uniforms(settings.seed)
+        self._chances = _Uniforms(settings.seed, stream=1) if mixes(settings) else None
         self._counts: Counter[int] = Counter()
         self._bias_ids = np.fromiter(settings.logit_bias, np.intp, len(settings.logit_bias))
         self._bias = np.fromiter(settings.logit_bias.values(), np.float32, len(settings.logit_bias))
-        self._penalises = (
-            settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
-        )
+        self._penalises = penalises(settings) and chain is None
+        self._is_greedy = settings.temperature < GREEDY_BELOW and chain is None
 
     def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
         adjusted = self._adjust(logits)
-        token = self._forced.popleft() if self._forced else self._choose(adjusted)
+        draw = None if self._forced or self._is_greedy else self._draw(adjusted)
+        if draw is not None:
+            token = draw.token
+        else:
+            token = self._forced.popleft() if self._forced else int(adjusted.argmax())
         if self._matcher:
             self._matcher.advance(token)
+        if self._chain:
+            self._chain.accept(token, draw.probability if draw else None)
         if self._penalises:
             self._counts[token] += 1
-        logprob = None if self._top_logprobs is None else describe(logits, token, self._top_logprobs, pieces)
-        return token, logprob
+        if self._top_logprobs is None:
+            return token, None
+        if self._as_drawn and draw is not None:
+            return token, describe_draw(draw, self._top_logprobs, pieces)
+        return token, describe(logits, token, self._top_logprobs, pieces)
 
     def look_ahead(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, float]:
         """What would be chosen from these logits, which may be another model's, after `drafted`: with the random
@@ -88,12 +104,11 @@ class Sampler:
         if ahead < len(self._forced):
             return self._forced[ahead], 1.0
         logits = self._adjust(logits, drafted)
-        if self._settings.temperature < _GREEDY_BELOW:
+        if self._is_greedy:
             token = int(logits.argmax())
-            return token, _sureness(logits, logits[token])
-        place, cumulative, ids = self._draw(logits, self._uniforms.peek(ahead - len(self._forced)))
-        before = cumulative[place - 1] if place else 0.0
-        return place if ids is None else int(ids[place]), float((cumulative[place] - before) / cumulative[-1])
+            return token, sureness(logits, logits[token])
+        draw = self._draw(logits, drafted, ahead - len(self._forced))
+        return draw.token, draw.probability
 
     def forced_tokens(self, limit: int) -> list[int]:
         """What a grammar leaves no choice about; it may be written in other tokens all the same."""
@@ -122,50 +137,72 @@ class Sampler:
     def _penalise(self, logits: Floats, of: Counter[int]) -> None:
         ids = np.fromiter(of, np.intp, len(of))
         counts = np.fromiter(of.values(), np.float32, len(of))
-        seen = logits[ids]
-        factor = np.float32(self._settings.repetition_penalty)
-        seen = np.where(seen > 0, seen / factor, seen * factor)
-        logits[ids] = seen - counts * self._settings.frequency_penalty - self._settings.presence_penalty
+        logits[ids] = penalise(logits[ids], counts, self._settings)
 
-    def _choose(self, logits: Floats) -> int:
-        if self._settings.temperature < _GREEDY_BELOW:
-            return int(logits.argmax())
-        place, _, ids = self._draw(logits, self._uniforms.take())
-        return place if ids is None else int(ids[place])
-
-    def _draw(self, logits: Floats, uniform: float) -> tuple[int, Floats, Ints | None]:
-        """Which of the candidates that random number stands for, how likely each of them is or one before it (not
-        of 1), and their ids, unless it is the whole vocabulary."""
-        ids, kept = self._candidates(logits)
-        cumulative = _weights(kept / np.float32(self._settings.temperature)).cumsum()
+    def _draw(self, logits: Floats, drafted: Sequence[int] = (), ahead: int | None = None) -> _Draw:
+        """With the random number for the token after `ahead` others, which stays to be taken; None: the next."""
+        uniform = self._uniforms.take() if ahead is None else self._uniforms.peek(ahead)
+        if self._chain is None:
+            left = self._candidates(logits)
+            kept = left.logits / np.float32(self._settings.temperature)
+        else:
+            left = self._chain.candidates(logits, drafted, self._chance(ahead))
+            kept = left.logits
+        cumulative = weights(kept).cumsum()
         place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-        return min(place, len(kept) - 1), cumulative, ids
+        return _Draw(min(place, len(kept) - 1), cumulative, left)
 
-    def _candidates(self, logits: Floats) -> tuple[Ints | None, Floats]:
-        """What may be drawn: ids and logits. No ids: it is the whole vocabulary."""
+    def _chance(self, ahead: int | None) -> float:
+        if self._chances is None:
+            return 0.0
+        return self._chances.take() if ahead is None else self._chances.peek(ahead)
+
+    def _candidates(self, logits: Floats) -> Candidates:
+        """What may be drawn, without the temperature."""
         settings = self._settings
-        ids, kept = None, logits
+        left = Candidates(None, logits)
         if settings.top_k > 0:
-            ids = _top_k(logits, settings.top_k)
-            kept = logits[ids]
+            left = left.only(top_k(logits, settings.top_k))
             if settings.typical_p >= 1:
-                count = _count_likely(kept, settings.top_p, settings.min_p)
-                return ids[:count], kept[:count]
-        for cut, mass in ((_typical, settings.typical_p), (_nucleus, settings.top_p)):
+                count = count_likely(left.logits, settings.top_p, settings.min_p)
+                assert left.ids is not None
+                return Candidates(left.ids[:count], left.logits[:count])
+        for cut, mass in ((typical, settings.typical_p), (nucleus, settings.top_p)):
             if mass < 1:
-                chosen = cut(kept, mass)
-                ids, kept = chosen if ids is None else ids[chosen], kept[chosen]
-        if settings.min_p > 0:
-            likely = np.flatnonzero(kept >= kept.max() + math.log(settings.min_p))
-            ids, kept = likely if ids is None else ids[likely], kept[likely]
-        return ids, kept
+                left = left.only(cut(left.logits, mass))
+        return left.only(relatively_likely(left.logits, settings.min_p)) if settings.min_p > 0 else left
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Which of the candidates was drawn."""
+
+    place: int
+    cumulative: Floats
+    """How likely each candidate is or one before it (not of 1)."""
+    left: Candidates
+
+    @property
+    def token(self) -> int:
+        return self.left.token(self.place)
+
+    @property
+    def probability(self) -> float:
+        before = self.cumulative[self.place - 1] if self.place else 0.0
+        return float((self.cumulative[self.place] - before) / self.cumulative[-1])
+
+    def shares(self) -> Floats:
+        shares: Floats = np.diff(self.cumulative, prepend=np.float32(0)) / self.cumulative[-1]
+        return shares
 
 
 class _Uniforms:
     """Random numbers from 0 to 1, always the same for a seed, whoever looks at them before they are taken."""
 
-    def __init__(self, seed: int | None) -> None:
-        self._random = np.random.Generator(np.random.PCG64(seed))
+    def __init__(self, seed: int | None, stream: int = 0) -> None:
+        """`stream`: there are several of one seed, which have nothing to do with each other."""
+        seeds = [seed, stream] if seed is not None and stream else seed
+        self._random = np.random.Generator(np.random.PCG64(seeds))
         self._seen: deque[float] = deque()
 
     def take(self) -> float:
@@ -177,6 +214,16 @@ class _Uniforms:
         return self._seen[ahead]
 
 
+def describe_draw(draw: _Draw, top: int, pieces: Sequence[bytes]) -> TokenLogprob:
+    """Log-probabilities among the candidates that were drawn from; those that cannot be drawn are not told."""
+    shares = draw.shares().astype(np.float64)
+    best = (-shares).argsort(kind="stable")[:top]
+    told = [(draw.left.token(place), math.log(shares[place])) for place in best.tolist() if shares[place] > 0]
+    alternatives = tuple(TokenLogprob(token, pieces[token], chance) for token, chance in told)
+    chosen = math.log(max(draw.probability, 1e-30))
+    return TokenLogprob(draw.token, pieces[draw.token], chosen, alternatives)
+
+
 def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> TokenLogprob:
     """Log-probabilities under the model's own distribution, before any sampling setting."""
     shifted = logits.astype(np.float64) - float(logits.max())
@@ -186,79 +233,3 @@ def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> T
     best = best[np.argsort(-shifted[best], kind="stable")]
     alternatives = tuple(TokenLogprob(int(i), pieces[i], float(shifted[i] - total)) for i in best)
     return TokenLogprob(token, pieces[token], float(shifted[token] - total), alternatives)
-
-
-def _top_k(logits: Floats, count: int) -> Ints:
-    """Ids of the `count` highest logits, highest first."""
-    width = len(logits) // _BLOCK
-    if width > count:
-        # As many columns as are asked for have one that is at least as high as this, and all that are lie in them.
-        table = logits[: width * _BLOCK].reshape(_BLOCK, width)
-        highest = table.max(axis=0)
-        lowest = np.partition(highest, width - count)[width - count]
-        if lowest > -np.inf:
-            (columns,) = (highest >= lowest).nonzero()
-            rows, places = np.divmod((table.take(columns, axis=1) >= lowest).ravel().nonzero()[0], len(columns))
-            (rest,) = (logits[width * _BLOCK :] >= lowest).nonzero()
-            ids = np.concatenate([rows * width + columns[places], width * _BLOCK + rest])
-            return _sorted(logits, ids)[:count]
-    (ids,) = (logits > -np.inf).nonzero()
-    return _sorted(logits, ids)[:count]
-
-
-def _count_likely(highest: Floats, top_p: float, min_p: float) -> int:
-    """How many of the highest logits, the highest first, top-p and then min-p leave."""
-    count = len(highest)
-    if top_p < 1:
-        mass = _weights(highest).cumsum()
-        count = min(count, int(mass.searchsorted(top_p * float(mass[-1]))) + 1)
-    if min_p > 0:
-        count = min(count, int(np.count_nonzero(highest >= highest[0] + math.log(min_p))))
-    return count
-
-
-def _sureness(logits: Floats, highest: np.float32) -> float:
-    """About the probability of the likeliest token, in a tenth of the time: of each block the highest counts."""
-    width = len(logits) // _BLOCK
-    if width > 1:
-        logits = logits[: width * _BLOCK].reshape(_BLOCK, width).max(axis=0)
-    return float(1 / max(np.exp(logits - highest).sum(), 1.0))
-
-
-def _nucleus(logits: Floats, mass: float) -> Ints:
-    """Indices of the fewest tokens whose probabilities add up to `mass`, highest first."""
-    weights = _weights(logits)
-    mass = mass * float(weights.sum())
-    for ids in _growing_windows(logits):
-        if weights[ids].sum() >= mass:
-            break
-    else:
-        ids = np.arange(len(logits))
-    ids = _sorted(logits, ids)
-    return ids[: int(np.searchsorted(np.cumsum(weights[ids]), mass)) + 1]
-
-
-def _growing_windows(logits: Floats) -> Iterator[Ints]:
-    highest = logits.max()
-    for window in _WINDOWS:
-        yield np.flatnonzero(logits >= highest - window)
-
-
-def _sorted(logits: Floats, ids: Ints) -> Ints:
-    return ids[(-logits[ids]).argsort(kind="stable")]
-
-
-def _typical(logits: Floats, mass: float) -> Ints:
-    """Indices, in their old order, of the locally typical set that holds `mass`."""
-    p = _weights(logits)
-    p /= p.sum()
-    surprise = -np.log(np.maximum(p, 1e-30))
-    order = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
-    count = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
-    return np.sort(order[:count])
-
-
-def _weights(logits: Floats) -> Floats:
-    """As probabilities are to each other."""
-    weights: Floats = logits - logits.max()
-    return np.exp(weights, out=weights)

@@ -72,6 +72,7 @@ from emberkeep.types.models import (
     Vocab,
 )
 from emberkeep.types.request import (
+    DEFAULT_SAMPLERS,
     EXACT,
     EXACT_BITS,
     SHARED,
@@ -114,6 +115,7 @@ from emberkeep.types.speculation import (
 )
 
 __all__ = [
+    "DEFAULT_SAMPLERS",
     "DEPTH_HEADER",
     "EXACT",
     "EXACT_BITS",

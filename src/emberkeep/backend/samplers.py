@@ -1,0 +1,73 @@
+"""The samplers of a request's choices: what its settings mean for the vocabulary of a model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from emberkeep.chat.grammar import Constraint
+from emberkeep.chat.output import open_reasoning
+from emberkeep.chat.prompt import Prompt
+from emberkeep.sched.dry import Breakers, Dry, find_breakers
+from emberkeep.sched.sampler_chain import Chain, needs_chain
+from emberkeep.sched.sampling import Sampler
+from emberkeep.types import Request, Sampling, Vocab
+
+_REMEMBERED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Samplers:
+    """Of one request."""
+
+    request: Request
+    settings: Sampling
+    constraint: Constraint | None
+    breakers: Breakers
+    vocab: Vocab
+
+    def of_choice(self, index: int, prompt: Prompt) -> Sampler:
+        request, settings = self.request, self.settings
+        if settings.seed is not None:
+            settings = replace(settings, seed=settings.seed + index)  # choices of one request draw differently
+        reasoning = open_reasoning(prompt.text) if request.prompt is None else None
+        matcher = self.constraint.matcher(reasoning) if self.constraint else None
+        chain = None
+        if needs_chain(settings) or request.logprobs_as_drawn:
+            chain = Chain(settings, self.vocab, prompt.tokens, self.breakers)
+        return Sampler(
+            settings, matcher, request.top_logprobs, request.forced, chain, as_drawn=request.logprobs_as_drawn
+        )
+
+
+class SamplerSource:
+    """For one vocabulary; remembers the latest that took long to make. Safe to use from several threads."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._breakers: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()
+
+    def samplers(self, request: Request, constraint: Constraint | None) -> Samplers:
+        """Blocks for tens of milliseconds where a request wants what no other wanted."""
+        settings = request.sampling
+        breakers = self._find_breakers(settings.dry_sequence_breakers) if Dry.is_on(settings) else {}
+        return Samplers(request, self._with_ids(settings), constraint, breakers, self._vocab)
+
+    def _with_ids(self, settings: Sampling) -> Sampling:
+        """With the tokens of what is biased."""
+        if not settings.text_bias and not settings.ignore_eos:
+            return settings
+        bias = dict(settings.logit_bias)
+        for text, by in settings.text_bias:
+            for token in self._vocab.tokenize(text, parse_special=False):
+                bias[token] = bias.get(token, 0.0) + by
+        bias |= dict.fromkeys(self._vocab.eog, float("-inf")) if settings.ignore_eos else {}
+        return replace(settings, logit_bias=bias)
+
+    def _find_breakers(self, texts: tuple[str, ...]) -> Breakers:
+        found = self._breakers.get(texts)
+        if found is None:
+            found = self._breakers[texts] = find_breakers(texts, self._vocab)
+            while len(self._breakers) > _REMEMBERED:
+                self._breakers.popitem(last=False)
+        return found

@@ -1,0 +1,258 @@
+"""Samplers that few requests ask for, each as llama.cpp computes it, in the order that a request gives.
+
+Requests without them never come here: `Sampler` has a shorter way for top-k, top-p and the like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from emberkeep.sched import candidates as cut
+from emberkeep.sched.candidates import Floats, Ints
+from emberkeep.sched.dry import Breakers, Dry
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import DEFAULT_SAMPLERS, Sampling, Vocab
+
+GREEDY_BELOW = 1e-6
+"""Temperatures that differ from 0 in nothing but overflowing."""
+_MIROSTAT_TOKENS = 100
+"""The likeliest tokens, from which Mirostat estimates how quickly tokens become unlikely."""
+_LEAST_IN_GAP = 0.2
+"""Text that is less likely is not drawn where a gap is filled."""
+
+
+class Candidates(NamedTuple):
+    ids: Ints | None
+    """None: the whole vocabulary."""
+    logits: Floats
+
+    def only(self, places: Ints) -> Candidates:
+        return Candidates(places if self.ids is None else self.ids[places], self.logits[places])
+
+    def token(self, place: int) -> int:
+        return place if self.ids is None else int(self.ids[place])
+
+
+def needs_chain(settings: Sampling) -> bool:
+    """Whether something is asked for besides bias, penalties on the answer, top-k, typical-p, top-p, min-p and
+    temperature in their usual order."""
+    return bool(
+        settings.samplers != DEFAULT_SAMPLERS
+        or settings.mirostat
+        or settings.min_keep
+        or settings.dynatemp_range > 0
+        or settings.top_n_sigma > 0
+        or mixes(settings)
+        or Dry.is_on(settings)
+        or (settings.repeat_last_n is not None and penalises(settings))
+    )
+
+
+def penalises(settings: Sampling) -> bool:
+    return bool(
+        settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
+    )
+
+
+def penalise(found: Floats, counts: Floats, settings: Sampling) -> Floats:
+    """The logits of tokens that came so often."""
+    factor = np.float32(settings.repetition_penalty)
+    lower: Floats = np.where(found > 0, found / factor, found * factor)
+    lower -= counts * np.float32(settings.frequency_penalty) + np.float32(settings.presence_penalty)
+    return lower
+
+
+def mixes(settings: Sampling) -> bool:
+    """XTC does something now and then."""
+    return settings.xtc_probability > 0 and settings.xtc_threshold <= 0.5
+
+
+class Chain:
+    """The samplers of one sequence. What it knows goes on with each token that was sampled, and with nothing
+    else: a draft that is taken back leaves no trace."""
+
+    def __init__(self, settings: Sampling, vocab: Vocab, prompt: TokenArray, breakers: Breakers) -> None:
+        self._settings = settings
+        self._vocab = vocab
+        self._dry = Dry(settings, breakers) if Dry.is_on(settings) else None
+        self._window = max((self._dry and settings.dry_penalty_last_n) or 0, settings.repeat_last_n or 0)
+        self._tokens: list[int] = prompt[-self._window :].tolist() if self._window else []
+        self._counts: Counter[int] = Counter()
+        self._most_surprise = 2 * settings.mirostat_tau
+        self._steps = [] if settings.mirostat else self._steps_of(settings)
+
+    def candidates(self, logits: Floats, drafted: Sequence[int], chance: float) -> Candidates:
+        """What may be drawn after `drafted`, which was not sampled yet, with the temperature in the logits.
+        Changes nothing. `chance`: a random number from 0 to 1, for XTC."""
+        left = Candidates(None, logits)
+        if self._settings.mirostat:
+            return self._mirostat(_heated(left, self._settings.temperature))
+        for step in self._steps:
+            left = step(left, drafted, chance)
+        return left
+
+    def accept(self, token: int, probability: float | None) -> None:
+        """A token was sampled, and had that probability among the candidates; None: it was forced."""
+        if self._window:
+            self._tokens.append(token)
+            if len(self._tokens) > 2 * self._window:
+                del self._tokens[: -self._window]
+        if self._settings.repeat_last_n is None and penalises(self._settings):
+            self._counts[token] += 1
+        if self._settings.mirostat and probability is not None:
+            surprise = -math.log2(max(probability, 1e-30))
+            self._most_surprise -= self._settings.mirostat_eta * (surprise - self._settings.mirostat_tau)
+
+    def _steps_of(self, settings: Sampling) -> list[_Step]:
+        least = settings.min_keep
+        steps: Mapping[str, tuple[bool, _Step]] = {
+            "penalties": (penalises(settings) and settings.repeat_last_n != 0, self._penalised),
+            "dry": (self._dry is not None, self._unrepeated),
+            "top_n_sigma": (
+                settings.top_n_sigma > 0,
+                _cutting(lambda logits: cut.near_highest(logits, settings.top_n_sigma)),
+            ),
+            "top_k": (settings.top_k > 0, _cutting(lambda logits: cut.top_k(logits, settings.top_k))),
+            "typ_p": (
+                settings.typical_p < 1,
+                _cutting(lambda logits: cut.typical(logits, settings.typical_p, least)),
+            ),
+            "top_p": (settings.top_p < 1, _cutting(lambda logits: cut.nucleus(logits, settings.top_p, least))),
+            "min_p": (
+                settings.min_p > 0,
+                _cutting(lambda logits: cut.relatively_likely(logits, settings.min_p, least)),
+            ),
+            "xtc": (mixes(settings), self._surprising),
+            "temperature": (True, self._heated),
+            "infill": (True, self._filling),
+        }
+        return [steps[name][1] for name in settings.samplers if name in steps and steps[name][0]]
+
+    # ── steps ──
+
+    def _penalised(self, left: Candidates, drafted: Sequence[int], chance: float) -> Candidates:
+        last = self._settings.repeat_last_n
+        seen = self._counts + Counter(drafted) if last is None else Counter([*self._tokens, *drafted][-last:])
+        ids = np.array(sorted(seen), np.intp)
+        counts = np.array([seen[token] for token in ids.tolist()], np.float32)
+        return _changed(left, ids, lambda found, of: penalise(found, counts[of], self._settings))
+
+    def _unrepeated(self, left: Candidates, drafted: Sequence[int], chance: float) -> Candidates:
+        assert self._dry is not None
+        lower = self._dry.penalties(np.array([*self._tokens, *drafted], np.int32))
+        ids = np.array(sorted(lower), np.intp)
+        by = np.array([lower[token] for token in ids.tolist()], np.float32)
+        return _changed(left, ids, lambda found, of: found - by[of])
+
+    def _surprising(self, left: Candidates, drafted: Sequence[int], chance: float) -> Candidates:
+        """Without the likely tokens, but for the least likely of them."""
+        if len(left.logits) < 2 or chance > self._settings.xtc_probability:
+            return left
+        ranked = left.only(cut.by_rank(left.logits, np.arange(len(left.logits))))
+        likely = int(np.count_nonzero(cut.probabilities(ranked.logits) >= self._settings.xtc_threshold))
+        out = max(likely - 1, 0)
+        stays = len(ranked.logits) - out >= self._settings.min_keep
+        return ranked.only(np.arange(out, len(ranked.logits))) if out and stays else left
+
+    def _heated(self, left: Candidates, drafted: Sequence[int], chance: float) -> Candidates:
+        """The surer the model is, the lower is a dynamic temperature."""
+        settings = self._settings
+        if settings.dynatemp_range <= 0:
+            return _heated(left, settings.temperature)
+        if len(left.logits) < 2:
+            return left
+        p = cut.probabilities(left.logits)
+        entropy = -float((p * np.log(np.maximum(p, 1e-30))).sum()) / math.log(len(p))
+        lowest = max(0.0, settings.temperature - settings.dynatemp_range)
+        highest = settings.temperature + settings.dynatemp_range
+        return _heated(left, lowest + (highest - lowest) * max(entropy, 0.0) ** settings.dynatemp_exponent)
+
+    def _filling(self, left: Candidates, drafted: Sequence[int], chance: float) -> Candidates:
+        """For code that fills a gap: ends early rather than late, and only goes on with what is likely."""
+        ranked = left.only(cut.by_rank(left.logits, np.arange(len(left.logits))))
+        p = cut.probabilities(ranked.logits).tolist()
+        ends = [ranked.token(place) in self._vocab.eog for place in range(len(p))]
+        ending = sum(chance for chance, is_end in zip(p, ends, strict=True) if is_end)
+        if 3 * ending * len(p) > sum(p) - ending:
+            return ranked.only(np.flatnonzero(ends))
+        self._merge_beginnings(ranked, p)
+        kept = [place for place, chance in enumerate(p) if chance >= _LEAST_IN_GAP or ends[place]]
+        texts = sum(not ends[place] for place in kept)
+        if not texts:
+            end = self._vocab.eos if self._vocab.eos is not None else min(self._vocab.eog)
+            return Candidates(np.array([end], np.intp), np.ones(1, np.float32))
+        least = sum(p[place] for place in kept) / (texts + 1)
+        return ranked.only(np.array([place for place in kept if p[place] >= least or ends[place]], np.intp))
+
+    def _merge_beginnings(self, ranked: Candidates, p: list[float]) -> None:
+        """A token that begins another one and that one count as the likelier of the two. Changes `p`."""
+        pieces = [self._vocab.pieces[ranked.token(place)] for place in range(len(p))]
+        for first in range(len(p)):
+            for second in range(len(p)):
+                if not p[first]:
+                    break
+                if first == second or not p[second] or not pieces[first]:
+                    continue
+                if pieces[second].startswith(pieces[first]):
+                    likelier, other = (second, first) if p[second] > p[first] else (first, second)
+                    p[likelier], p[other] = p[likelier] + p[other], 0.0
+
+    def _mirostat(self, left: Candidates) -> Candidates:
+        if len(left.logits) == 1:
+            return left
+        ranked = left.only(cut.by_rank(left.logits, np.arange(len(left.logits))))
+        p = cut.probabilities(ranked.logits)
+        count = self._count_likely(p) if self._settings.mirostat == 1 else self._count_unsurprising(p)
+        return ranked.only(np.arange(max(count, 1)))
+
+    def _count_unsurprising(self, p: Floats) -> int:
+        surprising = -np.log2(np.maximum(p, 1e-30)) > self._most_surprise
+        return int(surprising.argmax()) if surprising.any() else len(p)
+
+    def _count_likely(self, p: Floats) -> int:
+        """As many as keep the surprise in bounds if tokens become unlikely as Zipf's law has it."""
+        first = p[:_MIROSTAT_TOKENS].astype(np.float64)
+        first = first[first > 0]
+        if len(first) < 2:
+            return 1
+        ranks = np.arange(1, len(first))
+        steps = np.log((ranks + 1) / ranks)
+        exponent = float((steps * np.log(first[:-1] / first[1:])).sum() / (steps * steps).sum())
+        beyond = exponent - 1
+        scale = 1 - float(len(p)) ** -beyond
+        if exponent <= 0 or not scale:
+            return len(p)
+        return min(int((beyond * 2**self._most_surprise / scale) ** (1 / exponent)), len(p))
+
+
+_Step = Callable[[Candidates, Sequence[int], float], Candidates]
+
+
+def _cutting(places: Callable[[Floats], Ints]) -> _Step:
+    return lambda left, drafted, chance: left.only(places(left.logits))
+
+
+def _changed(left: Candidates, ids: Ints, change: Callable[[Floats, Ints], Floats]) -> Candidates:
+    """With other logits for those of `ids`, which are sorted: `change` gets them, and which of `ids` they are."""
+    if not len(ids):
+        return left
+    places, of = ids, np.arange(len(ids))
+    if left.ids is not None:
+        nearest = np.minimum(ids.searchsorted(left.ids), len(ids) - 1)
+        places = np.flatnonzero(ids[nearest] == left.ids)
+        of = nearest[places]
+    logits = left.logits.copy()
+    logits[places] = change(logits[places], of)
+    return Candidates(left.ids, logits)
+
+
+def _heated(left: Candidates, temperature: float) -> Candidates:
+    """At no temperature the likeliest is left."""
+    if temperature < GREEDY_BELOW:
+        return left.only(np.array([left.logits.argmax()]))
+    return Candidates(left.ids, left.logits / np.float32(temperature))
