@@ -404,3 +404,66 @@ def test_two_different_users_in_one_request_are_refused() -> None:
     assert request_of(user_id="a", llama_user_id="a").namespace
     with pytest.raises(InvalidField):
         request_of(user_id="a", llama_user_id="b")
+
+
+def test_the_samplers_of_llama_server_reach_the_request() -> None:
+    given = request_of(
+        dry_multiplier=0.8,
+        dry_base=2.0,
+        dry_allowed_length=3,
+        dry_penalty_last_n=-1,
+        dry_sequence_breakers=["\n", "."],
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        mirostat=2,
+        mirostat_tau=3.0,
+        mirostat_eta=0.2,
+        top_n_sigma=1.0,
+        dynatemp_range=0.5,
+        dynatemp_exponent=2.0,
+        min_keep=2,
+        ignore_eos=True,
+    ).sampling
+    assert given == Sampling(
+        dry_multiplier=0.8,
+        dry_base=2.0,
+        dry_allowed_length=3,
+        dry_penalty_last_n=2**31 - 1,
+        dry_sequence_breakers=("\n", "."),
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        mirostat=2,
+        mirostat_tau=3.0,
+        mirostat_eta=0.2,
+        top_n_sigma=1.0,
+        dynatemp_range=0.5,
+        dynatemp_exponent=2.0,
+        min_keep=2,
+        ignore_eos=True,
+    )
+    assert request_of(dry_base=0.5).sampling == Sampling()
+
+
+def test_a_repeat_penalty_looks_at_the_last_64_tokens_unless_it_says_otherwise() -> None:
+    assert request_of(repeat_penalty=1.2).sampling == Sampling(repetition_penalty=1.2, repeat_last_n=64)
+    assert request_of(repeat_penalty=1.2, repeat_last_n=8).sampling.repeat_last_n == 8
+    assert request_of(repetition_penalty=1.2).sampling.repeat_last_n is None
+
+
+@pytest.mark.parametrize("written", [["top-k", "typical_p", "TEMP", "tfs_z"], "kyt?"])
+def test_samplers_are_named_in_several_ways_and_unknown_ones_are_left_out(written: Any) -> None:
+    assert request_of(samplers=written).sampling.samplers == ("top_k", "typ_p", "temperature")
+
+
+def test_a_bias_may_be_a_list_of_pairs_of_tokens_or_texts() -> None:
+    sampling = request_of(logit_bias=[[15, 1], ["Hello", -0.5], [2, False], ["no", False]]).sampling
+    assert sampling.logit_bias == {15: 1.0, 2: float("-inf")}
+    assert sampling.text_bias == (("Hello", -0.5), ("no", float("-inf")))
+
+
+@pytest.mark.parametrize(
+    "pairs", [[[1]], [[1, 2, 3]], [[True, 1]], [[1, True]], [[-1, 1]], [[1.5, 1]], [["a", "b"]]]
+)
+def test_other_pairs_are_refused(pairs: Any) -> None:
+    with pytest.raises(InvalidField, match=r"logit_bias: give an object, or a list of pairs"):
+        request_of(logit_bias=pairs)

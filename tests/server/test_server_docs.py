@@ -27,7 +27,7 @@ def test_the_sampling_defaults_are_told(name: str) -> None:
 def test_every_field_is_told() -> None:
     told = set(re.findall(r"`([a-z_]+)", TEXT))
     bodies = (ChatBody, CompletionBody, EntryBody, VerifyBody, WarmBody, FactBody, AnswerBody, ResponseBody)
-    assert {field for body in bodies for field in body.model_fields} <= told
+    assert {info.alias or name for body in bodies for name, info in body.model_fields.items()} <= told
 
 
 def test_every_reason_is_told() -> None:

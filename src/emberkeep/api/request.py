@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
-from emberkeep.api.errors import HALF_A_CHARACTER, TOKEN_ID, USER_ID, refusal
+from emberkeep.api.errors import HALF_A_CHARACTER, USER_ID, refusal
+from emberkeep.api.field_kinds import INT32_MAX as INT32_MAX
+from emberkeep.api.field_kinds import NO_OTHERS as NO_OTHERS
+from emberkeep.api.field_kinds import Count as Count
+from emberkeep.api.field_kinds import Whole as Whole
+from emberkeep.api.field_kinds import whole
+from emberkeep.api.sampling import SamplerFields
 from emberkeep.config import OFF
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types import (
@@ -117,7 +123,6 @@ def _too_deep() -> RequestError:
 
 MAX_SCHEMA_BYTES = 256 << 10
 NO_LIMIT = -1
-INT32_MAX = 2**31 - 1
 MAX_CHOICES = 16
 USUAL_COMPLETION = 256
 """Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""
@@ -153,12 +158,6 @@ def _no_less_than_no_limit(limit: int) -> int:
     return limit
 
 
-def _whole(number: Json) -> Json:
-    """Some languages have one kind of numbers only, and write 2 as 2.0."""
-    return int(number) if isinstance(number, float) and number.is_integer() else number
-
-
-Whole = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]
 Schema = Annotated[dict[str, Any], AfterValidator(_small_enough)]
 Label = Annotated[str, Field(max_length=512)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -167,16 +166,13 @@ Remembered = Annotated[str, Field(min_length=1, max_length=65_536)]
 Question = Annotated[str, Field(min_length=1, max_length=4096)]
 MaxResults = Annotated[Whole, Field(ge=1, le=100)]
 MaxConversations = Annotated[Whole, Field(ge=1, le=1000)]
-Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
 Limit = Annotated[
     Whole, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
 ]
 Places = Annotated[Whole, Field(ge=0, le=65_536)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-KvBits = Annotated[Literal[16, 8, 4], BeforeValidator(_whole)]
+KvBits = Annotated[Literal[16, 8, 4], BeforeValidator(whole)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenKey = Annotated[str, Field(pattern=TOKEN_ID)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[
     list[StopText],
@@ -264,11 +260,7 @@ class PredictionBody(Body):
     ]
 
 
-NO_OTHERS: dict[str, Json] = {"additionalProperties": False}
-"""For the schema of a mapping: no other keys are allowed, which pydantic does not say."""
-
-
-class GenerationFields(Body):
+class GenerationFields(SamplerFields, Body):
     """Every field may be null, which means the same as leaving it out."""
 
     max_tokens: Limit | None = None
@@ -283,7 +275,6 @@ class GenerationFields(Body):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=NO_OTHERS)] | None = None
 
     kv_bits: KvBits | None = None
     approximate: Approximate | None = None
@@ -303,9 +294,7 @@ class GenerationFields(Body):
             given["top_k"] = 0  # OpenAI-compatible servers write it so
         if self.seed is not None:
             given["seed"] = self.seed % 2**64  # random generators take no negative seeds
-        if self.logit_bias:
-            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        return Sampling(**given)
+        return Sampling(**{**self.sampler_settings(), **given})
 
 
 def to_limit(max_tokens: int | None) -> int | None:

@@ -107,7 +107,8 @@ class Choice:
     def _finish_reason(self, ending: Ending) -> FinishReason:
         if self._stream.saw_tool_calls:
             return FinishReason.TOOL_CALLS
-        return FinishReason.LENGTH if ending.reason is EndReason.LENGTH else FinishReason.STOP
+        is_cut = ending.reason is EndReason.LENGTH or (self._stream.is_cut and self._stream.stop is None)
+        return FinishReason.LENGTH if is_cut else FinishReason.STOP
 
 
 async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator[Event | Full]:

@@ -27,10 +27,10 @@ from emberkeep.backend.cache import Explainer, StoreCache
 from emberkeep.backend.choices import Channel, Choice, Full, Item, Outbox, Permit, Permits, until_completed
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.precache import KeepAlive, Precache
+from emberkeep.backend.samplers import Samplers, SamplerSource
 from emberkeep.backend.server_tools import HostTools, ServerTools
 from emberkeep.backend.verify import Verifier
-from emberkeep.chat.grammar import Constraint
-from emberkeep.chat.output import TextStream, open_reasoning
+from emberkeep.chat.output import TextStream
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import (
@@ -132,6 +132,7 @@ class LocalBackend:
             context=scheduler.context,
             wants_borders=scheduler.kv_unit.has_snapshots,
         )
+        self._samplers = SamplerSource(scheduler.vocab)
         self._conversations = Conversations(
             sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
         )
@@ -184,13 +185,13 @@ class LocalBackend:
         permit = held or self._permits.acquire(request.user, request.n)
         sequences: list[tuple[Sequence, Choice]] = []
         try:
-            conversation, constraint = await asyncio.to_thread(self._prepare, request, lineage)
+            conversation, samplers = await asyncio.to_thread(self._prepare, request, lineage)
             if self._forgotten.since(asked_at, request.namespace):
                 request = replace(request, is_kept=False)
             prompt, channel = conversation.prompt, Channel[Item](self._outbox)
             for index in range(request.n):
                 choice = self._choice(request, conversation, index, channel, permit)
-                sampler = self._sampler(request, prompt, index, constraint)
+                sampler = samplers.of_choice(index, prompt)
                 approximation = self._lineages.approximation(request)
                 sequence = Sequence(prompt, request, sampler, choice, approximation=approximation, arrived=arrived)
                 sequences.append((sequence, choice))
@@ -238,15 +239,15 @@ class LocalBackend:
             deadline_s=request.deadline_s or self._settings.deadline_s,
         )
 
-    def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, Constraint | None]:
-        """What the model sees of a request, as a prompt that fits into its context and into memory, and what the
-        answer must look like. Blocks for milliseconds. Raises RequestError: ContextExceeded or TooLarge for what
+    def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, Samplers]:
+        """What the model sees of a request, as a prompt that fits into its context and into memory, and how its
+        answer is sampled. Blocks for milliseconds. Raises RequestError: ContextExceeded or TooLarge for what
         does not fit."""
         try:
             conversation = self._plan_memory(self._conversations.open(request, lineage))
         except (ContextExceeded, TooLarge) as error:
             conversation = self._truncate(request, lineage, error)
-        return conversation, self._prompts.constraint(request)
+        return conversation, self._samplers.samplers(request, self._prompts.constraint(request))
 
     def _plan_memory(self, conversation: Conversation) -> Conversation:
         """With a plan for its memory. Raises TooLarge."""
@@ -300,11 +301,6 @@ class LocalBackend:
             in_pieces=request.in_pieces,
             grows_to=request.max_tokens if conversation.can_grow else 0,
         )
-
-    def _sampler(self, request: Request, prompt: Prompt, index: int, constraint: Constraint | None) -> Sampler:
-        reasoning = open_reasoning(prompt.text) if request.prompt is None else None
-        matcher = constraint.matcher(reasoning) if constraint else None
-        return Sampler(_for_choice(request, index), matcher, request.top_logprobs, request.forced)
 
     def _make_room(self, sequence: Sequence, conversation: Conversation) -> Conversation:
         """More messages leave, or the answer ends where it is."""
@@ -452,12 +448,6 @@ def _timed(fit: Fit, lookup: LookupRecord) -> Fit:
         return fit
     latest = replace(fit.evictions[-1], engine_ms=lookup.cut_ms)
     return replace(fit, evictions=(*fit.evictions[:-1], latest))
-
-
-def _for_choice(request: Request, index: int) -> Sampling:
-    """Choices of one request draw differently even when the request has a seed."""
-    sampling = request.sampling
-    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
 
 
 class RecentLookups:

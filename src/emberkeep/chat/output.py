@@ -26,6 +26,7 @@ from emberkeep.chat.dialects.table import (
     TAGGED,
     Reasoning,
 )
+from emberkeep.chat.line_limit import LineLimit
 from emberkeep.chat.repeated_calls import RepeatedCalls
 from emberkeep.types import (
     Event,
@@ -56,6 +57,7 @@ class OutputOptions:
     reasoning_format: ReasoningFormat = ReasoningFormat.SEPARATE
     raw: bool = False
     """The text goes through as it is."""
+    lines: LineLimit | None = None
 
 
 class TextStream:
@@ -67,6 +69,7 @@ class TextStream:
         self._index = index
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopScanner(options.stop)
+        self._lines = options.lines
         tools = {tool.name: tool for tool in options.tools}
         self._sections = None if options.raw else Sections(tools, options.reasoning, framing(vocab))
         self._reasoning_format = options.reasoning_format
@@ -80,6 +83,8 @@ class TextStream:
         self._passed = 0
         self.stop: str | None = None
         """The stop string that has come."""
+        self.is_cut = False
+        """Its lines have ended it."""
         self._ends: list[int] = []
         self._waiting: deque[_Sampled] = deque()
         self.reasoning_tokens = 0
@@ -96,6 +101,7 @@ class TextStream:
             reasoning=open_reasoning(prompt),
             reasoning_format=request.reasoning or ReasoningFormat.SEPARATE,
             raw=request.prompt is not None,
+            lines=LineLimit.of(request),
         )
         return cls(vocab, options, index=index)
 
@@ -106,9 +112,9 @@ class TextStream:
 
     @property
     def text_kept_tokens(self) -> int:
-        """How many of the tokens pushed lie wholly before the stop string, or before a call that is not wanted;
-        all, when none has come."""
-        end = self._passed if self.stop else self._calls_end
+        """How many of the tokens pushed lie wholly before the stop string, or before what is not wanted; all, when
+        none has come."""
+        end = self._passed if self.stop or self.is_cut else self._calls_end
         return len(self._ends) if end is None else bisect_right(self._ends, end)
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> tuple[list[Event], bool]:
@@ -123,22 +129,28 @@ class TextStream:
         end = self._decoded + bool(self._decoder.getstate()[0])
         self._ends.append(end)
         self._waiting.append(_Sampled(token_id, logprob, start, end))
-        return (self._pass_on(text), self.stop is not None or self._has_its_call) if text else ([], False)
+        return (self._pass_on(text), self._is_over) if text else ([], False)
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """What was held back. `cut`: the answer had to end here (max_tokens, the context)."""
         if self._has_its_call:
             return []
         events: list[Event] = []
-        if self.stop is None:
+        if not self._is_over:
             events += self._pass_on(self._decoder.decode(b"", final=True))
-            if self.stop is None:
-                events += self._pass_to_sections(self._stops.flush())
+        if self.stop is None:
+            events += self._pass_to_sections(self._stops.flush())
         if self._sections:
             events += self._events(self._sections.finish(cut=cut))
         return events + self._left_over()
 
+    @property
+    def _is_over(self) -> bool:
+        return self.stop is not None or self.is_cut or self._has_its_call
+
     def _pass_on(self, text: str) -> list[Event]:
+        if self._lines is not None:
+            text, self.is_cut = self._lines.feed(text)
         passed, self.stop = self._stops.feed(text)
         return self._pass_to_sections(passed)
 
@@ -218,7 +230,7 @@ class TextStream:
 
     def _left_over(self) -> list[Event]:
         """Logprobs of tokens that have no text of their own, such as an empty piece at the end."""
-        if self.stop is not None or self._calls or all(sampled.logprob is None for sampled in self._waiting):
+        if self._is_over or self._calls or all(sampled.logprob is None for sampled in self._waiting):
             return []
         return [self._text_delta("", self._decoded + 1)]
 

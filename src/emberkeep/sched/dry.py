@@ -103,11 +103,13 @@ def _heads(
 ) -> Iterable[tuple[int, tuple[int, ...]]]:
     """Each token that holds `breaker`, or ends with its beginning, and the tokens of the rest."""
     beginnings = [breaker[:length] for length in range(1, len(breaker))]
-    tails = {begin: tuple(tokenize(breaker[len(begin) :].decode(errors="replace"))) for begin in beginnings}
+    tails: dict[bytes, tuple[int, ...]] = {}
     for token, piece in enumerate(pieces):
         if breaker in piece:
             yield token, ()
             continue
         for begin in beginnings:
             if piece.endswith(begin):
-                yield token, tails[begin][:_MOST_TOKENS]
+                if begin not in tails:
+                    tails[begin] = tuple(tokenize(breaker[len(begin) :].decode(errors="replace")))[:_MOST_TOKENS]
+                yield token, tails[begin]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from emberkeep.sched.candidates import (
     Floats,
+    Ints,
     count_likely,
     nucleus,
     relatively_likely,
@@ -74,16 +74,20 @@ class Sampler:
         self._bias_ids = np.fromiter(settings.logit_bias, np.intp, len(settings.logit_bias))
         self._bias = np.fromiter(settings.logit_bias.values(), np.float32, len(settings.logit_bias))
         self._penalises = penalises(settings) and chain is None
+        self._temperature = np.float32(settings.temperature)
         self._is_greedy = settings.temperature < GREEDY_BELOW and chain is None
 
     def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
         adjusted = self._adjust(logits)
-        draw = None if self._forced or self._is_greedy else self._draw(adjusted)
-        if draw is not None:
-            token = draw.token
+        draw = None
+        if self._forced:
+            token = self._forced.popleft()
+        elif self._is_greedy:
+            token = int(adjusted.argmax())
         else:
-            token = self._forced.popleft() if self._forced else int(adjusted.argmax())
+            draw = self._draw(adjusted)
+            token = draw.token
         if self._matcher:
             self._matcher.advance(token)
         if self._chain:
@@ -143,53 +147,58 @@ class Sampler:
         """With the random number for the token after `ahead` others, which stays to be taken; None: the next."""
         uniform = self._uniforms.take() if ahead is None else self._uniforms.peek(ahead)
         if self._chain is None:
-            left = self._candidates(logits)
-            kept = left.logits / np.float32(self._settings.temperature)
+            ids, kept = self._candidates(logits)
+            kept = kept / self._temperature
         else:
-            left = self._chain.candidates(logits, drafted, self._chance(ahead))
-            kept = left.logits
+            ids, kept = self._chain.candidates(logits, drafted, self._chance(ahead))
         cumulative = weights(kept).cumsum()
         place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-        return _Draw(min(place, len(kept) - 1), cumulative, left)
+        return _Draw(min(place, len(kept) - 1), cumulative, ids)
 
     def _chance(self, ahead: int | None) -> float:
         if self._chances is None:
             return 0.0
         return self._chances.take() if ahead is None else self._chances.peek(ahead)
 
-    def _candidates(self, logits: Floats) -> Candidates:
-        """What may be drawn, without the temperature."""
+    def _candidates(self, logits: Floats) -> tuple[Ints | None, Floats]:
+        """What may be drawn: ids and logits, without the temperature. No ids: it is the whole vocabulary."""
         settings = self._settings
+        if settings.top_k > 0 and settings.typical_p >= 1:
+            ids = top_k(logits, settings.top_k)
+            kept = logits[ids]
+            count = count_likely(kept, settings.top_p, settings.min_p)
+            return ids[:count], kept[:count]
         left = Candidates(None, logits)
         if settings.top_k > 0:
             left = left.only(top_k(logits, settings.top_k))
-            if settings.typical_p >= 1:
-                count = count_likely(left.logits, settings.top_p, settings.min_p)
-                assert left.ids is not None
-                return Candidates(left.ids[:count], left.logits[:count])
         for cut, mass in ((typical, settings.typical_p), (nucleus, settings.top_p)):
             if mass < 1:
                 left = left.only(cut(left.logits, mass))
         return left.only(relatively_likely(left.logits, settings.min_p)) if settings.min_p > 0 else left
 
 
-@dataclass(frozen=True, slots=True)
 class _Draw:
     """Which of the candidates was drawn."""
 
-    place: int
-    cumulative: Floats
-    """How likely each candidate is or one before it (not of 1)."""
-    left: Candidates
+    __slots__ = ("cumulative", "ids", "place")
+
+    def __init__(self, place: int, cumulative: Floats, ids: Ints | None) -> None:
+        """`cumulative`: how likely each candidate is or one before it (not of 1)."""
+        self.place = place
+        self.cumulative = cumulative
+        self.ids = ids
 
     @property
     def token(self) -> int:
-        return self.left.token(self.place)
+        return self.token_at(self.place)
 
     @property
     def probability(self) -> float:
         before = self.cumulative[self.place - 1] if self.place else 0.0
         return float((self.cumulative[self.place] - before) / self.cumulative[-1])
+
+    def token_at(self, place: int) -> int:
+        return place if self.ids is None else int(self.ids[place])
 
     def shares(self) -> Floats:
         shares: Floats = np.diff(self.cumulative, prepend=np.float32(0)) / self.cumulative[-1]
@@ -218,7 +227,7 @@ def describe_draw(draw: _Draw, top: int, pieces: Sequence[bytes]) -> TokenLogpro
     """Log-probabilities among the candidates that were drawn from; those that cannot be drawn are not told."""
     shares = draw.shares().astype(np.float64)
     best = (-shares).argsort(kind="stable")[:top]
-    told = [(draw.left.token(place), math.log(shares[place])) for place in best.tolist() if shares[place] > 0]
+    told = [(draw.token_at(place), math.log(shares[place])) for place in best.tolist() if shares[place] > 0]
     alternatives = tuple(TokenLogprob(token, pieces[token], chance) for token, chance in told)
     chosen = math.log(max(draw.probability, 1e-30))
     return TokenLogprob(draw.token, pieces[draw.token], chosen, alternatives)

@@ -207,25 +207,19 @@ class Sampling:
     """How the next token is drawn. `temperature == 0` is greedy. Names and meanings are llama.cpp's."""
 
     temperature: float = 0.8
-    dynatemp_range: float = 0.0
-    """The temperature is up to so much lower or higher, by how sure the model is."""
-    dynatemp_exponent: float = 1.0
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
     typical_p: float = 1.0
-    top_n_sigma: float = -1.0
-    """Above 0: only logits within so many standard deviations of the highest."""
-    xtc_probability: float = 0.0
-    """How often all but the least likely of the tokens above `xtc_threshold` are left out."""
-    xtc_threshold: float = 0.1
-    mirostat: Literal[0, 1, 2] = 0
-    """1 and 2 take the place of every other sampler but the temperature."""
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    text_bias: tuple[tuple[str, float], ...] = ()
+    """The same for every token of a text."""
+    ignore_eos: bool = False
+    """Nothing that ends a generation is drawn."""
     repeat_last_n: int | None = None
     """Penalties look at so many tokens, those of the prompt included. None: at all of the answer, and no more."""
     dry_multiplier: float = 0.0
@@ -234,16 +228,22 @@ class Sampling:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    top_n_sigma: float = -1.0
+    """Above 0: only logits within so many standard deviations of the highest."""
+    xtc_probability: float = 0.0
+    """How often all but the least likely of the tokens above `xtc_threshold` are left out."""
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    """The temperature is up to so much lower or higher, by how sure the model is."""
+    dynatemp_exponent: float = 1.0
+    mirostat: Literal[0, 1, 2] = 0
+    """1 and 2 take the place of every other sampler but the temperature."""
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     samplers: tuple[str, ...] = DEFAULT_SAMPLERS
     """Which are used, and in which order."""
     min_keep: int = 0
     """So many tokens at least are left to draw from by top-p, min-p, typical-p and XTC."""
-    seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    text_bias: tuple[tuple[str, float], ...] = ()
-    """The same for every token of a text."""
-    ignore_eos: bool = False
-    """Nothing that ends a generation is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,11 +355,15 @@ class Request:
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    line_seconds: float | None = None
+    """The answer ends with the first line that is complete later than this after its first token."""
+    indent: int = 0
+    """The answer ends before a line, the first one excepted, that begins with fewer blanks."""
     n: int = 1
     top_logprobs: int | None = None
     """None: no logprobs. 0: the chosen token's only."""
     logprobs_as_drawn: bool = False
-    """They are those that the tokens were drawn with, after everything that `sampling` says. False: the model's."""
+    """They are those that tokens were drawn with, after everything that `sampling` says. False: the model's."""
     forced: tuple[int, ...] = ()
     """Tokens that the answer is made to begin with, to learn their probabilities (`top_logprobs`)."""
     echo: bool = False
