@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -22,6 +23,8 @@ class Listener:
     ending: Future[Ending] = field(default_factory=Future)
 
     def progress(self, progress: Progress) -> None: ...
+
+    def scored(self, start: int, logprobs: Iterable[TokenLogprob]) -> None: ...
 
     def token(self, token: int, logprob: TokenLogprob | None) -> bool:
         self.first = self.first or perf_counter()

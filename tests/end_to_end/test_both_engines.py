@@ -7,6 +7,7 @@ answer is the same if it takes the same tokens until two of them are as good as 
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Chat:
 
     def request(self, messages: list[Message] | None = None, **fields: Any) -> Request:
         usual = {
-            "messages": tuple(messages or self.messages),
+            "messages": tuple(self.messages if messages is None else messages),
             "sampling": Sampling(temperature=0, logit_bias=self.kind.unprintable),
             "max_tokens": ANSWER,
             "top_logprobs": 0,
@@ -334,6 +335,20 @@ def test_logprobs_are_of_the_best_tokens(chat: Chat) -> None:
         best = [candidate.logprob for candidate in chosen.top]
         assert best == sorted(best, reverse=True)
         assert chosen.logprob == best[0] < 0
+
+
+def test_the_tokens_of_an_echoed_prompt_are_as_likely_as_if_they_were_answers(chat: Chat) -> None:
+    ids = tuple(next(iter(chat.kind.unprintable)) + 40 + (7 * i) % 50 for i in range(150))
+    echoed = chat.ask(prompt=ids, messages=(), echo=True, max_tokens=0)
+    again = chat.ask(prompt=ids, messages=(), echo=True, max_tokens=1)
+    forced = chat.ask(prompt=ids[:1], messages=(), forced=ids[1:], max_tokens=len(ids) - 1)
+    assert [chosen.token_id for chosen in echoed.logprobs] == list(ids)
+    assert math.isnan(echoed.logprobs[0].logprob)
+    expected = [chosen.logprob for chosen in forced.logprobs]
+    for result in (echoed, again):
+        scores = [chosen.logprob for chosen in result.logprobs[1 : len(ids)]]
+        assert scores == pytest.approx(expected, abs=NOISE)
+    assert len(again.logprobs) == len(ids) + 1
 
 
 def test_a_streamed_answer_is_the_answer_in_pieces(chat: Chat) -> None:

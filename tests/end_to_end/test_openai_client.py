@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,62 @@ def test_the_result_of_a_tool_goes_back_into_the_conversation(client: openai.Ope
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert asked.usage is not None
     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= asked.usage.prompt_tokens - 1
+
+
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize(("choice", "most"), [(NAMED, 1), ("required", 16)])
+def test_a_demanded_call_is_not_repeated(client: openai.OpenAI, choice: Any, most: int) -> None:
+    answer = client.chat.completions.create(**{**ASK_WEATHER, "max_tokens": 1000}, tool_choice=choice).choices[0]
+    calls = [
+        call.function.model_dump_json() for call in answer.message.tool_calls or [] if call.type == "function"
+    ]
+    assert answer.finish_reason == "tool_calls"
+    assert 1 <= len(calls) <= most
+    assert all(one != other for one, other in pairwise(calls))
+
+
+def test_a_tool_without_parameters_gets_no_arguments(client: openai.OpenAI) -> None:
+    bare: Any = {"type": "function", "function": {"name": "get_time"}}
+    ask = {**ASK_WEATHER, "tools": [bare]}
+    (call,) = client.chat.completions.create(**ask, tool_choice=bare).choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.arguments == "{}"
+
+
+@pytest.mark.parametrize(
+    ("extra", "pattern"),
+    [
+        ({"guided_choice": ["red", "blue"]}, "red|blue"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"'}}, "ab"),
+        ({"json_schema": {"type": "integer", "minimum": 0, "maximum": 9}}, "[0-9]"),
+    ],
+)
+def test_what_an_answer_must_look_like_is_never_ignored(
+    client: openai.OpenAI, extra: dict[str, Any], pattern: str
+) -> None:
+    answer = client.chat.completions.create(**{**GREEDY, "extra_body": extra}).choices[0]
+    assert re.fullmatch(pattern, answer.message.content or "")
+    assert answer.finish_reason == "stop"
+
+
+def test_texts_can_be_compared_by_how_likely_they_are(client: openai.OpenAI) -> None:
+    def score(text: str, limit: int) -> float:
+        answer = client.completions.create(
+            model="default", prompt=text, echo=True, logprobs=1, max_tokens=limit, temperature=0
+        ).choices[0]
+        assert answer.logprobs is not None and answer.logprobs.tokens and answer.logprobs.token_logprobs
+        count = len(answer.logprobs.tokens) - limit
+        assert "".join(answer.logprobs.tokens[:count]) == text == answer.text[: len(text)]
+        assert answer.logprobs.token_logprobs[0] is None
+        return sum(each or 0.0 for each in answer.logprobs.token_logprobs[:count])
+
+    likely, unlikely = "The capital of France is Paris.", "The capital of France is cheese."
+    assert score(likely, 0) > score(unlikely, 0)
+    assert score(likely, 1) == pytest.approx(score(likely, 0), abs=1e-3)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────

@@ -251,7 +251,7 @@ def crowd_of(rig: Rig) -> Crowd:
     stopped = Recorder(stop_at=lambda tokens: 1 if len(tokens) == 3 else None)
     crowd.add(text(60, seed=13), stopped, sampling=ENDLESS, stops_at=3)
     crowd.add([*DAMAGED, *ASK], want_progress=True)
-    crowd.add(text(50, seed=14), use_cache=False)
+    crowd.add(text(50, seed=14), use_cache=False, echo=True, top_logprobs=1)
     if rig.engine.capabilities.can_shift:
         crowd.add([*LEAD, *NOTICE, *KEPT, *ASK], exact=False, splice=_splice([*STORED, *ASK]), lineage=MARKED)
         crowd.add_growing([*LEAD, *OLD, *text(30, seed=15)])

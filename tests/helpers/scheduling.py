@@ -56,6 +56,7 @@ class Recorder:
     ) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob | None] = []
+        self.scores: list[TokenLogprob] = []
         self.reports: list[Progress] = []
         self.ending: Ending | None = None
         self.error: EmberkeepError | None = None
@@ -66,6 +67,10 @@ class Recorder:
 
     def progress(self, progress: Progress) -> None:
         self.reports.append(progress)
+
+    def scored(self, start: int, logprobs: Iterable[TokenLogprob]) -> None:
+        """Of the second token and those that follow it."""
+        self.scores[start - 1 :] = logprobs
 
     def token(self, token: int, logprob: TokenLogprob | None) -> bool:
         assert not self._over.is_set()
@@ -188,7 +193,7 @@ class Rig:
         of_request = {name: more.pop(name) for name in list(more) if name in _REQUEST}
         sequence = Sequence_(
             prompt_of(tokens, **more),
-            Request(**of_request),
+            Request(**of_request, top_logprobs=top_logprobs),
             Sampler(sampling, top_logprobs=top_logprobs),
             recorder,
             approximation=approximate,

@@ -140,7 +140,8 @@ def test_the_same_at_any_call_with_any_error(stored, unit: KvUnit, part: type, n
 @pytest.mark.parametrize("name", [name for name in methods(Output) if name != "failed"])
 def test_a_consumer_that_fails_is_told_alone(stored, name: str) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
-        asked = {"kept_tokens": crowd.asked[5], "progress": crowd.asked[6]}.get(name, crowd.asked[2])
+        special = {"kept_tokens": crowd.asked[5], "progress": crowd.asked[6], "scored": crowd.asked[7]}
+        asked = special.get(name, crowd.asked[2])
         consumer = Faults(asked.recorder, methods(Output))
         consumer.fail(name, 1, RuntimeError("injected"))
         consumer.is_armed = True

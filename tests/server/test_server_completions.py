@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import httpx
@@ -89,6 +90,20 @@ def test_text_offsets_count_an_echoed_prompt(backend: ScriptedBackend, client: o
     assert answer.choices[0].logprobs.text_offset == [3]
     chunks = list(client.completions.create(model="default", prompt="Hel", logprobs=0, echo=True, stream=True))
     assert [chunk.choices[0].logprobs.text_offset for chunk in chunks if chunk.choices[0].logprobs] == [[3]]
+
+
+def test_the_first_token_of_a_prompt_has_no_log_probability(backend: ScriptedBackend, http: httpx.Client) -> None:
+    tokens = (TokenLogprob(1, b"He", math.nan), TokenLogprob(2, b"y", -1.0, top=(TokenLogprob(3, b"l", -0.5),)))
+    backend.reset(TextDelta(0, "Hey", logprobs=tokens), Finished(0, FinishReason.LENGTH), COMPLETED)
+    body = {"prompt": "Hey", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert answer["logprobs"] == {
+        "tokens": ["He", "y"],
+        "token_logprobs": [None, -1.0],
+        "top_logprobs": [None, {"l": -0.5}],
+        "text_offset": [0, 2],
+    }
+    assert backend.last.scores_prompt
 
 
 @pytest.mark.parametrize(

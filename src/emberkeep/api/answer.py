@@ -7,6 +7,7 @@ per choice. JSON is written in ASCII because some clients take U+2028 inside a t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
@@ -385,10 +386,16 @@ def text_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:
         offset += len(_text(token))
     return {
         "tokens": [_text(token) for token in tokens],
-        "token_logprobs": [_finite(token) for token in tokens],
-        "top_logprobs": [{_text(other): _finite(other) for other in token.top} for token in tokens],
+        "token_logprobs": [None if math.isnan(token.logprob) else _finite(token) for token in tokens],
+        "top_logprobs": [_likeliest(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def _likeliest(token: TokenLogprob) -> Json:
+    if math.isnan(token.logprob):
+        return None
+    return {_text(other): _finite(other) for other in token.top}
 
 
 def _entry(token: TokenLogprob) -> dict[str, Json]:

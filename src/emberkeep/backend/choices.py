@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,7 +18,17 @@ from typing import Generic, TypeVar
 from emberkeep.chat.output import TextStream
 from emberkeep.errors import EmberkeepError, Overloaded, RateLimited
 from emberkeep.sched.sequence import Ending, EndReason
-from emberkeep.types import Completed, Event, Finished, FinishReason, Progress, Timings, TokenLogprob, Usage
+from emberkeep.types import (
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    Progress,
+    TextDelta,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 
 T = TypeVar("T")
 
@@ -42,6 +52,15 @@ class Full:
 Item = Event | Ended | Full | EmberkeepError
 
 
+@dataclass(slots=True)
+class ScoredEcho:
+    """A prompt that is told with the log probabilities of its tokens, when all of them are known."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    """At first of the first token, which has none."""
+
+
 class Choice:
     """The output of a sequence: tokens in, events out. Lives on the engine's thread."""
 
@@ -54,8 +73,11 @@ class Choice:
         *,
         in_pieces: bool,
         grows_to: int | None = 0,
+        echo: ScoredEcho | None = None,
     ) -> None:
-        """`grows_to`: as long as its answer has fewer tokens, more room may be made for it. None: always."""
+        """`grows_to`: as long as its answer has fewer tokens, more room may be made for it. None: always.
+        `echo`: what comes before its first token."""
+        self._echo = echo
         self._in_pieces = in_pieces
         self._grows_to = grows_to
         self._tokens = 0
@@ -69,7 +91,13 @@ class Choice:
         if self._index == 0:
             self._channel.put(progress)
 
+    def scored(self, start: int, logprobs: Iterable[TokenLogprob]) -> None:
+        assert self._echo is not None
+        self._echo.logprobs[start:] = logprobs
+
     def token(self, token: int, logprob: TokenLogprob | None) -> bool:
+        if self._echo is not None:
+            self._tell_echo(self._echo)
         self._tokens += 1
         events, stop = self._stream.push(token, logprob)
         for event in events:
@@ -87,12 +115,18 @@ class Choice:
         return True
 
     def ended(self, ending: Ending) -> None:
+        if self._echo is not None:
+            self._tell_echo(self._echo)
         events = self._stream.finish(cut=ending.reason is EndReason.LENGTH)
         self._over()
         for event in events:
             self._channel.put(event)
         self._channel.put(Finished(self._index, self._finish_reason(ending), self._stream.stop))
         self._channel.put(Ended(self._index, ending, self._stream.reasoning_tokens))
+
+    def _tell_echo(self, echo: ScoredEcho) -> None:
+        self._echo = None
+        self._channel.put(TextDelta(self._index, echo.text, tuple(echo.logprobs)))
 
     def failed(self, error: EmberkeepError) -> None:
         self._over()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Container
@@ -24,7 +25,17 @@ import numpy as np
 
 from emberkeep.backend.base import Embedder, ModelCard
 from emberkeep.backend.cache import Explainer, StoreCache
-from emberkeep.backend.choices import Channel, Choice, Full, Item, Outbox, Permit, Permits, until_completed
+from emberkeep.backend.choices import (
+    Channel,
+    Choice,
+    Full,
+    Item,
+    Outbox,
+    Permit,
+    Permits,
+    ScoredEcho,
+    until_completed,
+)
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.samplers import Samplers, SamplerSource
@@ -68,6 +79,7 @@ from emberkeep.types import (
     Sampling,
     SpeculationStats,
     TextDelta,
+    TokenLogprob,
 )
 
 log = logging.getLogger("emberkeep.backend")
@@ -200,7 +212,7 @@ class LocalBackend:
             if self._forgotten.since(asked_at, request.namespace):
                 self.scheduler.forget({request.namespace})
             yield Accepted(len(prompt))
-            if request.echo:
+            if request.echo and not request.scores_prompt:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
             noting = self._start_noting(request, prompt, [sequence for sequence, _ in sequences])
@@ -232,6 +244,8 @@ class LocalBackend:
         return self._server_tools.equip(self._hygiene.apply(request, learn=False))
 
     def _with_defaults(self, request: Request) -> Request:
+        if request.scores_prompt:
+            request = replace(request, use_cache=False, approximate=False)
         return replace(
             request,
             raw_tools=request.raw_tools or self._settings.raw_tools,
@@ -300,7 +314,13 @@ class LocalBackend:
             permit,
             in_pieces=request.in_pieces,
             grows_to=request.max_tokens if conversation.can_grow else 0,
+            echo=self._scored_echo(conversation.prompt) if request.scores_prompt else None,
         )
+
+    def _scored_echo(self, prompt: Prompt) -> ScoredEcho:
+        first = int(prompt.tokens[0])
+        piece = b"" if self._prompts.lead(prompt.text) == (first,) else self._vocab.pieces[first]
+        return ScoredEcho(prompt.text, [TokenLogprob(first, piece, math.nan)])
 
     def _make_room(self, sequence: Sequence, conversation: Conversation) -> Conversation:
         """More messages leave, or the answer ends where it is."""

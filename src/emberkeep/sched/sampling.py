@@ -100,6 +100,10 @@ class Sampler:
             return token, describe_draw(draw, self._top_logprobs, pieces)
         return token, describe(logits, token, self._top_logprobs, pieces)
 
+    def score(self, logits: Floats, token: int, pieces: Sequence[bytes]) -> TokenLogprob:
+        """How likely a token of the prompt was. Nothing is chosen."""
+        return describe(logits, token, self._top_logprobs or 0, pieces)
+
     def look_ahead(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, float]:
         """What would be chosen from these logits, which may be another model's, after `drafted`: with the random
         number that will be used there. Returns how likely it was, too. Nothing is advanced, and no grammar is

@@ -148,8 +148,10 @@ class Scheduler:
         self._slots = Slots(engine, settings.tracked)
         self._draft = DraftModel(draft, settings.tracked, settings.prefill_slice, self._wake) if draft else None
         self._speculation = _speculation(engine, store, settings, self._draft)
+        able = engine.capabilities
+        spare = able.outputs - able.max_sequences
         self._planner = Planner(
-            engine.capabilities.batch, settings.prefill_slice, store.costs.evaluate, self._speculation
+            able.batch, settings.prefill_slice, store.costs.evaluate, self._speculation, max(spare, 0)
         )
         self._cache = PrefixCache(engine, store, self._slots, self._wake)
         self.calibration = Calibration()
@@ -457,7 +459,9 @@ class Scheduler:
         sequence, drafted = planned.sequence, planned.draft.count if planned.draft else 0
         sequence.evaluated(len(planned.rows.tokens) - drafted, self._engine.capabilities.wide_rows)
         self._cache.commit(sequence)
-        if planned.rows.outputs:
+        if planned.is_scored:
+            self._score(planned, index)
+        if planned.rows.outputs and not planned.is_scored:
             self._sample(planned, index)
         elif sequence.phase is Phase.CLOSING:
             self._finish_if_closed(sequence)
@@ -469,6 +473,16 @@ class Scheduler:
             self._report_progress(sequence)
         else:
             self._end(sequence, EndReason.LENGTH)
+
+    def _score(self, planned: Planned, index: int) -> None:
+        """Tell how likely tokens of the prompt were. The logits after one of them are about the next."""
+        sequence, rows = planned.sequence, planned.rows
+        assert sequence.output is not None
+        following = sequence.tokens[rows.start + 1 : rows.start + 1 + len(rows.tokens)].tolist()
+        pieces, sampler = self._engine.vocab.pieces, sequence.sampler
+        logits = (self._engine.logits(index, row) for row in range(len(following)))
+        scored = [sampler.score(each, token, pieces) for each, token in zip(logits, following, strict=True)]
+        sequence.output.scored(rows.start + 1, scored)
 
     def _sample(self, planned: Planned, index: int) -> None:
         """The next token, and as many more as were drafted rightly: each is what plain decoding would sample."""

@@ -85,6 +85,9 @@ class Output(Protocol):
 
     def progress(self, progress: Progress) -> None: ...
 
+    def scored(self, start: int, logprobs: Iterable[TokenLogprob]) -> None:
+        """How likely the tokens of the prompt from `start` on were; some may be told again."""
+
     def token(self, token: int, logprob: TokenLogprob | None) -> bool:
         """A sampled token, end-of-generation tokens excepted. True: stop now."""
 
@@ -306,6 +309,11 @@ class Sequence:
         return self.computed < self._apart_until and self.is_runnable
 
     @property
+    def scores_prompt(self) -> bool:
+        """The tokens that it evaluates next are of a prompt whose log probabilities are wanted."""
+        return self.request.scores_prompt and self.in_prompt and self.output is not None and not self.sampled_count
+
+    @property
     def sampled_count(self) -> int:
         return self.answer_end - self.prompt_length
 
@@ -396,8 +404,9 @@ class Sequence:
 
     # ── going on ──
 
-    def next_slice(self, budget: int) -> tuple[TokenArray, bool]:
-        """The tokens to evaluate next and whether they need logits. The last prompt token goes alone."""
+    def next_slice(self, budget: int) -> tuple[TokenArray, int]:
+        """The tokens to evaluate next, and after how many of them logits are needed. The last prompt token goes
+        alone."""
         if self._largest_slice is not None:
             budget = min(budget, self._largest_slice)
         end = min(self.computed + budget, len(self.tokens))
@@ -405,7 +414,10 @@ class Sequence:
             end = self._prompt_slice_end(budget)
         samples = self.phase is Phase.EVALUATING and end == len(self.tokens)
         assert self.output is None or samples or self.in_prompt or self.phase is Phase.CLOSING
-        return self.tokens[self.computed : end], samples and self.output is not None and self.max_new > 0
+        tokens = self.tokens[self.computed : end]
+        if self.scores_prompt:
+            return tokens, len(tokens)
+        return tokens, int(samples and self.output is not None and self.max_new > 0)
 
     def _prompt_slice_end(self, budget: int) -> int:
         """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""

@@ -196,10 +196,14 @@ class Planned:
     rows: Rows
     draft: Chosen | None = None
     """What the last tokens of `rows` are, if they are not sampled yet."""
+    is_scored: bool = False
+    """Logits are wanted for the prompt's own tokens, and nothing is sampled."""
 
     @property
     def undrafted(self) -> Planned:
-        rows, count = self.rows, len(self.rows.tokens) - (self.draft.count if self.draft else 0)
+        if self.draft is None:
+            return self
+        rows, count = self.rows, len(self.rows.tokens) - self.draft.count
         return Planned(self.sequence, Rows(rows.sequence, rows.start, rows.tokens[:count], min(rows.outputs, 1)))
 
 
@@ -207,9 +211,16 @@ class Planner:
     """`speed` is prompt tokens per second, measured as steps are run."""
 
     def __init__(
-        self, batch: int, largest_slice: int, speed: Rate, speculation: Speculation | None = None
+        self,
+        batch: int,
+        largest_slice: int,
+        speed: Rate,
+        speculation: Speculation | None = None,
+        spare_outputs: int = 0,
     ) -> None:
+        """`spare_outputs`: rows with logits in one step, beyond one for each sequence."""
         self._batch = batch
+        self._spare_outputs = spare_outputs
         self._speculation = speculation
         self._largest_slice = largest_slice
         self._speed = speed
@@ -227,27 +238,33 @@ class Planner:
         filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
         room = min(self.slice_tokens(beside_decodes=bool(decoding)), self._batch - len(decoding))
         plan: list[Planned] = []
+        spare = self._spare_outputs
         oldest = min(filling, key=lambda s: s.started, default=None)
         kept = room // 4 if len(filling) > 1 else 0
         for sequence in sorted(filling, key=lambda s: s.pending):
             if sequence is oldest:
                 kept = 0
-            tokens, wants = sequence.next_slice(room - kept)
+            is_scored = sequence.scores_prompt
+            tokens, outputs = sequence.next_slice(min(room - kept, 1 + spare) if is_scored else room - kept)
             room -= len(tokens)
+            spare -= max(outputs - 1, 0)
             if len(tokens):
-                plan.append(Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, int(wants))))
-        return [*self._decode(decoding, beside=sum(len(each.rows.tokens) for each in plan)), *plan]
+                rows = Rows(sequence.slot, sequence.computed, tokens, outputs)
+                plan.append(Planned(sequence, rows, is_scored=is_scored))
+        beside = sum(len(each.rows.tokens) for each in plan)
+        may_draft = spare == self._spare_outputs  # drafts need the same rows with logits
+        return [*self._decode(decoding, beside=beside, may_draft=may_draft), *plan]
 
-    def _decode(self, decoding: list[Sequence], *, beside: int) -> Iterator[Planned]:
+    def _decode(self, decoding: list[Sequence], *, beside: int, may_draft: bool) -> Iterator[Planned]:
         drafts: dict[Sequence, Chosen] = {}
-        if self._speculation is not None:
+        if self._speculation is not None and may_draft:
             room = self._batch - len(decoding) - beside
             drafts = self._speculation.draft(decoding, beside=beside, room=room)
         for sequence in decoding:
-            tokens, wants = sequence.next_slice(1)
-            draft = drafts.get(sequence) if wants else None
+            tokens, outputs = sequence.next_slice(1)
+            draft = drafts.get(sequence) if outputs else None
             if draft is None:
-                yield Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, int(wants)))
+                yield Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs))
             else:
                 tokens = np.concatenate([tokens, draft.draft.tokens[: draft.count]])
                 yield Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, 1 + draft.count), draft)

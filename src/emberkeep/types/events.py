@@ -271,7 +271,9 @@ class FinishReason(StrEnum):
 class TokenLogprob:
     token_id: int
     piece: bytes
+    """Empty for a token that the text does not have: what a model wants before any text."""
     logprob: float
+    """NaN: there is none, because nothing comes before it."""
     top: tuple[TokenLogprob, ...] = ()
 
 

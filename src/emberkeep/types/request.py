@@ -367,6 +367,7 @@ class Request:
     forced: tuple[int, ...] = ()
     """Tokens that the answer is made to begin with, to learn their probabilities (`top_logprobs`)."""
     echo: bool = False
+    """A raw prompt comes before the text, with `top_logprobs` as tokens with theirs."""
     template_args: Mapping[str, Json] = field(default_factory=dict)
     """Extra variables for the chat template (`enable_thinking`, ...)."""
     continues: bool = False
@@ -421,6 +422,12 @@ class Request:
     """What the client expects the answer to be like: OpenAI's `prediction`."""
     tidied: Tidied = NOT_TIDIED
     """What rules of prefix hygiene have done to it here. No client says it."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The log probabilities of the prompt's own tokens are wanted: all of it is evaluated, for stored state
+        has none."""
+        return self.echo and self.top_logprobs is not None
 
     @property
     def may_speculate(self) -> bool:
