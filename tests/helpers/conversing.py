@@ -116,10 +116,12 @@ class Answer:
 class Harbour:
     """A backend of its own. Answers are short unless a request says otherwise, and greedy."""
 
-    def __init__(self, folder: Path, engine: FakeEngine | None = None, **config: Json) -> None:
+    def __init__(
+        self, folder: Path, engine: FakeEngine | None = None, *, template: str = TEMPLATE, **config: Json
+    ) -> None:
         self.engine = engine or ScriptedEngine()
         config.setdefault("disk_budget", 0)
-        self.backend = fake_backend(Config(data_dir=folder, **config), self.engine, template=TEMPLATE)
+        self.backend = fake_backend(Config(data_dir=folder, **config), self.engine, template=template)
         self._runner = asyncio.Runner()
         self._prompts: list[tuple[int, ...]] = []
         submit = self.backend.scheduler.submit

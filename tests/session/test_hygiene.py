@@ -9,7 +9,7 @@ import pytest
 from emberkeep.chat.messages import with_moved
 from emberkeep.session import hygiene as hygiene_module
 from emberkeep.session.hygiene import Hygiene
-from emberkeep.types import HygieneAction, HygieneRule, HygieneWhere, Message, Request, Tool
+from emberkeep.types import Breakpoint, HygieneAction, HygieneRule, HygieneWhere, Message, Request, Tool
 from emberkeep.types.hygiene import BY_DEFAULT, TIMESTAMPS
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
@@ -45,6 +45,19 @@ def test_a_billing_header_is_dropped_as_a_message():
         messages=(Message("system", HEADER.format(1)), Message("system", RULES), Message("user", "x"))
     )
     assert systems(Hygiene(BY_DEFAULT).apply(request)) == [RULES]
+
+
+def test_breakpoints_stay_where_they_were():
+    header, rest = HEADER.format(1), "And be kind."
+    joined = f"{header}\n{RULES}\n{rest}"
+    marks = (Breakpoint(0), Breakpoint(1, len(joined) - len(rest)), Breakpoint(1), Breakpoint(2))
+    request = replace(chat(joined, Message("user", "x")), breakpoints=marks)
+    tidied = Hygiene(BY_DEFAULT).apply(request)
+    assert tidied.breakpoints == (Breakpoint(0), Breakpoint(1, len(RULES) + 1), Breakpoint(1), Breakpoint(2))
+    apart = (Message("system", header), Message("system", RULES), Message("user", "x"))
+    marks = (Breakpoint(1), Breakpoint(2, 3), Breakpoint(3))
+    tidied = Hygiene(BY_DEFAULT).apply(Request(messages=apart, breakpoints=marks))
+    assert tidied.breakpoints == (Breakpoint(0), Breakpoint(1, 3), Breakpoint(2))
 
 
 def test_a_request_never_loses_its_only_message():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from hypothesis import given
@@ -60,12 +61,22 @@ def test_everything_that_clients_send_back_counts():
         edited(5, name="calendar"),
         edited(4, tool_calls=()),
         edited(4, tool_calls=(call, call)),
-        edited(4, tool_calls=(replace(call, id="c2"),)),
         edited(4, tool_calls=(replace(call, name="clock"),)),
         edited(4, tool_calls=(replace(call, arguments="{}"),)),
         edited(4, role="user"),
     ]
     assert len({keys(talk)[-1] for talk in [TALK, *changes]}) == len(changes) + 1
+
+
+def test_how_a_client_writes_calls_does_not_count():
+    call = ToolCall("mine", "calendar", '{"of":"today"}')
+    rewritten = [*TALK[:4], replace(TALK[4], tool_calls=(call,)), replace(TALK[5], tool_call_id="mine")]
+    assert keys(rewritten) == keys(TALK)
+    two = Message("assistant", tool_calls=(ToolCall("a", "x", '{"b": 1, "c": [2]}'), ToolCall("b", "x", "{")))
+    again = Message("assistant", tool_calls=(ToolCall("q", "x", '{"c":[2],"b":1}'), ToolCall("p", "x", "{")))
+    results = [Message("tool", "r", tool_call_id=id) for id in "abqp"]
+    assert keys([two, results[1], results[0]]) == keys([again, results[3], results[2]])
+    assert keys([two, results[0]]) != keys([two, results[1]])
 
 
 def test_system_messages_and_reasoning_do_not_count():
@@ -91,6 +102,24 @@ def test_the_latest_user_is_found_among_what_was_spoken():
     assert read_history([TALK[0], TALK[2]], None).last_user is None
 
 
+def meaning(talk: list[Message]) -> list[object]:
+    """Without how it is written: ids are numbered as they come, arguments are values."""
+    ids: dict[str, int] = {}
+    meant: list[object] = []
+    for message in talk:
+        called = ids.setdefault(message.tool_call_id, len(ids)) if message.tool_call_id else None
+        made = [(ids.setdefault(call.id, len(ids)), call.name, value(call)) for call in message.tool_calls]
+        meant.append((message.role, message.content, called, message.name, made))
+    return meant
+
+
+def value(call: ToolCall) -> str:
+    try:
+        return repr(json.loads(call.arguments))
+    except ValueError:
+        return f"not JSON: {call.arguments}"
+
+
 @given(st.lists(messages, max_size=3), st.lists(messages, max_size=3))
-def test_no_two_different_histories_have_the_same_key(some, others):
-    assert (keys(some)[-1:] == keys(others)[-1:]) == (some == others)
+def test_no_two_histories_that_mean_different_things_have_the_same_key(some, others):
+    assert (keys(some)[-1:] == keys(others)[-1:]) == (meaning(some) == meaning(others))

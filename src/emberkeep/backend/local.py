@@ -41,7 +41,7 @@ from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.samplers import Samplers, SamplerSource
 from emberkeep.backend.server_tools import HostTools, ServerTools
 from emberkeep.backend.verify import Verifier
-from emberkeep.chat.output import TextStream
+from emberkeep.chat.output import TextStream, read_answer
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import (
@@ -222,6 +222,8 @@ class LocalBackend:
                     conversation = await asyncio.to_thread(self._make_room, sequence, conversation)
                 elif isinstance(event, Completed):
                     lookup = await self._note_answer(request, prompt, event.lookup, asked_at)
+                    if request.tools or event.usage.reasoning_tokens:
+                        await asyncio.to_thread(self._note_written, request, sequences)
                     usage = replace(event.usage, marked=await noting) if request.breakpoints else event.usage
                     fit, rules = _timed(conversation.fit, lookup), request.tidied.rules
                     yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=rules)
@@ -382,12 +384,21 @@ class LocalBackend:
             self.warmer.forget({request.namespace})
         return lookup
 
+    def _note_written(self, request: Request, sequences: list[tuple[Sequence, Choice]]) -> None:
+        """Remember an answer whose client may send it back in other words."""
+        if request.prompt is not None or not request.is_kept or len(sequences) != 1:
+            return
+        ((sequence, _),) = sequences
+        ids = sequence.tokens[sequence.prompt_length : sequence.answer_end].tolist()
+        self._sessions.answered(request, read_answer(self._vocab, request, sequence.prompt.text, ids))
+
     def _forget(self, owners: Container[str]) -> Future[None]:
         """Leave nothing of these beside the store: what is idle in the engine, answers, prefixes, figures."""
         self._forgotten.add(owners)
         self.warmer.forget(owners)
         self._lookups.forget(owners)
         self._hygiene.forget(owners)
+        self._sessions.forget_answers(owners)
         self._explainer.volatility.forget(owners)
         return self.scheduler.forget(owners)
 

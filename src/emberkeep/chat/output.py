@@ -30,12 +30,14 @@ from emberkeep.chat.line_limit import LineLimit
 from emberkeep.chat.repeated_calls import RepeatedCalls
 from emberkeep.types import (
     Event,
+    Message,
     ReasoningDelta,
     ReasoningFormat,
     Request,
     TextDelta,
     TokenLogprob,
     Tool,
+    ToolCall,
     ToolCallDelta,
     Vocab,
     new_call_id,
@@ -253,6 +255,24 @@ class _Sampled:
     logprob: TokenLogprob | None
     start: int
     end: int
+
+
+def read_answer(vocab: Vocab, request: Request, prompt: str, ids: Iterable[int]) -> Message:
+    """A whole answer as the model wrote it, whatever of it the client was shown. Its calls have no ids."""
+    hidden = hidden_tokens(vocab)
+    text = b"".join(vocab.pieces[token] for token in ids if token not in hidden).decode("utf-8", "replace")
+    sections = Sections({tool.name: tool for tool in request.tools}, open_reasoning(prompt), framing(vocab))
+    found = sections.feed(text) + sections.finish()
+    pieces = [piece for section in found for piece in section.pieces]
+    calls = [
+        ToolCall("", group[0].name or "", "".join(piece.arguments for piece in group))
+        for group in _by_call(pieces)
+    ]
+    said, thought = (
+        "".join(section.text for section in found if section.kind is kind)
+        for kind in (SectionKind.TEXT, SectionKind.REASONING)
+    )
+    return Message("assistant", said, thought, tuple(calls))
 
 
 def open_reasoning(prompt: str) -> Reasoning | None:

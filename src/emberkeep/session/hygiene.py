@@ -16,7 +16,17 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from emberkeep.types import HygieneAction, HygieneRule, HygieneWhere, Json, Message, Request, Tidied, Tool
+from emberkeep.types import (
+    Breakpoint,
+    HygieneAction,
+    HygieneRule,
+    HygieneWhere,
+    Json,
+    Message,
+    Request,
+    Tidied,
+    Tool,
+)
 from emberkeep.types.hygiene import LONGEST_LINE
 
 log = logging.getLogger("emberkeep.hygiene")
@@ -86,10 +96,9 @@ class Hygiene:
         if not work.touched:
             return request
         moved = "\n".join(work.moved)
-        tidied = Tidied(
-            tuple(dict.fromkeys([*request.tidied.rules, *work.touched])), moved or request.tidied.moved
-        )
-        return replace(request, messages=messages, tools=tools, tidied=tidied)
+        rules = tuple(dict.fromkeys([*request.tidied.rules, *work.touched]))
+        tidied = Tidied(rules, moved or request.tidied.moved)
+        return replace(_with_messages(request, messages), tools=tools, tidied=tidied)
 
     def forget(self, owners: Container[str]) -> None:
         with self._lock:
@@ -149,10 +158,7 @@ class _Edit:
     def messages(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         if self._rule.where is HygieneWhere.TOOLS:
             return messages
-        edited = [self._message(message) for message in messages]
-        # A message of which nothing is left goes too, but no request loses its last one.
-        kept = [new for old, new in zip(messages, edited, strict=True) if new is old or new.content.strip()]
-        return tuple(kept or edited)
+        return tuple(map(self._message, messages))
 
     def tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         return tuple(map(self._tool, tools)) if self._rule.where is HygieneWhere.TOOLS else tools
@@ -197,6 +203,28 @@ class _Edit:
         self._work.places[place] += 1
         key = place, self._work.places[place]
         return self._work.values.of(self._work.owner, key, match[0], learn=self._work.learn)
+
+
+def _with_messages(request: Request, edited: tuple[Message, ...]) -> Request:
+    """With these in place of its own, and its breakpoints where they were."""
+    is_left = [new is old or bool(new.content.strip()) for old, new in zip(request.messages, edited, strict=True)]
+    # A message of which nothing is left goes too, but no request loses its last one.
+    is_left = is_left if any(is_left) else [True] * len(edited)
+    breakpoints = tuple(_shifted(one, request.messages, edited, is_left) for one in request.breakpoints)
+    messages = tuple(message for message, is_one in zip(edited, is_left, strict=True) if is_one)
+    return replace(request, messages=messages, breakpoints=breakpoints)
+
+
+def _shifted(
+    mark: Breakpoint, before: Sequence[Message], edited: Sequence[Message], is_left: Sequence[bool]
+) -> Breakpoint:
+    count = sum(is_left[: mark.messages])
+    if mark.chars is None or not mark.messages or not is_left[mark.messages - 1]:
+        return replace(mark, messages=count, chars=None)
+    old, new = before[mark.messages - 1].content, edited[mark.messages - 1].content
+    behind = old[mark.chars :]
+    chars = len(new) - len(behind) if new.endswith(behind) else min(mark.chars, len(new))
+    return replace(mark, messages=count, chars=chars)
 
 
 def _described(value: Json, edit: Callable[[str], str], key: str = "") -> Json:

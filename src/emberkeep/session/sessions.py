@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
@@ -19,10 +19,20 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.recall import NOTHING, archived, fitting, notice, quoted, search
 from emberkeep.session.tool_results import exchange_messages, fit_results, room_for_results, shorten_results
-from emberkeep.session.view import Gone, Inserted, View, read_gone, read_history, read_view
+from emberkeep.session.view import (
+    Gone,
+    Inserted,
+    View,
+    as_written,
+    read_gone,
+    read_history,
+    read_view,
+    written_note,
+)
 from emberkeep.types import (
     Eviction,
     Json,
+    Message,
     Note,
     NoteKind,
     Recall,
@@ -37,6 +47,9 @@ log = logging.getLogger("emberkeep.session")
 
 _REMEMBERED = 4096
 """Places whose notes are kept in RAM because they are not in the archive."""
+_ANSWERS = 512
+_ANSWER_CHARS = 1 << 16
+"""How many of the latest answers are remembered as the model wrote them, and the longest of them."""
 _CLOSING = 8
 """Tokens, at most, that templates write after an answer."""
 _WINDOW = 512
@@ -119,6 +132,8 @@ class Sessions:
         """What was the last forgetting when the latest answer began at a place."""
         self._last_forgetting = 0
         """As far as it is known."""
+        self._answers: OrderedDict[tuple[str, bytes], Message] = OrderedDict()
+        """The latest with calls or reasoning: a client may send them back in other words."""
 
     @property
     def memory(self) -> Memory | None:
@@ -154,11 +169,46 @@ class Sessions:
             except MemoryFailed as error:
                 log.warning("what left a conversation earlier is not known: %s", error)
         view = replace(read_view(history, notes), as_of=as_of)
+        view = self._with_answers(owner, view, is_dry_run=is_dry_run)
         if not is_dry_run:
             self._write_again(owner, view, waiting)
         if history.keys and (owner, history.keys[-1]) not in self._told:
             view = view.unanswered()
         return view if self.may_evict(request) else replace(view, gone=Gone())
+
+    # ── answers that come back otherwise ──
+
+    def answered(self, request: Request, answer: Message) -> None:
+        """What the model wrote for `request`, whose client may send it back in other words. Blocks for
+        milliseconds where it is a long conversation."""
+        size = len(answer.reasoning) + sum(len(call.arguments) for call in answer.tool_calls)
+        if not 0 < size <= _ANSWER_CHARS:
+            return
+        key = read_history((*request.messages, answer), request.conversation_id).keys[-1]
+        with self._lock:
+            self._answers[request.namespace, key] = answer
+            while len(self._answers) > _ANSWERS:
+                self._answers.popitem(last=False)
+
+    def forget_answers(self, owners: Container[str]) -> None:
+        with self._lock:
+            for place in [place for place in self._answers if place[0] in owners]:
+                del self._answers[place]
+
+    def _with_answers(self, owner: str, view: View, *, is_dry_run: bool) -> View:
+        """With the latest answers as the model wrote them, where the client sends them otherwise. That is noted:
+        after a restart the prompt has to be the same."""
+        history, found = view.history, dict(view.written)
+        with self._lock:
+            places = [(i, self._answers.get((owner, key))) for i, key in enumerate(history.keys)]
+        for place, answer in places:
+            sent = history.messages[history.spoken[place]]
+            if answer is None or place in found or as_written(sent, answer) == sent:
+                continue
+            found[place] = answer
+            if not is_dry_run:
+                self._written(owner, view, [], written_note(history.keys[place], answer))
+        return replace(view, written=found)
 
     # ── leaving ──
 

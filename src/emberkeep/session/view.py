@@ -2,11 +2,15 @@
 
 Clients send the whole history with every request and rarely say which conversation it is. What a conversation has
 said so far names it: the names form a chain, so that a history that was edited has new names from there on.
+
+Many clients do not send back what they got: reasoning is left out, arguments of calls are written anew, ids are
+new. That changes no name, and the model is shown what it wrote, of which there is state.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -16,6 +20,8 @@ from emberkeep.types import Json, Message, Note, NoteKind, ToolCall
 
 _SYSTEM = ("system", "developer")
 _NAME_CHARS = 16
+_LONGEST_ARGUMENTS = 1 << 16
+"""Longer ones are not compared by what they mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +51,46 @@ def read_history(messages: Sequence[Message], conversation_id: str | None) -> Hi
 
 def _chain(messages: Iterator[Message], seed: str) -> Iterator[bytes]:
     key = hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    ids: dict[str, int] = {}
     for message in messages:
-        key = hashlib.blake2b(_packed_fields(message), digest_size=16, key=key).digest()
+        key = hashlib.blake2b(_packed_fields(message, ids), digest_size=16, key=key).digest()
         yield key
 
 
-def _packed_fields(message: Message) -> bytes:
-    """Every field that clients send back; each with its length, so that no two messages look alike."""
-    fields = [message.role, message.content, message.tool_call_id or "", message.name or ""]
-    fields += [part for call in message.tool_calls for part in (call.id, call.name, call.arguments)]
+def _packed_fields(message: Message, ids: dict[str, int]) -> bytes:
+    """Every field that clients send back, as far as it means something; each with its length, so that no two
+    messages look alike. `ids`: of calls, numbered as they come; it grows."""
+    called = str(ids.setdefault(message.tool_call_id, len(ids))) if message.tool_call_id else ""
+    fields = [message.role, message.content, called, message.name or ""]
+    for call in message.tool_calls:
+        fields += [str(ids.setdefault(call.id, len(ids))), call.name, _meant(call.arguments)]
     fields += [image.url for image in message.images]
     encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
     return b"".join(len(field).to_bytes(8, "little") + field for field in encoded)
+
+
+def _meant(arguments: str) -> str:
+    """The same for arguments that are written differently."""
+    if len(arguments) > _LONGEST_ARGUMENTS:
+        return arguments
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def as_written(sent: Message, written: Message) -> Message:
+    """A message that a client sends back, as the model wrote it. Its ids stay, because results refer to them, and
+    reasoning that it does send."""
+    if len(sent.tool_calls) != len(written.tool_calls):
+        return sent
+    pairs = zip(sent.tool_calls, written.tool_calls, strict=True)
+    calls = tuple(ToolCall(theirs.id, ours.name, ours.arguments) for theirs, ours in pairs)
+    return replace(sent, reasoning=sent.reasoning or written.reasoning, tool_calls=calls)
+
+
+def written_note(key: bytes, written: Message) -> Note:
+    return Note(key, NoteKind.WRITTEN, _message_json(written))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +135,8 @@ class View:
     gone: Gone = Gone()
     inserted: Mapping[int, Inserted] = field(default_factory=dict)
     """By the spoken message at which it stands."""
+    written: Mapping[int, Message] = field(default_factory=dict)
+    """Spoken messages that the model wrote otherwise."""
     as_of: int = 0
     """The last forgetting when its answer began: nothing of it is written down after a later one of its owner."""
 
@@ -114,6 +150,8 @@ class View:
             if place in self.gone.spoken:
                 said = ""
                 continue
+            if place is not None and place in self.written:
+                message = as_written(message, self.written[place])
             put = self.inserted.get(place, Inserted()) if place is not None else Inserted()
             before = put.before
             if message.role == "user" and not told:
@@ -177,13 +215,16 @@ def read_view(history: History, notes: Iterable[Note]) -> View:
     place_of = {key: i for i, key in enumerate(history.keys)}
     gone, latest = Gone(), -1
     inserted: dict[int, Inserted] = {}
+    written: dict[int, Message] = {}
     for note in notes:
         place = place_of[note.key]
         if note.kind is NoteKind.INSERTED:
             inserted[place] = _inserted(note.data)
+        elif note.kind is NoteKind.WRITTEN:
+            written[place] = _message(note.data)
         elif place > latest:
             gone, latest = read_gone(note.data), place
-    return View(history, gone, inserted)
+    return View(history, gone, inserted, written)
 
 
 def read_gone(data: Mapping[str, Json]) -> Gone:

@@ -34,6 +34,7 @@ class Turn:
 class NoteKind(StrEnum):
     EVICTED = "evicted"  # everything up to here that may leave has left
     INSERTED = "inserted"  # something stands here that the client does not know of
+    WRITTEN = "written"  # the model wrote this message otherwise than the client sends it back
 
 
 @dataclass(frozen=True, slots=True)
