@@ -8,7 +8,7 @@ import pytest
 
 from emberkeep.api.ollama import EmbedBody, EmbeddingsBody, GenerateBody, OllamaChatBody, to_context
 from emberkeep.api.ollama_answer import GenerateEnvelope, OllamaEnvelope, OllamaFrames, timestamp
-from emberkeep.api.request import validate
+from emberkeep.api.request import USUAL_COMPLETION, validate
 from emberkeep.errors import InvalidField
 from emberkeep.types import (
     Event,
@@ -55,7 +55,11 @@ def test_options_become_sampling_and_limits() -> None:
             "presence_penalty": 1.5,
             "frequency_penalty": 1.0,
             "seed": 42,
-            "num_predict": 100,
+            "repeat_last_n": 33,
+            "mirostat": 1,
+            "mirostat_tau": 0.8,
+            "mirostat_eta": 0.6,
+            "num_predict": 100.0,
             "stop": ["\n", "user:"],
         }
     )
@@ -63,6 +67,8 @@ def test_options_become_sampling_and_limits() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 20, 0.9, 0.1)
     assert (sampling.typical_p, sampling.repetition_penalty, sampling.presence_penalty) == (0.7, 1.2, 1.5)
     assert (sampling.frequency_penalty, sampling.seed) == (1.0, 42)
+    assert (sampling.repeat_last_n, sampling.mirostat) == (33, 1)
+    assert (sampling.mirostat_tau, sampling.mirostat_eta) == (0.8, 0.6)
     assert (request.max_tokens, request.stop) == (100, ("\n", "user:"))
 
 
@@ -197,6 +203,13 @@ def test_a_raw_prompt_stays_as_it_is() -> None:
     assert (request.prompt, request.messages) == ("[INST] hi [/INST]", ())
     with pytest.raises(InvalidField, match="system: does not go with raw"):
         generate(raw=True, system="x")
+
+
+def test_a_raw_prompt_has_the_usual_limit_of_completions_unless_it_says() -> None:
+    assert generate(raw=True).max_tokens == USUAL_COMPLETION
+    assert generate(raw=True, options={"num_predict": -1}).max_tokens is None
+    assert generate(raw=True, options={"num_predict": 7}).max_tokens == 7
+    assert generate().max_tokens is None
 
 
 def test_a_suffix_asks_for_the_text_in_between() -> None:

@@ -18,12 +18,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from emberkeep.api.messages import MAX_MESSAGES, ToolList
 from emberkeep.api.request import (
     INT32_MAX,
+    USUAL_COMPLETION,
     Body,
     Count,
     GenerationFields,
     Label,
     OwnerFields,
     Schema,
+    Whole,
     to_limit,
 )
 from emberkeep.errors import InvalidField
@@ -57,13 +59,10 @@ class OptionFields(GenerationFields):
     say how a model is to be loaded (`num_gpu`, `num_batch`, `use_mmap`)."""
 
     num_ctx: Count | None = None
-    num_predict: Annotated[int, Field(le=INT32_MAX), AfterValidator(_no_limit)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    num_predict: Annotated[Whole, Field(le=INT32_MAX), AfterValidator(_no_limit)] | None = None
 
     def to_sampling(self) -> Sampling:
         sampling = super().to_sampling()
-        if self.repeat_penalty is not None:
-            sampling = replace(sampling, repetition_penalty=self.repeat_penalty)
         return replace(sampling, seed=None) if self.seed == _RANDOM_SEED else sampling
 
     def to_base(self, owned: Request) -> Request:
@@ -334,8 +333,14 @@ class GenerateBody(OllamaBody):
         for name in ("system", "template", "context", "images"):
             if getattr(self, name):
                 raise InvalidField(name, "does not go with raw and suffix: put everything into the prompt.")
-        infill = Infill(self.suffix) if self.suffix else None
-        return replace(self.to_base(), prompt=self.prompt or "", infill=infill, template_args={})
+        base, infill = self.to_base(), Infill(self.suffix) if self.suffix else None
+        limit = base.max_tokens if self._says_limit else USUAL_COMPLETION
+        return replace(base, prompt=self.prompt or "", infill=infill, template_args={}, max_tokens=limit)
+
+    @property
+    def _says_limit(self) -> bool:
+        options = self.options
+        return options is not None and (options.num_predict is not None or options.max_tokens is not None)
 
     def _to_messages(self) -> tuple[Message, ...]:
         """A system prompt that is given takes the place of the one before."""
