@@ -9,6 +9,7 @@
     ├── RequestError           the caller asked for something that cannot be done
     │   ├── InvalidField       one named field has a bad value
     │   ├── ContextExceeded    the prompt is longer than the context
+    │   │   └── InputTooLong   a text to embed is
     │   ├── TooLarge           there is not enough memory for the prompt
     │   ├── NoSuchEntry        nothing of that name is stored
     │   └── TemplateFailed     the chat template refused these messages
@@ -86,6 +87,19 @@ class ContextExceeded(RequestError):
         self.prompt_tokens = prompt_tokens
         self.context = context
         self.is_counted = is_counted
+
+
+class InputTooLong(ContextExceeded):
+    """`number` counts the inputs from 0 on."""
+
+    def __init__(self, number: int, tokens: int, context: int, param: str = "input") -> None:
+        super().__init__(tokens, context)
+        RequestError.__init__(
+            self,
+            f"{param}[{number}] has {tokens} tokens, and the maximum context length is {context} tokens: send less, "
+            "or set truncate to true, which leaves out the end of what is too long.",
+            param,
+        )
 
 
 class TooLarge(RequestError):

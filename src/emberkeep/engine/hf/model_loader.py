@@ -80,8 +80,8 @@ def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> 
     Blocks. Raises ModelBroken for what cannot be loaded, EngineError for what this machine does not have.
     """
     target = choose_device(device)
-    with _translate_errors(source, target), _quiet(), _read_quickly(source):
-        config = AutoConfig.from_pretrained(source.folder, **_files(source))
+    with translate_errors(source, target), quiet(), _read_quickly(source):
+        config = AutoConfig.from_pretrained(source.folder, **local_files(source))
         network = _network(source, config, target, dtype, attention)
         tokenizer = _tokenizer(source)
         vocab = _vocab(source, tokenizer, network)
@@ -100,7 +100,7 @@ def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> 
     )
 
 
-def _files(source: HfSource) -> dict[str, Any]:
+def local_files(source: HfSource) -> dict[str, Any]:
     """Only what lies in the folder, and none of it is run."""
     files = {"local_files_only": True, "trust_remote_code": False}
     return files | {"gguf_file": source.gguf} if source.gguf else files
@@ -120,13 +120,13 @@ def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: st
     network, report = AutoModelForCausalLM.from_pretrained(
         source.folder,
         config=config,
-        dtype=choose_dtype(dtype, device, _own_dtype(source, config)),
+        dtype=choose_dtype(dtype, device, own_dtype(source, config)),
         # Straight to where they are used: the weights are never in RAM as a whole.
         device_map=None if device.type == "cpu" else {"": device},
         attn_implementation=attention,
         use_safetensors=True,
         output_loading_info=True,
-        **_files(source),
+        **local_files(source),
     )
     if report["missing_keys"]:
         # transformers would go on with random numbers in their place.
@@ -136,7 +136,7 @@ def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: st
     return network
 
 
-def _own_dtype(source: HfSource, config: Any) -> torch.dtype:
+def own_dtype(source: HfSource, config: Any) -> torch.dtype:
     if source.gguf:
         return torch.bfloat16
     own = config.dtype or config.get_text_config(decoder=True).dtype
@@ -146,8 +146,8 @@ def _own_dtype(source: HfSource, config: Any) -> torch.dtype:
 def _tokenizer(source: HfSource) -> PreTrainedTokenizerFast:
     if source.gguf:
         # Not by AutoTokenizer, which reads the whole file again for a config that it does not need.
-        return PreTrainedTokenizerFast.from_pretrained(source.folder, **_files(source))
-    tokenizer = AutoTokenizer.from_pretrained(source.folder, **_files(source))
+        return PreTrainedTokenizerFast.from_pretrained(source.folder, **local_files(source))
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, **local_files(source))
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelBroken(f"{source.name} has no tokenizer.json: choose a model with a fast tokenizer.")
     return tokenizer
@@ -225,7 +225,7 @@ def _read_quickly(source: HfSource) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _translate_errors(source: HfSource, device: torch.device) -> Iterator[None]:
+def translate_errors(source: HfSource, device: torch.device) -> Iterator[None]:
     try:
         yield
     except EmberkeepError:
@@ -241,7 +241,7 @@ def _translate_errors(source: HfSource, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without bars and advice on stderr."""
     level, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -90,14 +90,14 @@ class HfVocab:
 
     def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
         tokenizer = self._tokenizer if parse_special else self._blind
-        pieces = self._splitter.pieces(_encodable(text))
+        pieces = self._splitter.pieces(encodable(text))
         # `encode` would hold the interpreter lock: a long text would stop every other thread for seconds.
         encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         return [token for encoding in encodings for token in encoding.ids]
 
     @cached_property
     def _splitter(self) -> TextSplitter:
-        return _splitter_for(self._tokenizer, self.specials.keys())
+        return splitter_for(self._tokenizer, self.specials.keys())
 
     @cached_property
     def _blind(self) -> Tokenizer:
@@ -116,7 +116,7 @@ def _make_exact(tokenizer: Tokenizer) -> None:
         tokenizer.normalizer = None
 
 
-def _splitter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextSplitter:
+def splitter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextSplitter:
     parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
     patterns = [str(part["pattern"].get("Regex", "")) for part in parts if part["type"] == "Split"]
     puts_blanks = any(part.get("add_prefix_space") or part["type"] in ("Prepend", "Metaspace") for part in parts)
@@ -128,7 +128,7 @@ def _splitter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextSplitt
     return TextSplitter(specials, strips=True, runs=RUNS if looks_far else (), limits_matches=True)
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """`text` with what no UTF-8 can hold (halves of surrogate pairs) replaced."""
     try:
         text.encode()

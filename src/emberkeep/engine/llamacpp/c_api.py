@@ -40,7 +40,7 @@ VERSIONS = ("0.5.", "0.6.")
 TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_BYTE, TOKEN_LSTRIP, TOKEN_RSTRIP = 1, 8, 16, 32, 128, 256
 """Bits of a token's attributes."""
 
-VOCAB_NONE, VOCAB_SPM, VOCAB_BPE, VOCAB_UGM, VOCAB_RWKV = 0, 1, 2, 4, 5
+VOCAB_NONE, VOCAB_SPM, VOCAB_BPE, VOCAB_WPM, VOCAB_UGM, VOCAB_RWKV = 0, 1, 2, 3, 4, 5
 FLASH_ATTENTION_OFF, FLASH_ATTENTION_ON = 0, 1
 TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """ggml's numbers for the types that live KV may have."""
@@ -231,6 +231,8 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_rope_freq_scale_train": (c_float, (c_void_p,)),
     "llama_model_size": (c_uint64, (c_void_p,)),
     "llama_model_n_head": (c_int32, (c_void_p,)),
+    "llama_model_n_embd_out": (c_int32, (c_void_p,)),
+    "llama_model_n_cls_out": (c_uint32, (c_void_p,)),
     "llama_adapter_lora_init": (c_void_p, (c_void_p, c_char_p)),
     "llama_set_adapters_lora": (c_int32, (c_void_p, POINTER(c_void_p), c_size_t, POINTER(c_float))),
     # vocabularies
@@ -241,7 +243,10 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_is_eog": (c_bool, (c_void_p, c_int32)),
     "llama_vocab_bos": (c_int32, (c_void_p,)),
     "llama_vocab_eos": (c_int32, (c_void_p,)),
+    "llama_vocab_sep": (c_int32, (c_void_p,)),
     "llama_vocab_get_add_bos": (c_bool, (c_void_p,)),
+    "llama_vocab_get_add_eos": (c_bool, (c_void_p,)),
+    "llama_vocab_get_add_sep": (c_bool, (c_void_p,)),
     "llama_tokenize": (c_int32, (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
     "llama_token_to_piece": (c_int32, (c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool)),
     # contexts
@@ -253,6 +258,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_ubatch": (c_uint32, (c_void_p,)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
     "llama_get_logits_ith": (c_void_p, (c_void_p, c_int32)),
+    "llama_get_embeddings_seq": (c_void_p, (c_void_p, c_int32)),
     "llama_attach_threadpool": (None, (c_void_p, c_void_p, c_void_p)),
     # state
     "llama_get_memory": (c_void_p, (c_void_p,)),

@@ -81,6 +81,14 @@ class LlamaVocab:
         self.bos = _token_or_none(llama().llama_vocab_bos(handle))
         self.eos = _token_or_none(llama().llama_vocab_eos(handle))
         self.adds_bos = bool(llama().llama_vocab_get_add_bos(handle))
+        self.sep = _token_or_none(llama().llama_vocab_sep(handle))
+        self.adds_eos = bool(llama().llama_vocab_get_add_eos(handle))
+        self.adds_sep = bool(llama().llama_vocab_get_add_sep(handle))
+
+    @property
+    def is_wordpiece(self) -> bool:
+        """As BERT has it."""
+        return self._kind == c_api.VOCAB_WPM
 
     def _has_byte_tokens(self) -> bool:
         """Whether what has no token can be tokenized by bytes: llama.cpp survives no byte that has none either."""

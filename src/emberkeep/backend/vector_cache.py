@@ -1,0 +1,106 @@
+"""Vectors of texts that were seen before: in RAM, and on disk those that belong to no user."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from emberkeep.engine.embedding import TokenInput
+from emberkeep.kv.vector_file import VectorFile
+from emberkeep.types import Vector
+
+RAM_BYTES = 64 << 20
+_ENTRY_BYTES = 256
+"""Of an entry in RAM, besides the vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    owner: str
+    vector: Vector
+
+    @property
+    def bytes(self) -> int:
+        return self.vector.nbytes + _ENTRY_BYTES
+
+
+class VectorCache:
+    """Belongs to one event loop, and owns `file`, which is used by a thread of its own.
+
+    What named users have embedded is found by themselves only, and kept in RAM only: a text can be guessed from
+    its vector, so no trace of it may outlast them.
+    """
+
+    def __init__(self, fingerprint: bytes, file: VectorFile | None = None, ram_bytes: int = RAM_BYTES) -> None:
+        self._fingerprint = fingerprint
+        self._file = file
+        self._ram_bytes = ram_bytes
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._bytes = 0
+        self._thread = ThreadPoolExecutor(1, "emberkeep-vectors") if file else None
+
+    def key(self, namespace: str, one: TokenInput) -> bytes:
+        digest = hashlib.blake2b(self._fingerprint, digest_size=20)
+        digest.update(f"{len(namespace)} {namespace} {one.second} ".encode())
+        digest.update(np.array(one.ids, np.int32).tobytes())
+        return digest.digest()
+
+    async def find(self, namespace: str, keys: Iterable[bytes]) -> dict[bytes, Vector]:
+        """Those that are known."""
+        found: dict[bytes, Vector] = {}
+        missing = []
+        for key in keys:
+            if key in self._known:
+                self._known.move_to_end(key)
+                found[key] = self._known[key].vector
+            else:
+                missing.append(key)
+        if missing and self._file and self._thread and not namespace:
+            loop = asyncio.get_running_loop()
+            stored = await loop.run_in_executor(self._thread, self._file.find, missing)
+            vectors = {key: np.frombuffer(data, np.float32) for key, data in stored.items()}
+            self._remember(namespace, vectors)
+            found.update(vectors)
+        return found
+
+    def add(self, namespace: str, vectors: Mapping[bytes, Vector]) -> None:
+        self._remember(namespace, vectors)
+        if self._file and self._thread and not namespace:
+            self._thread.submit(self._file.add, {key: vector.tobytes() for key, vector in vectors.items()})
+
+    def forget(self, owners: Sequence[str]) -> tuple[int, int]:
+        """How many vectors of these users were removed, and how many bytes of RAM they took."""
+        gone = [key for key, known in self._known.items() if known.owner in owners]
+        size = sum(self._drop(key) for key in gone)
+        if "" in owners and self._file and self._thread:
+            self._thread.submit(self._file.clear)
+        return len(gone), size
+
+    def stats(self) -> dict[str, int]:
+        return {"vectors": len(self._known), "bytes": self._bytes, "budget": self._ram_bytes}
+
+    async def close(self) -> None:
+        """What was added is on disk then."""
+        if self._file and self._thread:
+            self._thread.submit(self._file.close)
+            await asyncio.to_thread(self._thread.shutdown)
+
+    def _remember(self, owner: str, vectors: Mapping[bytes, Vector]) -> None:
+        for key, vector in vectors.items():
+            if key in self._known:
+                self._drop(key)
+            self._known[key] = _Known(owner, vector)
+            self._bytes += self._known[key].bytes
+        while self._bytes > self._ram_bytes:
+            self._drop(next(iter(self._known)))
+
+    def _drop(self, key: bytes) -> int:
+        size = self._known.pop(key).bytes
+        self._bytes -= size
+        return size

@@ -1,0 +1,233 @@
+"""Embedding and reranking models of transformers: encoders and decoders, with the pooling that they come with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from emberkeep.engine.embedding import EmbeddingCapabilities, Framing, TokenInput, Vectors
+from emberkeep.engine.hf.device import choose_device, choose_dtype
+from emberkeep.engine.hf.model_loader import HfSource, local_files, own_dtype, quiet, translate_errors
+from emberkeep.engine.hf.vocab import encodable, splitter_for
+from emberkeep.errors import EngineError, ModelBroken
+from emberkeep.types import Pooling
+
+_SEQUENCES = 256
+"""Inputs of one step."""
+_NO_LENGTH = 1 << 20
+"""Tokenizers name a longer one where they know of none."""
+_IGNORED = ("pooler.", "position_ids", "lm_head.", "cls.")
+"""Weights that no vector depends on, which a folder may lack or have besides."""
+_ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU, "GELU": torch.nn.GELU}
+
+
+@dataclass(frozen=True, slots=True)
+class HfEmbeddingSettings:
+    pooling: Pooling
+    context: int | None = None
+    """Longest input; None: as long as the model's positions reach."""
+    batch: int = 512
+    dense: tuple[Path, ...] = ()
+    """Folders of layers that follow the pooling."""
+    shorter: tuple[int, ...] | None = None
+    """See `EmbeddingCapabilities`."""
+    device: str = "auto"
+    dtype: str = "auto"
+
+
+class HfEmbeddingEngine:
+    """Blocks while it loads. Raises ModelBroken for what cannot be loaded, EngineError for what is not here."""
+
+    def __init__(self, folder: Path, settings: HfEmbeddingSettings, weights_digest: str) -> None:
+        self._device = choose_device(settings.device)
+        source, ranks = HfSource(folder), settings.pooling is Pooling.RANK
+        with translate_errors(source, self._device), quiet():
+            self._network = _load_network(source, self._device, settings.dtype, ranks=ranks)
+            self._dense = [_load_dense(place, self._network) for place in settings.dense]
+            tokenizer = AutoTokenizer.from_pretrained(folder, **local_files(source))
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ModelBroken(f"{source.name} has no tokenizer.json: choose a model with a fast tokenizer.")
+        self._padding = tokenizer.pad_token_id or 0
+        if ranks and self._network.config.pad_token_id is None:
+            self._network.config.pad_token_id = self._padding  # a decoder's head looks for the token before it
+        self.vocab = WordVocab(tokenizer.backend_tokenizer, self._network.get_input_embeddings().num_embeddings)
+        self.framing = framing_of(tokenizer.backend_tokenizer)
+        self.capabilities = EmbeddingCapabilities(
+            dimension=1 if ranks else self._dimension(),
+            context=_context(self._network, tokenizer, settings.context),
+            pooling=settings.pooling,
+            batch=settings.batch,
+            sequences=_SEQUENCES,
+            shorter=settings.shorter,
+        )
+        self.fingerprint = _fingerprint(self._network, weights_digest, settings)
+
+    def _dimension(self) -> int:
+        return int(
+            self._dense[-1][0].out_features if self._dense else self._network.config.get_text_config().hidden_size
+        )
+
+    @torch.inference_mode()
+    def embed(self, inputs: Sequence[TokenInput]) -> Vectors:
+        longest = max(len(each.ids) for each in inputs)
+        ids = torch.full((len(inputs), longest), self._padding)
+        mask, kinds = torch.zeros_like(ids), torch.zeros_like(ids)
+        for row, each in enumerate(inputs):
+            ids[row, : len(each.ids)] = torch.tensor(each.ids)
+            mask[row, : len(each.ids)] = 1
+            if each.second is not None:
+                kinds[row, each.second : len(each.ids)] = 1
+        try:
+            vectors = self._forward(ids.to(self._device), mask.to(self._device), kinds.to(self._device))
+        except torch.OutOfMemoryError as error:
+            raise EngineError(f"{self._device} has no memory for these texts: send fewer at a time.") from error
+        return vectors.float().cpu().numpy()
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        more = {"token_type_ids": kinds} if getattr(self._network.config, "type_vocab_size", 0) > 1 else {}
+        result = self._network(input_ids=ids, attention_mask=mask, **more)
+        if self.capabilities.pooling is Pooling.RANK:
+            return result.logits[:, :1]
+        vectors = _pool(self.capabilities.pooling, result.last_hidden_state, mask)
+        for layer, activation in self._dense:
+            vectors = activation(layer(vectors))
+        return vectors
+
+    def close(self) -> None:
+        self._network = None
+        self._dense = []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _pool(pooling: Pooling, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if pooling is Pooling.CLS:
+        return states[:, 0]
+    lengths = mask.sum(1)
+    if pooling is Pooling.LAST:
+        return states[torch.arange(len(states), device=states.device), lengths - 1]
+    # In full precision: a long text has many terms.
+    return (states.float() * mask.unsqueeze(-1)).sum(1).div(lengths.unsqueeze(-1)).to(states.dtype)
+
+
+class WordVocab:
+    """A tokenizer that may lose a part of the text, as those of encoders do. `tokenizer` belongs to it."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._blind = Tokenizer.from_str(tokenizer.to_str())
+        self._blind.encode_special_tokens = True
+        self._splitter = splitter_for(tokenizer, tokenizer.get_vocab().keys() & _added(tokenizer))
+        self.size = size
+
+    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+        tokenizer = self._tokenizer if parse_special else self._blind
+        encodings = tokenizer.encode_batch_fast(self._splitter.pieces(encodable(text)), add_special_tokens=False)
+        return [token for encoding in encodings for token in encoding.ids]
+
+    @cached_property
+    def pieces(self) -> Sequence[bytes]:
+        return tuple(self._tokenizer.decode([token]).encode() for token in range(self.size))
+
+
+def _added(tokenizer: Tokenizer) -> set[str]:
+    return {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+
+
+def framing_of(tokenizer: Tokenizer) -> Framing:
+    """What the tokenizer puts around a text, and around and between two: tried out with one letter each."""
+    one, two = tokenizer.encode("a"), tokenizer.encode("a", "b")
+    head, tail = _around(one.ids, one.special_tokens_mask)
+    mask = two.special_tokens_mask
+    first = mask.index(0, len(head))
+    begin = mask.index(1, first) if 1 in mask[first:] else first + 1
+    end = mask.index(0, begin) if 0 in mask[begin:] else len(mask)
+    return Framing(head, tail, tuple(two.ids[begin:end]))
+
+
+def _around(ids: Sequence[int], mask: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    own = [place for place, is_special in enumerate(mask) if not is_special] or [0]
+    return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
+
+
+def _load_network(source: HfSource, device: torch.device, dtype: str, *, ranks: bool) -> Any:
+    config = AutoConfig.from_pretrained(source.folder, **local_files(source))
+    if ranks and config.num_labels != 1:
+        raise ModelBroken(
+            f"{source.name} sorts texts into {config.num_labels} classes: choose a model that ranks documents."
+        )
+    kind = AutoModelForSequenceClassification if ranks else AutoModel
+    network, report = kind.from_pretrained(
+        source.folder,
+        config=config,
+        dtype=choose_dtype(dtype, device, own_dtype(source, config)),
+        device_map=None if device.type == "cpu" else {"": device},
+        use_safetensors=True,
+        output_loading_info=True,
+        **local_files(source),
+    )
+    missing = [name for name in report["missing_keys"] if ranks or not name.startswith(_IGNORED)]
+    if missing:
+        raise ModelBroken(f"{source.name} lacks weights ({min(missing)}): pull a complete model.")
+    network.eval()
+    network.requires_grad_(False)
+    return network
+
+
+def _load_dense(folder: Path, network: Any) -> tuple[torch.nn.Linear, torch.nn.Module]:
+    """A layer of sentence-transformers. Raises ModelBroken."""
+    config = json.loads((folder / "config.json").read_bytes())
+    name = str(config.get("activation_function", "Identity")).rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        raise ModelBroken(
+            f"{folder.name} ends in {name}, which is not known here: choose another embedding model."
+        )
+    weights = load_file(folder / "model.safetensors")
+    layer = torch.nn.Linear(config["in_features"], config["out_features"], bias="linear.bias" in weights)
+    layer.load_state_dict({key.removeprefix("linear."): value for key, value in weights.items()})
+    return layer.to(network.device, network.dtype), _ACTIVATIONS[name]()
+
+
+def _context(network: Any, tokenizer: PreTrainedTokenizerFast, asked: int | None) -> int:
+    """As asked, but no longer than there are positions."""
+    config = network.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or _NO_LENGTH
+    table = getattr(getattr(network.base_model, "embeddings", None), "position_embeddings", None)
+    if getattr(table, "padding_idx", None) is not None:
+        positions -= table.padding_idx + 1  # as RoBERTa counts them
+    said = tokenizer.model_max_length if tokenizer.model_max_length < _NO_LENGTH else positions
+    return int(min(positions, asked or said))
+
+
+def _fingerprint(network: Any, weights_digest: str, settings: HfEmbeddingSettings) -> bytes:
+    fields = {
+        "engine": "hf embeddings",
+        "torch": [torch.__version__, torch.__config__.show()],
+        "transformers": transformers.__version__,
+        "weights": weights_digest,
+        "architecture": type(network).__name__,
+        "dtype": str(network.dtype),
+        "device": str(network.device),
+        "pooling": settings.pooling,
+        "dense": [place.name for place in settings.dense],
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
