@@ -96,8 +96,8 @@ class InputTooLong(ContextExceeded):
         super().__init__(tokens, context)
         RequestError.__init__(
             self,
-            f"{param}[{number}] has {tokens} tokens, and the maximum context length is {context} tokens: send less, "
-            "or set truncate to true, which leaves out the end of what is too long.",
+            f"{param}[{number}] has {tokens} tokens, and the maximum context length is {context} tokens: send "
+            "less, or set truncate to true, which leaves out the end of what is too long.",
             param,
         )
 

@@ -46,22 +46,17 @@ def test_its_experts_and_its_attention_are_its_own(far: RemoteBackend) -> None:
         attention_of(far)
 
 
-def test_it_gives_no_embeddings_and_ranks_nothing(far: RemoteBackend) -> None:
-    with pytest.raises(
-        RequestError, match="far runs elsewhere and cannot give embeddings through this server: use"
-    ):
-        embedder_of(far)
-    with pytest.raises(
-        RequestError, match="far runs elsewhere and cannot rank documents through this server: use"
-    ):
-        ranker_of(far)
+def test_it_neither_embeds_nor_ranks(far: RemoteBackend) -> None:
+    for wanted in (embedder_of, ranker_of):
+        with pytest.raises(RequestError, match="far runs elsewhere and neither embeds nor ranks for clients of"):
+            wanted(far)
 
 
 def test_a_chat_model_says_which_models_do() -> None:
     here = ScriptedBackend(lambda request: [])
-    with pytest.raises(RequestError, match=r"scripted does not give embeddings: `emberkeep models pull .*embed"):
+    with pytest.raises(RequestError, match=r"scripted gives no embeddings: name a model .*models pull hf:.*embed"):
         embedder_of(here)
-    with pytest.raises(RequestError, match=r"scripted does not rank documents: `emberkeep models pull .*reranker"):
+    with pytest.raises(RequestError, match=r"scripted does not rank documents: name a model .*pull hf:.*reranker"):
         ranker_of(here)
 
 

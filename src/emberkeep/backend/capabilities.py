@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, Tokenizer
+from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer
 from emberkeep.errors import NoSuchEntry, RequestError
 from emberkeep.types import (
     CacheEntry,
@@ -31,28 +31,39 @@ def tokenizer_of(backend: Backend, wanted: Literal["tokens", "template"] = "toke
 
 
 def embedder_of(backend: Backend) -> Embedder:
-    """Raises RequestError for a model that gives no vectors."""
-    return _embedder(backend, ranks=False)
-
-
-def ranker_of(backend: Backend) -> Embedder:
-    """Raises RequestError for a model that does not rank."""
-    return _embedder(backend, ranks=True)
-
-
-def _embedder(backend: Backend, *, ranks: bool) -> Embedder:
-    wanted = "rank documents" if ranks else "give embeddings"
-    if backend.embedder is None and backend.card.remote:
-        raise _only_here(backend.card.remote, f"cannot {wanted} through this server")
-    if backend.embedder is None or backend.embedder.shape.ranks is not ranks:
-        raise RequestError(f"{backend.card.id} does not {wanted}: {_WAY_OUT[ranks]}.", "model")
+    """For vectors. Raises RequestError for a model that gives none."""
+    if backend.embedder is None:
+        raise _has_no_embedder(backend.card, no_embeddings)
     return backend.embedder
 
 
-_WAY_OUT = {
-    False: "`emberkeep models pull hf:nomic-ai/nomic-embed-text-v1.5-GGUF:Q8_0` fetches a model that does",
-    True: "`emberkeep models pull hf:gpustack/bge-reranker-v2-m3-GGUF:Q8_0` fetches a model that does",
-}
+def ranker_of(backend: Backend) -> Embedder:
+    """For ranking. Raises RequestError for a model that does not."""
+    if backend.embedder is None:
+        raise _has_no_embedder(backend.card, no_ranks)
+    return backend.embedder
+
+
+def _has_no_embedder(card: ModelCard, otherwise: Callable[[str], RequestError]) -> RequestError:
+    if card.remote:
+        return _only_here(card.remote, "neither embeds nor ranks for clients of this server")
+    return otherwise(card.id)
+
+
+def no_embeddings(name: str) -> RequestError:
+    return RequestError(
+        f"{name} gives no embeddings: name a model that does (`emberkeep models pull "
+        "hf:nomic-ai/nomic-embed-text-v1.5-GGUF:Q8_0` fetches one), or set pooling for a chat model's own states.",
+        "model",
+    )
+
+
+def no_ranks(name: str) -> RequestError:
+    return RequestError(
+        f"{name} does not rank documents: name a model that does (`emberkeep models pull "
+        "hf:gpustack/bge-reranker-v2-m3-GGUF:Q8_0` fetches one).",
+        "model",
+    )
 
 
 def experts_of(backend: Backend) -> Experts:
@@ -76,14 +87,14 @@ def attention_of(backend: Backend) -> AttentionSwitch:
 def speculation_of(backend: Backend) -> SpeculationStats:
     """How much was drafted and accepted; nothing for a model that runs elsewhere."""
     told = backend.speculation_stats()
-    return told or SpeculationStats(False, f"{backend.card.remote} runs elsewhere: nothing is drafted here.")
+    return told or SpeculationStats(False, f"{_why_not(backend.card)}: nothing is drafted here.")
 
 
 async def warm_prefix(backend: Backend, request: Request) -> Warmed:
     """As `Warmer.warm`. A remote model cannot be warmed: then the result's `error` says so."""
     if backend.warmer is not None:
         return await backend.warmer.warm(request)
-    error = f"{backend.card.remote} runs elsewhere: its prompts cannot be warmed from here."
+    error = f"{_why_not(backend.card)}: its prompts cannot be warmed from here."
     return Warmed(0, 0, 0.0, "", None, error)
 
 
@@ -92,7 +103,11 @@ def keep_warm(backend: Backend, prefixes: Sequence[Request]) -> None:
     if backend.warmer is not None:
         backend.warmer.keep_warm(prefixes)
     elif prefixes:
-        log.info("%s runs elsewhere: nothing is warmed.", backend.card.remote)
+        log.info("%s: nothing is warmed.", _why_not(backend.card))
+
+
+def _why_not(card: ModelCard) -> str:
+    return f"{card.remote} runs elsewhere" if card.remote else f"{card.id} writes no answers"
 
 
 def cache_of(backend: Backend) -> Cache:

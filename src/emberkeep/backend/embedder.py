@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +14,22 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from emberkeep.backend.base import EmbeddingShape
+from emberkeep.backend.capabilities import no_embeddings, no_ranks
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.vector_cache import VectorCache
 from emberkeep.engine.embedding import EmbeddingEngine, TokenInput, Vectors
-from emberkeep.errors import InputTooLong, InvalidField, RequestError
-from emberkeep.types import Embedded, EmbeddingInput, EmbeddingRequest, Json, Ranked, RerankRequest, Vector
+from emberkeep.errors import InputTooLong, InvalidField, Overloaded
+from emberkeep.sched.engine_thread import SHUTTING_DOWN
+from emberkeep.types import (
+    Embedded,
+    EmbeddingInput,
+    EmbeddingRequest,
+    Json,
+    Ranked,
+    Removed,
+    RerankRequest,
+    Vector,
+)
 
 T = TypeVar("T")
 
@@ -64,9 +75,7 @@ class LocalEmbedder:
 
     async def embed(self, request: EmbeddingRequest) -> Embedded:
         if self.shape.ranks:
-            raise RequestError(
-                f"{self._name} ranks documents and gives no embeddings: ask another model.", "model"
-            )
+            raise no_embeddings(self._name)
         self._check_dimensions(request.dimensions)
         with self._permit(request.user):
             truncates = request.truncate or self._settings.truncates
@@ -78,7 +87,7 @@ class LocalEmbedder:
 
     async def rerank(self, request: RerankRequest) -> Ranked:
         if not self.shape.ranks:
-            raise RequestError(f"{self._name} gives embeddings and does not rank: ask another model.", "model")
+            raise no_ranks(self._name)
         with self._permit(request.user):
             truncates = request.truncate or self._settings.truncates
             inputs = await asyncio.to_thread(self._pair, request.query, request.documents, truncates)
@@ -87,15 +96,18 @@ class LocalEmbedder:
             tuple(float(each[0]) for each in vectors), sum(len(each.ids) for each in inputs), cached_tokens
         )
 
-    def forget(self, owners: Sequence[str]) -> tuple[int, int]:
+    def forget(self, user: str) -> Removed:
         """As `VectorCache.forget`."""
-        return self._cache.forget(owners)
+        return self._cache.forget(user)
 
     def stats(self) -> dict[str, Json]:
         counters = {name: getattr(self._counters, name) for name in _Counters.__slots__}
-        return {**counters, "steps": self._batcher.steps, "cache": self._cache.stats()}
+        batcher = self._batcher
+        return {**counters, "waiting": batcher.waiting, "steps": batcher.steps, "cache": self._cache.stats()}
 
     async def close(self) -> None:
+        """Take no new work; what was not begun fails. Afterwards the engine can be closed."""
+        await self._batcher.close()
         await self._cache.close()
 
     @contextmanager
@@ -166,8 +178,7 @@ class LocalEmbedder:
         self._count(inputs, missing.values())
         return [found[key] for key, _ in keyed], known
 
-    def _count(self, inputs: Sequence[TokenInput], computed: Sequence[TokenInput] | object) -> None:
-        evaluated = list(computed)  # type: ignore[call-overload]
+    def _count(self, inputs: Sequence[TokenInput], evaluated: Collection[TokenInput]) -> None:
         self._counters.requests += 1
         self._counters.inputs += len(inputs)
         self._counters.known_inputs += len(inputs) - len(evaluated)
@@ -206,10 +217,18 @@ class Batcher:
         self._run = run
         self._jobs: deque[_Job] = deque()
         self._working: asyncio.Task[None] | None = None
+        self._is_closed = False
         self.steps = 0
 
+    @property
+    def waiting(self) -> int:
+        """Inputs that are in no step yet."""
+        return sum(len(job.waiting) for job in self._jobs)
+
     async def compute(self, inputs: Sequence[TokenInput]) -> list[Vector]:
-        """One vector for each. Raises what the engine raises."""
+        """One vector for each. Raises what the engine raises, and Overloaded once it was closed."""
+        if self._is_closed:
+            raise Overloaded(SHUTTING_DOWN)
         by_length = sorted(enumerate(inputs), key=lambda item: -len(item[1].ids))
         job = _Job(deque(by_length), [None] * len(inputs), asyncio.get_running_loop().create_future())
         self._jobs.append(job)
@@ -220,6 +239,13 @@ class Batcher:
         finally:
             job.waiting.clear()  # if it was cancelled, nothing more of it is computed
         return [vector for vector in job.vectors if vector is not None]
+
+    async def close(self) -> None:
+        """Waits for the step that is under way."""
+        self._is_closed = True
+        _fail(self._jobs, Overloaded(SHUTTING_DOWN))
+        if self._working is not None:
+            await self._working
 
     async def _work(self) -> None:
         while step := self._next_step():
@@ -260,7 +286,7 @@ def _deliver(step: Sequence[tuple[_Job, int, TokenInput]], vectors: Vectors) -> 
             job.done.set_result(None)
 
 
-def _fail(jobs: set[_Job], error: Exception) -> None:
+def _fail(jobs: Iterable[_Job], error: Exception) -> None:
     for job in jobs:
         job.waiting.clear()
         if not job.done.done():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.kv.vector_file import VectorFile
-from emberkeep.types import Vector
+from emberkeep.types import Removed, Vector, user_of
 
 RAM_BYTES = 64 << 20
 _ENTRY_BYTES = 256
@@ -31,7 +32,7 @@ class _Known:
 
 
 class VectorCache:
-    """Belongs to one event loop, and owns `file`, which is used by a thread of its own.
+    """Safe for several threads, but for `close`. Owns `file`, which is used by a thread of its own.
 
     What named users have embedded is found by themselves only, and kept in RAM only: a text can be guessed from
     its vector, so no trace of it may outlast them.
@@ -43,6 +44,7 @@ class VectorCache:
         self._ram_bytes = ram_bytes
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._bytes = 0
+        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "emberkeep-vectors") if file else None
 
     def key(self, namespace: str, one: TokenInput) -> bytes:
@@ -55,12 +57,13 @@ class VectorCache:
         """Those that are known."""
         found: dict[bytes, Vector] = {}
         missing = []
-        for key in keys:
-            if key in self._known:
-                self._known.move_to_end(key)
-                found[key] = self._known[key].vector
-            else:
-                missing.append(key)
+        with self._lock:
+            for key in keys:
+                if key in self._known:
+                    self._known.move_to_end(key)
+                    found[key] = self._known[key].vector
+                else:
+                    missing.append(key)
         if missing and self._file and self._thread and not namespace:
             loop = asyncio.get_running_loop()
             stored = await loop.run_in_executor(self._thread, self._file.find, missing)
@@ -74,13 +77,14 @@ class VectorCache:
         if self._file and self._thread and not namespace:
             self._thread.submit(self._file.add, {key: vector.tobytes() for key, vector in vectors.items()})
 
-    def forget(self, owners: Sequence[str]) -> tuple[int, int]:
-        """How many vectors of these users were removed, and how many bytes of RAM they took."""
-        gone = [key for key, known in self._known.items() if known.owner in owners]
-        size = sum(self._drop(key) for key in gone)
-        if "" in owners and self._file and self._thread:
-            self._thread.submit(self._file.clear)
-        return len(gone), size
+    def forget(self, user: str) -> Removed:
+        """Leave nothing of one user; "" stands for all requests without a user. Blocks on disk then."""
+        with self._lock:
+            gone = [key for key, known in self._known.items() if user_of(known.owner) == user]
+            size = sum(self._drop(key) for key in gone)
+        if not user and self._file and self._thread:
+            self._thread.submit(self._file.clear).result()
+        return Removed(entries=len(gone), bytes=size)
 
     def stats(self) -> dict[str, int]:
         return {"vectors": len(self._known), "bytes": self._bytes, "budget": self._ram_bytes}
@@ -92,13 +96,14 @@ class VectorCache:
             await asyncio.to_thread(self._thread.shutdown)
 
     def _remember(self, owner: str, vectors: Mapping[bytes, Vector]) -> None:
-        for key, vector in vectors.items():
-            if key in self._known:
-                self._drop(key)
-            self._known[key] = _Known(owner, vector)
-            self._bytes += self._known[key].bytes
-        while self._bytes > self._ram_bytes:
-            self._drop(next(iter(self._known)))
+        with self._lock:
+            for key, vector in vectors.items():
+                if key in self._known:
+                    self._drop(key)
+                self._known[key] = _Known(owner, vector)
+                self._bytes += self._known[key].bytes
+            while self._bytes > self._ram_bytes:
+                self._drop(next(iter(self._known)))
 
     def _drop(self, key: bytes) -> int:
         size = self._known.pop(key).bytes

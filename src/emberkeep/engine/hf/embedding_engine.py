@@ -212,8 +212,9 @@ def _context(network: Any, tokenizer: PreTrainedTokenizerFast, asked: int | None
     config = network.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or _NO_LENGTH
     table = getattr(getattr(network.base_model, "embeddings", None), "position_embeddings", None)
-    if getattr(table, "padding_idx", None) is not None:
-        positions -= table.padding_idx + 1  # as RoBERTa counts them
+    padding = getattr(table, "padding_idx", None)
+    if padding is not None:
+        positions -= padding + 1  # as RoBERTa counts them
     said = tokenizer.model_max_length if tokenizer.model_max_length < _NO_LENGTH else positions
     return int(min(positions, asked or said))
 

@@ -128,6 +128,7 @@ class LlamaEmbeddingEngine:
             self._context = None
         self._threads.close()
         if self._model is not None:
+            self.vocab.close()
             self._model.close()
             self._model = None
 

@@ -1,0 +1,133 @@
+"""A model that only embeds or ranks, as a backend like any other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.embedder import LocalEmbedder
+from emberkeep.engine.embedding import EmbeddingEngine
+from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry, RequestError
+from emberkeep.sched.engine_thread import EngineThread
+from emberkeep.types import (
+    CacheEntry,
+    EntryText,
+    Events,
+    Explanation,
+    Json,
+    Message,
+    Removed,
+    Request,
+    Tool,
+    Verified,
+)
+
+if TYPE_CHECKING:
+    from emberkeep.memory.memory import Memory
+
+
+class EmbeddingBackend:
+    """Owns the engine and its thread, and the embedder."""
+
+    warmer = experts = attention = None
+    memory: Memory | None = None
+
+    def __init__(
+        self, card: ModelCard, engine: EmbeddingEngine, thread: EngineThread, embedder: LocalEmbedder
+    ) -> None:
+        self.card = card
+        self.embedder = embedder
+        self.tokenizer = EmbeddingTokenizer(card.id, engine)
+        self.cache = VectorEntries(card.id, embedder)
+        self._engine = engine
+        self._thread = thread
+        self._is_closed = False
+
+    def generate(self, request: Request) -> Events:
+        does = "ranks documents (/v1/rerank)" if self.embedder.shape.ranks else "gives embeddings (/v1/embeddings)"
+        raise RequestError(f"{self.card.id} {does} and writes no answers: name a model that does.", "model")
+
+    def stats(self) -> dict[str, Json]:
+        return {"model": self.card.id, "embeddings": self.embedder.stats()}
+
+    def speculation_stats(self) -> None:
+        return None
+
+    def health(self) -> dict[str, Json]:
+        return {"backend": "local", "model": self.card.id}
+
+    def failure(self) -> EmberkeepError | None:
+        return None
+
+    async def start(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            await self.embedder.close()
+            await asyncio.wrap_future(self._thread.submit(self._engine.close))
+            await asyncio.to_thread(self._thread.end)
+
+
+class EmbeddingTokenizer:
+    def __init__(self, name: str, engine: EmbeddingEngine) -> None:
+        self._name = name
+        self._engine = engine
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        ids = self._engine.vocab.tokenize(text, parse_special=parse_special)
+        framing = self._engine.framing
+        return [*framing.head, *ids, *framing.tail] if add_special else ids
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        pieces = self._engine.vocab.pieces
+        if any(token >= len(pieces) for token in tokens):
+            raise InvalidField("tokens", f"{max(tokens)} is no token of {self._name}, which has {len(pieces)}.")
+        return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
+
+    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NoReturn:
+        raise self._no_chats()
+
+    def count(self, request: Request) -> NoReturn:
+        raise self._no_chats()
+
+    def _no_chats(self) -> RequestError:
+        return RequestError(f"{self._name} writes no answers: name a model that does.", "model")
+
+
+class VectorEntries:
+    """Vectors have no names, so none of them can be shown, kept or explained; users can be forgotten."""
+
+    def __init__(self, name: str, embedder: LocalEmbedder) -> None:
+        self._name = name
+        self._embedder = embedder
+
+    def entries(self) -> list[CacheEntry]:
+        return []
+
+    def show(self, entry_id: str) -> EntryText:
+        raise self._nothing()
+
+    def pin(self, entry_id: str, pinned: bool) -> CacheEntry:
+        raise self._nothing()
+
+    def remove(self, entry_id: str) -> Removed:
+        raise self._nothing()
+
+    def remove_user(self, user: str) -> Removed:
+        return self._embedder.forget(user)
+
+    def gc(self) -> Removed:
+        return Removed(0, 0)
+
+    def explain(self, request: Request) -> Explanation:
+        raise RequestError(f"{self._name} writes no answers: name a model that does.", "model")
+
+    async def verify(self, entry_id: str, tokens: int) -> Verified:
+        raise self._nothing()
+
+    def _nothing(self) -> NoSuchEntry:
+        return NoSuchEntry(f"{self._name} keeps vectors, and no entries that have a name.")
