@@ -66,7 +66,10 @@ def bert_folder(path: Path, *, pooling: int = MEAN, seed: int = 0, labels: int =
         model = BertModel(config, add_pooling_layer=False)
         _write_modules(path, pooling)
     model.save_pretrained(path)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **_special_names())
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_tokenizer(), model_input_names=inputs, **_special_names()
+    )
     tokenizer.save_pretrained(path)
     return path
 

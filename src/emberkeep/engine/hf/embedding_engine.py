@@ -35,6 +35,8 @@ _NO_LENGTH = 1 << 20
 """Tokenizers name a longer one where they know of none."""
 _IGNORED = ("pooler.", "position_ids", "lm_head.", "cls.")
 """Weights that no vector depends on, which a folder may lack or have besides."""
+_KINDS = "token_type_ids"
+"""Which text of a pair a token belongs to; of no use to some models."""
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Tanh": torch.nn.Tanh, "ReLU": torch.nn.ReLU, "GELU": torch.nn.GELU}
 
 
@@ -65,6 +67,7 @@ class HfEmbeddingEngine:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelBroken(f"{source.name} has no tokenizer.json: choose a model with a fast tokenizer.")
         self._padding = tokenizer.pad_token_id or 0
+        self._tells_kinds = _KINDS in tokenizer.model_input_names
         if ranks and self._network.config.pad_token_id is None:
             self._network.config.pad_token_id = self._padding  # a decoder's head looks for the token before it
         self.vocab = WordVocab(tokenizer.backend_tokenizer, self._network.get_input_embeddings().num_embeddings)
@@ -101,7 +104,7 @@ class HfEmbeddingEngine:
         return vectors.float().cpu().numpy()
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-        more = {"token_type_ids": kinds} if getattr(self._network.config, "type_vocab_size", 0) > 1 else {}
+        more = {_KINDS: kinds} if self._tells_kinds else {}
         result = self._network(input_ids=ids, attention_mask=mask, **more)
         if self.capabilities.pooling is Pooling.RANK:
             return result.logits[:, :1]
