@@ -79,20 +79,26 @@ def embedder_over(
     engine: FakeEmbeddingEngine, *, file: VectorFile | None = None, limit: int = 100, cuts_any: bool = False
 ) -> LocalEmbedder:
     """Its steps run on a thread of their own, as the real ones do."""
-    return _embedder(engine, EngineThread(), file, EmbedderSettings(Permits(limit), cuts_any=cuts_any))
+    return _embedder(
+        "tiny-embed", engine, EngineThread(), file, EmbedderSettings(Permits(limit), cuts_any=cuts_any)
+    )
 
 
 def embedding_backend(engine: FakeEmbeddingEngine, name: str = "tiny-embed") -> EmbeddingBackend:
     thread = EngineThread()
-    embedder = _embedder(engine, thread, None, EmbedderSettings(Permits(100)))
+    embedder = _embedder(name, engine, thread, None, EmbedderSettings(Permits(100)))
     return EmbeddingBackend(ModelCard(name, 0, engine.capabilities.context), engine, thread, embedder)
 
 
 def _embedder(
-    engine: FakeEmbeddingEngine, thread: EngineThread, file: VectorFile | None, settings: EmbedderSettings
+    name: str,
+    engine: FakeEmbeddingEngine,
+    thread: EngineThread,
+    file: VectorFile | None,
+    settings: EmbedderSettings,
 ) -> LocalEmbedder:
     cache = VectorCache(engine.fingerprint, file)
-    return LocalEmbedder("tiny-embed", engine, thread.submit, cache, settings)
+    return LocalEmbedder(name, engine, thread.submit, cache, settings)
 
 
 def unit(vector: Vectors) -> Vectors:

@@ -509,21 +509,22 @@ MAX_PROMPTS = 32
 Prompt = str | tuple[int, ...]
 
 
-def _to_prompts(value: Any) -> tuple[Prompt, ...]:
+def to_prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
+    """Raises ValueError."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
         raise ValueError("give a string, a list of strings, a list of token ids or a list of such lists")
     if isinstance(value[0], int):
         return (_to_tokens(value),)
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"give at most {MAX_PROMPTS} prompts in one request")
+    if len(value) > most:
+        raise ValueError(f"give at most {most} of them in one request")
     return tuple(item if isinstance(item, str) else _to_tokens(item) for item in value)
 
 
 def _to_tokens(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
-        raise ValueError("a prompt is a string or a list of token ids that is not empty")
+        raise ValueError("each of them is a string or a list of token ids that is not empty")
     if not all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
         raise ValueError("a token id is a whole number that is not negative")
     return tuple(value)
@@ -531,7 +532,7 @@ def _to_tokens(value: Any) -> tuple[int, ...]:
 
 Prompts = Annotated[
     tuple[Prompt, ...],
-    PlainValidator(_to_prompts, json_schema_input_type=str | list[str] | list[Count] | list[list[Count]]),
+    PlainValidator(to_prompts, json_schema_input_type=str | list[str] | list[Count] | list[list[Count]]),
 ]
 
 

@@ -59,7 +59,7 @@ class _Counters:
 
 
 class LocalEmbedder:
-    """Belongs to one event loop. The engine is its caller's to close, the cache its own."""
+    """Belongs to one event loop. Owns the engine and the cache."""
 
     def __init__(
         self, name: str, engine: EmbeddingEngine, run: EngineRunner, cache: VectorCache, settings: EmbedderSettings
@@ -70,6 +70,8 @@ class LocalEmbedder:
         self._settings = settings
         self._batcher = Batcher(engine, run)
         self._counters = _Counters()
+        self._run = run
+        self._is_closed = False
         shape = engine.capabilities
         self.shape = EmbeddingShape(shape.dimension, shape.context, shape.pooling)
 
@@ -106,9 +108,12 @@ class LocalEmbedder:
         return {**counters, "waiting": batcher.waiting, "steps": batcher.steps, "cache": self._cache.stats()}
 
     async def close(self) -> None:
-        """Take no new work; what was not begun fails. Afterwards the engine can be closed."""
-        await self._batcher.close()
-        await self._cache.close()
+        """Take no new work, fail what was not begun, and write what is not yet on disk. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._batcher.close()
+            await asyncio.wrap_future(self._run(self._engine.close))
+            await self._cache.close()
 
     @contextmanager
     def _permit(self, user: str) -> Iterator[None]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingBackend:
-    """Owns the engine and its thread, and the embedder."""
+    """Owns the embedder, and the thread of its engine."""
 
     warmer = experts = attention = None
     memory: Memory | None = None
@@ -41,7 +41,6 @@ class EmbeddingBackend:
         self.embedder = embedder
         self.tokenizer = EmbeddingTokenizer(card.id, engine)
         self.cache = VectorEntries(card.id, embedder)
-        self._engine = engine
         self._thread = thread
         self._is_closed = False
 
@@ -68,7 +67,6 @@ class EmbeddingBackend:
         if not self._is_closed:
             self._is_closed = True
             await self.embedder.close()
-            await asyncio.wrap_future(self._thread.submit(self._engine.close))
             await asyncio.to_thread(self._thread.end)
 
 

@@ -23,7 +23,7 @@ from time import monotonic
 
 import numpy as np
 
-from emberkeep.backend.base import Embedder, ModelCard
+from emberkeep.backend.base import ModelCard
 from emberkeep.backend.cache import Explainer, StoreCache
 from emberkeep.backend.choices import (
     Channel,
@@ -36,6 +36,7 @@ from emberkeep.backend.choices import (
     ScoredEcho,
     until_completed,
 )
+from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.samplers import Samplers, SamplerSource
@@ -115,7 +116,7 @@ class LocalSettings:
 class LocalBackend:
     """Owns the scheduler, its store, and the memory of the sessions."""
 
-    embedder: Embedder | None = None
+    embedder: LocalEmbedder | None = None
 
     def __init__(
         self,
@@ -170,6 +171,10 @@ class LocalBackend:
         verifier = Verifier(self.generate, self._vocab, scheduler.context)
         self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier, self._forget)
         self._store.on_forget(self._forget_quietly)
+
+    def embed_with(self, embedder: LocalEmbedder) -> None:
+        """Its model gives embeddings, too. The embedder belongs to it from now on."""
+        self.embedder = embedder
 
     # ── the line ──
 
@@ -428,6 +433,7 @@ class LocalBackend:
             },
             "sessions": self._sessions.stats(),
             "memory": self.memory.stats() if self.memory else None,
+            "embeddings": self.embedder.stats() if self.embedder else None,
             "machine": self._settings.machine.json(),
             "recent_lookups": self._lookups.json(),
             "measured": {
@@ -453,6 +459,8 @@ class LocalBackend:
     async def close(self) -> None:
         await self._server_tools.close()
         self.warmer.stop()
+        if self.embedder is not None:
+            await self.embedder.close()
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.warmer.join)
         self._store.on_forget(_nobody)

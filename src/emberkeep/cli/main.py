@@ -93,7 +93,17 @@ def emberkeep(
     *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
     *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "attention", "warm"),
     *("max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
-    *("planning", "auto_truncate", "evict", "recall", "server_tools", "enable_tools", "disable_tools"),
+    *(
+        "planning",
+        "auto_truncate",
+        "evict",
+        "recall",
+        "pooling",
+        "truncate_dimensions",
+        "server_tools",
+        "enable_tools",
+        "disable_tools",
+    ),
     *("tools_from", "tools_root", "notools", "reasoning", "backend", "base_url", "config"),
 )
 def serve(config: Config) -> None:

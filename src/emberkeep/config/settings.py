@@ -204,6 +204,17 @@ class Config:
     embeddings: bool = _setting(
         False, SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."
     )
+    pooling: str = _setting(
+        "auto",
+        one_of("auto", "mean", "cls", "last"),
+        "How states become one vector for embeddings; auto: as the model says, and a chat model gives none.",
+    )
+    truncate_dimensions: bool = _setting(
+        False, SWITCH, "Let requests shorten vectors of models that do not say they were trained for it."
+    )
+    vector_budget: int = _setting(
+        1 << 30, BYTES, "Disk space for vectors that were computed for embeddings; 0 keeps them in RAM only."
+    )
     tools: str = _setting(
         "auto",
         one_of("auto", "on", "off"),

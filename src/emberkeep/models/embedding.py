@@ -8,7 +8,7 @@ from pathlib import Path
 
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import GgufHeader
-from emberkeep.models.profile import CONFIG, read_json
+from emberkeep.models.profile import CONFIG, read_json, read_json_objects
 from emberkeep.types import Json, Pooling
 
 MODULES = "modules.json"
@@ -62,7 +62,7 @@ def embedding_folder(folder: Path) -> EmbeddingProfile | None:
 
 def _modules(folder: Path) -> tuple[Pooling, tuple[Path, ...]]:
     """What sentence-transformers does with the states of the tokens."""
-    listed = read_json(folder / MODULES, list)
+    listed = read_json_objects(folder / MODULES)
     kinds = [(str(each.get("type")).rpartition(".")[2], str(each.get("path", ""))) for each in listed]
     unknown = [kind for kind, _ in kinds if kind not in ("Transformer", "Pooling", "Dense", "Normalize")]
     poolings = [_pooling(_inside(folder, path)) for kind, path in kinds if kind == "Pooling"]
@@ -75,7 +75,7 @@ def _modules(folder: Path) -> tuple[Pooling, tuple[Path, ...]]:
 def _inside(folder: Path, name: str) -> Path:
     """Raises ModelBroken for a name that leads out of the folder."""
     if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ModelBroken(f"{folder.name}/{MODULES} names {name!r}, which is no folder of it: pull the model again.")
+        raise ModelBroken(f"{folder.name}/{MODULES} names {name!r}, which is not in it: pull the model again.")
     return folder / name
 
 
@@ -84,7 +84,9 @@ def _pooling(folder: Path) -> Pooling:
     modes = [mode for mode, is_on in config.items() if mode.startswith("pooling_mode_") and is_on is True]
     if len(modes) != 1 or modes[0] not in _MODES:
         said = ", ".join(modes) or "no way of pooling"
-        raise ModelBroken(f"{folder.parent.name} has {said}, and mean, cls and last are known: choose another model.")
+        raise ModelBroken(
+            f"{folder.parent.name} has {said}, and mean, cls and last are known: choose another model."
+        )
     return _MODES[modes[0]]
 
 

@@ -236,7 +236,7 @@ def folder_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _folder_profile(folder: Path) -> ModelProfile:
-    whole = _read_json(folder / CONFIG)
+    whole = read_json(folder / CONFIG)
     inner = whole.get("text_config")
     config = {**whole, **inner} if isinstance(inner, dict) else whole
     layers = _count(config, "num_hidden_layers", "n_layer")
@@ -291,7 +291,7 @@ def _chat_template(folder: Path) -> str | None:
     except (OSError, ValueError):
         pass
     path = folder / "tokenizer_config.json"
-    template = _read_json(path).get("chat_template") if path.is_file() else None
+    template = read_json(path).get("chat_template") if path.is_file() else None
     return template if isinstance(template, str) else None
 
 
@@ -322,18 +322,31 @@ def _header(file: BinaryIO) -> Json:
     return json.loads(data)
 
 
-def _read_json(path: Path) -> dict[str, Json]:
+def read_json(path: Path) -> dict[str, Json]:
+    """Raises ModelNotFound, ModelBroken."""
+    content = _parse_json(path)
+    if not isinstance(content, dict):
+        raise ModelBroken(f"{path} does not hold one JSON object; pull the model again.")
+    return content
+
+
+def read_json_objects(path: Path) -> list[dict[str, Json]]:
+    """Raises ModelNotFound, ModelBroken."""
+    content = _parse_json(path)
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        raise ModelBroken(f"{path} does not hold a list of JSON objects; pull the model again.")
+    return content
+
+
+def _parse_json(path: Path) -> Json:
     try:
         if path.stat().st_size > _MAX_JSON:
             raise ValueError("it is too large")
-        content = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise ModelBroken(f"{path} is not valid JSON ({error}); pull the model again.") from error
-    if not isinstance(content, dict):
-        raise ModelBroken(f"{path} does not hold one JSON object; pull the model again.")
-    return content
 
 
 def _count(config: Mapping[str, Json], *names: str) -> int:

@@ -16,7 +16,16 @@ _SHOWN = 24
 
 def config_of_draft(config: Config, draft: str) -> Config:
     """What a draft model is opened with: no adapters, and placed by itself, whatever is said of the other one."""
-    return replace(config, model=draft, draft_model=None, lora=(), gpu_layers=None, cpu_moe=0, tensor_split=None)
+    return replace(
+        config,
+        model=draft,
+        draft_model=None,
+        lora=(),
+        gpu_layers=None,
+        cpu_moe=0,
+        tensor_split=None,
+        pooling="auto",
+    )
 
 
 def check_files(model: Path, draft: Path) -> None:

@@ -15,6 +15,7 @@ from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
+from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.chunk_files import ChunkFiles
@@ -27,6 +28,13 @@ from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile
 from emberkeep.runtime.draft_loading import check_draft, check_engines, check_files, config_of_draft
+from emberkeep.runtime.embedding_model import (
+    AUTO,
+    embedding_profile,
+    make_embedder,
+    open_embedding,
+    open_own_states,
+)
 from emberkeep.runtime.memory import open_memory_or_none, open_sessions
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.runtime.tools import server_tools
@@ -47,7 +55,14 @@ log = logging.getLogger("emberkeep")
 _DEFAULT_CONTEXT = 32_768
 """Cap on a context that was not asked for: models that allow a million tokens exist, machines for them less so."""
 _FLASH = {"auto": None, "on": True, "off": False}
-_LLAMACPP_ONLY = {"lora": (), "kv_type": "f16", "flash_attention": "auto", "cpu_moe": 0, "tensor_split": None}
+_LLAMACPP_ONLY = {
+    "lora": (),
+    "kv_type": "f16",
+    "flash_attention": "auto",
+    "cpu_moe": 0,
+    "tensor_split": None,
+    "pooling": AUTO,
+}
 """Settings that say what is computed, and their defaults."""
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
@@ -62,12 +77,17 @@ class _Opened:
     template: str | None
     details: Mapping[str, Json]
     """What the model's card tells."""
+    states: EmbeddingEngine | None = None
+    """Pooled, where that was asked for."""
 
 
 def open_local(config: Config) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError."""
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
+    embedding = embedding_profile(model)
+    if embedding is not None:
+        return open_embedding(config, model, embedding, library.digests)
     open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
     thread = EngineThread()
     # First the draft model: what it takes is counted, and what is planned for the other one has room beside it.
@@ -91,7 +111,10 @@ def open_local(config: Config) -> Backend:
         opened.engine.footprint,
         lambda: thread.submit(lambda: step_seconds(opened.engine)).result(),
     )
-    return assemble(config, opened.engine, opened.template, card, thread, machine, draft)
+    backend = assemble(config, opened.engine, opened.template, card, thread, machine, draft)
+    if opened.states is not None:
+        backend.embed_with(make_embedder(config, card.id, opened.states, backend.scheduler.call))
+    return backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +290,8 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
         "weights_sha256": digest,
         "lora": [{"file": each.path.name, "scale": each.scale, "sha256": each.digest} for each in adapters],
     }
-    return _Opened(engine, loaded.chat_template, details)
+    states = None if config.pooling == AUTO else open_own_states(config, loaded, digest)
+    return _Opened(engine, loaded.chat_template, details, states)
 
 
 def _check_kv_bits(config: Config) -> None:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from emberkeep.config import Config
 from emberkeep.errors import EngineError, ModelBroken
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from emberkeep.engine.llamacpp import (
         Adapter,
         Gpu,
-        LlamaEngine,
         LlamaModel,
         LlamaSettings,
         ModelBytes,
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     )
 
 log = logging.getLogger("emberkeep")
+
+E = TypeVar("E")
 
 _LAYER = re.compile(r"blk\.(\d+)\.(?P<experts>ffn_(up|down|gate|gate_up)_(ch|)exps)?")
 _BLOCK_BYTES = {"f16": 64, "q8_0": 34, "q4_0": 18}
@@ -105,10 +106,10 @@ def open_placed(
     path: Path,
     adapters: Sequence[Adapter],
     placement: Placement,
-    open_engine: Callable[[LlamaModel], LlamaEngine],
+    open_engine: Callable[[LlamaModel], E],
     *,
     is_planned: bool,
-) -> tuple[LlamaEngine, LlamaModel, Placement]:
+) -> tuple[E, LlamaModel, Placement]:
     """A model where it was placed; where that was planned and memory does not suffice, with fewer layers on GPUs.
 
     Raises ModelError, EngineError.

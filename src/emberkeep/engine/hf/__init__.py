@@ -6,12 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from emberkeep.engine.hf.embedding_engine import HfEmbeddingEngine, HfEmbeddingSettings
     from emberkeep.engine.hf.engine import HfEngine, open_engine
     from emberkeep.engine.hf.footprint import cells_of_share
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
     from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 __all__ = [
+    "HfEmbeddingEngine",
+    "HfEmbeddingSettings",
     "HfEngine",
     "HfModel",
     "HfSettings",
@@ -23,6 +26,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "HfEmbeddingEngine": "embedding_engine",
+    "HfEmbeddingSettings": "embedding_engine",
     "HfEngine": "engine",
     "HfModel": "model_loader",
     "HfSettings": "model_loader",

@@ -27,7 +27,7 @@ from emberkeep.engine.hf.device import choose_device, choose_dtype
 from emberkeep.engine.hf.model_loader import HfSource, local_files, own_dtype, quiet, translate_errors
 from emberkeep.engine.hf.vocab import encodable, splitter_for
 from emberkeep.errors import EngineError, ModelBroken
-from emberkeep.types import Pooling
+from emberkeep.types import Json, Pooling
 
 _SEQUENCES = 256
 """Inputs of one step."""
@@ -81,6 +81,17 @@ class HfEmbeddingEngine:
             shorter=settings.shorter,
         )
         self.fingerprint = _fingerprint(self._network, weights_digest, settings)
+
+    @property
+    def details(self) -> dict[str, Json]:
+        """What the model's card tells."""
+        network = self._network
+        return {
+            "architecture": str(network.config.model_type),
+            "parameters": sum(weight.numel() for weight in network.parameters()),
+            "dtype": str(network.dtype).removeprefix("torch."),
+            "device": str(self._device),
+        }
 
     def _dimension(self) -> int:
         return int(

@@ -1,6 +1,7 @@
 """GGUF models through llama.cpp's C API. The only package that sees ctypes."""
 
 from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import (
     ON_CPU,
@@ -15,7 +16,7 @@ from emberkeep.engine.llamacpp.model import (
     share_layers,
 )
 from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
-from emberkeep.engine.llamacpp.trial import choose_library, find_failures, prove_model
+from emberkeep.engine.llamacpp.trial import choose_library, find_failures, prove_embedding, prove_model
 from emberkeep.engine.llamacpp.tuning import Subject, tune
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "Adapter",
     "Gpu",
     "LayerBytes",
+    "LlamaEmbeddingEngine",
+    "LlamaEmbeddingSettings",
     "LlamaEngine",
     "LlamaModel",
     "LlamaSettings",
@@ -35,6 +38,7 @@ __all__ = [
     "is_installed",
     "one_core_each",
     "plan_placement",
+    "prove_embedding",
     "prove_model",
     "share_layers",
     "system_info",

@@ -23,7 +23,9 @@ import numpy.typing as npt
 
 from emberkeep.config import cpu_facts, total_ram
 from emberkeep.engine.base import Rows
+from emberkeep.engine.embedding import TokenInput
 from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
@@ -39,6 +41,7 @@ from emberkeep.engine.llamacpp.shared_library import (
 from emberkeep.errors import EngineError, ModelBroken, ModelError
 from emberkeep.files import private_folder, replace_file
 from emberkeep.signals import with_default_signals
+from emberkeep.types import Pooling
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -48,7 +51,8 @@ _LIBRARY_S, _MODEL_S = 120.0, 1800.0
 """How long a trial may take; weights may have to come from a slow disk."""
 _TRAPS = frozenset((signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT))
 """Signals that code ends its own process by. Others come from outside."""
-_NO_FLASH = "no flash"
+_WRITES, _NO_FLASH, _POOLS = "writes", "no flash", "pools "
+"""How a model is tried."""
 _REFUSED = 3
 """Status of a child that found out by itself, and says what on stderr."""
 _MEND = {
@@ -109,15 +113,23 @@ def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -
     Tried once per library and weights: blocks for as long as loading them takes. Raises EngineError where no child
     could be had.
     """
-    verdict = _verdict(verdicts, library_in_use(), weights_digest)
+    _prove_model(path, _WRITES, _verdict(verdicts, library_in_use(), weights_digest))
+
+
+def _prove_model(path: Path, how: str, verdict: Path) -> None:
     if not verdict.exists():
-        reason = _try(_MODEL_S, library_in_use().path, path)
+        reason = _try(_MODEL_S, library_in_use().path, path, how)
         if reason is not None:
             raise ModelBroken(
                 f"{path.name} cannot be loaded, a process that tried {reason}: "
                 "pull it again, or choose another model."
             )
         _remember(verdict, path.name)
+
+
+def prove_embedding(path: Path, weights_digest: str, pooling: Pooling, verdicts: Path | None = None) -> None:
+    """As `prove_model`, for a model that embeds or ranks."""
+    _prove_model(path, _POOLS + pooling, _verdict(verdicts, library_in_use(), weights_digest, pooling))
 
 
 def survives_without_flash(path: Path, weights_digest: str, verdicts: Path | None = None) -> bool:
@@ -185,7 +197,9 @@ def main() -> None:
     library, *model = sys.argv[1:]
     try:
         use_library(candidates(library)[0])
-        if model:
+        if model and model[1].startswith(_POOLS):
+            _run_embedding(Path(model[0]), Pooling(model[1].removeprefix(_POOLS)))
+        elif model:
             _run_model(Path(model[0]), flash=_NO_FLASH not in model)
         else:
             _run_specimen()
@@ -204,11 +218,23 @@ def _run_specimen() -> None:
 
 def _run_model(path: Path, *, flash: bool) -> None:
     """Without the copies that faster kernels want. One larger than RAM is loaded only."""
+    model = _load(path)
+    shapes = (1, 2) if path.stat().st_size < total_ram() // 2 else ()
+    _evaluate(model, shapes, flash=flash, must_be_finite=False)
+
+
+def _load(path: Path) -> LlamaModel:
     model = LlamaModel(path, repacks=False)
     for text in ("Hello", "a  b\n\n c", "é漢\U0001f600\x00\x7f", "<s></s><|im_end|>"):
         model.vocab.tokenize(text)
-    shapes = (1, 2) if path.stat().st_size < total_ram() // 2 else ()
-    _evaluate(model, shapes, flash=flash, must_be_finite=False)
+    return model
+
+
+def _run_embedding(path: Path, pooling: Pooling) -> None:
+    settings = LlamaEmbeddingSettings(context=64, batch=64, pooling=pooling, threads=2)
+    engine = LlamaEmbeddingEngine(_load(path), settings, "trial")
+    engine.embed([TokenInput((0,)), TokenInput((0, 1))])
+    engine.close()
 
 
 def _evaluate(model: LlamaModel, shapes: tuple[int, ...], *, flash: bool, must_be_finite: bool) -> None:

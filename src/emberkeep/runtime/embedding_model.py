@@ -1,0 +1,164 @@
+"""A model that embeds or ranks: from a Config to engine, cache of vectors and backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.choices import Permits
+from emberkeep.backend.embedder import EmbedderSettings, EngineRunner, LocalEmbedder
+from emberkeep.backend.embedding_backend import EmbeddingBackend
+from emberkeep.backend.vector_cache import VectorCache
+from emberkeep.config import Config, slice_tokens
+from emberkeep.engine.embedding import EmbeddingEngine
+from emberkeep.engine.extras import require_hf
+from emberkeep.errors import EngineError
+from emberkeep.kv.vector_file import VectorFile
+from emberkeep.models.adapter import check_adapter
+from emberkeep.models.digest import model_digest, weights_digest
+from emberkeep.models.embedding import EmbeddingProfile, embedding_folder, embedding_gguf
+from emberkeep.models.gguf import read_header
+from emberkeep.models.library import ModelFile
+from emberkeep.models.profile import profile
+from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
+from emberkeep.sched.engine_thread import EngineThread
+from emberkeep.types import Json, Pooling
+
+if TYPE_CHECKING:
+    from emberkeep.engine.llamacpp import LlamaEmbeddingSettings, LlamaModel
+
+log = logging.getLogger("emberkeep")
+
+AUTO = "auto"
+_DEFAULT_CONTEXT = 2048
+"""Cap on the length of inputs that was not asked for: all of an input is in one step, and buffers are as large as
+the longest step. Where inputs can be cut into steps they may be longer."""
+_DEFAULT_CAUSAL_CONTEXT = 8192
+
+
+def embedding_profile(model: ModelFile) -> EmbeddingProfile | None:
+    """None for a model that writes. Raises ModelNotFound, ModelBroken."""
+    return embedding_folder(model.path) if model.is_folder else embedding_gguf(read_header(model.path))
+
+
+def open_embedding(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Backend:
+    """Blocks while the model is loaded. Raises ModelError, EngineError."""
+    if model.is_folder == (config.engine == "llamacpp") and config.engine != AUTO:
+        runs = "hf" if model.is_folder else "llamacpp"
+        raise EngineError(f"{model.id} gives embeddings with --engine {runs}: choose it, or leave --engine out.")
+    open_engine = _open_hf if model.is_folder else _open_llamacpp
+    thread = EngineThread()
+    try:
+        engine, details = thread.submit(lambda: open_engine(config, model, shape, digests)).result()
+    except BaseException:
+        thread.end()
+        raise
+    capabilities = engine.capabilities
+    about = {"pooling": capabilities.pooling, "dimension": capabilities.dimension}
+    card = ModelCard(
+        model.id,
+        int(model.path.stat().st_mtime),
+        capabilities.context,
+        details={**details, **about},
+        calls_tools=False,
+    )
+    log.info("%s takes inputs of %d tokens and gives %d numbers", card.id, card.context, capabilities.dimension)
+    return EmbeddingBackend(card, engine, thread, make_embedder(config, card.id, engine, thread.submit))
+
+
+def open_own_states(config: Config, model: LlamaModel, weights: str) -> EmbeddingEngine:
+    """The pooled states of a chat model, beside the engine that writes. Call it on the thread of that."""
+    from emberkeep.engine.llamacpp import LlamaEmbeddingEngine
+
+    pooling = Pooling(config.pooling)
+    settings = _llamacpp_settings(config, pooling, model.train_context)
+    return LlamaEmbeddingEngine(model, settings, weights, shared=True)
+
+
+def make_embedder(config: Config, name: str, engine: EmbeddingEngine, run: EngineRunner) -> LocalEmbedder:
+    file = VectorFile(config.data_dir / "vectors.db", config.vector_budget) if config.vector_budget else None
+    settings = EmbedderSettings(
+        Permits(config.parallel + config.queue, config.max_concurrent_per_user),
+        truncates=config.auto_truncate,
+        cuts_any=config.truncate_dimensions,
+    )
+    return LocalEmbedder(name, engine, run, VectorCache(engine.fingerprint, file), settings)
+
+
+Opened = tuple[EmbeddingEngine, Mapping[str, Json]]
+"""With what the model's card tells."""
+
+
+def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
+    from emberkeep.engine.llamacpp import (
+        Adapter,
+        LlamaEmbeddingEngine,
+        LlamaSettings,
+        choose_library,
+        one_core_each,
+        prove_embedding,
+    )
+
+    choose_library(config.llama_library)
+    header = read_header(model.path)
+    about = profile(header)
+    settings = _llamacpp_settings(config, _pooling(config, shape), about.context_length)
+    digest = model_digest(model.path, digests)
+    prove_embedding(model.path, digest, _pooling(config, shape))
+    adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
+    adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
+    room = LlamaSettings(settings.context, max(settings.context, settings.batch), 1, settings.batch)
+    headers, kv_bytes = [header, *adapter_headers], live_kv_bytes(about, "f16")
+    placement, _ = place(config, headers, about, room, kv_bytes)
+
+    def open_engine(loaded: LlamaModel) -> LlamaEmbeddingEngine:
+        with one_core_each():
+            return LlamaEmbeddingEngine(loaded, settings, digest)
+
+    engine, _, placement = open_placed(
+        model.path, adapters, placement, open_engine, is_planned=config.gpu_layers is None
+    )
+    return engine, {
+        "engine": "llamacpp",
+        "architecture": about.architecture,
+        "parameters": about.parameters,
+        "quantisation": about.quantisation,
+        "trained_context": about.context_length,
+        "gpu_layers": placement.count,
+        "weights_sha256": digest,
+    }
+
+
+def _llamacpp_settings(config: Config, pooling: Pooling, trained: int) -> LlamaEmbeddingSettings:
+    from emberkeep.engine.llamacpp import LlamaEmbeddingSettings
+
+    cap = _DEFAULT_CAUSAL_CONTEXT if pooling is Pooling.LAST else _DEFAULT_CONTEXT
+    # Beyond what it was trained for, an encoder has no positions.
+    context = min(config.ctx or cap, trained)
+    return LlamaEmbeddingSettings(context, slice_tokens(config), pooling, config.threads)
+
+
+def _open_hf(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
+    require_hf()
+    from emberkeep.engine.hf import HfEmbeddingEngine, HfEmbeddingSettings
+
+    settings = HfEmbeddingSettings(
+        pooling=_pooling(config, shape),
+        context=config.ctx or shape.context,
+        batch=slice_tokens(config),
+        dense=shape.dense,
+        shorter=shape.shorter,
+        device=config.device,
+        dtype=config.dtype,
+    )
+    digest = model_digest(model.path, digests)
+    engine = HfEmbeddingEngine(model.path, settings, digest)
+    return engine, {"engine": "hf", **engine.details, "weights_sha256": digest}
+
+
+def _pooling(config: Config, shape: EmbeddingProfile) -> Pooling:
+    """A head that ranks has a pooling of its own."""
+    return shape.pooling if config.pooling == AUTO or shape.pooling is Pooling.RANK else Pooling(config.pooling)

@@ -1,0 +1,57 @@
+"""Embeddings and ranks: OpenAI's endpoint, llama-server's, and the one that rerankers share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.api.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, embedding_usage
+from emberkeep.backend.capabilities import embedder_of, ranker_of
+from emberkeep.backend.models import Models
+from emberkeep.server.json_response import json_response, list_response
+from emberkeep.server.openapi import takes
+from emberkeep.server.stream import make_of_body, read_body, while_connected
+
+_TEXT = "Why is the sky blue?"
+
+
+def embedding_routes(models: Models) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings", openapi_extra=takes(EmbeddingsBody, input=_TEXT))
+    async def embeddings(http: HttpRequest) -> Response:
+        body = await read_body(http, EmbeddingsBody)
+        backend = models.find(body.model)
+        request = await make_of_body(http, body.to_request)
+        embedded = await while_connected(http, embedder_of(backend).embed(request))
+        about = {"object": "list", "model": backend.card.id, "usage": embedding_usage(embedded)}
+        # Thousands of numbers each: not in the loop that serves the streams.
+        return await asyncio.to_thread(lambda: list_response("data", body.items(embedded), **about))
+
+    @router.post("/embeddings", include_in_schema=False)
+    @router.post("/embedding", openapi_extra=takes(LlamaEmbeddingBody, content=_TEXT))
+    async def embedding(http: HttpRequest) -> Response:
+        body = await read_body(http, LlamaEmbeddingBody)
+        request = await make_of_body(http, body.to_request)
+        embedded = await while_connected(http, embedder_of(models.find(body.model)).embed(request))
+        written = await asyncio.to_thread(lambda: ", ".join(map(json.dumps, body.items(embedded))))
+        return Response(f"[{written}]", media_type="application/json")
+
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/reranking", include_in_schema=False)
+    @router.post("/v1/reranking", include_in_schema=False)
+    @router.post(
+        "/v1/rerank", openapi_extra=takes(RerankBody, query=_TEXT, documents=["Air scatters blue light."])
+    )
+    async def rerank(http: HttpRequest) -> Response:
+        body = await read_body(http, RerankBody)
+        backend = models.find(body.model)
+        request = await make_of_body(http, body.to_request)
+        ranked = await while_connected(http, ranker_of(backend).rerank(request))
+        return json_response(body.answer(ranked, backend.card.id))
+
+    return router
