@@ -71,7 +71,7 @@ def test_it_is_listed_with_what_it_gives(client: openai.OpenAI) -> None:
 
 
 def test_it_writes_no_answers(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tiny-bert gives embeddings .* and writes no answers"):
+    with pytest.raises(openai.BadRequestError, match=r"tiny-bert gives embeddings .* and writes no answers"):
         client.chat.completions.create(model="tiny-bert", messages=[{"role": "user", "content": "Hello"}])
 
 

@@ -45,7 +45,7 @@ def _one_of(*names: str) -> dict[str, Json]:
     return {"anyOf": list(given)}
 
 
-class EmbeddingsBody(UserFields):
+class OpenAIEmbeddingsBody(UserFields):
     """OpenAI's, with `truncate` of other servers."""
 
     model: str | None = None

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from emberkeep.api.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, embedding_usage
+from emberkeep.api.embeddings import LlamaEmbeddingBody, OpenAIEmbeddingsBody, RerankBody, embedding_usage
 from emberkeep.backend.capabilities import embedder_of, ranker_of
 from emberkeep.backend.models import Models
 from emberkeep.server.json_response import json_response, list_response
@@ -22,9 +22,9 @@ _TEXT = "Why is the sky blue?"
 def embedding_routes(models: Models) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/embeddings", openapi_extra=takes(EmbeddingsBody, input=_TEXT))
+    @router.post("/v1/embeddings", openapi_extra=takes(OpenAIEmbeddingsBody, input=_TEXT))
     async def embeddings(http: HttpRequest) -> Response:
-        body = await read_body(http, EmbeddingsBody)
+        body = await read_body(http, OpenAIEmbeddingsBody)
         backend = models.find(body.model)
         request = await make_of_body(http, body.to_request)
         embedded = await while_connected(http, embedder_of(backend).embed(request))
