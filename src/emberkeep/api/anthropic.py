@@ -24,7 +24,7 @@ from emberkeep.api.anthropic_blocks import (
     ToolUseBlock,
     texts_as_blocks,
 )
-from emberkeep.api.errors import TOOL_NAME
+from emberkeep.api.errors import TOOL_NAME, Failure, Refused
 from emberkeep.api.messages import MAX_MESSAGES, check_choice
 from emberkeep.api.request import (
     INT32_MAX,
@@ -144,6 +144,22 @@ class Metadata(Body):
     user_id: Label | None = None
 
 
+class Thread(Body):
+    type: Literal["create", "continue"]
+    previous_message_id: Label | None = None
+
+
+_NO_THREAD = Failure(
+    404,
+    "invalid_request_error",
+    "No conversation is held here between requests: send all of its messages.",
+    "thread_not_found",
+    "thread",
+    figures={"details": {"error_code": "thread_not_found"}},
+)
+"""Clients send everything again when they read this code."""
+
+
 def user_of_metadata(said: str) -> tuple[str, str]:
     """The user and the session in a `user_id`: agents write both into it. What is stored is the user's, because
     the next session begins with the same system prompt."""
@@ -245,9 +261,15 @@ class MessagesBody(GenerationFields, OwnerFields, RoomFields, PromptFields):
     stop_sequences: Stops | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
+    thread: Thread | None = None
+    compaction: dict[str, Any] | None = None
 
     def to_request(self) -> Request:
-        """Raises InvalidField where fields contradict each other."""
+        """Raises InvalidField where fields contradict each other, and Refused."""
+        if self.thread is not None and self.thread.type == "continue":
+            raise Refused(_NO_THREAD)
+        if self.compaction is not None:
+            raise InvalidField("compaction", "is not supported: old messages leave by themselves (evict).")
         owned = self.to_owned()
         user, session = user_of_metadata((self.metadata and self.metadata.user_id) or "")
         user = owned.user or user
