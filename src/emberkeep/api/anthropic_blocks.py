@@ -8,7 +8,7 @@ import zlib
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from emberkeep.api.request import Body, Label
 from emberkeep.types import Image, Json, ToolCall
@@ -43,6 +43,32 @@ class TextBlock(Block):
         return [self.text] if self.text else []
 
 
+# ── kinds of blocks and sources ──
+
+
+def texts_as_blocks(content: Json) -> Json:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _tag(value: Any) -> str:
+    return f"~{_kind(value)}"
+
+
+def _kind(value: Any) -> str:
+    return str(value.get("type") if isinstance(value, dict) else getattr(value, "type", None))
+
+
+def _one_of(*kinds: str, sentence: str) -> BeforeValidator:
+    """Says which kinds there are, where it is none of them."""
+
+    def check(value: Json) -> Json:
+        if _kind(value) not in kinds:
+            raise ValueError(sentence.format(kind=_kind(value)[:64], kinds=", ".join(kinds)))
+        return value
+
+    return BeforeValidator(check)
+
+
 # ── images and documents ──
 
 
@@ -51,56 +77,53 @@ class Base64Source(Body):
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
+    def to_image(self) -> Image:
+        return Image(f"data:{self.media_type};base64,{self.data}")
+
+
+def _web_address(url: str) -> str:
+    if not url.startswith(("https://", "http://")):
+        raise ValueError("give an address that begins with https://")
+    return url
+
 
 class UrlSource(Body):
     type: Literal["url"]
-    url: str
+    url: Annotated[str, AfterValidator(_web_address)]
 
-
-def _to_image(source: Any) -> Image:
-    match source:
-        case {"type": "base64", "media_type": str(kind), "data": str(data)} if kind.startswith("image/"):
-            return Image(f"data:{kind};base64,{data}")
-        case {"type": "url", "url": str(url)} if url.startswith(("https://", "http://")):
-            return Image(url)
-    raise ValueError("give an image as base64 with its media_type, or by its https address")
+    def to_image(self) -> Image:
+        return Image(self.url)
 
 
 class ImageBlock(Block):
     type: Literal["image"]
-    source: Annotated[Image, PlainValidator(_to_image, json_schema_input_type=Base64Source | UrlSource)]
+    source: Annotated[
+        Annotated[Base64Source, Tag("~base64")] | Annotated[UrlSource, Tag("~url")],
+        Discriminator(_tag),
+        _one_of("base64", "url", sentence="give an image as base64 with its media_type, or by its https address"),
+    ]
 
     def images(self) -> list[Image]:
-        return [self.source]
+        return [self.source.to_image()]
 
 
 class PlainTextSource(Body):
     type: Literal["text"]
-    media_type: Literal["text/plain"]
+    media_type: Literal["text/plain"] | None = None
     data: str
+
+    def to_text(self) -> str:
+        return self.data
 
 
 class ContentSource(Body):
     type: Literal["content"]
-    content: str | list[TextBlock]
+    content: Annotated[
+        list[TextBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[TextBlock])
+    ]
 
-
-def _to_text(source: Any) -> str:
-    match source:
-        case {"type": "text", "data": str(data)}:
-            return data
-        case {"type": "content", "content": str(text)}:
-            return text
-        case {"type": "content", "content": [*blocks]}:
-            return "\n".join(map(_text_of, blocks))
-    raise ValueError("models here read text: give the document as a source of type text or content")
-
-
-def _text_of(block: Any) -> str:
-    match block:
-        case {"type": "text", "text": str(text)}:
-            return text
-    raise ValueError("models here read text: leave out what is none in the document's content")
+    def to_text(self) -> str:
+        return "\n".join(block.text for block in self.content)
 
 
 class Citations(Body):
@@ -118,13 +141,21 @@ NoCitations = Annotated[Citations, BeforeValidator(_without_citations)]
 
 class DocumentBlock(Block):
     type: Literal["document"]
-    source: Annotated[str, PlainValidator(_to_text, json_schema_input_type=PlainTextSource | ContentSource)]
+    source: Annotated[
+        Annotated[PlainTextSource, Tag("~text")] | Annotated[ContentSource, Tag("~content")],
+        Discriminator(_tag),
+        _one_of(
+            "text",
+            "content",
+            sentence="models here read text: give the document as a source of type text or content",
+        ),
+    ]
     title: str | None = None
     context: str | None = None
     citations: NoCitations | None = None
 
     def texts(self) -> list[str]:
-        return [text for text in (self.title, self.context, self.source) if text]
+        return [text for text in (self.title, self.context, self.source.to_text()) if text]
 
 
 class SearchResultBlock(Block):
@@ -156,24 +187,7 @@ class ToolUseBlock(Block):
         return ToolCall(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
 
 
-def texts_as_blocks(content: Json) -> Json:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _tag(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"~{kind}"
-
-
-def _one_of(*kinds: str) -> BeforeValidator:
-    def check(value: Json) -> Json:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if kind not in kinds:
-            raise ValueError(f"{str(kind)[:64]!r} is no block that can be read here: use {', '.join(kinds)}")
-        return value
-
-    return BeforeValidator(check)
-
+_NO_BLOCK = "{kind!r} is no block that can be read here: use {kinds}"
 
 ToldBlock = Annotated[
     Annotated[TextBlock, Tag("~text")]
@@ -181,7 +195,7 @@ ToldBlock = Annotated[
     | Annotated[DocumentBlock, Tag("~document")]
     | Annotated[SearchResultBlock, Tag("~search_result")],
     Discriminator(_tag),
-    _one_of("text", "image", "document", "search_result"),
+    _one_of("text", "image", "document", "search_result", sentence=_NO_BLOCK),
 ]
 
 
@@ -272,6 +286,7 @@ AnyBlock = Annotated[
         "tool_result",
         "thinking",
         "redacted_thinking",
+        sentence=_NO_BLOCK,
     ),
 ]
 
