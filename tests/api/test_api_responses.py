@@ -163,10 +163,11 @@ def test_tool_choices(choice: Any, expected: ToolChoice) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools_are_all_that_the_model_is_told_of(mode: str) -> None:
+def test_allowed_tools_are_all_that_may_be_called_of_those_that_the_model_is_told_of(mode: str) -> None:
     allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_weather"}]}
     asked = request(tools=[WEATHER, WEATHER | {"name": "other"}], tool_choice=allowed)
-    assert [tool.name for tool in asked.tools] == ["get_weather"]
+    assert [tool.name for tool in asked.tools] == ["get_weather", "other"]
+    assert [tool.name for tool in asked.callable_tools] == ["get_weather"]
     assert asked.tool_choice.mode == mode
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.responses_items import (
     custom_arguments,
-    custom_input,
     output_id,
     references,
     resolve,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -350,3 +351,9 @@ def test_keys_that_a_schema_does_not_declare_are_not_written(
     schema: dict[str, Any], text: str, fits: bool
 ) -> None:
     assert takes(JsonFormat(schema), text) is fits
+
+
+def test_where_calls_are_required_only_allowed_tools_can_be_called() -> None:
+    choice = ToolChoice("required", allowed=("time",))
+    ids = walk(VOCAB, matcher_for(Request(prompt="", tools=TOOLS, tool_choice=choice)), seed=1, limit=3000)
+    assert set(re.findall(r'"name": "(\w+)"', VOCAB.text(ids))) == {"time"}

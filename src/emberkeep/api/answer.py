@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from emberkeep.api.call_shape import TOOL_CALLS, CallShape, StreamedCalls
 from emberkeep.api.errors import OPENAI_ERRORS, Failure, sse
-from emberkeep.api.messages import call_json
 from emberkeep.types import (
     CallEnded,
     CallStarted,
@@ -87,13 +87,13 @@ class ChoiceAnswer:
         """Of an answer without tokens it is the highest."""
         return sum(token.logprob for token in self.logprobs) / max(len(self.logprobs), 1)
 
-    def message(self) -> dict[str, Json]:
+    def message(self, calls: CallShape) -> dict[str, Json]:
         message: dict[str, Json] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.calls:
             message["content"] = self.text or None
-            message["tool_calls"] = [call_json(call) for _, call in sorted(self.calls.items())]
+            message |= calls.in_message([call for _, call in sorted(self.calls.items())])
         return message
 
 
@@ -138,13 +138,13 @@ class Answer:
             for choice in self.choices:
                 choice.logprobs.clear()
 
-    def chat_json(self, envelope: Envelope) -> dict[str, Json]:
+    def chat_json(self, envelope: Envelope, calls: CallShape = TOOL_CALLS) -> dict[str, Json]:
         choices = [
             {
                 "index": index,
-                "message": choice.message(),
+                "message": choice.message(calls),
                 "logprobs": chat_logprobs(choice.logprobs),
-                "finish_reason": choice.finish,
+                "finish_reason": calls.finish(choice.finish),
             }
             for index, choice in enumerate(self.choices)
         ]
@@ -261,7 +261,8 @@ _MARKER = json.dumps("\0").encode()
 
 
 class ChatFrames(SseFrames):
-    def __init__(self, envelope: Envelope, include_usage: bool) -> None:
+    def __init__(self, envelope: Envelope, include_usage: bool, calls: CallShape = TOOL_CALLS) -> None:
+        self._calls = StreamedCalls(calls)
         self._chunks = _Chunks(envelope, "chat.completion.chunk", include_usage)
         self._started: set[int] = set()
         self._around: dict[tuple[int, str], tuple[bytes, bytes]] = {}
@@ -273,9 +274,10 @@ class ChatFrames(SseFrames):
             case ReasoningDelta():
                 return self._piece(event.index, "reasoning_content", event.text)
             case ToolCallDelta():
-                return self._delta(event.index, {"tool_calls": [_call_json(event)]})
+                return b"".join(self._delta(event.index, delta) for delta in self._calls.deltas(event))
             case Finished():
-                return self._delta(event.index, {}, finish=event.reason)
+                rest = b"".join(self._delta(event.index, delta) for delta in self._calls.rest(event.index))
+                return rest + self._delta(event.index, {}, finish=self._calls.shape.finish(event.reason))
             case Loading():
                 return loading_comment(event)
             case Progress():
@@ -310,14 +312,6 @@ class ChatFrames(SseFrames):
 
 def _chat_choice(index: int, delta: Json, logprobs: Json = None, finish: str | None = None) -> dict[str, Json]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-def _call_json(event: ToolCallDelta) -> dict[str, Json]:
-    function = {"arguments": event.arguments}
-    if event.id is None and event.name is None:
-        return {"index": event.call_index, "function": function}
-    function = {"name": event.name or "", **function}
-    return {"index": event.call_index, "id": event.id, "type": "function", "function": function}
 
 
 class TextFrames(SseFrames):

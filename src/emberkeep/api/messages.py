@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from emberkeep.api.custom_tools import CUSTOM_PARAMETERS, custom_arguments
 from emberkeep.api.errors import TEMPLATE_NAME, TOOL_NAME
 from emberkeep.api.request import (
     NO_OTHERS,
@@ -35,7 +36,6 @@ from emberkeep.types import (
     Message,
     ReasoningFormat,
     Request,
-    Role,
     Tool,
     ToolCall,
     ToolChoice,
@@ -72,7 +72,7 @@ def _join_parts(content: Json) -> Content | None:
 
 def _part(part: Json) -> str | Image:
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if _IMAGE_URL.match(url):
             return Image(url)
@@ -93,39 +93,62 @@ class CalledFunction(Body):
     arguments: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
 
 
+def _custom_call(call: Json) -> Json:
+    """The call of a custom tool as one of a function."""
+    match call:
+        case {"type": "custom", "custom": {"name": str(name), "input": str(text)}}:
+            return {**call, "function": {"name": name, "arguments": custom_arguments(text)}}
+    return call
+
+
 class ToolCallBody(Body):
     id: Label
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
     function: CalledFunction
+
+    _read_custom = model_validator(mode="before")(_custom_call)
 
     def to_call(self) -> ToolCall:
         return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: str
+
+
 class MessageBody(Body):
-    role: Role
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
-        Content | None, PlainValidator(_join_parts, json_schema_input_type=str | list[TextPart | ImagePart] | None)
+        Content | None,
+        PlainValidator(_join_parts, json_schema_input_type=str | list[TextPart | ImagePart | RefusalPart] | None),
     ] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=256)] | None = None
     tool_call_id: Label | None = None
     name: Label | None = None
+    refusal: str | None = None
+    function_call: CalledFunction | None = None
 
     @property
     def says_something(self) -> bool:
         """A model may call tools, or be cut off while it reasons, before it has any text."""
-        if self.content is not None:
+        if self.content is not None or self.role == "function":
             return True
-        return self.role == "assistant" and bool(self.tool_calls or self.reasoning_content)
+        said = self.tool_calls or self.reasoning_content or self.refusal or self.function_call
+        return self.role == "assistant" and bool(said)
 
-    def to_message(self) -> Message:
+    def to_message(self, legacy_id: str) -> Message:
+        """`legacy_id`: of a `function_call`, which has none, and of its result."""
+        calls = tuple(call.to_call() for call in self.tool_calls or ())
+        if self.function_call is not None:
+            calls += (ToolCall(legacy_id, self.function_call.name, self.function_call.arguments),)
         return Message(
-            role=self.role,
-            content=self.content.text if self.content else "",
+            role="tool" if self.role == "function" else self.role,
+            content=self.content.text if self.content else self.refusal or "",
             reasoning=self.reasoning_content or "",
-            tool_calls=tuple(call.to_call() for call in self.tool_calls or ()),
-            tool_call_id=self.tool_call_id,
+            tool_calls=calls,
+            tool_call_id=legacy_id if self.role == "function" else self.tool_call_id,
             name=self.name,
             images=self.content.images if self.content else (),
         )
@@ -143,7 +166,13 @@ def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
         if not body.says_something:
             reason = "is required: only an assistant message with tool calls may leave it out."
             raise InvalidField(f"messages[{index}].content", reason)
-    return tuple(body.to_message() for body in bodies)
+    messages = []
+    legacy_id = ""
+    for index, body in enumerate(bodies):
+        if body.function_call is not None:
+            legacy_id = f"call_{index:024x}"  # the same in every turn
+        messages.append(body.to_message(legacy_id))
+    return tuple(messages)
 
 
 def message_json(message: Message) -> dict[str, Json]:
@@ -176,14 +205,29 @@ class FunctionBody(Body):
     description: str | None = None
     parameters: Schema | None = None
 
+    def to_tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.parameters or {})
+
+
+def _custom_tool(tool: Json) -> Json:
+    """A custom tool as a function. Raises ValueError."""
+    match tool:
+        case {"type": "custom", "custom": {"format": {"type": "grammar"}}}:
+            raise ValueError("a custom tool takes any text here: leave the grammar of its input out")
+        case {"type": "custom", "custom": {"name": name, **more}}:
+            function = {"name": name, "description": more.get("description"), "parameters": CUSTOM_PARAMETERS}
+            return {**tool, "function": function}
+    return tool
+
 
 class ToolBody(Body):
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
     function: FunctionBody
 
+    _read_custom = model_validator(mode="before")(_custom_tool)
+
     def to_tool(self) -> Tool:
-        function = self.function
-        return Tool(function.name, function.description or "", function.parameters or {})
+        return self.function.to_tool()
 
 
 ToolList = Annotated[list[ToolBody], Field(max_length=256)]
@@ -210,6 +254,21 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
+class NamedCustomChoice(Body):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedChoice | NamedCustomChoice]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def _to_choice(value: Any) -> ToolChoice:
     match value:
         case None:
@@ -218,19 +277,48 @@ def _to_choice(value: Any) -> ToolChoice:
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("named", name)
+        case {"type": "custom", "custom": {"name": str(name)}}:
+            return ToolChoice("named", name)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
+            return ToolChoice(mode, allowed=tuple(_to_choice(tool).name or "" for tool in tools))
     raise ValueError('give none, auto, required or {"type": "function", "function": {"name": ...}}')
 
 
 ChoiceField = Annotated[
     ToolChoice,
-    PlainValidator(_to_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice | None),
+    PlainValidator(
+        _to_choice,
+        json_schema_input_type=Literal["none", "auto", "required"]
+        | NamedChoice
+        | NamedCustomChoice
+        | AllowedChoice
+        | None,
+    ),
+]
+
+
+def _to_legacy_choice(value: Any) -> ToolChoice:
+    match value:
+        case None:
+            return ToolChoice()
+        case "none" | "auto":
+            return ToolChoice(value)
+        case {"name": str(name)}:
+            return ToolChoice("named", name)
+    raise ValueError('give none, auto or {"name": ...}')
+
+
+LegacyChoiceField = Annotated[
+    ToolChoice,
+    PlainValidator(_to_legacy_choice, json_schema_input_type=Literal["none", "auto"] | NamedFunction | None),
 ]
 
 
 def check_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
-    if choice.mode == "required" and not tools:
+    if choice.mode == "required" and not (tools and choice.allowed != ()):
         raise InvalidField("tool_choice", "required needs at least one tool: give tools.")
-    if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
+    named = {choice.name} if choice.mode == "named" else set(choice.allowed or ())
+    if not named <= {tool.name for tool in tools}:
         raise InvalidField("tool_choice", "names a function that is not among the tools.")
 
 
@@ -263,6 +351,8 @@ class ChatBody(GenerationBody, RoomFields):
     tools: ToolList | None = None
     tool_choice: ChoiceField = ToolChoice()
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionBody], Field(max_length=256)] | None = None
+    function_call: LegacyChoiceField = ToolChoice()
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
@@ -271,15 +361,14 @@ class ChatBody(GenerationBody, RoomFields):
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other."""
-        tools = tuple(tool.to_tool() for tool in self.tools or ())
-        check_choice(self.tool_choice, tools)
+        tools, choice = self._tools()
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return replace(
             self.to_base(),
             messages=to_messages(self.messages),
             tools=tools,
-            tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
             max_tokens=to_limit(limit),
             top_logprobs=self._top_logprobs(),
             template_args=self.chat_template_kwargs or {},
@@ -287,6 +376,23 @@ class ChatBody(GenerationBody, RoomFields):
             evict=self.evict,
             recall=self.to_recall(),
         )
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Of the tools that take a text."""
+        return frozenset(tool.function.name for tool in self.tools or () if tool.type == "custom")
+
+    def _tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:
+        if not self.functions:
+            tools = tuple(tool.to_tool() for tool in self.tools or ())
+            check_choice(self.tool_choice, tools)
+            return tools, self.tool_choice
+        if self.tools:
+            raise InvalidField("functions", "goes without tools: leave one of them out.")
+        tools = tuple(function.to_tool() for function in self.functions)
+        if self.function_call.name not in {None, *(tool.name for tool in tools)}:
+            raise InvalidField("function_call", "names a function that is not among the functions.")
+        return tools, self.function_call
 
     def _top_logprobs(self) -> int | None:
         if self.logprobs:

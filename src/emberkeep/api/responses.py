@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
+from emberkeep.api.custom_tools import CUSTOM_PARAMETERS
 from emberkeep.api.errors import TOOL_NAME
 from emberkeep.api.messages import check_choice
 from emberkeep.api.request import (
@@ -124,14 +125,6 @@ class NamespaceTool(Body):
     tools: Annotated[list[dict[str, Any]], Field(max_length=256)]
 
 
-_CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Toolset:
     """What the model may call, and how the client calls it."""
@@ -175,7 +168,7 @@ def _add_tool(
     is_custom = given.get("type") == "custom"
     if is_custom:
         custom = _validate_at(CustomTool, given, path)
-        tool = Tool(custom.name, _custom_description(custom), _CUSTOM_PARAMETERS)
+        tool = Tool(custom.name, _custom_description(custom), CUSTOM_PARAMETERS)
     else:
         function = _validate_at(FunctionTool, given, path)
         tool = Tool(function.name, function.description or "", function.parameters or {})
@@ -210,10 +203,7 @@ def choose_tools(choice: Json, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...
     """What the model is told of, and what it may or must call. Raises InvalidField for what is not a tool."""
     match choice:
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = {_chosen_name(tool) for tool in allowed}
-            if not names <= {tool.name for tool in tools}:
-                raise InvalidField("tool_choice", "allows a function that is not among the tools.")
-            tools, read = tuple(tool for tool in tools if tool.name in names), ToolChoice(mode)
+            read = ToolChoice(mode, allowed=tuple(_chosen_name(tool) for tool in allowed))
         case None:
             read = ToolChoice()
         case "none" | "auto" | "required":

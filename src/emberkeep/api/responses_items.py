@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 import uuid
 import zlib
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from emberkeep.api.custom_tools import custom_arguments
 from emberkeep.api.request import Body, Label, Name, validate
 from emberkeep.errors import InvalidField
 from emberkeep.types import Image, Json, Message, ToolCall
@@ -259,20 +259,6 @@ class Called:
 def model_name(name: str, namespace: str | None) -> str:
     """By which the model knows a tool."""
     return f"{namespace}__{name}" if namespace else name
-
-
-def custom_arguments(text: str) -> str:
-    """A custom tool takes a text: to the model it is a function with one argument."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """The inverse, as far as the arguments are such JSON; otherwise all of them are the text."""
-    try:
-        given = json.loads(arguments)["input"]
-    except (ValueError, LookupError, TypeError):
-        return arguments
-    return given if isinstance(given, str) else arguments
 
 
 def to_messages(items: Iterable[Item]) -> tuple[Message, ...]:

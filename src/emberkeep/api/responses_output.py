@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from emberkeep.api.answer import SseFrames, chat_logprobs, detail_json, timings_json, tool_json
+from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.errors import Failure, sse
 from emberkeep.api.responses import Toolset
-from emberkeep.api.responses_items import Called, Item, custom_input, output_id, seal
+from emberkeep.api.responses_items import Called, Item, output_id, seal
 from emberkeep.types import (
     CallEnded,
     Completed,

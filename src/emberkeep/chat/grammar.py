@@ -7,6 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 
 import llguidance
 import numpy as np
@@ -66,7 +67,7 @@ class Grammars:
             return self._compile(_calls_grammar(request, self._vocab, self._writing), "tools")
         if request.format is None:
             return None
-        if request.tools and request.tool_choice.mode == "auto" and not request.raw_tools:
+        if request.callable_tools:
             grammar = _either_grammar(request, request.format, self._vocab, self._writing)
         else:
             grammar = _grammars(_format_grammar(request.format))
@@ -268,10 +269,10 @@ def _literal(text: str, vocab: Vocab) -> str:
     return " ".join(terms)
 
 
-def _callable_tools(request: Request) -> list[Tool]:
-    name = request.tool_choice.name
-    tools = [tool for tool in request.tools if request.tool_choice.mode != "named" or tool.name == name]
+def _callable_tools(request: Request) -> tuple[Tool, ...]:
+    tools = replace(request, raw_tools=False).callable_tools
     if not tools:
+        name = request.tool_choice.name
         missing = f"there is no tool named {name!r}" if name else "a call is required but there are no tools"
         raise InvalidField("tool_choice", f"{missing}: add it to tools.")
     return tools

@@ -94,10 +94,9 @@ class TextStream:
     @classmethod
     def for_request(cls, vocab: Vocab, request: Request, *, index: int, prompt: str) -> TextStream:
         """`prompt` is the rendered text, whose end may have opened a reasoning block."""
-        with_tools = request.tool_choice.mode != "none" and not request.raw_tools
         options = OutputOptions(
             stop=request.stop,
-            tools=request.tools if with_tools else (),
+            tools=request.callable_tools,
             one_call=not request.parallel_tool_calls,
             no_repeats=request.tool_choice.mode == "required",
             reasoning=open_reasoning(prompt),

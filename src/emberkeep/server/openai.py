@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.answer import Answer, ChatFrames, Envelope, Frames, TextFrames
+from emberkeep.api.call_shape import TOOL_CALLS, CallShape
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import CompletionBody, GenerationBody
 from emberkeep.backend.base import Backend, ModelCard
@@ -44,7 +46,7 @@ def openai_routes(models: Models) -> APIRouter:
         hops = check_hops(http)
         request = await make_of_body(http, body.to_request)
         request = replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops)
-        return await _respond(http, backend, body, [request], _CHAT)
+        return await _respond(http, backend, body, [request], _chat_shape(body))
 
     @router.post("/completions", include_in_schema=False)
     @router.post(
@@ -86,6 +88,13 @@ class _Shape:
 
 _CHAT = _Shape("chatcmpl", ChatFrames, Answer.chat_json)
 _TEXT = _Shape("cmpl", TextFrames, Answer.text_json)
+
+
+def _chat_shape(body: ChatBody) -> _Shape:
+    calls = CallShape(body.custom_names, is_legacy=bool(body.functions))
+    if calls == TOOL_CALLS:
+        return _CHAT
+    return replace(_CHAT, frames=partial(ChatFrames, calls=calls), whole=partial(Answer.chat_json, calls=calls))
 
 
 def _best_of(body: CompletionBody) -> _Shape:

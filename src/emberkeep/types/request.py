@@ -187,6 +187,8 @@ class ToolChoice:
     mode: Literal["none", "auto", "required", "named"] = "auto"
     name: str | None = None
     """The function's name; set exactly when mode is `named`."""
+    allowed: tuple[str, ...] | None = None
+    """The only functions that may be called of those that the model is told of. None: all of them."""
 
 
 DEFAULT_SAMPLERS = (
@@ -422,6 +424,15 @@ class Request:
     """What the client expects the answer to be like: OpenAI's `prediction`."""
     tidied: Tidied = NOT_TIDIED
     """What rules of prefix hygiene have done to it here. No client says it."""
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that may be called, of those that the model is told of."""
+        choice = self.tool_choice
+        if choice.mode == "none" or self.raw_tools:
+            return ()
+        names = (choice.name,) if choice.mode == "named" else choice.allowed
+        return self.tools if names is None else tuple(tool for tool in self.tools if tool.name in names)
 
     @property
     def scores_prompt(self) -> bool:

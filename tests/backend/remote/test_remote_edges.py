@@ -144,6 +144,14 @@ def test_who_asks_for_something_else_gets_no_tools_of_ours(fields: dict[str, obj
     assert all(tool.name == "ferry" for tool in provider.asked[0].tools)
 
 
+def test_services_are_told_of_allowed_tools_only() -> None:
+    provider = ScriptedProvider(lambda request: said("Yes."))
+    choice = ToolChoice("required", allowed=("ferry",))
+    read_events(remote(provider), replace(HELLO, tools=(Tool("ferry"), Tool("crane")), tool_choice=choice))
+    assert provider.asked[0].tools == (Tool("ferry"),)
+    assert provider.asked[0].tool_choice == ToolChoice("required")
+
+
 def test_when_the_tokens_are_spent_on_calls_the_answer_ends_there() -> None:
     provider = rounds(calling("depth", '{"pier": 1}'), calling("depth", '{"pier": 2}'))
     events = read_events(remote(provider, tools=box(depth), tool_rounds=9), replace(HELLO, max_tokens=8))

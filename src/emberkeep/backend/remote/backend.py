@@ -125,6 +125,9 @@ class RemoteBackend:
             raise RequestError(f"{self.name} answers chats only: send messages instead of a prompt.", "prompt")
         if request.top_logprobs is not None:
             raise RequestError(f"{self.name} runs elsewhere and gives no logprobs: ask without them.", "logprobs")
+        if request.tool_choice.allowed is not None:
+            choice = replace(request.tool_choice, allowed=None)
+            request = replace(request, tools=request.callable_tools, tool_choice=choice)
         limit = request.max_tokens if request.max_tokens is not None else self._settings.max_tokens
         raw_tools = request.raw_tools or self._settings.raw_tools
         reasoning = request.reasoning or self._settings.reasoning
