@@ -10,15 +10,21 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from time import sleep
 
 import httpx
 import pytest
 from mcp import Client, MCPError, StdioServerParameters
+from mcp.types import INVALID_PARAMS
+from starlette.testclient import TestClient
 
 from emberkeep.config import Config, McpServer
+from emberkeep.mcp.server import McpHost
 from emberkeep.runtime import open_memory
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import Message
 from helpers.mcp_servers import HOSTILE, alive, call, connected, offered
+from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -96,11 +102,51 @@ def test_dangerous_tools_have_to_be_enabled(tmp_path):
     assert {"write_file", "read_file"} <= asyncio.run(names("--enable-tools", "files"))
 
 
+def test_tools_say_whether_they_only_read(remembered):
+    async def story():
+        async with sdk_client(remembered, "--enable-tools", "files,memory,http") as client:
+            return {tool.name: tool.annotations for tool in (await client.list_tools()).tools}
+
+    hints = asyncio.run(story())
+    reading = {name for name, hint in hints.items() if hint.read_only_hint}
+    assert {
+        "read_file",
+        "list_files",
+        "file_exists",
+        "search_memory",
+        "get_fact",
+        "list_facts",
+        "http_get",
+    } <= reading
+    assert not {"write_file", "delete_file", "set_fact", "remember", "http_post"} & reading
+    assert [hints[name].destructive_hint for name in ("delete_file", "set_fact", "http_get")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_session_that_its_client_does_not_close_expires():
+    app = McpHost(ToolBox((), ToolPolicy()), None, "").http_app(idle_s=0.05)
+    with TestClient(app) as http:
+        headers = {"Accept": "application/json, text/event-stream"}
+        begun = http.post("/mcp", json=INITIALIZE, headers=headers)
+        headers |= {"Mcp-Session-Id": begun.headers["mcp-session-id"]}
+        ping = {"jsonrpc": "2.0", "id": 2, "method": "ping"}
+
+        def is_gone() -> bool:
+            # Asked after a pause: each request begins the time anew.
+            return http.post("/mcp", json=ping, headers=headers).status_code == 404 or sleep(0.2)
+
+        assert eventually(is_gone)
+
+
 async def _look(client):
     """What every client can do with it."""
     tools = await client.list_tools()
     fact = await client.call_tool("get_fact", {"name": "home"})
-    wrong = await client.call_tool("get_fakt", {})
+    with pytest.raises(MCPError, match="did you mean get_fact") as wrong:
+        await client.call_tool("get_fakt", {})
     resources = await client.list_resources()
     templates = await client.list_resource_templates()
     (talk,) = json.loads((await client.read_resource("memory://conversations")).contents[0].text)
@@ -110,7 +156,7 @@ async def _look(client):
         await client.read_resource("memory://nothing")
     assert "search_memory" in {tool.name for tool in tools.tools}
     assert "Lyon" in fact.content[0].text and not fact.is_error
-    assert wrong.is_error and "did you mean get_fact?" in wrong.content[0].text
+    assert wrong.value.code == INVALID_PARAMS
     assert {r.uri for r in resources.resources} == {"memory://facts", "memory://conversations", "memory://stats"}
     assert templates.resource_templates[0].uri_template == "memory://conversations/{id}"
     assert (messages[0]["role"], messages[0]["content"]) == ("user", "Hello there")
@@ -149,7 +195,8 @@ def test_our_own_client_speaks_http_and_sends_its_key(remembered, tmp_path, monk
         read, _ = asyncio.run(story(url, Authorization="Bearer $MCP_TEST_KEY"))
         _, (refused,) = asyncio.run(story(url))
     assert "Lyon" in read.text
-    assert refused.reason == "it answered with HTTP status 401"
+    assert refused.reason.startswith("it wants a token (HTTP status 401): Emberkeep does not sign in to servers")
+    assert 'headers = { Authorization = "Bearer $TOKEN" }' in refused.reason
 
 
 def test_a_server_that_went_away_fails_the_call_and_comes_back(remembered, tmp_path):

@@ -238,6 +238,7 @@ def _function(link: McpLink, listed: ListedTool) -> ToolFunction:
         # It limits itself; this is for a new start and the call.
         timeout_s=2 * link.server.timeout_s + 5,
         allowed_by=_trust_of(link.server),
+        only_reads=listed.is_read_only,
     )
 
 

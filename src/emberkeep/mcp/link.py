@@ -41,6 +41,11 @@ _REASON_CHARS = 500
 
 _NO_SESSION = (400, 404, 410)
 """What servers answer that were started anew and do not know us."""
+_UNAUTHORIZED = 401
+_GIVE_TOKEN = (
+    "Emberkeep does not sign in to servers (OAuth); get a token there, and set "
+    'headers = { Authorization = "Bearer $TOKEN" } in its table'
+)
 _OF_THE_CALL = (wire.INVALID_PARAMS, wire.METHOD_NOT_FOUND)
 _CHANGES = (wire.ToolListChangedNotification, wire.PromptListChangedNotification)
 
@@ -312,6 +317,8 @@ class McpSession:
             error = error.exceptions[0]
         if isinstance(error, FileNotFoundError):
             return f"there is no {error.filename}"
+        if isinstance(error, MCPError) and self._status == _UNAUTHORIZED:
+            return f"it wants a token (HTTP status {self._status}): {_GIVE_TOKEN}"
         if isinstance(error, MCPError) and self._status >= 400:
             return f"it answered with HTTP status {self._status}"
         if isinstance(error, EmberkeepError):

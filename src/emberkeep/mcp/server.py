@@ -25,11 +25,13 @@ from emberkeep.errors import MemoryFailed, NoSuchEntry
 from emberkeep.memory.memory import Memory
 from emberkeep.memory.records import message_json
 from emberkeep.signals import ending_signals
+from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.runner import in_thread
 from emberkeep.tools.toolbox import ToolBox
 from emberkeep.types import Caller, Json, SavedConversation, ToolCall
 
 HTTP_PATH = "/mcp"
+IDLE_S = 30 * 60.0
 
 _ABOUT = "Tools of this machine, and what Emberkeep remembers: facts, saved conversations, archived turns."
 _JSON = "application/json"
@@ -91,10 +93,15 @@ class McpHost:
         finally:
             os._exit(status)
 
-    def http_app(self) -> Callable[..., Any]:
-        """An ASGI application with a lifespan. Who may talk to it is for others to check."""
+    def http_app(self, idle_s: float = IDLE_S) -> Callable[..., Any]:
+        """An ASGI application with a lifespan. Who may talk to it is for others to check.
+
+        A session without a request for `idle_s` seconds expires: many clients never close theirs.
+        """
         off = TransportSecuritySettings(enable_dns_rebinding_protection=False)
-        return self._server.streamable_http_app(streamable_http_path=HTTP_PATH, transport_security=off)
+        return self._server.streamable_http_app(
+            streamable_http_path=HTTP_PATH, transport_security=off, session_idle_timeout=idle_s
+        )
 
     @asynccontextmanager
     async def _lifespan(self, server: Server[Any]) -> AsyncGenerator[None, None]:
@@ -107,19 +114,21 @@ class McpHost:
     async def _list_tools(
         self, context: Context, params: wire.PaginatedRequestParams | None
     ) -> wire.ListToolsResult:
-        dangerous = {function.name for function in self._toolbox.functions() if function.is_dangerous}
+        functions = {function.name: function for function in self._toolbox.functions()}
         tools = [
             wire.Tool(
                 name=tool.name,
                 description=tool.description,
                 input_schema=dict(tool.parameters),
-                annotations=wire.ToolAnnotations(destructive_hint=tool.name in dangerous),
+                annotations=_hints(functions.get(tool.name)),
             )
             for tool in self._toolbox.definitions
         ]
         return wire.ListToolsResult(tools=tools)
 
     async def _call_tool(self, context: Context, params: wire.CallToolRequestParams) -> wire.CallToolResult:
+        if not self._toolbox.is_ours(params.name):
+            raise MCPError(wire.INVALID_PARAMS, self._toolbox.explain_unknown(params.name))
         call = ToolCall(uuid4().hex, params.name, json.dumps(params.arguments or {}))
         outcome = await self._toolbox.run(call, self._caller)
         return wire.CallToolResult(
@@ -158,6 +167,13 @@ class McpHost:
         return wire.ReadResourceResult(
             contents=[wire.TextResourceContents(uri=params.uri, mime_type=_JSON, text=text)]
         )
+
+
+def _hints(function: ToolFunction | None) -> wire.ToolAnnotations:
+    """None stands for the tool that shows the rest of a long result."""
+    if function is None or function.only_reads:
+        return wire.ToolAnnotations(read_only_hint=True, destructive_hint=False)
+    return wire.ToolAnnotations(read_only_hint=False, destructive_hint=function.is_dangerous)
 
 
 def _read_memory(memory: Memory, owner: str, uri: str) -> Json:

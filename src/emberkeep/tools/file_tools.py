@@ -37,7 +37,7 @@ class FileTools:
         """Nothing outside of `root` is read or written, and no link is followed."""
         self._root = Root(root)
 
-    @tool(group="files")
+    @tool(group="files", only_reads=True)
     def read_file(
         self,
         path: FilePath,
@@ -72,7 +72,7 @@ class FileTools:
             _replace(folder, name, data, before)
         return f"{'Created' if before is None else 'Wrote'} {path}: {len(data):,} bytes."
 
-    @tool(group="files")
+    @tool(group="files", only_reads=True)
     def list_files(
         self,
         path: FilePath = ".",
@@ -107,7 +107,7 @@ class FileTools:
                 raise ToolFailed(f"{path!r} is a {kind}: only files and empty folders can be deleted.")
         return f"Deleted the {kind} {path}."
 
-    @tool(group="files")
+    @tool(group="files", only_reads=True)
     def file_exists(self, path: FilePath) -> Json:
         """Tell whether a file or folder exists, and its size."""
         *folders, name = self._root.parts(path) or (".",)

@@ -51,6 +51,8 @@ class ToolFunction:
     """The tool that a call with these arguments really runs, if it is another one."""
     allowed_by: str = ""
     """A setting that lets it run without asking."""
+    only_reads: bool = False
+    """It changes nothing, here or elsewhere: for programs that want to know before they call it."""
 
     @property
     def name(self) -> str:
@@ -83,6 +85,7 @@ class _Mark:
     is_dangerous: bool
     runs_beside: bool
     timeout_s: float | None
+    only_reads: bool = False
 
 
 _UNMARKED = _Mark(USER_GROUP, None, False, True, None)
@@ -99,6 +102,7 @@ def tool(
     dangerous: bool = False,
     parallel: bool = True,
     timeout_s: float | None = None,
+    only_reads: bool = False,
 ) -> F: ...
 
 
@@ -110,6 +114,7 @@ def tool(
     dangerous: bool = False,
     parallel: bool = True,
     timeout_s: float | None = None,
+    only_reads: bool = False,
 ) -> Callable[[F], F]: ...
 
 
@@ -122,12 +127,14 @@ def tool(
     dangerous: bool = False,
     parallel: bool = True,
     timeout_s: float | None = None,
+    only_reads: bool = False,
 ) -> Any:
     """Mark a function or a method as a tool. It stays what it is: `as_tool` makes the tool of it.
 
     `dangerous`: the user is asked before it runs. `parallel`: it may run while others do. `timeout_s`: its own.
+    `only_reads`: it changes nothing, which MCP clients are told.
     """
-    mark = _Mark(group, name, dangerous, parallel, timeout_s)
+    mark = _Mark(group, name, dangerous, parallel, timeout_s, only_reads)
 
     def apply(function: F) -> F:
         setattr(function, _MARK, mark)
@@ -150,7 +157,15 @@ def as_tool(function: Callable[..., Any]) -> ToolFunction:
     signature = read_signature(function, mark.name)
     definition = Tool(signature.name, signature.description, signature.parameters)
     run = _runner(function, signature)
-    return ToolFunction(definition, mark.group, run, mark.is_dangerous, mark.runs_beside, mark.timeout_s)
+    return ToolFunction(
+        definition,
+        mark.group,
+        run,
+        mark.is_dangerous,
+        mark.runs_beside,
+        mark.timeout_s,
+        only_reads=mark.only_reads,
+    )
 
 
 def tools_of(owner: object) -> list[ToolFunction]:

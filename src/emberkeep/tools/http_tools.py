@@ -60,7 +60,7 @@ class HttpTools:
         self._exceptions = Exceptions.of(private)
         self._resolve = resolve
 
-    @tool(group="http", dangerous=True)
+    @tool(group="http", dangerous=True, only_reads=True)
     async def http_get(self, url: Url, headers: Headers = _NONE, timeout_s: Seconds = 30) -> Json:
         """Get a web page or a resource."""
         return await self._ask("GET", url, headers, "", timeout_s)

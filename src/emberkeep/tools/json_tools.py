@@ -40,22 +40,22 @@ Schema = Annotated[dict[str, Any], BeforeValidator(_as_object), Field(descriptio
 class JsonTools:
     """Sizes, depth and time are bounded. Raises ToolFailed."""
 
-    @tool(group=GROUP)
+    @tool(group=GROUP, only_reads=True)
     def json_parse(self, text: Text) -> Json:
         """Read JSON and write it without blanks, or say where it is wrong."""
         return _read(text)
 
-    @tool(group=GROUP)
+    @tool(group=GROUP, only_reads=True)
     def json_pretty(self, text: Text, sort_keys: bool = False) -> str:
         """Lay JSON out over indented lines."""
         return _lay_out(_read(text), json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False))
 
-    @tool(group=GROUP)
+    @tool(group=GROUP, only_reads=True)
     async def json_validate(self, text: Text, schema: Schema) -> Json:
         """Check JSON against a schema; what does not fit is listed."""
         return await _work(text, schema=schema)
 
-    @tool(group=GROUP)
+    @tool(group=GROUP, only_reads=True)
     async def json_query(
         self, text: Text, path: Annotated[str, Field(description="JSONPath, such as $.ships[0].name")]
     ) -> Json:

@@ -29,7 +29,7 @@ def memory_tools(memory: Memory) -> list[ToolFunction]:
     async def run(given: Mapping[str, Json], caller: Caller) -> str:
         return await in_thread(lambda: search(memory, caller.owner, json.dumps(given)))
 
-    return [ToolFunction(SEARCH, GROUP, run), *tools_of(MemoryTools(memory))]
+    return [ToolFunction(SEARCH, GROUP, run, only_reads=True), *tools_of(MemoryTools(memory))]
 
 
 class MemoryTools:
@@ -52,7 +52,7 @@ class MemoryTools:
         self._memory.set_fact(caller.owner, named, _check("value", value, _TEXT_CHARS))
         return f"{named} is set."
 
-    @tool(group=GROUP)
+    @tool(group=GROUP, only_reads=True)
     def get_fact(self, name: FactName, caller: Caller) -> str:
         """Read what is known under a name."""
         fact = self._memory.fact(caller.owner, name.strip())
@@ -60,7 +60,7 @@ class MemoryTools:
             raise ToolFailed(self._no_such(name, caller))
         return fact.value
 
-    @tool(group=GROUP)
+    @tool(group=GROUP, only_reads=True)
     def list_facts(self, caller: Caller) -> dict[str, str]:
         """Every fact that is known, by name."""
         return {fact.name: fact.value for fact in self._memory.facts(caller.owner)}

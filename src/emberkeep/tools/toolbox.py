@@ -120,7 +120,7 @@ class ToolBox:
             return self._pages.more(_arguments(call), caller)
         function = self.find(call.name)
         if function is None:
-            raise ToolFailed(self._explain_unknown(call.name))
+            raise ToolFailed(self.explain_unknown(call.name))
         arguments = _arguments(call)
         target = function.target(arguments)
         if not self._policy.allows(function, target):
@@ -148,7 +148,8 @@ class ToolBox:
             names = [function.name for function in left_out if function.allowed_by == way]
             log.warning("left out, as there is no user to ask: %s; allow them with %s", ", ".join(names), way)
 
-    def _explain_unknown(self, name: str) -> str:
+    def explain_unknown(self, name: str) -> str:
+        """Why there is no tool of that name, or none that may be called."""
         if reason := next((why for source in self._sources if (why := source.withdrawn(name))), None):
             return reason
         known = next((function for function in self.known() if function.name == name), None)
