@@ -5,9 +5,10 @@ import random
 import pytest
 
 from emberkeep.chat.grammar import Grammars
+from emberkeep.chat.messages import later_systems_in_users
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
-from emberkeep.types import Request, Tool, ToolChoice
+from emberkeep.types import Message, Request, Tool, ToolChoice
 from helpers.answers import read_text
 from helpers.byte_vocab import TinyVocab
 from helpers.masked_walk import walk
@@ -73,3 +74,47 @@ def test_required_calls_are_as_the_model_writes_them(calls: str, specials: tuple
         assert answer.names
         assert all(name == "weather" and arguments["city"] in ("Bern", "Rome") for name, arguments in answer.calls)
         assert answer.text == ""
+
+
+# ── what the system says in the middle ──
+
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role != ('user', 'assistant')[loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}" + PLAIN.partition("%}")[2]
+)
+GATHERED = "{% for m in messages if m.role == 'system' %}[{{ m.content }}]{% endfor %}" + PLAIN.replace(
+    "in messages", "in messages if m.role != 'system'"
+)
+CHAT = [
+    Message("system", "first"),
+    Message("user", "one"),
+    Message("assistant", "two"),
+    Message("user", "three"),
+    Message("system", "later"),
+]
+
+
+def test_a_template_that_writes_later_system_messages_gets_them() -> None:
+    written = ChatTemplate(PLAIN, bos="", eos="").render(CHAT)
+    assert written.endswith("<|im_start|>user\nthree<|im_end|>\n<|im_start|>system\nlater<|im_end|>\n")
+
+
+@pytest.mark.parametrize("source", [ALTERNATING, GATHERED])
+def test_others_get_them_as_a_part_of_the_users_text(source: str) -> None:
+    written = ChatTemplate(source, bos="", eos="").render(CHAT)
+    assert written.endswith("<|im_start|>user\nthree\n\n<system>\nlater\n</system><|im_end|>\n")
+
+
+def test_the_user_goes_on_in_the_same_text() -> None:
+    later = [*CHAT[:3], CHAT[4], Message("developer", "more"), CHAT[3]]
+    assert later_systems_in_users(later) == [
+        *CHAT[:3],
+        Message("user", "<system>\nlater\n</system>\n\n<system>\nmore\n</system>\n\nthree"),
+    ]
+
+
+def test_users_that_follow_each_other_stay_as_they_are() -> None:
+    twice = [CHAT[0], CHAT[1], CHAT[1]]
+    assert later_systems_in_users(twice) == twice

@@ -285,6 +285,14 @@ def test_errors_are_those_that_its_client_knows(
         assert set(failed.value.body) == {"type", "error", "request_id"}
 
 
+def test_agents_find_the_words_by_which_they_notice_a_full_context(
+    claude: anthropic.Anthropic, backend: ScriptedBackend
+) -> None:
+    backend.reset(ContextExceeded(9000, 4096))
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .*9000"):
+        claude.messages.create(**ASK)
+
+
 def test_an_error_in_the_middle_ends_the_stream(claude: anthropic.Anthropic, backend: ScriptedBackend) -> None:
     backend.reset(TextDelta(0, "Hel"), Overloaded("Later.", 1.0))
     with (

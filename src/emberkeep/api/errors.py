@@ -67,7 +67,10 @@ class OpenAiErrors:
 class AnthropicErrors:
     def body(self, failure: Failure, request_id: str) -> dict[str, Json]:
         kind = _ANTHROPIC_TYPES.get(failure.status, "api_error" if failure.status >= 500 else _ANY_REQUEST)
-        inner = {"type": kind, "message": failure.message, **failure.figures}
+        # Agents look for these words, and make their conversation shorter.
+        is_long = failure.code == "context_length_exceeded"
+        message = f"prompt is too long: {failure.message}" if is_long else failure.message
+        inner = {"type": kind, "message": message, **failure.figures}
         return {"type": "error", "error": inner, "request_id": request_id}
 
     def frame(self, failure: Failure, request_id: str) -> bytes:

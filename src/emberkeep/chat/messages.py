@@ -334,6 +334,26 @@ def system_in_first_user(messages: Sequence[Message]) -> list[Message]:
     return rest
 
 
+def later_systems_in_users(messages: Sequence[Message]) -> list[Message]:
+    """The same conversation with what the system says in the middle of it as a marked part of the user's text."""
+    start = len(stable_messages(messages))
+    said, was_system = list(messages[:start]), False
+    for message in messages[start:]:
+        is_system = message.role in _STAYS
+        told = Message("user", marked_system(message.content)) if is_system else message
+        if (is_system or was_system) and told.role == "user" and said and said[-1].role == "user":
+            said[-1] = replace(said[-1], content=f"{said[-1].content}\n\n{told.content}")
+        else:
+            said.append(told)
+        was_system = is_system
+    return said
+
+
+def marked_system(text: str) -> str:
+    """What the system says, where only the user can say it."""
+    return f"<system>\n{text}\n</system>"
+
+
 def with_moved(messages: tuple[Message, ...], moved: str) -> tuple[Message, ...]:
     """With what was moved, at the end of the latest message that is not the model's own."""
     place = next((i for i in reversed(range(len(messages))) if messages[i].role != "assistant"), None)

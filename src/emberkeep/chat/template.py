@@ -31,7 +31,7 @@ from typing import Final
 import jinja2
 import markupsafe
 
-from emberkeep.chat.messages import system_in_first_user, tools_as_text, values_for
+from emberkeep.chat.messages import later_systems_in_users, system_in_first_user, tools_as_text, values_for
 from emberkeep.chat.render_worker import ANSWER_HEADER, QUESTION_HEADER, AnswerKind, Question
 from emberkeep.chat.sandbox import MAX_OUTPUT, MAX_SECONDS, MORE_SECONDS_PER_MESSAGE, JinjaTemplate, stop_error
 from emberkeep.chat.traits import CallWriting, Traits, find_traits
@@ -124,6 +124,8 @@ class ChatTemplate:
         traits = self._traits
         if not traits.supports_tools:
             messages, tools = tools_as_text(messages, tools), ()
+        if not traits.supports_later_system:
+            messages = later_systems_in_users(messages)
         if not traits.supports_system:
             messages = system_in_first_user(messages)
         values = {

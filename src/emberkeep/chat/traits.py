@@ -53,6 +53,8 @@ class Traits:
     """It goes through the tools without asking for any; most templates compare with none."""
     supports_system: bool
     """The template writes a system message; otherwise it goes before the first user's text."""
+    supports_later_system: bool
+    """It writes one in the middle of a conversation, and there; otherwise it is a part of the user's text."""
     supports_tools: bool
     """The template writes tool definitions, calls and results; otherwise they are written as text for it."""
     form: CallForm
@@ -63,7 +65,8 @@ class Traits:
 
     def to_json(self) -> str:
         form = CALL_FORMS.index(self.form)
-        head = (self.loops_over_no_tools, self.supports_system, self.supports_tools, form)
+        systems = (self.supports_system, self.supports_later_system)
+        head = (self.loops_over_no_tools, *systems, self.supports_tools, form)
         return json.dumps([*head, astuple(self.writing), self.turn_end])
 
     @classmethod
@@ -72,10 +75,11 @@ class Traits:
         if len(text) > _LONGEST_JSON:
             raise ValueError("too long")
         try:
-            no_tools, system, tools, form, (before, between, separator, after), turn_end = json.loads(text)
+            no_tools, system, later, tools, form, (before, between, separator, after), turn_end = json.loads(text)
             return cls(
                 bool(no_tools),
                 bool(system),
+                bool(later),
                 bool(tools),
                 CALL_FORMS[form],
                 CallWriting(str(before), str(between), None if separator is None else str(separator), str(after)),
@@ -106,11 +110,17 @@ class _Trial:
         return Traits(
             loops_over_no_tools=self._loops_over_no_tools,
             supports_system="ember7s" in written,
+            supports_later_system=self._writes_later_systems(),
             supports_tools=form is not None,
             form=form or CALL_FORMS[0],
             writing=(form and self._find_writing(form, turn_end)) or TAGGED_JSON,
             turn_end=turn_end,
         )
+
+    def _writes_later_systems(self) -> bool:
+        turns = [Message("user", "ember7u"), Message("assistant", "ember7a"), Message("user", "ember7v")]
+        written = self._try([*turns, Message("system", "ember7s")])
+        return 0 <= written.find("ember7v") < written.find("ember7s")
 
     def _find_turn_end(self) -> str:
         turns = [Message("user", "ember7u"), Message("assistant", "ember7a")]

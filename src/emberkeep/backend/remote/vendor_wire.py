@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
+from emberkeep.chat.messages import marked_system
 from emberkeep.errors import InvalidField
 from emberkeep.types import Image, Json, JsonFormat, Message, Request, Sampling, ToolCallDelta, new_call_id
 
@@ -65,7 +66,7 @@ def split_system(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequen
 
 def text_of(message: Message) -> str:
     """Its text; with a mark where only a user can say what the system says in the middle of a conversation."""
-    return f"<system>\n{message.content}\n</system>" if message.role in _SYSTEM_ROLES else message.content
+    return marked_system(message.content) if message.role in _SYSTEM_ROLES else message.content
 
 
 @dataclass(frozen=True, slots=True)
