@@ -144,8 +144,9 @@ def test_tools_that_only_openai_hosts_are_refused_by_name(kind: str) -> None:
         request(tools=[WEATHER, {"type": kind}])
 
 
-def test_a_search_that_may_not_reach_the_web_is_left_out() -> None:
-    asked = body(tools=[WEATHER, {"type": "web_search", "external_web_access": False}])
+@pytest.mark.parametrize("may_go_out", [True, False])
+def test_the_search_that_codex_always_offers_is_left_out(may_go_out: bool) -> None:
+    asked = body(tools=[WEATHER, {"type": "web_search", "external_web_access": may_go_out}])
     assert [tool.name for tool in asked.toolset.tools] == ["get_weather"]
     assert asked.toolset.left_out == ("web_search",)
 

@@ -153,10 +153,9 @@ def read_tools(given: Sequence[Mapping[str, Json]]) -> Toolset:
                 space = _validate_at(NamespaceTool, tool, path)
                 for inner_place, inner in enumerate(space.tools):
                     _add_tool(inner, f"{path}.tools[{inner_place}]", space.name, tools, called)
-            case "web_search" if tool.get("external_web_access") is False:
-                left_out.append(
-                    "web_search"
-                )  # Codex offers it unasked, and without the web there is nothing to search
+            case "web_search" if "external_web_access" in tool:
+                # So Codex writes it, which offers the tool in every request, asked for or not.
+                left_out.append("web_search")
             case kind:
                 raise InvalidField(f"{path}.type", f"{_shown(kind)} runs at OpenAI only: leave it out.")
     return Toolset(tuple(tools), called, tuple(left_out))
