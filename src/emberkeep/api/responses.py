@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from emberkeep.api.custom_tools import CUSTOM_PARAMETERS
 from emberkeep.api.errors import TOOL_NAME
@@ -122,7 +122,10 @@ class CustomTool(Body):
 class NamespaceTool(Body):
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=TOOL_NAME)]
-    tools: Annotated[list[dict[str, Any]], Field(max_length=256)]
+    tools: Annotated[
+        list[dict[str, Any]],
+        BeforeValidator(lambda tools: tools, json_schema_input_type=list[FunctionTool | CustomTool]),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +253,42 @@ InputField = Annotated[
 ConversationField = Annotated[
     str | None, PlainValidator(_named, json_schema_input_type=Name | ConversationReference | None)
 ]
+_MAX_TOOLS = 256
+
+
+def _objects(value: Json) -> Json:
+    """They are checked one by one later, so that errors name the place."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError("give a list of objects")
+    if len(value) > _MAX_TOOLS:
+        raise ValueError(f"give {_MAX_TOOLS} or fewer")
+    return value
+
+
 ToolsField = Annotated[
     list[dict[str, Any]],
-    Field(max_length=256, json_schema_extra={"items": {"type": "object", "required": ["type"]}}),
+    PlainValidator(_objects, json_schema_input_type=list[FunctionTool | CustomTool | NamespaceTool]),
+]
+
+
+class NamedTool(Body):
+    type: Literal["function", "custom"]
+    name: Name
+    namespace: Label | None = None
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+ToolChoiceField = Annotated[
+    Any,
+    BeforeValidator(
+        lambda choice: choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+    ),
 ]
 
 
@@ -265,7 +301,7 @@ class PromptBody(OwnerFields):
     conversation: ConversationField = None
     previous_response_id: Name | None = None
     tools: ToolsField | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
     text: TextFields | None = None
@@ -302,6 +338,10 @@ class PromptBody(OwnerFields):
         )
 
 
+NotHere = Annotated[Any, BeforeValidator(lambda given: given, json_schema_input_type=None)]
+"""A field that is refused by its name (see `check`)."""
+
+
 class ResponseBody(PromptBody, GenerationFields):
     stream: bool | None = None
     background: bool | None = None
@@ -314,9 +354,9 @@ class ResponseBody(PromptBody, GenerationFields):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
     service_tier: Label | None = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
+    prompt: NotHere = None
+    context_management: NotHere = None
+    moderation: NotHere = None
 
     @property
     def wants_encrypted_reasoning(self) -> bool:

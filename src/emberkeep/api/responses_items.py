@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from emberkeep.api.custom_tools import custom_arguments
 from emberkeep.api.request import Body, Label, Name, validate
@@ -40,7 +40,7 @@ class RefusalPart(Body):
 
 class InputImagePart(Body):
     type: Literal["input_image"]
-    image_url: str
+    image_url: Annotated[str, Field(json_schema_extra={"pattern": "^(https?://|data:image/)"})]
 
 
 Parts = list[InputTextPart | RefusalPart | InputImagePart]
@@ -90,9 +90,15 @@ class ReferenceItem(Body):
     id: Name
 
 
-AnyItem = MessageItem | CallItem | CallOutputItem | CustomCallItem | ReasoningItem | ReferenceItem
 MAX_ITEMS = 100_000
-ItemList = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)]
+WholeItem = MessageItem | CallItem | CallOutputItem | CustomCallItem | ReasoningItem
+ItemList = Annotated[
+    list[dict[str, Any]],
+    Field(max_length=MAX_ITEMS),
+    BeforeValidator(lambda items: items, json_schema_input_type=list[WholeItem]),
+]
+"""They are checked one by one later, so that errors name the place."""
+AnyItem = WholeItem | ReferenceItem
 
 _KINDS: Mapping[str, type[Body]] = {
     "message": MessageItem,

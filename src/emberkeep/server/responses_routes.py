@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Query
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -40,6 +41,15 @@ if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
     from emberkeep.server.side_work import SideWork
     from emberkeep.types import Json, Request
+
+
+class _ResponseId(StringConvertor):
+    """Every id but the name of the one other path that is there."""
+
+    regex = r"(?!input_tokens$)[^/]+"
+
+
+register_url_convertor("response_id", _ResponseId())
 
 PageSize = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
@@ -116,22 +126,24 @@ def _owned(
 
 
 def _add_stored(router: APIRouter, models: Models, side: SideWork, background: Background) -> None:
-    @router.get("/responses/{response_id}")
-    async def retrieve(response_id: Name, whose: Whose, stream: bool = False) -> Response:
+    @router.get("/responses/{response_id:response_id}")
+    async def retrieve(
+        response_id: Name, whose: Whose, stream: Annotated[bool, Query(include_in_schema=False)] = False
+    ) -> Response:
         if stream:
             raise InvalidField("stream", "a stored response comes at once: leave it out.")
         owner = whose.to_namespace()
         running = background.find(owner, response_id)
         return json_response(running or await side.run(_response, _memory(models), owner, response_id))
 
-    @router.delete("/responses/{response_id}")
+    @router.delete("/responses/{response_id:response_id}")
     async def delete(response_id: Name, whose: Whose) -> Response:
         owner = whose.to_namespace()
         await background.cancel(owner, response_id)
         await side.run(_memory(models).responses.delete, owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post("/responses/{response_id}/cancel")
+    @router.post("/responses/{response_id:response_id}/cancel")
     async def cancel(response_id: Name, whose: Whose) -> Response:
         owner = whose.to_namespace()
         await background.cancel(owner, response_id)
@@ -140,7 +152,7 @@ def _add_stored(router: APIRouter, models: Models, side: SideWork, background: B
             raise RequestError(_ANSWERED)
         return json_response(response)
 
-    @router.get("/responses/{response_id}/input_items")
+    @router.get("/responses/{response_id:response_id}/input_items")
     async def input_items(
         response_id: Name, whose: Whose, limit: PageSize = 20, order: Order = "desc", after: Name | None = None
     ) -> Response:
