@@ -57,7 +57,8 @@ def model_digest(path: Path, cache_dir: Path) -> str:
     files = folder_files(path, SHAPING) if path.is_dir() else part_files(path)
     digests = [weights_digest(file, cache_dir) for file in files]
     if path.is_dir():
-        return folder_digest({file.name: digest for file, digest in zip(files, digests, strict=True)})
+        names = (file.relative_to(path).as_posix() for file in files)
+        return folder_digest(dict(zip(names, digests, strict=True)))
     return parts_digest(digests)
 
 

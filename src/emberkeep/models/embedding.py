@@ -11,7 +11,7 @@ from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import CONFIG, read_json, read_json_objects
 from emberkeep.types import Json, Pooling
 
-MODULES = "modules.json"
+MODULE_LIST = "modules.json"
 LENGTHS = "sentence_bert_config.json"
 _GGUF_POOLING = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST, 4: Pooling.RANK}
 _MODES = {
@@ -49,7 +49,7 @@ def embedding_folder(folder: Path) -> EmbeddingProfile | None:
     """None for a model that writes. Raises ModelNotFound, ModelBroken."""
     config = read_json(folder / CONFIG)
     shorter = _shorter(config)
-    if (folder / MODULES).is_file():
+    if (folder / MODULE_LIST).is_file():
         pooling, dense = _modules(folder)
         return EmbeddingProfile(pooling, _longest(folder), dense, shorter)
     architectures = [str(name) for name in config.get("architectures") or ()]
@@ -62,7 +62,7 @@ def embedding_folder(folder: Path) -> EmbeddingProfile | None:
 
 def _modules(folder: Path) -> tuple[Pooling, tuple[Path, ...]]:
     """What sentence-transformers does with the states of the tokens."""
-    listed = read_json_objects(folder / MODULES)
+    listed = read_json_objects(folder / MODULE_LIST)
     kinds = [(str(each.get("type")).rpartition(".")[2], str(each.get("path", ""))) for each in listed]
     unknown = [kind for kind, _ in kinds if kind not in ("Transformer", "Pooling", "Dense", "Normalize")]
     poolings = [_pooling(_inside(folder, path)) for kind, path in kinds if kind == "Pooling"]
@@ -75,7 +75,7 @@ def _modules(folder: Path) -> tuple[Pooling, tuple[Path, ...]]:
 def _inside(folder: Path, name: str) -> Path:
     """Raises ModelBroken for a name that leads out of the folder."""
     if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ModelBroken(f"{folder.name}/{MODULES} names {name!r}, which is not in it: pull the model again.")
+        raise ModelBroken(f"{folder.name}/{MODULE_LIST} names {name!r}, which is not in it: pull the model again.")
     return folder / name
 
 

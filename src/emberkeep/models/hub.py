@@ -41,15 +41,17 @@ def fetch_hub(source: HubFile | HubQuantisation, folder: Path, reporter: Reporte
     return [(file, promised.get(name)) for name, file in files.items()]
 
 
-def fetch_hub_repo(source: HubRepo, folder: Path, reporter: Reporter) -> tuple[list[Path], Mapping[str, str]]:
-    """The files of a model, and by name the SHA-256 that the hub promises for those that it does for.
+def fetch_hub_repo(
+    source: HubRepo, folder: Path, reporter: Reporter
+) -> tuple[Mapping[str, Path], Mapping[str, str]]:
+    """By name the files of a model, and the SHA-256 that the hub promises for those that it does for.
 
     Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
     """
     with _explain_errors(source):
         seen = _model_info(source)
         files, promised = _fetch_files(source, seen, _repo_files(source, _names(seen)), folder, reporter)
-    return list(files.values()), promised
+    return files, promised
 
 
 def _fetch_file(source: HubFile, folder: Path, reporter: Reporter) -> Fetched:
@@ -189,7 +191,12 @@ def _repo_files(source: HubRepo, names: Sequence[str]) -> list[str]:
             f"{source.label} holds no model as {CONFIG} and safetensors: choose another, "
             f"or name one file ({source.label}/file.gguf) or a quantisation ({source.label}:Q4_K_M)."
         )
-    beside = [n for n in names if "/" not in n and any(fnmatchcase(n, pattern) for pattern in BESIDE_WEIGHTS)]
+    # A star stands for slashes, too: as many of them have to be there as the pattern has.
+    beside = [
+        name
+        for name in names
+        if any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in BESIDE_WEIGHTS)
+    ]
     return sorted({*weights, *beside})
 
 

@@ -137,7 +137,7 @@ class ModelLibrary:
         staged = weights.parent / "ready"
         shutil.rmtree(staged, ignore_errors=True)
         names = _names_of(check_id(id), weights)
-        for file in weights.iterdir() if weights.is_dir() else names:
+        for file in filter(Path.is_file, weights.rglob("*") if weights.is_dir() else names):
             _make_private(file)
         private_folder(staged)
         for file, name in names.items():

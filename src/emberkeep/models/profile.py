@@ -197,7 +197,9 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 CONFIG = "config.json"
 WEIGHTS = "*.safetensors"
-SHAPING = (WEIGHTS, "*.safetensors.index.json", CONFIG, "tokenizer*.json", "tokenizer.model")
+MODULES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors")
+"""What an embedding model does with the states of its tokens, as sentence-transformers keeps it."""
+SHAPING = (WEIGHTS, "*.safetensors.index.json", CONFIG, "tokenizer*.json", "tokenizer.model", *MODULES)
 """The files that shape what a model computes."""
 BESIDE_WEIGHTS = (
     "*.safetensors.index.json",
@@ -210,6 +212,8 @@ BESIDE_WEIGHTS = (
     "vocab.json",
     "merges.txt",
     "*.jinja",
+    "sentence_bert_config.json",
+    *MODULES,
 )
 """What a model needs besides its weights. No scripts, no pickles."""
 
@@ -230,9 +234,9 @@ def profile_of(path: Path) -> ModelProfile:
 
 
 def folder_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Those that match, by name."""
+    """Those that match, by their names in the folder."""
     found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    return sorted(found, key=lambda file: file.name)
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _folder_profile(folder: Path) -> ModelProfile:

@@ -226,12 +226,14 @@ def _pull_folder(id: str, source: FolderSource, library: ModelLibrary, reporter:
         return here
     with workspace(library, source) as work:
         files, promised = _download_folder(source, work, reporter)
-        digests = {file.name: _check_file(file, source, promised.get(file.name), reporter) for file in files}
+        digests = {name: _check_file(file, source, promised.get(name), reporter) for name, file in files.items()}
         return _install_folder(id, _gather_folder(files, work), source, digests, library)
 
 
-def _download_folder(source: FolderSource, work: Path, reporter: Reporter) -> tuple[list[Path], Mapping[str, str]]:
-    """The files, and by name the SHA-256 they must have where that is known."""
+def _download_folder(
+    source: FolderSource, work: Path, reporter: Reporter
+) -> tuple[Mapping[str, Path], Mapping[str, str]]:
+    """The files by their names in the folder, and the SHA-256 they must have where that is known."""
     reporter.say(f"Fetching {source.label}")
     if isinstance(source, HubRepo):
         return fetch_hub_repo(source, work, reporter)
@@ -246,13 +248,13 @@ def _check_file(file: Path, source: FolderSource, promised: str | None, reporter
     return digest
 
 
-def _gather_folder(files: Sequence[Path], work: Path) -> Path:
+def _gather_folder(files: Mapping[str, Path], work: Path) -> Path:
     """One folder with nothing but these files."""
     gathered = work / "gathered"
     shutil.rmtree(gathered, ignore_errors=True)
     private_folder(gathered)
-    for file in files:
-        file.rename(gathered / file.name)
+    for name, file in files.items():
+        file.rename(private_folder((gathered / name).parent) / file.name)
     sync(gathered)
     return gathered
 
@@ -260,11 +262,12 @@ def _gather_folder(files: Sequence[Path], work: Path) -> Path:
 def _install_folder(
     id: str, folder: Path, source: FolderSource, digests: Mapping[str, str], library: ModelLibrary
 ) -> InstalledModel:
-    shaping = {file.name: digests[file.name] for file in folder_files(folder, SHAPING)}
+    names = [file.relative_to(folder).as_posix() for file in folder_files(folder, SHAPING)]
+    shaping = {name: digests[name] for name in names}
     record = ModelRecord(
         source=source.label,
         sha256=folder_digest(shaping),
-        size=sum(file.stat().st_size for file in folder.iterdir()),
+        size=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         quantisation=profile_of(folder).quantisation,
         pulled_at=int(time.time()),
     )
@@ -365,16 +368,21 @@ def _link_file(source: LocalFile, folder: Path, reporter: Reporter) -> list[Path
     return _link_all(part_files(source.path), folder, reporter)
 
 
-def _link_folder(source: LocalFolder, folder: Path, reporter: Reporter) -> list[Path]:
-    """The files of a model, as `_link_file` does it."""
-    return _link_all(folder_files(source.path, (WEIGHTS, *BESIDE_WEIGHTS)), folder, reporter)
+def _link_folder(source: LocalFolder, folder: Path, reporter: Reporter) -> dict[str, Path]:
+    """The files of a model by their names in its folder, as `_link_file` does it."""
+    files = folder_files(source.path, (WEIGHTS, *BESIDE_WEIGHTS))
+    names = [file.relative_to(source.path).as_posix() for file in files]
+    return dict(zip(names, _link_all(files, folder, reporter, source.path), strict=True))
 
 
-def _link_all(files: Sequence[Path], folder: Path, reporter: Reporter) -> list[Path]:
-    target = private_folder(folder / "linked")
+def _link_all(files: Sequence[Path], folder: Path, reporter: Reporter, root: Path | None = None) -> list[Path]:
+    """`root`: of which folders in it are kept."""
     told = split_progress(files, lambda done, total: reporter.progress("Copying", done, total))
+    targets = [folder / "linked" / (file.relative_to(root) if root else file.name) for file in files]
+    for target in targets:
+        private_folder(target.parent)
     # A folder of the hub's own cache holds links to its files.
-    return [_link(file.resolve(), target / file.name, tell) for file, tell in zip(files, told, strict=True)]
+    return [_link(*each) for each in zip((file.resolve() for file in files), targets, told, strict=True)]
 
 
 def _link(source: Path, target: Path, progress: Progress) -> Path:
