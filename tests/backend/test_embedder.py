@@ -12,6 +12,7 @@ import pytest
 
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.errors import EngineError, InputTooLong, InvalidField, Overloaded, RequestError
+from emberkeep.kv.forgotten import of_user
 from emberkeep.kv.vector_file import VectorFile
 from emberkeep.types import EmbeddingRequest, Pooling, RerankRequest
 from helpers.fake_embedding import FIRST, SEPARATOR, FakeEmbeddingEngine, embedder_over, unit
@@ -101,7 +102,7 @@ def test_a_user_does_not_find_what_another_has_embedded() -> None:
         embedder = embedder_over(engine)
         for namespace in ("", '["ann", ""]', '["bob", ""]', '["ann", ""]'):
             await embedder.embed(EmbeddingRequest(("secret",), namespace=namespace))
-        removed = embedder.forget("ann")
+        removed = embedder.forget(of_user("ann"))
         assert removed.entries == 1
         await embedder.embed(EmbeddingRequest(("secret",), namespace='["ann", ""]'))
 

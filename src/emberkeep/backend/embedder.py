@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,9 +98,9 @@ class LocalEmbedder:
             tuple(float(each[0]) for each in vectors), sum(len(each.ids) for each in inputs), cached_tokens
         )
 
-    def forget(self, user: str) -> Removed:
+    def forget(self, owners: Container[str]) -> Removed:
         """As `VectorCache.forget`."""
-        return self._cache.forget(user)
+        return self._cache.forget(owners)
 
     def stats(self) -> dict[str, Json]:
         counters = {name: getattr(self._counters, name) for name in _Counters.__slots__}

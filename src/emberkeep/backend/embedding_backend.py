@@ -10,6 +10,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry, RequestError
+from emberkeep.kv.forgotten import of_user
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types import (
     CacheEntry,
@@ -116,7 +117,7 @@ class VectorEntries:
         raise self._nothing()
 
     def remove_user(self, user: str) -> Removed:
-        return self._embedder.forget(user)
+        return self._embedder.forget(of_user(user))
 
     def gc(self) -> Removed:
         return Removed(0, 0)

@@ -402,6 +402,8 @@ class LocalBackend:
         self._forgotten.add(owners)
         self.warmer.forget(owners)
         self._lookups.forget(owners)
+        if self.embedder is not None:
+            self.embedder.forget(owners)
         self._hygiene.forget(owners)
         self._sessions.forget_answers(owners)
         self._explainer.volatility.forget(owners)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.kv.vector_file import VectorFile
-from emberkeep.types import Removed, Vector, user_of
+from emberkeep.types import Removed, Vector
 
 RAM_BYTES = 64 << 20
 _ENTRY_BYTES = 256
@@ -77,13 +77,14 @@ class VectorCache:
         if self._file and self._thread and not namespace:
             self._thread.submit(self._file.add, {key: vector.tobytes() for key, vector in vectors.items()})
 
-    def forget(self, user: str) -> Removed:
-        """Leave nothing of one user; "" stands for all requests without a user. Blocks on disk then."""
+    def forget(self, owners: Container[str]) -> Removed:
+        """Leave nothing of these; "" is the owner of all requests without a user. Returns at once: what is on disk
+        is removed in turn."""
         with self._lock:
-            gone = [key for key, known in self._known.items() if user_of(known.owner) == user]
+            gone = [key for key, known in self._known.items() if known.owner in owners]
             size = sum(self._drop(key) for key in gone)
-        if not user and self._file and self._thread:
-            self._thread.submit(self._file.clear).result()
+        if "" in owners and self._file and self._thread:
+            self._thread.submit(self._file.clear)
         return Removed(entries=len(gone), bytes=size)
 
     def stats(self) -> dict[str, int]:
