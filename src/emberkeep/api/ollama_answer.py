@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 
 from emberkeep.api.answer import Answer, chat_logprobs, detail_json
@@ -95,29 +96,36 @@ def whole_json(answer: Answer, envelope: OllamaEnvelope) -> dict[str, Json]:
 
 
 class OllamaFrames:
-    """One object per line."""
+    """One object per line. The JSON around a text is built once: only the text and the time differ."""
 
     media_type = "application/x-ndjson"
 
     def __init__(self, envelope: OllamaEnvelope) -> None:
         self._envelope = envelope
         self._answer = Answer(1)
+        self._texts: list[str] = []
         self._open_call: int | None = None
         """The call whose arguments are being written: Ollama's clients get them all at once."""
+        text = {**envelope.head(), "created_at": "\0", **envelope.said("\0"), "done": False}
+        self._around = _line(text).split(_MARKER)
 
     def frame(self, event: Event) -> bytes:
-        before = b"" if isinstance(event, ToolCallDelta) and event.call_index == self._open_call else self._call()
-        self._answer.add([event])
+        if type(event) is TextDelta and self._open_call is None:
+            return self._text(event)
+        is_same_call = isinstance(event, ToolCallDelta) and event.call_index == self._open_call
+        before = b"" if is_same_call else self._close_call()
         match event:
-            case TextDelta() if event.text or event.logprobs:
-                return before + self._line(self._envelope.said(event.text), event.logprobs)
+            case TextDelta():
+                return before + self._text(event)
             case ReasoningDelta() if event.text:
-                return before + self._line(self._envelope.said("", event.text))
+                before += self._line(self._envelope.said("", event.text))
             case ToolCallDelta():
                 self._open_call = event.call_index
+        self._answer.add([event])
         return before
 
     def end(self) -> bytes:
+        self._answer.add([TextDelta(0, "".join(self._texts))])
         envelope = self._envelope
         return _line({**envelope.head(), **envelope.said(""), **envelope.ended(self._answer)})
 
@@ -127,7 +135,16 @@ class OllamaFrames:
     def failure(self, failure: Failure, request_id: str) -> bytes:
         return OLLAMA_ERRORS.frame(failure, request_id)
 
-    def _call(self) -> bytes:
+    def _text(self, event: TextDelta) -> bytes:
+        self._texts.append(event.text)
+        if event.logprobs:
+            return self._line(self._envelope.said(event.text), event.logprobs)
+        if not event.text:
+            return b""
+        before, between, after = self._around
+        return before + json.dumps(now()).encode() + between + json.dumps(event.text).encode() + after
+
+    def _close_call(self) -> bytes:
         """The call that has come to its end with the event that follows it."""
         index, self._open_call = self._open_call, None
         if index is None:
@@ -137,6 +154,9 @@ class OllamaFrames:
 
     def _line(self, said: dict[str, Json], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         return _line({**self._envelope.head(), **said, "done": False, **_logprobs_json(logprobs)})
+
+
+_MARKER = json.dumps("\0").encode()
 
 
 def _line(value: Json) -> bytes:
@@ -176,7 +196,12 @@ def now() -> str:
 
 def timestamp(nanoseconds: int) -> str:
     seconds, rest = divmod(nanoseconds, 10**9)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest:09d}Z"
+    return f"{_to_the_second(seconds)}.{rest:09d}Z"
+
+
+@lru_cache(maxsize=8)
+def _to_the_second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def _nanoseconds(milliseconds: float) -> int:
