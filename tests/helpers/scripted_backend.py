@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import ModelCard, ModelTexts
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import (
     Completed,
@@ -119,6 +119,12 @@ class ScriptedBackend:
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode()
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        return [bytes([token]) for token in tokens]
+
+    def texts(self) -> ModelTexts:
+        return ModelTexts("", "", "")
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         return "\n".join(message.content for message in messages)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import ModelCard, ModelTexts
 from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
@@ -101,6 +101,12 @@ class ScriptedBackend:
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        return [chr(token).encode() if token < 128 else bytes([token]) for token in tokens]
+
+    def texts(self) -> ModelTexts:
+        return ModelTexts("{{ messages }}", "<s>", "</s>")
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         lines = [f"{message.role}: {message.content}" for message in messages]

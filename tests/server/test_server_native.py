@@ -54,6 +54,8 @@ def test_tokenize_and_back(backend: ScriptedBackend, http: httpx.Client) -> None
     assert http.post("/tokenize", json=nulls).json() == {"tokens": [97]}
     pieces = http.post("/tokenize", json={"content": "a", "with_pieces": True}).json()
     assert pieces == {"tokens": [{"id": 97, "piece": "a"}]}
+    cut = http.post("/tokenize", json={"content": "\u00e9", "with_pieces": True}).json()
+    assert cut == {"tokens": [{"id": 233, "piece": [233]}]}
     assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
 
 

@@ -83,8 +83,8 @@ class SlowBackend(ScriptedBackend):
         self._wait()
         return [ord(letter) for letter in text]
 
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        return "x" * len(tokens)
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        return [b"x"] * len(tokens)
 
     def _wait(self) -> None:
         self.waiting.release()

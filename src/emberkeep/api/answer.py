@@ -73,6 +73,8 @@ class ChoiceAnswer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     logprobs_start: int = 0
     """Characters of `text` before the first token with a log probability; an echoed prompt has none of these."""
+    tokens: list[int] = field(default_factory=list)
+    """Ids behind the text, where it is as it was sampled."""
     finish: FinishReason | None = None
     stop: str | None = None
     """The stop string that ended it."""
@@ -82,6 +84,7 @@ class ChoiceAnswer:
             self.logprobs_start = len(self.text)
         self.text += delta.text
         self.logprobs.extend(delta.logprobs)
+        self.tokens.extend(delta.tokens)
 
     def mean_logprob(self) -> float:
         """Of an answer without tokens it is the highest."""

@@ -75,6 +75,14 @@ def parse_object(raw: bytes) -> dict[str, Json]:
     return value
 
 
+def parse_list(raw: bytes) -> list[Json]:
+    """Raises RequestError."""
+    value = _parse_json(raw)
+    if not isinstance(value, list):
+        raise RequestError("The body must be a JSON list.")
+    return value
+
+
 def _parse_json(raw: bytes) -> Json:
     if _values(raw) > MAX_VALUES and _values(_without_strings(raw)) > MAX_VALUES:
         raise RequestError(f"The body has more than {MAX_VALUES:,} values: send less.")

@@ -90,6 +90,15 @@ class Cache(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTexts:
+    """Texts that a model was trained with."""
+
+    chat_template: str
+    bos: str
+    eos: str
+
+
 class Tokenizer(Protocol):
     """Every method blocks, for milliseconds."""
 
@@ -97,6 +106,11 @@ class Tokenizer(Protocol):
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Raises RequestError for what is no token."""
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """The bytes of each. Raises RequestError for what is no token."""
+
+    def texts(self) -> ModelTexts: ...
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Raises RequestError for what the template refuses."""

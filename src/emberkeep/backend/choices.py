@@ -186,6 +186,7 @@ def _completed(endings: list[Ended]) -> Completed:
             draft_n_accepted=accepted,
         ),
         lookup=first.lookup,
+        slot=first.slot,
     )
 
 

@@ -82,10 +82,16 @@ class EmbeddingTokenizer:
         return [*framing.head, *ids, *framing.tail] if add_special else ids
 
     def detokenize(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.pieces(tokens)).decode("utf-8", "replace")
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         pieces = self._engine.vocab.pieces
         if any(token >= len(pieces) for token in tokens):
             raise InvalidField("tokens", f"{max(tokens)} is no token of {self._name}, which has {len(pieces)}.")
-        return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
+        return [pieces[token] for token in tokens]
+
+    def texts(self) -> NoReturn:
+        raise self._no_chats()
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NoReturn:
         raise self._no_chats()

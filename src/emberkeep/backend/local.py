@@ -216,7 +216,7 @@ class LocalBackend:
                 self.scheduler.submit(sequence)
             if self._forgotten.since(asked_at, request.namespace):
                 self.scheduler.forget({request.namespace})
-            yield Accepted(len(prompt))
+            yield Accepted(len(prompt), prompt.text)
             if request.echo and not request.scores_prompt:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)

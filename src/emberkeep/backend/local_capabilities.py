@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from emberkeep.backend.base import ModelTexts
 from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import Attention, ExpertTracking
@@ -34,6 +35,16 @@ class LocalTokenizer:
     def detokenize(self, tokens: Sequence[int]) -> str:
         self._prompts.check_ids(tokens, "tokens")
         return self._prompts.detokenize(tokens)
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        self._prompts.check_ids(tokens, "tokens")
+        return [self._vocab.pieces[token] for token in tokens]
+
+    def texts(self) -> ModelTexts:
+        def text(token: int | None) -> str:
+            return "" if token is None else self._vocab.pieces[token].decode("utf-8", "replace")
+
+        return ModelTexts(self._template.source, text(self._vocab.bos), text(self._vocab.eos))
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         return self._template.render(messages, tools)

@@ -80,6 +80,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos: str, eos: str) -> None:
+        self.source = source
         self._specials = {"bos_token": bos, "eos_token": eos}
         self._template: JinjaTemplate | IsolatedTemplate
         if source == CHATML:  # ours is known to end, and needs no process

@@ -300,6 +300,7 @@ class Scheduler:
             "waiting": len(self._waiting),
             "idle_sequences": len(self._slots.idle),
             "resident_tokens": sum(s.computed for s in [*active, *self._slots.idle]),
+            "slots": self._slots.stats(),
             **asdict(self.counters),
         }
 

@@ -74,6 +74,7 @@ class Ending:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     """Of the drafted ones."""
+    slot: int = -1
 
 
 class Output(Protocol):
@@ -598,6 +599,7 @@ class Sequence:
             lookup=lookup,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            slot=self.slot,
         )
 
     # ── for the store ──

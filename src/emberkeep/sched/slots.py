@@ -23,7 +23,7 @@ from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.speculation import Chosen, Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import Lineage
+from emberkeep.types import Json, Lineage
 
 _STEP_S = 2.5
 """About the longest step while only prompts are evaluated: newcomers and cancellations wait for its end."""
@@ -60,6 +60,11 @@ class Slots:
     @property
     def idle(self) -> list[Sequence]:
         return [s for s in list(self._by_slot.values()) if not s.is_active]
+
+    def stats(self) -> list[dict[str, Json]]:
+        """What is in each slot, without texts. May be called from any thread."""
+        held = dict(self._by_slot)
+        return [_told(slot, held.get(slot)) for slot in range(self._engine.capabilities.max_sequences)]
 
     def computed_match(self, lineage: Lineage, tokens: TokenArray) -> HotMatch:
         """The sequence that shares the longest computed prefix with `tokens`."""
@@ -158,6 +163,21 @@ class Slots:
         now = monotonic()
         idle = [s for s in self.idle if s is not avoid]
         return min(idle, key=lambda s: s.computed / (now - s.last_used + 1), default=None)
+
+
+def _told(slot: int, sequence: Sequence | None) -> dict[str, Json]:
+    if sequence is None:
+        return {"id": slot, "is_processing": False, "entry": None}
+    return {
+        "id": slot,
+        "is_processing": sequence.output is not None,
+        "entry": None if sequence.entry is None else str(sequence.entry),
+        "n_prompt_tokens": sequence.prompt_length,
+        "n_prompt_tokens_cache": sequence.reuse.in_place,
+        "n_prompt_tokens_processed": min(sequence.computed, sequence.prompt_length) - sequence.reuse.in_place,
+        "n_tokens": sequence.computed,
+        "next_token": [{"has_next_token": sequence.output is not None, "n_decoded": sequence.sampled_count}],
+    }
 
 
 class Affinity:

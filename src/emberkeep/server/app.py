@@ -22,6 +22,7 @@ from emberkeep.server.cache_routes import cache_routes
 from emberkeep.server.embedding_routes import embedding_routes
 from emberkeep.server.expert_routes import expert_routes
 from emberkeep.server.limits import Limits, affordable
+from emberkeep.server.llama_routes import llama_routes
 from emberkeep.server.memory_routes import memory_routes
 from emberkeep.server.metrics import RequestMetrics, StatsCollector, metrics_routes
 from emberkeep.server.middleware import (
@@ -67,6 +68,7 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.include_router(responses, prefix="/v1")
     app.include_router(responses, include_in_schema=False)
     app.include_router(embedding_routes(models))
+    app.include_router(llama_routes(models, side))
     app.include_router(native_routes(models, drain, side, is_public=config.api_key is not None))
     app.include_router(cache_routes(models, side))
     app.include_router(warm_routes(models))

@@ -111,7 +111,16 @@ def _tokens(backend: Backend, body: TokenizeBody) -> Response:
         return Response(f'{{"tokens": [{written}]}}', media_type="application/json")
     if len(ids) > MAX_PIECES:
         raise InvalidField("with_pieces", f"is for {MAX_PIECES} tokens at most: send less, or leave it out.")
-    return list_response("tokens", ({"id": token, "piece": tokenizer.detokenize([token])} for token in ids))
+    pieces = zip(ids, tokenizer.pieces(ids), strict=True)
+    return list_response("tokens", ({"id": token, "piece": _piece(piece)} for token, piece in pieces))
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A piece that ends in the middle of a character is told by its bytes, as llama-server does."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 def _text(backend: Backend, body: DetokenizeBody) -> Response:

@@ -282,6 +282,8 @@ class Accepted:
     """Nothing is wrong with the request: it waits for its turn in the engine."""
 
     prompt_tokens: int
+    prompt: str = field(default="", repr=False)
+    """As the model reads it, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +357,8 @@ class Completed:
     fit: Fit = field(default_factory=Fit)
     answered_by: str = ""
     """The backend that answered, if there are several."""
+    slot: int = -1
+    """The engine's slot of the first choice; -1: it is not known."""
     hygiene: tuple[str, ...] = ()
     """Rules that changed the prompt before it was evaluated."""
 
