@@ -77,3 +77,15 @@ def test_what_does_not_fit_is_counted_too(backend: LocalBackend) -> None:
 def test_images_are_not_counted_by_a_model_that_reads_text(backend: LocalBackend) -> None:
     with pytest.raises(RequestError, match="reads text only"):
         backend.tokenizer.count(Request(messages=(replace(ASKED, images=(Image("https://x/y.png"),)),)))
+
+
+def test_an_answer_that_was_cut_goes_on_from_its_state(backend: LocalBackend) -> None:
+    asked = replace(CHAT, messages=(ASKED,), continues=False, echo=False)
+    whole = text_of(read_events(backend, replace(asked, max_tokens=24)))
+    answer = text_of(read_events(backend, asked))
+    settle(backend)
+    begun = replace(BEGUN, content=answer)
+    events = read_events(backend, replace(CHAT, messages=(ASKED, begun), echo=False))
+    _, completed = end_of(events)
+    assert completed.usage.cached_tokens == completed.usage.prompt_tokens - 1
+    assert answer + text_of(events) == whole
