@@ -54,6 +54,12 @@ PARTS = (
     Benchmark(
         "miss", "What looking up and storing cost when nothing is reusable.", "benchmarks.miss", ("repeat",)
     ),
+    Benchmark(
+        "swap",
+        "Two models in turns with memory for one: the first token after a swap, ours and a llama-server's.",
+        "benchmarks.swap",
+        ("peer", "sizes", "repeat"),
+    ),
     Benchmark("doors", "A new prompt through every API: what each costs.", "benchmarks.doors", ("repeat",)),
     Benchmark(
         "bits",

@@ -39,5 +39,5 @@ def answer(request: httpx.Request) -> httpx.Response:
 
 def test_entries_of_all_pages_are_listed_once() -> None:
     with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as http:
-        entries = ServedStore(RunningServer(http)).entries()
+        entries = ServedStore(RunningServer(http), "tiny").entries()
     assert [found.id for found in entries] == [f"entry-{number}" for number in range(6)]

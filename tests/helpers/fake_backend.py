@@ -7,13 +7,19 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime import assemble
+from emberkeep.runtime.parts import Parts
 
 
 def fake_backend(
-    config: Config, engine: FakeEngine | None = None, *, template: str = CHATML, name: str = "fake"
+    config: Config,
+    engine: FakeEngine | None = None,
+    *,
+    template: str = CHATML,
+    name: str = "fake",
+    parts: Parts | None = None,
 ) -> LocalBackend:
     engine = engine or FakeEngine()
-    return assemble(config, engine, template, ModelCard(name, 0, engine.capabilities.context))
+    return assemble(config, engine, template, ModelCard(name, 0, engine.capabilities.context), parts=parts)
 
 
 def settle(backend: LocalBackend) -> None:

@@ -66,6 +66,8 @@ class ModelPool:
     def __init__(self, fits: Fits, patience_s: float = PATIENCE_S) -> None:
         self._fits = fits
         self._patience_s = patience_s
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The one that it belongs to, once that runs."""
         self._members: list[Member] = []
         self._turn = asyncio.Lock()
 
@@ -74,7 +76,7 @@ class ModelPool:
 
     @asynccontextmanager
     async def room_for(self, newcomer: Member) -> AsyncIterator[None]:
-        """Waits for its turn and for room; load it in the block. One that is larger than all memory is loaded alone.
+        """Waits for its turn and for room; load it in the block. One larger than all memory is loaded alone.
 
         Raises Overloaded where others neither may be unloaded nor finish in time.
         """
@@ -103,8 +105,8 @@ class ModelPool:
         if loaded and not free:
             pinned = ", ".join(member.name for member in loaded)
             raise Overloaded(
-                f"There is no memory for {newcomer.name} beside {pinned}, which stays loaded: pin fewer models, or "
-                "raise model_memory."
+                f"There is no memory for {newcomer.name} beside {pinned}, which stays loaded: pin fewer models, "
+                "or raise model_memory."
             )
         return min(free, key=lambda member: (member.is_busy, member.last_used), default=None)
 

@@ -2,37 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Protocol
 
 from emberkeep.backend.base import Backend
-from emberkeep.errors import ModelNotFound
+from emberkeep.backend.capabilities import cache_of
+from emberkeep.backend.on_demand import OnDemandBackend
+from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
+from emberkeep.types import ModelStatus, Removed
 
 DEFAULT_NAME = "default"
 _LATEST = ":latest"
 """Ollama's clients write it behind every name that has no other tag."""
 
 
-class Models:
-    """Every request names its model, or means the default one."""
+class Catalogue(Protocol):
+    """Models besides the default one, which are loaded on demand. They come and go while the server runs."""
 
-    def __init__(self, default: Backend, others: Sequence[Backend] = ()) -> None:
+    def find(self, name: str) -> OnDemandBackend | None:
+        """Looks at a file at most. None: there is none of that name."""
+
+    def list(self) -> Sequence[OnDemandBackend]:
+        """By name. Reads a file for each: call it outside the event loop."""
+
+    def opened(self) -> Sequence[OnDemandBackend]:
+        """Those that were asked for. Does not block."""
+
+    def forget(self, user: str) -> Removed:
+        """Leave nothing of a user in the stores of models that are not loaded. Blocks. Raises StoreFailed."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None:
+        """Close all models, and then what they share."""
+
+
+class NoOthers:
+    """The catalogue of a server with one model."""
+
+    def find(self, name: str) -> OnDemandBackend | None:
+        return None
+
+    def list(self) -> Sequence[OnDemandBackend]:
+        return ()
+
+    def opened(self) -> Sequence[OnDemandBackend]:
+        return ()
+
+    def forget(self, user: str) -> Removed:
+        return Removed(0, 0)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Models:
+    """Every request names its model, or means the default one. Belongs to the event loop."""
+
+    def __init__(
+        self, default: Backend, others: Catalogue | None = None, aliases: Mapping[str, str] | None = None
+    ) -> None:
         self.default = default
-        self._all = (default, *others)
+        self.has_others = others is not None
+        self._others = others or NoOthers()
+        self._aliases = aliases or {}
 
     def find(self, name: str | None) -> Backend:
         """The backend of the model that a client calls `name`; the default one where it names none. Raises
         ModelNotFound."""
         if not name or name == DEFAULT_NAME:
             return self.default
-        wanted = name.removesuffix(_LATEST)
-        for backend in self._all:
-            card = backend.card
-            if wanted == card.id or name == card.id or wanted in card.also:
-                return backend
+        for wanted in dict.fromkeys((name, name.removesuffix(_LATEST))):
+            known = self._aliases.get(wanted, wanted)
+            card = self.default.card
+            if known == card.id or known in card.also:
+                return self.default
+            if found := self._others.find(known):
+                return found
         raise ModelNotFound(
-            f"The model {name[:100]!r} is not served here: use {self.default.card.id!r} or 'default'."
+            f"The model {name[:100]!r} is not served here: use {self.default.card.id!r} or 'default', or see "
+            "GET /v1/models."
         )
 
     def list(self) -> Sequence[Backend]:
-        """The default one first."""
-        return self._all
+        """The default one first. Reads files: call it outside the event loop."""
+        return (self.default, *self._others.list())
+
+    def loaded(self) -> Sequence[Backend]:
+        """Those that could answer at once, the default one first. Does not block."""
+        others = (self.default, *self._others.opened())
+        return [backend for backend in others if not isinstance(backend, OnDemandBackend) or backend.is_loaded]
+
+    def aliases_of(self, backend: Backend) -> Sequence[str]:
+        return [alias for alias, model in self._aliases.items() if model == backend.card.id]
+
+    def remove_user(self, user: str) -> Removed:
+        """Remove everything of one user, of all models; "" stands for all requests without a user. Blocks: call it
+        outside the event loop. Raises StoreFailed."""
+        removed = [cache_of(backend).remove_user(user) for backend in self.loaded()]
+        removed.append(self._others.forget(user))
+        fields = zip(*(astuple(one) for one in removed), strict=True)
+        return Removed(*map(sum, fields))
+
+    async def load(self, name: str | None) -> Backend:
+        """Returns when it is loaded. Raises ModelNotFound, and what loading it raises."""
+        return await loaded(self.find(name))
+
+    async def unload(self, name: str | None) -> Backend:
+        """Returns when it is unloaded: after the requests that it answers now. Raises ModelNotFound, and
+        RequestError for one that is served alone."""
+        backend = self.find(name)
+        if not isinstance(backend, OnDemandBackend):
+            raise RequestError(
+                f"{backend.card.id} is the only model of this server, and stays: stop the server, or start it "
+                "with --models all.",
+                "model",
+            )
+        await backend.unload()
+        return backend
+
+    def failure(self) -> EmberkeepError | None:
+        """Why one of them can never answer again, so that a new process is needed; None while all can."""
+        failures = (backend.failure() for backend in (self.default, *self._others.opened()))
+        return next((failure for failure in failures if failure), None)
+
+    async def start(self) -> None:
+        """Never raises."""
+        await self.default.start()
+        await self._others.start()
+
+    async def close(self) -> None:
+        """Take no new work, finish or fail what runs, and write what is not yet on disk."""
+        await self.default.close()
+        await self._others.close()
+
+
+async def loaded(backend: Backend, keep_alive_s: float | None = None) -> Backend:
+    """The same, once it is loaded, for what only a loaded model can tell. It stays for as long as after a request
+    that says so. Raises what loading it raises."""
+    if isinstance(backend, OnDemandBackend):
+        await backend.load(keep_alive_s)
+    return backend
+
+
+def status_of(backend: Backend) -> ModelStatus:
+    """Of any model: one that is not loaded on demand is there as long as the server is."""
+    return backend.status if isinstance(backend, OnDemandBackend) else ModelStatus()

@@ -71,11 +71,8 @@ class Listed:
 def open_stores(config: Config, model: str | None) -> Iterator[list[Store]]:
     """Those of all models, or of one. What is changed in them is written when the block ends."""
     with ExitStack() as opened:
-        served = served_store(config)
-        found: list[Store] = []
-        if served is not None:
-            opened.callback(served.close)
-            found += [served] if is_called(served.model, model) else []
+        served = opened.enter_context(served_stores(config))
+        found: list[Store] = [store for store in served if is_called(store.model, model)]
         for folder in closed_folders(config, model, served):
             try:
                 found.append(opened.enter_context(closing(ClosedStore(folder, ttls(config)))))
@@ -84,24 +81,24 @@ def open_stores(config: Config, model: str | None) -> Iterator[list[Store]]:
         yield found
 
 
-def closed_folders(config: Config, model: str | None, served: ServedStore | None = None) -> list[StoreFolder]:
+def closed_folders(config: Config, model: str | None, served: Sequence[ServedStore] = ()) -> list[StoreFolder]:
     """Stores that no server looks after."""
     folders = store_folders(config.data_dir, complain)
-    open_one = served.folder if served else None
-    return [f for f in folders if f.path.name != open_one and is_called(f.model, model)]
+    open_ones = {store.folder for store in served}
+    return [f for f in folders if f.path.name not in open_ones and is_called(f.model, model)]
 
 
 @contextmanager
 def open_state_reader(
     config: Config, model: str | None, before_loading: Callable[[], None] = lambda: None
 ) -> Iterator[StateReader]:
-    """The running server if it serves the model that is asked for, else the configured model, which is loaded."""
-    served = served_store(config)
-    if served is not None:
-        with closing(served):
-            if is_called(served.model, model):
-                yield served
-                return
+    """The running server if it has loaded the model that is asked for, else the configured model, which is
+    loaded."""
+    with served_stores(config) as served:
+        found = next((store for store in served if is_called(store.model, model)), None)
+        if found is not None:
+            yield found
+            return
     before_loading()
     install_model(config)
     with _load_model(config) as reader:
@@ -180,13 +177,13 @@ def _full_id(found: set[str], wanted: str) -> str:
 
 
 class ServedStore:
-    """What one server keeps. Every method blocks, and raises EmberkeepError."""
+    """What a server keeps of one model that it has loaded. Every method blocks, and raises EmberkeepError."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, model: str) -> None:
         self._server = server
-        stats = self._server.ask("GET", "/v1/stats")
-        self.model = str(stats["model"])
-        self.folder: str | None = stats["store"]["folder"]
+        self.model = model
+        self._of = {"model": model}
+        self.folder: str | None = self.stats()["folder"]
         """The name of its folder under `<data_dir>/kv`."""
 
     def entries(self) -> list[CacheEntry]:
@@ -194,37 +191,38 @@ class ServedStore:
         found: dict[str, CacheEntry] = {}
         offset, has_more = 0, True
         while has_more:
-            page = self._server.ask("GET", "/v1/cache", params={"offset": offset})
+            page = self._server.ask("GET", "/v1/cache", params={**self._of, "offset": offset})
             found |= {listed["id"]: entry_from_json(listed) for listed in page["data"]}
             offset, has_more = offset + len(page["data"]), page["has_more"]
         return list(found.values())
 
     def stats(self) -> Json:
-        return self._server.ask("GET", "/v1/stats")["store"]
+        return self._server.ask("GET", "/v1/stats", params=self._of)["store"]
 
     def pin(self, entry_id: str, pinned: bool) -> None:
-        self._server.ask("POST", "/v1/cache/pin" if pinned else "/v1/cache/unpin", json={"id": entry_id})
+        path = "/v1/cache/pin" if pinned else "/v1/cache/unpin"
+        self._server.ask("POST", path, params=self._of, json={"id": entry_id})
 
     def remove(self, entry_id: str) -> Removed:
-        return Removed(**self._server.ask("DELETE", f"/v1/cache/{entry_id}")["removed"])
+        return Removed(**self._server.ask("DELETE", f"/v1/cache/{entry_id}", params=self._of)["removed"])
 
     def remove_user(self, user: str) -> Removed:
         return Removed(**self._server.ask("DELETE", "/v1/cache", params={"user_id": user})["removed"])
 
     def gc(self) -> Removed:
-        return Removed(**self._server.ask("POST", "/v1/cache/gc")["removed"])
+        return Removed(**self._server.ask("POST", "/v1/cache/gc", params=self._of)["removed"])
 
     def text(self, entry_id: str, chars: int) -> tuple[str, int]:
-        shown = self._server.ask("GET", f"/v1/cache/{entry_id}", params={"chars": chars})
+        shown = self._server.ask("GET", f"/v1/cache/{entry_id}", params={**self._of, "chars": chars})
         return shown["text"], shown["text_chars"]
 
     def explain(self, body: dict[str, Json]) -> Explanation:
-        answer = self._server.ask("POST", "/v1/cache/explain", json=body)
+        answer = self._server.ask("POST", "/v1/cache/explain", json={**body, **self._of})
         return Explanation(lookup_from_json(answer), answer["explanation"])
 
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
         body = {"ids": [entry.id], "tokens": tokens, "seconds": MAX_VERIFY_S}
-        results = self._server.ask("POST", "/v1/cache/verify", json=body, timeout=None)["data"]
+        results = self._server.ask("POST", "/v1/cache/verify", params=self._of, json=body, timeout=None)["data"]
         if not results:
             raise EmberkeepError(
                 f"Entry {entry.id} takes over {MAX_VERIFY_S} seconds to verify while the server runs: stop it, "
@@ -233,11 +231,16 @@ class ServedStore:
         figures = ("reused", "compared", "agreed", "wide", "reproducible")
         return Verified(entry, *(results[0][name] for name in figures))
 
-    def close(self) -> None:
-        self._server.close()
 
-
-def served_store(config: Config) -> ServedStore | None:
-    """That of the latest server on the data folder that answers; None without one. Raises EmberkeepError."""
+@contextmanager
+def served_stores(config: Config) -> Iterator[list[ServedStore]]:
+    """Of the models that the latest server on the data folder has loaded, the default one first; none without a
+    server. Raises EmberkeepError."""
     server = find_server(config)
-    return ServedStore(server) if server else None
+    if server is None:
+        yield []
+        return
+    with closing(server):
+        listed = server.ask("GET", "/v1/models")["data"]
+        loaded = [one["id"] for one in listed if one["status"]["value"] == "loaded" and one["status"]["local"]]
+        yield [ServedStore(server, name) for name in loaded]

@@ -25,6 +25,7 @@ from emberkeep.cli.mcp import app as mcp_app
 from emberkeep.cli.memory import app as memory_app
 from emberkeep.cli.model_setup import install_model
 from emberkeep.cli.models import app as models_app
+from emberkeep.cli.ps import ps, stop
 from emberkeep.cli.tools import app as tools_app
 from emberkeep.config import Config, LoadedConfig, load_config, public_values, show_value
 from emberkeep.errors import EmberkeepError
@@ -39,6 +40,7 @@ Examples:
   emberkeep launch claude                      a coding agent that uses the server
   emberkeep models pull hf:owner/repo/file.gguf --name mine
   emberkeep serve --model mine --ctx 32768     a model that was pulled before
+  emberkeep ps                                 which models the server has loaded
   emberkeep serve --engine hf -m owner/repo    a repository of the Hugging Face hub, in PyTorch
   emberkeep cache ls                           which prompts are kept, where and for how long
   emberkeep memory search "my boat"            what was said about it, long ago
@@ -57,6 +59,7 @@ Examples:
   emberkeep serve --model mine --port 9000     a model that was pulled before
   emberkeep serve --warm system.txt            with this system prompt ready before the first request
   emberkeep serve --server-tools --enable-tools memory,read_file
+  emberkeep serve --model mine --models all    loads all others when they are asked for, too
   emberkeep serve --backend gpt,local          a model of `emberkeep api list`, the one here if it is down
 """
 
@@ -89,7 +92,8 @@ def emberkeep(
 
 @app.command(epilog=SERVE_EXAMPLES)
 @with_settings(
-    *("model", "host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget"),
+    *("model", "models", "aliases", "pinned", "unload_after_s", "model_memory"),
+    *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget"),
     *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
     *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "attention", "warm"),
     *("max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
@@ -156,6 +160,8 @@ app.add_typer(memory_app, name="memory")
 app.add_typer(api_app, name="api")
 app.add_typer(tools_app, name="tools")
 app.add_typer(mcp_app, name="mcp")
+app.command()(ps)
+app.command()(stop)
 app.command()(doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,13 @@ NAMES = Kind(
     lambda names: ", ".join(names) or "none",
     public=list,
     is_list=True,
+)
+OTHERS = replace(
+    NAMES,
+    parse=lambda value: tuple(name for name in _parse_names(value) if name != "auto"),
+    accepts="a list of names (in a variable: separated by commas), all, none, or auto",
+    show=lambda names: ", ".join(names) or "auto",
+    word="auto",
 )
 PATHS = Kind(
     lambda value: tuple(_parse_path(name) for name in _parse_names(value)),
@@ -309,5 +316,38 @@ LORAS = Kind(
     lambda files: ", ".join(map(str, files)) or "none",
     settle=lambda files, base: tuple(replace(file, path=base / file.path) for file in files),
     public=lambda files: [str(file) for file in files],
+    is_list=True,
+)
+
+
+# ── aliases: `--aliases NAME=MODEL,...` and `[aliases]` ──
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    name: str
+    model: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.model}"
+
+
+def _parse_aliases(value: object) -> tuple[Alias, ...]:
+    if isinstance(value, Mapping):
+        return tuple(Alias(parse_text(name), parse_text(model)) for name, model in value.items())
+    return tuple(_parse_alias(part) for part in _parts(value) if part != "")
+
+
+def _parse_alias(value: object) -> Alias:
+    name, _, model = parse_text(value).partition("=")
+    return Alias(parse_text(name), parse_text(model))
+
+
+ALIASES = Kind(
+    _parse_aliases,
+    "a table of names and the models that they mean, or NAME=MODEL (several: separated by commas)",
+    "name=model",
+    lambda aliases: ", ".join(map(str, aliases)) or "none",
+    public=lambda aliases: {alias.name: alias.model for alias in aliases},
     is_list=True,
 )

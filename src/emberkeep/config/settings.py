@@ -11,9 +11,11 @@ from typing import Any
 import platformdirs
 
 from emberkeep.config.kinds import (
+    ALIASES,
     BYTES,
     LORAS,
     NAMES,
+    OTHERS,
     PATH,
     PATHS,
     SECRET,
@@ -21,6 +23,7 @@ from emberkeep.config.kinds import (
     SWITCH,
     TEXT,
     URL,
+    Alias,
     Kind,
     LoraFile,
     clamped_seconds,
@@ -65,6 +68,26 @@ def _setting(default: object, kind: Kind, help: str) -> Any:
 class Config:
     model: str = _setting(
         DEFAULT_MODEL, TEXT, "Model to load: an installed name, a .gguf file, or a folder of safetensors."
+    )
+    models: tuple[str, ...] = _setting(
+        (),
+        OTHERS,
+        "Other models that a server answers for, loaded when they are asked for; auto: all, unless model or "
+        "backend says another than the default.",
+    )
+    aliases: tuple[Alias, ...] = _setting((), ALIASES, "Other names by which clients may ask for models.")
+    pinned: tuple[str, ...] = _setting(
+        (), NAMES, "Models that stay loaded, though they are idle or another one needs their memory."
+    )
+    unload_after_s: float | None = _setting(
+        300.0,
+        or_word(seconds(0, _YEAR_S), "never"),
+        "Seconds after its last request that a model is unloaded; the one that was loaded at the start stays.",
+    )
+    model_memory: int | None = _setting(
+        None,
+        or_word(BYTES, "auto"),
+        "Memory for all models that are loaded at a time; auto: five eighths of RAM, and what GPUs have.",
     )
     host: str = _setting("127.0.0.1", TEXT, "Address to listen on.")
     port: int = _setting(8080, whole(0, 65535), "Port to listen on; 0 takes any free one.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from emberkeep.runtime.chain import backend_names, may_do_without_local, needs_local, open_backend
-from emberkeep.runtime.local_model import assemble, open_store
+from emberkeep.runtime.local_model import assemble
 from emberkeep.runtime.memory import open_memory
+from emberkeep.runtime.parts import open_store
+from emberkeep.runtime.served_models import open_models
 from emberkeep.runtime.tools import open_toolbox
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "needs_local",
     "open_backend",
     "open_memory",
+    "open_models",
     "open_store",
     "open_toolbox",
 ]

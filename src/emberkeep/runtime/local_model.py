@@ -18,9 +18,7 @@ from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
-from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.policy import Keeping
-from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.store import KvStore
 from emberkeep.models.adapter import check_adapter
 from emberkeep.models.digest import model_digest, weights_digest
 from emberkeep.models.gguf import read_header
@@ -35,7 +33,8 @@ from emberkeep.runtime.embedding_model import (
     open_embedding,
     open_own_states,
 )
-from emberkeep.runtime.memory import open_memory_or_none, open_sessions
+from emberkeep.runtime.memory import open_sessions
+from emberkeep.runtime.parts import OwnParts, Parts
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
@@ -65,7 +64,8 @@ _LLAMACPP_ONLY = {
 }
 """Settings that say what is computed, and their defaults."""
 _KV_SHARE_OF_RAM = 4
-"""At most this part of RAM for the KV cells of the engine, unless a single context needs more."""
+"""At most this part of RAM, or of what is for models, for the KV cells of the engine, unless a single context
+needs more."""
 
 _SHARE_OF_DRAFT = 0.1
 """Of a GPU's free memory, for the KV cells of a draft model."""
@@ -81,8 +81,11 @@ class _Opened:
     """Pooled, where that was asked for."""
 
 
-def open_local(config: Config) -> Backend:
-    """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError."""
+def open_local(config: Config, parts: Parts | None = None) -> Backend:
+    """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError.
+
+    `parts`: those that it shares with other models.
+    """
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
     embedding = embedding_profile(model)
@@ -111,7 +114,7 @@ def open_local(config: Config) -> Backend:
         opened.engine.footprint,
         lambda: thread.submit(lambda: step_seconds(opened.engine)).result(),
     )
-    backend = assemble(config, opened.engine, opened.template, card, thread, machine, draft)
+    backend = assemble(config, opened.engine, opened.template, card, thread, machine, draft, parts)
     if opened.states is not None:
         backend.embed_with(make_embedder(config, card.id, opened.states, backend.scheduler.call))
     return backend
@@ -157,6 +160,7 @@ def assemble(
     thread: EngineThread | None = None,
     machine: Machine | None = None,
     draft: OpenedDraft | None = None,
+    parts: Parts | None = None,
 ) -> LocalBackend:
     """A backend over any engine, which was opened on `thread`, as `draft` was. All belong to it from now on.
 
@@ -165,10 +169,11 @@ def assemble(
     template = _template(engine, template_source)
     lineages = _lineages(config, engine)
     share = _share_of_draft(engine, draft.engine) if draft else 0.0
-    store = open_store(config, engine.fingerprint, {"model": card.id}, share=1 - share)
+    parts = parts or OwnParts(config)
+    store = parts.store(engine.fingerprint, {"model": card.id}, 1 - share)
     loaded = None
     if draft is not None:
-        its_store = open_store(config, draft.engine.fingerprint, {"model": draft.name}, share=share)
+        its_store = parts.store(draft.engine.fingerprint, {"model": draft.name}, share)
         loaded = LoadedDraft(draft.name, draft.engine, its_store)
     slice_ = min(config.prefill_slice or engine.capabilities.batch, engine.capabilities.batch)
     admission = _admission(config, engine, store, slice_)
@@ -193,8 +198,10 @@ def assemble(
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
         hygiene=rules_in_use(config.hygiene),
+        close_store=parts.close_store,
+        close_memory=parts.close_memory,
     )
-    memory = open_memory_or_none(config)
+    memory = parts.memory()
     context, vocab = engine.capabilities.context, engine.vocab
     sessions = open_sessions(config, memory, context, lambda text: len(vocab.tokenize(text)))
     scheduler = Scheduler(engine, store, scheduling, thread=thread, draft=loaded)
@@ -217,23 +224,6 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
         margin=config.memory_margin,
         store_room=store.ram_room,
     )
-
-
-def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
-    """Without a usable folder the store lives in RAM: serving goes on. `share`: of the RAM that is for state."""
-    keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
-
-    budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
-
-    def store(files: ChunkFiles | None) -> KvStore:
-        return KvStore(fingerprint, budgets, files, keeping=keeping, about=about)
-
-    if config.disk_budget:
-        try:
-            return store(ChunkFiles(config.data_dir / "kv", fingerprint))
-        except OSError as error:
-            log.warning("stored state is kept in RAM only: %s", error)
-    return store(None)
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
@@ -315,7 +305,7 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
     # Beyond it there are no positions, or other ones than what is stored was computed with.
     context = min(_context(config, loaded.context_length), loaded.context_length)
     on_cpu = loaded.device == "cpu"
-    cells = _cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None
+    cells = engine_cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None
     if is_draft and not on_cpu:
         cells = min(config.parallel * context, cells_of_share(loaded, _SHARE_OF_DRAFT))
     settings = HfSettings(
@@ -364,23 +354,26 @@ def _hf_source(model: ModelFile) -> HfSource:
 
 
 def _context(config: Config, trained: int) -> int:
-    if config.ctx is None:
-        return min(trained, _DEFAULT_CONTEXT)
-    if config.ctx > trained:
+    if config.ctx is not None and config.ctx > trained:
         log.warning("a context of %d tokens is more than the %d this model was trained for", config.ctx, trained)
-    return config.ctx
+    return context_length(config, trained)
+
+
+def context_length(config: Config, trained: int) -> int:
+    """Of a model that was trained for so many tokens."""
+    return min(trained, _DEFAULT_CONTEXT) if config.ctx is None else config.ctx
 
 
 def _llamacpp_cells(config: Config, shape: ModelProfile, kv_bytes: int, context: int) -> int:
     short = shape.short_rope_context
     # llama.cpp looks at the number of cells: with more of them it would rotate for long contexts.
     most = short if short is not None and context <= short else None
-    return _cells(config, kv_bytes, context, most)
+    return engine_cells(config, kv_bytes, context, most)
 
 
-def _cells(config: Config, bytes_per_token: int, context: int, most: int | None = None) -> int:
+def engine_cells(config: Config, bytes_per_token: int, context: int, most: int | None = None) -> int:
     """Room for `parallel` full contexts if RAM allows, and always for one."""
-    affordable = total_ram() // _KV_SHARE_OF_RAM // max(bytes_per_token, 1)
+    affordable = (config.model_memory or total_ram()) // _KV_SHARE_OF_RAM // max(bytes_per_token, 1)
     return max(context, min(config.parallel * context, affordable, most or affordable))
 
 

@@ -12,7 +12,8 @@ from emberkeep.backend.choices import Permits
 from emberkeep.backend.server_tools import HostTools
 from emberkeep.config import Config
 from emberkeep.memory.memory import Memory
-from emberkeep.runtime.memory import open_memory_or_none, open_sessions
+from emberkeep.runtime.memory import open_sessions
+from emberkeep.runtime.parts import OwnParts, Parts
 from emberkeep.types import ReasoningFormat, RemoteModel
 
 
@@ -22,9 +23,15 @@ def named_backends(config: Config) -> list[str]:
 
 
 def open_remote(
-    config: Config, remote: RemoteModel, open_tools: Callable[[Config, Memory | None], HostTools | None]
+    config: Config,
+    remote: RemoteModel,
+    open_tools: Callable[[Config, Memory | None], HostTools | None],
+    parts: Parts | None = None,
 ) -> Backend:
-    """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError."""
+    """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError.
+
+    `parts`: those that it shares with other models.
+    """
     from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
     from emberkeep.backend.remote.base import Provider, RemoteAbout
     from emberkeep.backend.remote.service import translate_faults
@@ -44,7 +51,8 @@ def open_remote(
     card = ModelCard(
         model or remote.name, 0, context, owned_by=remote.backend, also=(remote.name,), remote=remote.name
     )
-    memory = open_memory_or_none(config)
+    parts = parts or OwnParts(config)
+    memory = parts.memory()
     return RemoteBackend(
         card,
         open_provider(replace(remote, model=model), os.environ),
@@ -56,6 +64,7 @@ def open_remote(
             deadline_s=config.deadline_s,
             reasoning=ReasoningFormat(config.reasoning),
             raw_tools=config.notools,
+            close_memory=parts.close_memory,
         ),
         tools=open_tools(config, memory),
         permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),

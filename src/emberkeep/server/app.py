@@ -35,6 +35,7 @@ from emberkeep.server.middleware import (
     SecurityMiddleware,
     failure_response,
 )
+from emberkeep.server.model_routes import model_routes
 from emberkeep.server.native_routes import native_routes
 from emberkeep.server.ollama_models import ollama_model_routes
 from emberkeep.server.ollama_routes import ollama_routes
@@ -53,7 +54,7 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     feed and to keep.
     """
     drain, registry, side = Drain(), CollectorRegistry(), SideWork()
-    registry.register(StatsCollector(models.default))
+    registry.register(StatsCollector(models))
     app = DescribedApp(
         title="Emberkeep", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -69,11 +70,12 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.include_router(responses, include_in_schema=False)
     app.include_router(embedding_routes(models))
     app.include_router(llama_routes(models, side))
+    app.include_router(model_routes(models))
     app.include_router(native_routes(models, drain, side, is_public=config.api_key is not None))
     app.include_router(cache_routes(models, side))
     app.include_router(warm_routes(models))
     app.include_router(memory_routes(models.default, side))
-    app.include_router(expert_routes(models.default))
+    app.include_router(expert_routes(models))
     app.include_router(metrics_routes(registry))
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)

@@ -22,6 +22,7 @@ from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField, Overloaded
 from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
+from emberkeep.server.model_routes import OfModel
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
 from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
@@ -65,46 +66,50 @@ register_url_convertor("entry_id", _EntryId())
 
 def cache_routes(models: Models, side: SideWork) -> APIRouter:
     router = APIRouter()
-    _add_reads(router, models.default, side)
-    _add_changes(router, models.default, side)
+    _add_reads(router, models, side)
+    _add_changes(router, models, side)
     _add_checks(router, models, side)
     return router
 
 
-def _add_reads(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_reads(router: APIRouter, models: Models, side: SideWork) -> None:
     @router.get("/v1/cache")
     async def entries(
-        user_id: Label | None = None, kind: Kind | None = None, limit: PageLimit = PAGE, offset: PageOffset = 0
+        user_id: Label | None = None,
+        kind: Kind | None = None,
+        limit: PageLimit = PAGE,
+        offset: PageOffset = 0,
+        model: OfModel = None,
     ) -> Response:
-        return await side.run(_list_page, backend, user_id, kind, limit, offset)
+        return await side.run(_list_page, models.find(model), user_id, kind, limit, offset)
 
     @router.get("/v1/cache/{entry_id:entry_id}")
-    async def entry(entry_id: str, chars: Chars = SHOWN_CHARS) -> Response:
-        return json_response(shown_json(await side.run(cache_of(backend).show, entry_id), chars))
+    async def entry(entry_id: str, chars: Chars = SHOWN_CHARS, model: OfModel = None) -> Response:
+        return json_response(shown_json(await side.run(cache_of(models.find(model)).show, entry_id), chars))
 
 
-def _add_changes(router: APIRouter, backend: Backend, side: SideWork) -> None:
+def _add_changes(router: APIRouter, models: Models, side: SideWork) -> None:
     @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
-    async def pin(http: HttpRequest) -> Response:
+    async def pin(http: HttpRequest, model: OfModel = None) -> Response:
         body = await read_body(http, EntryBody)
-        return json_response(entry_json(await side.run(cache_of(backend).pin, body.id, True)))
+        return json_response(entry_json(await side.run(cache_of(models.find(model)).pin, body.id, True)))
 
     @router.post("/v1/cache/unpin", openapi_extra=takes(EntryBody))
-    async def unpin(http: HttpRequest) -> Response:
+    async def unpin(http: HttpRequest, model: OfModel = None) -> Response:
         body = await read_body(http, EntryBody)
-        return json_response(entry_json(await side.run(cache_of(backend).pin, body.id, False)))
+        return json_response(entry_json(await side.run(cache_of(models.find(model)).pin, body.id, False)))
 
     @router.post("/v1/cache/gc")
-    async def gc() -> Response:
-        return json_response(removed_json(await side.run(cache_of(backend).gc)))
+    async def gc(model: OfModel = None) -> Response:
+        return json_response(removed_json(await side.run(cache_of(models.find(model)).gc)))
 
     @router.delete("/v1/cache")
     async def remove_user(user_id: Label) -> Response:
-        return json_response(removed_json(await side.run(cache_of(backend).remove_user, user_id)))
+        return json_response(removed_json(await side.run(models.remove_user, user_id)))
 
     @router.delete("/v1/cache/{entry_id:entry_id}")
-    async def remove(entry_id: str) -> Response:
-        return json_response(removed_json(await side.run(cache_of(backend).remove, entry_id)))
+    async def remove(entry_id: str, model: OfModel = None) -> Response:
+        return json_response(removed_json(await side.run(cache_of(models.find(model)).remove, entry_id)))
 
 
 def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
@@ -119,7 +124,7 @@ def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
     verifying = asyncio.Semaphore()
 
     @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
-    async def verify(http: HttpRequest) -> Response:
+    async def verify(http: HttpRequest, model: OfModel = None) -> Response:
         body = await read_body(http, VerifyBody)
         body.check()
         if verifying.locked():
@@ -127,7 +132,7 @@ def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
                 "Stored state is being verified already: try again when that has ended.", RETRY_AFTER_S
             )
         async with verifying:
-            done, left = await while_connected(http, _verify_entries(models.default, side, body))
+            done, left = await while_connected(http, _verify_entries(models.find(model), side, body))
         return json_response(verified_json(done, left))
 
 

@@ -25,7 +25,7 @@ def embedding_routes(models: Models) -> APIRouter:
     @router.post("/v1/embeddings", openapi_extra=takes(OpenAIEmbeddingsBody, input=_TEXT))
     async def embeddings(http: HttpRequest) -> Response:
         body = await read_body(http, OpenAIEmbeddingsBody)
-        backend = models.find(body.model)
+        backend = await models.load(body.model)
         request = await make_of_body(http, body.to_request)
         embedded = await while_connected(http, embedder_of(backend).embed(request))
         about = {"object": "list", "model": backend.card.id, "usage": embedding_usage(embedded)}
@@ -37,7 +37,7 @@ def embedding_routes(models: Models) -> APIRouter:
     async def embedding(http: HttpRequest) -> Response:
         body = await read_body(http, LlamaEmbeddingBody)
         request = await make_of_body(http, body.to_request)
-        embedded = await while_connected(http, embedder_of(models.find(body.model)).embed(request))
+        embedded = await while_connected(http, embedder_of(await models.load(body.model)).embed(request))
         written = await asyncio.to_thread(lambda: ", ".join(map(json.dumps, body.items(embedded))))
         return Response(f"[{written}]", media_type="application/json")
 
@@ -49,7 +49,7 @@ def embedding_routes(models: Models) -> APIRouter:
     )
     async def rerank(http: HttpRequest) -> Response:
         body = await read_body(http, RerankBody)
-        backend = models.find(body.model)
+        backend = await models.load(body.model)
         request = await make_of_body(http, body.to_request)
         ranked = await while_connected(http, ranker_of(backend).rerank(request))
         return json_response(body.answer(ranked, backend.card.id))

@@ -7,10 +7,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.request import Body
-from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import experts_of
+from emberkeep.backend.models import Models
 from emberkeep.errors import RequestError
 from emberkeep.server.json_response import json_response
+from emberkeep.server.model_routes import OfModel
 from emberkeep.server.openapi import takes
 from emberkeep.server.stream import read_body
 from emberkeep.types import ExpertStats, Json, LayerExperts
@@ -26,18 +27,18 @@ class TrackingBody(Body):
             raise RequestError("Nothing is asked for: give enabled, reset or both.")
 
 
-def expert_routes(backend: Backend) -> APIRouter:
+def expert_routes(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.get("/expert-stats", responses={400: {"description": "The model has no experts."}})
-    async def expert_stats() -> Response:
-        return json_response(stats_json(experts_of(backend).stats()))
+    async def expert_stats(model: OfModel = None) -> Response:
+        return json_response(stats_json(experts_of(models.find(model)).stats()))
 
     @router.post("/expert-tracking", openapi_extra=takes(TrackingBody))
-    async def expert_tracking(http: HttpRequest) -> Response:
+    async def expert_tracking(http: HttpRequest, model: OfModel = None) -> Response:
         body = await read_body(http, TrackingBody)
         body.check()
-        stats = await experts_of(backend).track(body.enabled, reset=bool(body.reset))
+        stats = await experts_of(models.find(model)).track(body.enabled, reset=bool(body.reset))
         return json_response(stats_json(stats))
 
     return router

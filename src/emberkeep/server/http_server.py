@@ -27,7 +27,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from emberkeep.api.errors import Failure
-from emberkeep.backend.base import Backend
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
@@ -76,9 +75,9 @@ class Server(uvicorn.Server):
         self._settings = config
         self._failure: Callable[[], EmberkeepError | None] = lambda: None
 
-    def watch(self, backend: Backend) -> None:
-        """Stop when the backend can never answer again."""
-        self._failure = backend.failure
+    def watch(self, failure: Callable[[], EmberkeepError | None]) -> None:
+        """Stop when `failure` tells why there can never be an answer again."""
+        self._failure = failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await warmup(self._app, self._settings)

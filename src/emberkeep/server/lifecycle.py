@@ -14,17 +14,16 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import keep_warm
-from emberkeep.backend.models import Models
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.arguments import declared_prefixes
-from emberkeep.runtime import open_backend
+from emberkeep.runtime import open_models
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Connections, Server, uvicorn_config
 from emberkeep.server.limits import Limits, affordable
@@ -55,17 +54,15 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
         install(config)
-        backend = open_backend(config)
-        keep_warm(backend, prefixes)
+        models = open_models(config)
+        keep_warm(models.default, prefixes)
 
         def on_ready() -> None:
             url = reachable_url(config.host, listener.getsockname()[1])
             until_the_end.enter_context(announce(config.data_dir, url))
-            print(banner(config, backend, listener), file=sys.stderr, flush=True)
+            print(banner(config, models.default, listener), file=sys.stderr, flush=True)
 
-        run_until_stopped(
-            Server(create_app(Models(backend), config), config, on_ready=on_ready), backend, listener
-        )
+        run_until_stopped(Server(create_app(models, config), config, on_ready=on_ready), models, listener)
 
 
 def serve_mcp(host: McpHost, config: Config) -> None:
@@ -115,7 +112,17 @@ def _why_not(error: OSError, host: str, port: int) -> str:
     return f"{host} is not an address of this machine: choose another --host."
 
 
-def run_until_stopped(server: Server, backend: Backend, listener: socket.socket) -> None:
+class Answering(Protocol):
+    """A backend, or all models."""
+
+    async def start(self) -> None: ...
+
+    def failure(self) -> EmberkeepError | None: ...
+
+    async def close(self) -> None: ...
+
+
+def run_until_stopped(server: Server, backend: Answering, listener: socket.socket) -> None:
     """Blocks until SIGINT, SIGTERM or SIGHUP, then drains and closes the backend. Call it in the main thread.
 
     Raises the failure of a backend that will never answer again, so that a supervisor starts the process anew.
@@ -132,11 +139,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _run(server: Server, backend: Backend, listener: socket.socket) -> None:
+async def _run(server: Server, backend: Answering, listener: socket.socket) -> None:
     with _signals(server.stop):
         try:
             await backend.start()
-            server.watch(backend)
+            server.watch(backend.failure)
             # A task of its own: nothing but it wakes up at uvicorn's ticks.
             await asyncio.create_task(server.serve(sockets=[listener]))
         finally:
@@ -147,7 +154,7 @@ async def _run(server: Server, backend: Backend, listener: socket.socket) -> Non
         raise failure
 
 
-async def _close(backend: Backend, hurry: asyncio.Event) -> None:
+async def _close(backend: Answering, hurry: asyncio.Event) -> None:
     closing = asyncio.ensure_future(backend.close())
     hurried = asyncio.ensure_future(hurry.wait())
     await asyncio.wait((closing, hurried), return_when=asyncio.FIRST_COMPLETED)

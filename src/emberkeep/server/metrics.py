@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -29,7 +29,7 @@ from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.api.errors import Failure
-from emberkeep.backend.base import Backend
+from emberkeep.backend.models import Models
 from emberkeep.server.middleware import RequestOutcome, RequestRecord
 from emberkeep.types import Completed, Json, MissReason
 
@@ -115,28 +115,35 @@ class RequestMetrics:
 
 
 class StatsCollector(Collector):
-    """Reads the backend's statistics at the moment of a scrape: nothing is counted twice.
+    """Reads the statistics of the loaded models at the moment of a scrape: nothing is counted twice.
 
-    What a backend does not tell is not exported. Safe to use from any thread.
+    Where there may be several, each figure has the label `model`. What a backend does not tell is not exported.
+    Safe to use from any thread.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        about = {"version": __version__, "model": self._backend.card.id}
+        about = {"version": __version__, "model": self._models.default.card.id}
         yield InfoMetricFamily("emberkeep", "What answers here.", about)
         families: dict[Figure, CounterMetricFamily | GaugeMetricFamily] = {}
-        stats = self._backend.stats()
-        for path, value in _numbers(stats):
-            if found := figure_at(path):
-                figure, labels = found
-                if figure not in families:
-                    families[figure] = _family(figure, labels)
-                families[figure].add_metric(list(labels.values()), value)
+        lengths: HistogramMetricFamily | None = None
+        for backend in self._models.loaded():
+            whose = {"model": backend.card.id} if self._models.has_others else {}
+            stats = backend.stats()
+            for path, value in _numbers(stats):
+                if found := figure_at(path):
+                    figure, labels = found
+                    if figure not in families:
+                        families[figure] = _family(figure, [*whose, *labels])
+                    families[figure].add_metric([*whose.values(), *labels.values()], value)
+            if sources := stats.get("speculation", {}).get("sources"):
+                lengths = lengths or _accepted_lengths([*whose])
+                _add_lengths(lengths, [*whose.values()], sources)
         yield from families.values()
-        if sources := stats.get("speculation", {}).get("sources"):
-            yield _accepted_lengths(sources)
+        if lengths is not None:
+            yield lengths
 
 
 def _numbers(stats: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, float]]:
@@ -148,22 +155,24 @@ def _numbers(stats: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, 
             yield above + key, value
 
 
-def _family(figure: Figure, labels: Mapping[str, str]) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(figure: Figure, labels: Sequence[str]) -> CounterMetricFamily | GaugeMetricFamily:
     kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
-    return kind(PREFIX + figure.name, figure.help, labels=list(labels))
+    return kind(PREFIX + figure.name, figure.help, labels=labels)
 
 
-def _accepted_lengths(sources: Mapping[str, Json]) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(
+def _accepted_lengths(labels: Sequence[str]) -> HistogramMetricFamily:
+    return HistogramMetricFamily(
         f"{PREFIX}accepted_draft_length",
         "Drafts by how many of their tokens were accepted, by source.",
-        labels=["source"],
+        labels=[*labels, "source"],
     )
+
+
+def _add_lengths(family: HistogramMetricFamily, labels: Sequence[str], sources: Mapping[str, Json]) -> None:
     for source, told in sources.items():
         lengths = told["accepted_lengths"]
-        bounds = [*map(str, range(len(lengths) - 1)), "+Inf"]
-        family.add_metric([source], list(zip(bounds, accumulate(lengths), strict=True)), told["accepted_tokens"])
-    return family
+        buckets = list(zip([*map(str, range(len(lengths) - 1)), "+Inf"], accumulate(lengths), strict=True))
+        family.add_metric([*labels, source], buckets, told["accepted_tokens"])
 
 
 @dataclass(frozen=True, slots=True)

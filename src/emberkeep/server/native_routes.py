@@ -19,6 +19,7 @@ from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
 from emberkeep.server.json_response import json_response, list_response
 from emberkeep.server.middleware import Drain
+from emberkeep.server.model_routes import OfModel
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
@@ -62,16 +63,16 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
     @router.get("/health", responses={503: {"description": "The server is stopping, or its engine has failed."}})
     async def health() -> Response:
         told = _without_reasons(backend.health()) if is_public else backend.health()
-        if backend.failure() is not None:
+        if models.failure() is not None:
             return json_response({"status": "failed", **told}, 503)
         if drain.draining:
             return json_response({"status": "draining", **told}, 503)
         return json_response({"status": "ok", **told})
 
     @router.get("/v1/stats")
-    async def stats() -> Response:
+    async def stats(model: OfModel = None) -> Response:
         # The figures may have to wait for locks: not in the loop that serves the streams.
-        return await asyncio.to_thread(lambda: json_response(backend.stats()))
+        return await asyncio.to_thread(lambda: json_response(models.find(model).stats()))
 
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody, content="hello world"))
     async def tokenize(http: HttpRequest) -> Response:

@@ -15,7 +15,7 @@ from emberkeep.errors import ModelError
 from emberkeep.models.gguf import SkippedArray, Value, read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile_of
-from emberkeep.types import Json
+from emberkeep.types import Json, ModelStatus
 
 _FOREVER_S = 100 * 365 * 86400
 """Until a model expires that is never unloaded."""
@@ -29,14 +29,15 @@ def tag_json(card: ModelCard, library: ModelLibrary) -> dict[str, Json]:
     return _Known.of(card, library).tag()
 
 
-def loaded_json(card: ModelCard, library: ModelLibrary) -> dict[str, Json]:
+def loaded_json(card: ModelCard, library: ModelLibrary, status: ModelStatus) -> dict[str, Json]:
     """A model in memory. Blocks."""
     known = _Known.of(card, library)
     size = known.size
+    left_s = _FOREVER_S if status.expires_s is None else status.expires_s
     layers, on_gpu = card_number(card, "layers"), card_number(card, "gpu_layers")
     return {
         **known.tag(),
-        "expires_at": timestamp(time.time_ns() + _FOREVER_S * 10**9),
+        "expires_at": timestamp(time.time_ns() + int(left_s * 1e9)),
         "size_vram": size * min(on_gpu, layers) // layers if layers else 0,
         "context_length": card.context,
     }

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from emberkeep.api.errors import OLLAMA_ERRORS, failure_of
 from emberkeep.api.ollama_answer import OllamaFrames
 from emberkeep.api.request import Body
-from emberkeep.backend.models import Models
+from emberkeep.backend.models import Models, status_of
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import DownloadFailed, EmberkeepError, InvalidField, ModelNotFound, RequestError
 from emberkeep.models.library import ModelLibrary, is_model_id
@@ -84,8 +84,8 @@ def _add_reads(router: APIRouter, models: Models, library: ModelLibrary, side: S
 
     @router.get("/api/ps")
     async def ps() -> Response:
-        cards = [backend.card for backend in models.list() if not backend.card.remote]
-        told = await side.run(lambda: [loaded_json(card, library) for card in cards])
+        here = [(each.card, status_of(each)) for each in models.loaded() if not each.card.remote]
+        told = await side.run(lambda: [loaded_json(card, library, status) for card, status in here])
         return json_response({"models": told})
 
     @router.post("/api/show", openapi_extra=takes(ShowBody, model="default"))

@@ -25,7 +25,8 @@ from emberkeep.api.ollama_answer import (
 )
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import embedder_of
-from emberkeep.backend.models import Models
+from emberkeep.backend.models import Models, loaded
+from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.spec import parse, spec_of_ollama
 from emberkeep.server.json_response import json_response
@@ -58,14 +59,14 @@ def ollama_routes(models: Models) -> APIRouter:
     @router.post("/api/embed", openapi_extra=takes(EmbedBody, input="Why is the sky blue?"))
     async def embed(http: HttpRequest) -> Response:
         began, body = perf_counter(), await read_body(http, EmbedBody)
-        embedder = embedder_of(find_model(models, body.model))
+        embedder = embedder_of(await loaded(find_model(models, body.model), body.keep_alive))
         embedded = await while_connected(http, embedder.embed(body.to_request()))
         return json_response(embedded_json(embedded, body.model or "", began))
 
     @router.post("/api/embeddings", openapi_extra=takes(EmbeddingsBody, prompt="Why is the sky blue?"))
     async def embeddings(http: HttpRequest) -> Response:
         body = await read_body(http, EmbeddingsBody)
-        embedder = embedder_of(find_model(models, body.model))
+        embedder = embedder_of(await loaded(find_model(models, body.model), body.keep_alive))
         embedded = await while_connected(http, embedder.embed(body.to_request()))
         return json_response({"embedding": embedded.vectors[0].tolist()})
 
@@ -87,15 +88,23 @@ async def _respond(
     backend = find_model(models, body.model)
     name, hops = body.model or backend.card.id, check_hops(http)
     if body.only_loads:
-        return json_response(
-            loaded_json(envelope_of(name, Request()), "unload" if body.keep_alive == 0 else "load")
-        )
+        return await _load_only(http, backend, body.keep_alive, envelope_of(name, Request()))
     _note_context(backend, body)
     request = replace(await make_of_body(http, to_request), depth=number_in(http, DEPTH_HEADER), hops=hops)
     envelope = envelope_of(name, request)
     if body.wants_stream:
         return await stream(http, backend, [request], lambda: OllamaFrames(envelope))
     return json_response(whole_json(await gather(http, backend, [request]), envelope))
+
+
+async def _load_only(
+    http: HttpRequest, backend: Backend, keep_alive_s: float | None, envelope: OllamaEnvelope
+) -> Response:
+    """A model that is served alone is always loaded."""
+    is_unload = keep_alive_s == 0
+    if isinstance(backend, OnDemandBackend):
+        await while_connected(http, backend.unload() if is_unload else backend.load(keep_alive_s))
+    return json_response(loaded_json(envelope, "unload" if is_unload else "load"))
 
 
 def find_model(models: Models, name: str | None) -> Backend:
@@ -118,7 +127,7 @@ def installed_name(name: str) -> str:
 
 def _note_context(backend: Backend, body: OllamaBody) -> None:
     """A context is chosen when a model is loaded: a client that wants more gets what there is."""
-    if body.num_ctx > backend.card.context:
+    if body.num_ctx > backend.card.context > 0:
         _tell_context(backend.card.id, body.num_ctx, backend.card.context)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: chat completions, completions, models.
+"""OpenAI's endpoints: chat completions and completions.
 
 A body is read and checked, becomes a `Request`, and goes to the backend; the events that come back are sent as
 they come (`stream`), or gathered into one answer (`gather`).
@@ -24,7 +24,6 @@ from emberkeep.api.request import CompletionBody, GenerationBody
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.models import Models
 from emberkeep.errors import RemoteLoop
-from emberkeep.server.anthropic_models import is_anthropic, model_json, models_json
 from emberkeep.server.json_response import json_response
 from emberkeep.server.openapi import HELLO, STREAMS, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
@@ -57,20 +56,6 @@ def openai_routes(models: Models) -> APIRouter:
         backend = models.find(body.model)
         requests = await make_of_body(http, body.to_requests)
         return await _respond(http, backend, body, requests, _best_of(body) if body.chooses_best else _TEXT)
-
-    @router.get("/models", include_in_schema=False)
-    @router.get("/v1/models")
-    async def list_models(http: HttpRequest) -> Response:
-        cards = [backend.card for backend in models.list()]
-        if is_anthropic(http):
-            return json_response(models_json(cards))
-        return json_response({"object": "list", "data": [card_json(card) for card in cards]})
-
-    @router.get("/models/{model_id:path}", include_in_schema=False)
-    @router.get("/v1/models/{model_id:path}")
-    async def show_model(http: HttpRequest, model_id: str) -> Response:
-        card = models.find(model_id).card
-        return json_response(model_json(card) if is_anthropic(http) else card_json(card))
 
     return router
 
@@ -141,14 +126,3 @@ def number_in(http: HttpRequest, header: str) -> int:
     """0 for what is no number."""
     said = http.headers.get(header, "")
     return int(said[:_DIGITS]) if said.isascii() and said.isdecimal() else 0
-
-
-def card_json(card: ModelCard) -> dict[str, Json]:
-    return {
-        "id": card.id,
-        "object": "model",
-        "created": card.created,
-        "owned_by": card.owned_by,
-        "context_length": card.context,
-        "details": dict(card.details or {}),
-    }

@@ -46,6 +46,14 @@ def server_urls(data_dir: Path) -> list[str]:
     return [url for path in found if (url := _url_in(path))]
 
 
+def pid_of(data_dir: Path, url: str) -> int | None:
+    """The process of the server at `url`; None where it is not known, or gone."""
+    for path in (data_dir / _FOLDER).glob("*.json"):
+        if _url_in(path) == url and path.stem.isdecimal():
+            return int(path.stem)
+    return None
+
+
 def reachable_url(host: str, port: int) -> str:
     """How this machine itself reaches a server that listens on `host`."""
     with suppress(ValueError):

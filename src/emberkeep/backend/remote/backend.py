@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, astuple, dataclass, replace
 from time import monotonic
@@ -24,6 +24,7 @@ from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions
 from emberkeep.backend.remote.service import translate_faults
 from emberkeep.backend.server_tools import HostTools, ServerTools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
+from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
     Completed,
@@ -64,6 +65,8 @@ class RemoteSettings:
     deadline_s: float | None = None
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
     raw_tools: bool = False
+    close_memory: Callable[[Memory], None] = Memory.close
+    """How it lets go of it at its end: others may need it."""
 
 
 @dataclass(slots=True)
@@ -256,7 +259,7 @@ class RemoteBackend:
         if self._lost is not None:
             await self._lost.close()
         if self.memory is not None:
-            await asyncio.to_thread(self.memory.close)
+            await asyncio.to_thread(self._settings.close_memory, self.memory)
 
 
 def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:

@@ -1,0 +1,421 @@
+"""A model that is loaded when it is asked for, and unloaded when it is idle or another one needs its memory.
+
+    unloaded -> loading -> loaded -> unloaded, or failed
+
+What it had stored stays stored: the next request after it is loaded again goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
+from emberkeep.backend.capabilities import keep_warm, warm_prefix
+from emberkeep.backend.model_pool import ModelPool, Need
+from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDemand, TokenizerOnDemand
+from emberkeep.errors import EmberkeepError, Overloaded
+from emberkeep.memory.memory import Memory
+from emberkeep.types import (
+    Events,
+    Json,
+    Loading,
+    ModelState,
+    ModelStatus,
+    Request,
+    SpeculationStats,
+    Warmed,
+)
+
+log = logging.getLogger("emberkeep.backend")
+
+_PROGRESS_S = 1.0
+"""How often a request that waits is told so."""
+_CLOSED = "The server is shutting down: try again in a moment."
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that can be loaded, any number of times."""
+
+    name: str
+    card: ModelCard
+    """What is known of it without loading it."""
+    open: Callable[[Callable[[float], None]], Backend]
+    """Blocks. Calls its argument now and then, from any thread, with the part that is done. Raises
+    EmberkeepError."""
+    needs: Callable[[], Need] | None = None
+    """Blocks for less than a second. Raises EmberkeepError. None: it runs elsewhere and needs none."""
+    memory: Callable[[], Memory | None] = lambda: None
+    """The one that it remembers in. Blocks the first time."""
+    keep_alive_s: float | None = None
+    """How long it stays loaded after a request that does not say. None: until its memory is needed."""
+    is_pinned: bool = False
+    waiting: int = 64
+    """Most requests that may wait until it is loaded."""
+
+
+class OnDemandBackend:
+    """Belongs to the event loop; of `tokenizer` and `cache` every method but `verify` blocks, in any other thread,
+    until the model is loaded."""
+
+    def __init__(self, source: ModelSource, pool: ModelPool, opened: Backend | None = None) -> None:
+        """`opened`: it is loaded already."""
+        self.name = source.name
+        self.is_pinned = source.is_pinned
+        self.last_used = monotonic()
+        self._source = source
+        self._pool = pool
+        self._card = opened.card if opened else source.card
+        self._backend = opened
+        self._lock = threading.Lock()
+        """Guards what other threads look at: the backend, whether it is leaving, and how many use it."""
+        self._running = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+        self._waiters: list[asyncio.Future[Backend]] = []
+        self._loading: asyncio.Task[None] | None = None
+        self._fraction: float | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._keep_alive_s = source.keep_alive_s
+        self._needs: Need | None = None
+        self._prefixes: tuple[Request, ...] = ()
+        self._error = ""
+        self._is_closed = False
+        if source.needs is not None:
+            pool.add(self)
+
+    # ── answering ──
+
+    async def generate(self, request: Request) -> Events:
+        entered = self._enter()
+        try:
+            while not entered.done():
+                await asyncio.wait((entered,), timeout=_PROGRESS_S)
+                if not entered.done():
+                    yield Loading(self.name, self._fraction)
+            async with aclosing(entered.result().generate(request)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._leave(entered, request.keep_alive_s)
+
+    def _enter(self) -> asyncio.Future[Backend]:
+        """Resolves to the loaded backend, which stays until `_leave`. Raises Overloaded."""
+        loop = self._pool.loop = asyncio.get_running_loop()
+        entered: asyncio.Future[Backend] = loop.create_future()
+        if backend := self._try_enter():
+            entered.set_result(backend)
+            return entered
+        if self._is_closed:
+            raise Overloaded(_CLOSED)
+        if len(self._waiters) >= self._source.waiting:
+            raise Overloaded(f"Too many requests wait for {self.name} to be loaded: try again in a moment.", 5.0)
+        self._waiters.append(entered)
+        self._start_loading()
+        return entered
+
+    def _try_enter(self) -> Backend | None:
+        """From any thread."""
+        with self._lock:
+            if self._backend is None or self._leaving is not None:
+                return None
+            self._running += 1
+            self._unused.clear()
+            return self._backend
+
+    def _leave(self, entered: asyncio.Future[Backend], keep_alive_s: float | None = None) -> None:
+        if entered in self._waiters:  # its client has left before the model was there; it goes on loading
+            self._waiters.remove(entered)
+        elif entered.done() and not entered.cancelled() and entered.exception() is None:
+            if keep_alive_s is not None:
+                self._keep_alive_s = keep_alive_s if keep_alive_s >= 0 else None
+            self.last_used = monotonic()
+            self._cancel_timer()
+            with self._lock:
+                self._running -= 1
+            self._note_unused()
+
+    def _note_unused(self) -> None:
+        if self._running or self._backend is None:
+            return
+        self._unused.set()
+        if self._keep_alive_s is not None and self._pool.loop is not None and self._timer is None:
+            self._timer = self._pool.loop.call_later(self._keep_alive_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if not self._running and self._backend is not None and self._leaving is None and not self.is_pinned:
+            log.info("%s is unloaded: it was idle", self.name)
+            self._start_leaving()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ── loading ──
+
+    async def load(self, keep_alive_s: float | None = None) -> None:
+        """Returns when it is loaded; it stays for that long, as after a request. Raises what loading it raises."""
+        async with self.used(keep_alive_s):
+            pass
+
+    def _start_loading(self) -> None:
+        if self._loading is None and self._leaving is None:
+            # A task of its own: a client that leaves does not end it, and a thread that loads cannot be stopped.
+            self._loading = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        try:
+            async with self._room():
+                self._backend = await self._open()
+                self._card = self._backend.card
+                self._error = ""
+                self._admit(self._backend)
+        except Exception as error:
+            self._error = str(error)
+            log.warning("%s cannot be loaded: %s", self.name, error)
+            self._refuse(error)
+        finally:
+            self._loading = self._fraction = None
+        self._note_unused()
+
+    def _room(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._source.needs is None else self._pool.room_for(self)
+
+    async def _open(self) -> Backend:
+        backend = await asyncio.to_thread(self._source.open, self._note_fraction)
+        await backend.start()
+        keep_warm(backend, self._prefixes)
+        return backend
+
+    def _note_fraction(self, fraction: float) -> None:
+        self._fraction = fraction
+
+    def _admit(self, backend: Backend) -> None:
+        """All that wait use it from this moment on: it cannot be unloaded before they have."""
+        entering, self._waiters = self._waiters, []
+        with self._lock:
+            self._running += len(entering)
+        if entering:
+            self._unused.clear()
+        for entered in entering:
+            entered.set_result(backend)
+
+    def _refuse(self, error: Exception) -> None:
+        refused, self._waiters = self._waiters, []
+        for entered in refused:
+            entered.set_exception(error)
+
+    # ── unloading ──
+
+    async def unload(self) -> None:
+        """When what runs has finished; requests that come meanwhile wait until it is loaded again."""
+        if self._loading is not None:
+            await asyncio.wait((self._loading,))
+        if self._backend is not None:
+            self._start_leaving()
+        if self._leaving is not None:
+            await asyncio.wait((self._leaving,))
+
+    def stay(self) -> None:
+        if self._leaving is not None and self._running:
+            self._leaving.cancel()
+
+    def _start_leaving(self) -> None:
+        with self._lock:
+            if self._leaving is None:
+                self._leaving = asyncio.create_task(self._unload())
+
+    async def _unload(self) -> None:
+        try:
+            await self._unused.wait()
+            self._cancel_timer()
+            with self._lock:
+                backend, self._backend = self._backend, None
+            if backend is not None:
+                with suppress(EmberkeepError):
+                    await asyncio.shield(backend.close())
+        finally:
+            with self._lock:
+                self._leaving = None
+            if self._backend is not None:  # it stays
+                self._admit(self._backend)
+            elif self._waiters and not self._is_closed:
+                self._start_loading()
+
+    # ── the pool ──
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._backend is not None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._running > 0
+
+    async def needs(self) -> Need:
+        if self._needs is None:
+            assert self._source.needs is not None
+            self._needs = await asyncio.to_thread(self._source.needs)
+        return self._needs
+
+    # ── about itself ──
+
+    @property
+    def card(self) -> ModelCard:
+        card = self._card
+        also = (name for name in (card.id, *card.also) if name != self.name)
+        return replace(card, id=self.name, also=tuple(dict.fromkeys(also)))
+
+    @property
+    def status(self) -> ModelStatus:
+        return ModelStatus(
+            self._state,
+            self._error,
+            self._needs.total if self._needs else 0,
+            self._running,
+            len(self._waiters),
+            0.0 if self._running else monotonic() - self.last_used,
+            self._timer.when() - self._pool.loop.time() if self._timer and self._pool.loop else None,
+            self.is_pinned,
+        )
+
+    @property
+    def _state(self) -> ModelState:
+        if self._loading is not None:
+            return ModelState.LOADING
+        if self._backend is not None:
+            return ModelState.LOADED
+        return ModelState.FAILED if self._error else ModelState.UNLOADED
+
+    def stats(self) -> dict[str, Json]:
+        """From any thread. Asking for them is no use of the model: it is unloaded all the same."""
+        backend = self._try_enter()
+        if backend is None:
+            return {"model": self.name, "state": self._state}
+        try:
+            return {**backend.stats(), "model": self.name}
+        finally:
+            self._leave_from_thread()
+
+    def health(self) -> dict[str, Json]:
+        backend = self._backend
+        if backend is not None:
+            return {**backend.health(), "model": self.name}
+        error = {"error": self._error} if self._error else {}
+        return {"backend": self._card.remote or "local", "model": self.name, "state": self._state, **error}
+
+    def failure(self) -> EmberkeepError | None:
+        return self._backend.failure() if self._backend else None
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        return self._backend.speculation_stats() if self._backend else None
+
+    # ── life ──
+
+    async def start(self) -> None:
+        self._pool.loop = asyncio.get_running_loop()
+        if self._backend is not None:
+            await self._backend.start()
+
+    async def close(self) -> None:
+        """Waits for a model that is being loaded, because it must be closed too."""
+        self._is_closed = True
+        self._cancel_timer()
+        if self._leaving is not None and self._running:
+            self._leaving.cancel()
+        await asyncio.gather(*(task for task in (self._loading, self._leaving) if task), return_exceptions=True)
+        self._refuse(Overloaded(_CLOSED))
+        with self._lock:
+            backend, self._backend = self._backend, None
+        if backend is not None:
+            await backend.close()
+
+    # ── what some can do ──
+
+    async def warm(self, request: Request) -> Warmed:
+        async with self.used() as backend:
+            return await warm_prefix(backend, request)
+
+    def keep_warm(self, prefixes: Sequence[Request]) -> None:
+        """Also whenever it is loaded again."""
+        self._prefixes = (*self._prefixes, *prefixes)
+        if self._backend is not None:
+            keep_warm(self._backend, prefixes)
+
+    @property
+    def warmer(self) -> Warmer:
+        return self
+
+    @property
+    def cache(self) -> Cache | None:
+        return None if self._card.remote else CacheOnDemand(self)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self._card.remote else TokenizerOnDemand(self)
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """None: it gives none, or is not loaded. `Models.load` loads it."""
+        embedder = self._backend.embedder if self._backend else None
+        return None if embedder is None else EmbedderOnDemand(self, embedder.shape)
+
+    @property
+    def experts(self) -> Experts | None:
+        return self._backend.experts if self._backend else None
+
+    @property
+    def attention(self) -> AttentionSwitch | None:
+        return self._backend.attention if self._backend else None
+
+    @property
+    def memory(self) -> Memory | None:
+        return self._backend.memory if self._backend else self._source.memory()
+
+    @asynccontextmanager
+    async def used(self, keep_alive_s: float | None = None) -> AsyncIterator[Backend]:
+        """Loaded, and not unloaded in the block. Raises what loading it raises."""
+        entered = self._enter()
+        try:
+            await asyncio.wait((entered,))
+            yield entered.result()
+        finally:
+            self._leave(entered, keep_alive_s)
+
+    @contextmanager
+    def used_in_thread(self) -> Iterator[Backend]:
+        """As `used`, in any thread but the loop's, where it blocks."""
+        backend = self._try_enter()
+        if backend is None:
+            assert self._pool.loop is not None
+            backend = asyncio.run_coroutine_threadsafe(self._entered(), self._pool.loop).result()
+        try:
+            yield backend
+        finally:
+            self._leave_from_thread()
+
+    async def _entered(self) -> Backend:
+        return await self._enter()
+
+    def _leave_from_thread(self) -> None:
+        with self._lock:
+            self._running -= 1
+            is_unused = not self._running
+        if is_unused and self._pool.loop is not None:
+            self._pool.loop.call_soon_threadsafe(self._note_unused)

@@ -1,0 +1,166 @@
+"""What a model that runs here is put together with: its store, and the memory. Several models share them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+from emberkeep.config import Config, ttls
+from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.policy import Keeping
+from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.memory.memory import Memory
+from emberkeep.runtime.memory import open_memory_or_none
+from emberkeep.types import Removed
+
+log = logging.getLogger("emberkeep")
+
+_REST_SHARE = 2
+"""At most this part of the RAM for stored state is for models that are not loaded."""
+
+
+class Parts(Protocol):
+    """Safe to use from any thread; everything blocks."""
+
+    def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
+        """`share`: of the RAM that is for the state of one model."""
+
+    def close_store(self, store: KvStore) -> None:
+        """Its model is closed."""
+
+    def memory(self) -> Memory | None: ...
+
+    def close_memory(self, memory: Memory) -> None: ...
+
+
+class OwnParts:
+    """Of a model that is alone: they end with it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
+        return open_store(self._config, fingerprint, about, share)
+
+    def close_store(self, store: KvStore) -> None:
+        store.close()
+
+    def memory(self) -> Memory | None:
+        return open_memory_or_none(self._config)
+
+    def close_memory(self, memory: Memory) -> None:
+        memory.close()
+
+
+@dataclass(slots=True)
+class _Kept:
+    store: KvStore
+    share: float
+    is_used: bool = False
+
+
+class SharedParts:
+    """Of several models. A store stays open while its model is unloaded: what it holds in RAM, and what is not
+    worth writing, is there when the model comes back. All of them together keep to the budget."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._kept: list[_Kept] = []
+        """The latest used one last."""
+        self._memory: Memory | None = None
+        self._has_memory = False
+
+    def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
+        with self._lock:
+            # Two models may be the same file under two names: each has a store of its own, over one folder.
+            own = (kept for kept in self._kept if kept.store.fingerprint == fingerprint and not kept.is_used)
+            kept = next(own, None) or self._add(open_store(self._config, fingerprint, about, share), share)
+            kept.is_used = True
+            self._kept.remove(kept)
+            self._kept.append(kept)
+            self._share_out()
+        kept.store.follow(fingerprint)
+        return kept.store
+
+    def close_store(self, store: KvStore) -> None:
+        store.flush()
+        with self._lock:
+            next(kept for kept in self._kept if kept.store is store).is_used = False
+            self._share_out()
+
+    def memory(self) -> Memory | None:
+        with self._lock:
+            if not self._has_memory:
+                self._memory, self._has_memory = open_memory_or_none(self._config), True
+            return self._memory
+
+    def close_memory(self, memory: Memory) -> None:
+        """It is the others', too."""
+
+    def sweep(self) -> None:
+        """What models look after while they are loaded: state that outlived its TTL, users that were forgotten."""
+        for store in self._resting():
+            store.sweep()
+
+    def forget(self, user: str) -> Removed:
+        """Leave nothing of a user in stores that no loaded model uses. Raises StoreFailed."""
+        removed = [store.catalogue.forget_user(user) for store in self._resting()]
+        return Removed(*(sum(column) for column in zip(*map(astuple, removed), strict=True)))
+
+    def close(self) -> None:
+        """When all models are closed."""
+        for kept in self._kept:
+            kept.store.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _resting(self) -> list[KvStore]:
+        with self._lock:
+            return [kept.store for kept in self._kept if not kept.is_used]
+
+    def _add(self, store: KvStore, share: float) -> _Kept:
+        self._kept.append(_Kept(store, share))
+        return self._kept[-1]
+
+    def _share_out(self) -> None:
+        """Models that are loaded share what those at rest leave of the budget."""
+        resting = [kept for kept in self._kept if not kept.is_used]
+        used = [kept for kept in self._kept if kept.is_used]
+        held = [kept.store.held_bytes()[0] for kept in resting]
+        budgets = rest_budgets(held, self._config.ram_budget // _REST_SHARE if used else self._config.ram_budget)
+        for kept, budget in zip(resting, budgets, strict=True):
+            kept.store.resize_ram(budget)
+        left, shares = self._config.ram_budget - sum(budgets), sum(kept.share for kept in used)
+        for kept in used:
+            kept.store.resize_ram(int(left * kept.share / shares))
+
+
+def rest_budgets(held: list[int], room: int) -> list[int]:
+    """What each store at rest may keep of the bytes that it holds: the latest, at the end, all of it if that fits,
+    and the others what is left. Pure."""
+    budgets: list[int] = []
+    for size in reversed(held):
+        budgets.append(min(size, room))
+        room -= budgets[-1]
+    return budgets[::-1]
+
+
+def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
+    """Without a usable folder the store lives in RAM: serving goes on. `share`: of the RAM that is for state."""
+    keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
+
+    budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
+
+    def store(files: ChunkFiles | None) -> KvStore:
+        return KvStore(fingerprint, budgets, files, keeping=keeping, about=about)
+
+    if config.disk_budget:
+        try:
+            return store(ChunkFiles(config.data_dir / "kv", fingerprint))
+        except OSError as error:
+            log.warning("stored state is kept in RAM only: %s", error)
+    return store(None)

@@ -1,0 +1,202 @@
+"""The models of a server: the one that it starts with, and all others, which it loads when they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.model_pool import ModelPool, Need
+from emberkeep.backend.models import Models
+from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
+from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.errors import EmberkeepError
+from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
+from emberkeep.models.remotes import Remotes
+from emberkeep.runtime.chain import AUTO, needs_local, open_backend
+from emberkeep.runtime.local_model import open_local
+from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memory, room_for_models, weight_bytes
+from emberkeep.runtime.parts import SharedParts
+from emberkeep.runtime.remote import open_remote
+from emberkeep.runtime.tools import server_tools
+from emberkeep.types import Json, RemoteModel, Removed
+
+log = logging.getLogger("emberkeep")
+
+ALL = "all"
+NONE = "none"
+
+
+def open_models(config: Config) -> Models:
+    """The model that a server is started with, loaded, and the others. Blocks. Raises as `open_backend`.
+
+    One that is served alone is never unloaded.
+    """
+    if not serves_others(config):
+        return Models(open_backend(config), aliases=_aliases(config))
+    parts = SharedParts(config)
+    try:
+        first = open_backend(config, parts)
+    except BaseException:
+        parts.close()
+        raise
+    pool = ModelPool(room_for_models(config, free_on_gpus))
+    default = OnDemandBackend(_first_source(config, parts, first.card), pool, first)
+    return Models(default, ServedModels(config, parts, pool, default.name), _aliases(config))
+
+
+def serves_others(config: Config) -> bool:
+    """Whether more models than one answer. Who names a model or a backend, and no others, wants that one."""
+    if config.models:
+        return config.models != (NONE,)
+    return config.model == DEFAULT_MODEL and config.backend == AUTO
+
+
+def _aliases(config: Config) -> Mapping[str, str]:
+    return {alias.name: alias.model for alias in config.aliases}
+
+
+def _first_source(config: Config, parts: SharedParts, card: ModelCard) -> ModelSource:
+    """It stays loaded until its memory is needed."""
+    return ModelSource(
+        card.id,
+        card,
+        lambda report: open_backend(config, parts),
+        partial(_needed, config, config.model) if needs_local(config) else None,
+        parts.memory,
+        is_pinned=card.id in config.pinned,
+        waiting=config.queue + config.parallel,
+    )
+
+
+def _needed(config: Config, name: str) -> Need:
+    return needed_memory(config, _library(config).resolve(name), gpu_bytes)
+
+
+def _library(config: Config) -> ModelLibrary:
+    return ModelLibrary(config.data_dir / "models")
+
+
+class ServedModels:
+    """A Catalogue: installed models and registered remote ones. `list` may be called from any thread; the rest
+    belongs to the event loop."""
+
+    def __init__(self, config: Config, parts: SharedParts, pool: ModelPool, default: str) -> None:
+        """`default`: the name of the one that is no other."""
+        # What is said of adapters, drafts and layers is said of the first model.
+        self._config = replace(config, lora=(), draft_model=None, gpu_layers=None, cpu_moe=0, tensor_split=None)
+        self._parts = parts
+        self._pool = pool
+        self._default = default
+        self._named = {_name_of(config, name): name for name in config.models if name != ALL}
+        """Where each of them is."""
+        self._takes_all = ALL in config.models or not config.models
+        self._waiting = config.queue + config.parallel
+        self._adding = threading.Lock()
+        self._found: dict[str, OnDemandBackend] = {}
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def find(self, name: str) -> OnDemandBackend | None:
+        if name == self._default or not self._is_served(name):
+            return None
+        return self._found.get(name) or self._add(name)
+
+    def list(self) -> Sequence[OnDemandBackend]:
+        installed = (model.id for model in _library(self._config).list()) if self._takes_all else ()
+        names = {*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default}
+        found = (self.find(name) for name in sorted(names))
+        return [backend for backend in found if backend]
+
+    def opened(self) -> Sequence[OnDemandBackend]:
+        return list(self._found.values())
+
+    def forget(self, user: str) -> Removed:
+        return self._parts.forget(user)
+
+    async def start(self) -> None:
+        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweeping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+
+    async def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for backend in self._found.values():
+            with suppress(EmberkeepError):
+                await backend.close()
+        await asyncio.to_thread(self._parts.close)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.sweep_s)
+            try:
+                await asyncio.to_thread(self._parts.sweep)
+            except Exception:
+                log.exception("stored state of models that are not loaded was not looked after")
+
+    def _is_served(self, name: str) -> bool:
+        if name in self._named:
+            return True
+        return self._takes_all and (_library(self._config).holds(name) or name in self._remotes())
+
+    def _add(self, name: str) -> OnDemandBackend | None:
+        try:
+            source = self._source(name)
+        except EmberkeepError as error:
+            log.warning("%s is not served: %s", name, error)
+            return None
+        with self._adding:
+            if name not in self._found:
+                self._found[name] = OnDemandBackend(source, self._pool)
+            return self._found[name]
+
+    def _source(self, name: str) -> ModelSource:
+        """Raises EmberkeepError."""
+        remote = self._remotes().get(name)
+        return self._remote_source(remote) if remote else self._local_source(name, self._named.get(name, name))
+
+    def _remotes(self) -> dict[str, RemoteModel]:
+        return {remote.name: remote for remote in Remotes(self._config).list()}
+
+    def _remote_source(self, remote: RemoteModel) -> ModelSource:
+        also = (remote.model,) if remote.model else ()
+        return ModelSource(
+            remote.name,
+            ModelCard(remote.name, 0, remote.ctx or 0, owned_by=remote.backend, also=also, remote=remote.name),
+            lambda report: open_remote(self._config, remote, server_tools, self._parts),
+            memory=self._parts.memory,
+            waiting=self._waiting,
+        )
+
+    def _local_source(self, name: str, where: str) -> ModelSource:
+        config = replace(self._config, model=where)
+        model = _library(config).resolve(where)
+        return ModelSource(
+            name,
+            ModelCard(name, int(model.path.stat().st_mtime), 0, details=_facts(model)),
+            lambda report: open_local(config, self._parts),
+            partial(_needed, config, where),
+            self._parts.memory,
+            keep_alive_s=None if name in config.pinned else config.unload_after_s,
+            is_pinned=name in config.pinned,
+            waiting=self._waiting,
+        )
+
+
+def _name_of(config: Config, model: str) -> str:
+    """What clients call a model: a path is none of their business. Raises ConfigError."""
+    if model in {remote.name for remote in Remotes(config).list()} or _library(config).holds(model):
+        return model
+    return id_at(Path(model))
+
+
+def _facts(model: ModelFile) -> dict[str, Json]:
+    """What can be told without reading it."""
+    if isinstance(model, InstalledModel):
+        return {"quantisation": model.record.quantisation, "size": model.record.size}
+    return {"size": weight_bytes(model.path)}

@@ -1,0 +1,90 @@
+"""Which models there are and whether they are loaded; loading and unloading them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.api.request import Body
+from emberkeep.backend.base import Backend
+from emberkeep.backend.models import Models, status_of
+from emberkeep.server import anthropic_models
+from emberkeep.server.anthropic_models import is_anthropic
+from emberkeep.server.json_response import json_response
+from emberkeep.server.openapi import takes
+from emberkeep.server.stream import read_body, while_connected
+from emberkeep.types import Json, ModelState, ModelStatus
+
+OfModel = Annotated[str | None, Query(max_length=256)]
+"""In the query of routes without a body: whose state or figures; those of the default model unless it is said."""
+
+
+class ModelBody(Body):
+    model: str
+
+
+def model_routes(models: Models) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/models", include_in_schema=False)
+    @router.get("/v1/models")
+    async def list_models(http: HttpRequest) -> Response:
+        listed = await asyncio.to_thread(models.list)
+        if is_anthropic(http):
+            return json_response(anthropic_models.models_json([backend.card for backend in listed]))
+        return json_response({"object": "list", "data": [model_json(models, backend) for backend in listed]})
+
+    @router.get("/models/{model_id:path}", include_in_schema=False)
+    @router.get("/v1/models/{model_id:path}")
+    async def show_model(http: HttpRequest, model_id: str) -> Response:
+        backend = models.find(model_id)
+        if is_anthropic(http):
+            return json_response(anthropic_models.model_json(backend.card))
+        return json_response(model_json(models, backend))
+
+    @router.post("/models/load", openapi_extra=takes(ModelBody, model="default"))
+    async def load_model(http: HttpRequest) -> Response:
+        body = await read_body(http, ModelBody)
+        backend = await while_connected(http, models.load(body.model))
+        return json_response({"success": True, "model": model_json(models, backend)})
+
+    @router.post("/models/unload", openapi_extra=takes(ModelBody, model="default"))
+    async def unload_model(http: HttpRequest) -> Response:
+        body = await read_body(http, ModelBody)
+        backend = await while_connected(http, models.unload(body.model))
+        return json_response({"success": True, "model": model_json(models, backend)})
+
+    return router
+
+
+def model_json(models: Models, backend: Backend) -> dict[str, Json]:
+    """In OpenAI's shape, with its status as llama-server's router tells it, and more."""
+    card = backend.card
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": card.owned_by,
+        "context_length": card.context or None,
+        "details": dict(card.details or {}),
+        "aliases": list(models.aliases_of(backend)),
+        "status": {**status_json(status_of(backend)), "local": not card.remote},
+    }
+
+
+def status_json(status: ModelStatus) -> dict[str, Json]:
+    return {
+        "value": status.state,
+        "failed": status.state is ModelState.FAILED,
+        "error": status.error or None,
+        "memory_bytes": status.memory_bytes or None,
+        "running": status.running,
+        "waiting": status.waiting,
+        "idle_s": round(status.idle_s, 3),
+        "expires_s": None if status.expires_s is None else round(status.expires_s, 3),
+        "pinned": status.is_pinned,
+    }

@@ -1,0 +1,154 @@
+"""Several models behind one address: listed with their state, loaded, unloaded, measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from emberkeep.cli.main import app
+from emberkeep.config import Config
+from emberkeep.config.kinds import Alias
+from emberkeep.runtime.served_models import open_models
+from emberkeep.types import Json
+from helpers.commands import Commands
+from helpers.several_models import install, load_fake_engines, serving, with_memory_for_one
+
+LONG = "The tides, the winds and the harbours of this coast. " * 8
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    data_dir = tmp_path_factory.mktemp("data")
+    install(data_dir, "first", "second")
+    aliases = (Alias("gpt-4o", "second"),)
+    return with_memory_for_one(Config(data_dir=data_dir, model="first", models=("all",), aliases=aliases))
+
+
+@pytest.fixture(scope="module")
+def client(config: Config) -> Iterator[httpx.Client]:
+    with pytest.MonkeyPatch.context() as patch:
+        load_fake_engines(patch)
+        with serving(config, open_models(config)) as client:
+            yield client
+
+
+def ask(client: httpx.Client, model: str, **more: Json) -> httpx.Response:
+    body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": LONG}], **more}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def states(client: httpx.Client) -> dict[str, str]:
+    return {model["id"]: model["status"]["value"] for model in client.get("/v1/models").json()["data"]}
+
+
+def test_a_request_loads_its_model_and_comes_back_to_what_was_stored(client: httpx.Client) -> None:
+    client.post("/models/load", json={"model": "first"})
+    assert states(client) == {"first": "loaded", "second": "unloaded"}
+    answered = ask(client, "gpt-4o").json()
+    assert answered["model"] == "second"
+    assert states(client) == {"first": "unloaded", "second": "loaded"}
+    ask(client, "first")
+    again = ask(client, "second:latest").json()
+    # How much a fake engine would rather evaluate is a matter of speed.
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
+
+
+def test_the_official_client_streams_from_a_model_that_is_not_loaded(client: httpx.Client) -> None:
+    client.post("/models/load", json={"model": "first"})
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as sdk:
+        chunks = sdk.chat.completions.create(
+            model="second", stream=True, max_tokens=4, messages=[{"role": "user", "content": LONG}]
+        )
+        assert {chunk.model for chunk in chunks} == {"second"}
+        assert [model.id for model in sdk.models.list()] == ["first", "second"]
+
+
+def test_a_model_tells_its_state_as_llama_servers_router_does(client: httpx.Client) -> None:
+    client.post("/models/load", json={"model": "second"})
+    told = client.get("/models/gpt-4o").json()
+    assert told["aliases"] == ["gpt-4o"]
+    assert told["status"] | {"idle_s": 0, "expires_s": 0, "memory_bytes": 0} == {
+        "value": "loaded",
+        "failed": False,
+        "error": None,
+        "memory_bytes": 0,
+        "running": 0,
+        "waiting": 0,
+        "idle_s": 0,
+        "expires_s": 0,
+        "pinned": False,
+        "local": True,
+    }
+    assert told["status"]["memory_bytes"] > 0
+    assert 0 < told["status"]["expires_s"] <= 300
+
+
+def test_models_are_loaded_and_unloaded(client: httpx.Client) -> None:
+    for action, state in (("load", "loaded"), ("unload", "unloaded"), ("unload", "unloaded")):
+        answer = client.post(f"/models/{action}", json={"model": "second"})
+        assert answer.status_code == 200
+        assert answer.json()["success"] is True
+        assert answer.json()["model"]["status"]["value"] == state
+    assert client.get("/health").json()["status"] == "ok"
+    refused = client.post("/models/load", json={"model": "third"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_an_unloaded_model_is_loaded_to_tokenize_or_to_show_its_cache(client: httpx.Client) -> None:
+    client.post("/models/load", json={"model": "first"})
+    tokens = client.post("/tokenize", json={"model": "second", "content": "hi"}).json()["tokens"]
+    assert client.post("/detokenize", json={"model": "second", "tokens": tokens}).json()["content"] == "hi"
+    assert states(client)["second"] == "loaded"
+    ask(client, "first")
+    assert client.get("/v1/cache", params={"model": "first"}).json()["data"]
+    assert client.get("/v1/cache", params={"model": "third"}).status_code == 404
+
+
+def test_figures_are_told_of_loaded_models_by_name(client: httpx.Client) -> None:
+    ask(client, "second")
+    assert client.get("/v1/stats", params={"model": "second"}).json()["scheduler"]["prompt_tokens"] > 0
+    assert client.get("/v1/stats", params={"model": "first"}).json() == {"model": "first", "state": "unloaded"}
+    told = client.get("/metrics").text
+    assert 'emberkeep_generated_tokens_total{model="second"}' in told
+    assert '_total{model="first"' not in told
+    assert states(client)["first"] == "unloaded"
+
+
+def test_commands_show_and_unload_what_a_server_has_loaded(client: httpx.Client, config: Config) -> None:
+    ask(client, "second")
+    commands, where = Commands(app), ("--data-dir", str(config.data_dir))
+    shown = commands.ok("ps", *where)
+    assert "second, gpt-4o" in shown
+    assert "first" not in shown
+    assert "first" in commands.ok("ps", "--all", *where)
+    (listed,) = json.loads(commands.ok("ps", "--json", *where))
+    assert listed["id"] == "second"
+    assert commands.ok("stop", "second", *where) == "second is unloaded.\n"
+    assert states(client)["second"] == "unloaded"
+    assert "No model is loaded" in commands.ok("ps", *where)
+
+
+def test_commands_need_a_server(tmp_path: Path) -> None:
+    commands = Commands(app)
+    for command in (("ps",), ("stop",), ("stop", "small")):
+        assert "No server runs on this data folder" in commands.refused(*command, "--data-dir", str(tmp_path))
+
+
+def test_a_model_that_cannot_be_loaded_is_told_with_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_fake_engines(monkeypatch)
+    install(tmp_path, "first", "second")
+    config = Config(data_dir=tmp_path, model="first", models=("all",))
+    with serving(config, open_models(replace(config))) as client:
+        (tmp_path / "models" / "second" / "second.gguf").write_bytes(b"nonsense")
+        refused = ask(client, "second")
+        assert refused.status_code == 500
+        assert "second.gguf" in refused.json()["error"]["message"]
+        assert states(client) == {"first": "loaded", "second": "failed"}
