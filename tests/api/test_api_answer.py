@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.api.answer import ChatFrames, Envelope, TextFrames
-from emberkeep.types import Event, ReasoningDelta, TextDelta
+from emberkeep.types import Event, Loading, ReasoningDelta, TextDelta
 from helpers.scripted_server import COMPLETED
 
 ENVELOPE = Envelope("id", 5, 'mo"del', "fp", None)
@@ -50,3 +50,10 @@ def test_a_text_chunk_holds_the_text(text: str, index: int) -> None:
 @pytest.mark.parametrize("event", [TextDelta(0, ""), COMPLETED])
 def test_nothing_is_sent_for_what_has_nothing_to_show(kind: type[ChatFrames | TextFrames], event: Event) -> None:
     assert kind(ENVELOPE, include_usage=True).frame(event) == b""
+
+
+@pytest.mark.parametrize("kind", [ChatFrames, TextFrames])
+def test_that_a_model_is_being_loaded_is_a_comment_of_one_line(kind: type[ChatFrames | TextFrames]) -> None:
+    frames = kind(ENVELOPE, include_usage=False)
+    assert frames.frame(Loading("mine")) == b': "mine" is being loaded\n\n'
+    assert frames.frame(Loading("a\nb", 0.5)) == b': "a\\nb" is being loaded, 50%\n\n'

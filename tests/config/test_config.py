@@ -328,3 +328,17 @@ def test_shares_of_gpus_are_numbers_that_add_up_to_something(tmp_path: Path) -> 
     assert show_value(load(tmp_path, {"tensor_split": "3,0.5"}), "tensor_split") == "3,0.5"
     for wrong in ("0,0", "-1,2", "a,b", "", "inf,1", "nan"):
         assert "shares such as 3,1" in refusal(tmp_path, {"tensor_split": wrong})
+
+
+def test_aliases_are_a_table_or_pairs(tmp_path: Path) -> None:
+    (tmp_path / "emberkeep.toml").write_text('[aliases]\n"gpt-4o" = "mine"\n')
+    assert public_values(load(tmp_path))["aliases"] == {"gpt-4o": "mine"}
+    by_flag = load(tmp_path, {"aliases": ["a=b", "c=d=e"]})
+    assert [str(alias) for alias in by_flag.aliases] == ["a=b", "c=d=e"]
+    assert "aliases" in refusal(tmp_path, {"aliases": ["a"]})
+
+
+def test_other_models_are_names_or_words(tmp_path: Path) -> None:
+    assert load(tmp_path, {"models": ["a", "b"]}).models == ("a", "b")
+    assert load(tmp_path, env={"EMBERKEEP_MODELS": "auto"}).models == ()
+    assert load(tmp_path, {"unload_after_s": "never"}).unload_after_s is None

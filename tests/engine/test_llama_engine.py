@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import numpy as np
 import pytest
 
@@ -213,3 +216,29 @@ def test_a_missing_or_broken_model_file_is_an_error(tmp_path):
 
 def test_llama_cpp_says_what_it_was_built_with():
     assert "CPU" in system_info()
+
+
+def test_no_text_is_tokenized_with_a_model_that_is_being_freed(tmp_path, monkeypatch):
+    model = LlamaModel(tiny_gguf.dense(tmp_path / "tiny.gguf"))
+    vocab, inside, may_go_on = model.vocab, Event(), Event()
+    tokenize = vocab._tokenize
+
+    def slowly(text, parse_special):
+        inside.set()
+        assert may_go_on.wait(10)
+        return tokenize(text, parse_special)
+
+    monkeypatch.setattr(vocab, "_tokenize", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        ids = threads.submit(vocab.tokenize, "abc")
+        assert inside.wait(10)
+        closing = threads.submit(vocab.close)
+        while not vocab._in_use._ended:
+            pass
+        with pytest.raises(EngineError, match="unloaded meanwhile"):
+            vocab.tokenize("abc")
+        assert not closing.done()
+        may_go_on.set()
+        assert ids.result()
+        closing.result()
+    model.close()

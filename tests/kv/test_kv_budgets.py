@@ -118,3 +118,18 @@ def test_other_models_stores_count_towards_the_budget(tmp_path):
     assert not (tmp_path / bytes(32).hex()[:32]).exists()
     assert sum(path.stat().st_size for path in chunk_files(tmp_path)) <= 20_000
     store.close()
+
+
+def test_a_ram_budget_can_be_changed_and_what_is_on_disk_is_found_with_any(tmp_path):
+    store = new_store(tmp_path, warm=10 * CHUNK_BYTES)
+    put(store, LONG)
+    store.flush()
+    store.resize_ram(2 * CHUNK_BYTES)
+    assert store._ledger.ram.tally.bytes <= 2 * CHUNK_BYTES
+    assert store.ram_room() <= 2 * CHUNK_BYTES
+    assert load(store, LONG) == len(LONG)
+    store.resize_ram(10 * CHUNK_BYTES)
+    assert load(store, LONG) == len(LONG)
+    assert store._ledger.ram.tally.bytes > 2 * CHUNK_BYTES
+    check_ledger(store)
+    store.close()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import ollama
 import openai
 import pytest
 
@@ -152,3 +153,19 @@ def test_a_model_that_cannot_be_loaded_is_told_with_a_status(
         assert refused.status_code == 500
         assert "second.gguf" in refused.json()["error"]["message"]
         assert states(client) == {"first": "loaded", "second": "failed"}
+
+
+def test_ollamas_clients_load_and_unload_models_and_see_when_they_expire(client: httpx.Client) -> None:
+    sdk = ollama.Client(str(client.base_url))
+    assert sdk.generate("second", keep_alive=3600).done_reason == "load"
+    (listed,) = sdk.ps().models
+    assert (listed.name, {model.model for model in sdk.list().models}) == (
+        "second:latest",
+        {"first:latest", "second:latest"},
+    )
+    left = client.get("/v1/models/second").json()["status"]["expires_s"]
+    assert 3500 < left <= 3600
+    assert sdk.generate("second", keep_alive=0).done_reason == "unload"
+    assert not sdk.ps().models
+    sdk.chat("gpt-4o", [{"role": "user", "content": LONG}], options={"num_predict": 2}, keep_alive=-1)
+    assert client.get("/v1/models/second").json()["status"]["expires_s"] is None
