@@ -509,7 +509,6 @@ class LlamaEngine:
     def close(self) -> None:
         self._free()
         self._threads.close()
-        self.vocab.close()
         self._model.close()
 
     def _open(self) -> None:

@@ -192,7 +192,10 @@ class LlamaModel:
         return buffer.value.decode("utf-8", "replace") if length >= 0 else None
 
     def close(self) -> None:
+        """Blocks while a text is being tokenized."""
         if self.handle:
+            if hasattr(self, "vocab"):  # it may be what could not be read
+                self.vocab.close()
             llama().llama_model_free(self.handle)
             self.handle = None
 
