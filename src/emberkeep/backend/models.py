@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Protocol
 
-from emberkeep.backend.base import Backend
+from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
@@ -18,15 +18,15 @@ _LATEST = ":latest"
 
 
 class Catalogue(Protocol):
-    """Models besides the default one, which are loaded on demand. They come and go while the server runs."""
+    """Models besides the default one. They come and go while the server runs."""
 
-    def find(self, name: str) -> OnDemandBackend | None:
+    def find(self, name: str) -> Backend | None:
         """Looks at a file at most. None: there is none of that name."""
 
-    def list(self) -> Sequence[OnDemandBackend]:
+    def list(self) -> Sequence[Backend]:
         """By name. Reads a file for each: call it outside the event loop."""
 
-    def opened(self) -> Sequence[OnDemandBackend]:
+    def opened(self) -> Sequence[Backend]:
         """Those that were asked for. Does not block."""
 
     def forget(self, user: str) -> Removed:
@@ -38,35 +38,45 @@ class Catalogue(Protocol):
         """Close all models, and then what they share."""
 
 
-class NoOthers:
-    """The catalogue of a server with one model."""
+class LoadedModels:
+    """A Catalogue of models that are there as long as the server is."""
 
-    def find(self, name: str) -> OnDemandBackend | None:
-        return None
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = backends
 
-    def list(self) -> Sequence[OnDemandBackend]:
-        return ()
+    def find(self, name: str) -> Backend | None:
+        return next((each for each in self._backends if is_called(each.card, name)), None)
 
-    def opened(self) -> Sequence[OnDemandBackend]:
-        return ()
+    def list(self) -> Sequence[Backend]:
+        return self._backends
+
+    def opened(self) -> Sequence[Backend]:
+        return self._backends
 
     def forget(self, user: str) -> Removed:
         return Removed(0, 0)
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        for backend in self._backends:
+            await backend.start()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        for backend in self._backends:
+            await backend.close()
 
 
 class Models:
     """Every request names its model, or means the default one. Belongs to the event loop."""
 
     def __init__(
-        self, default: Backend, others: Catalogue | None = None, aliases: Mapping[str, str] | None = None
+        self,
+        default: Backend,
+        others: Catalogue | Sequence[Backend] = (),
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.default = default
-        self.has_others = others is not None
-        self._others = others or NoOthers()
+        self.has_others = bool(others)
+        self._others = LoadedModels(others) if isinstance(others, Sequence) else others
         self._aliases = aliases or {}
 
     def find(self, name: str | None) -> Backend:
@@ -76,8 +86,7 @@ class Models:
             return self.default
         for wanted in dict.fromkeys((name, name.removesuffix(_LATEST))):
             known = self._aliases.get(wanted, wanted)
-            card = self.default.card
-            if known == card.id or known in card.also:
+            if is_called(self.default.card, known):
                 return self.default
             if found := self._others.find(known):
                 return found
@@ -145,6 +154,10 @@ async def loaded(backend: Backend, keep_alive_s: float | None = None) -> Backend
     if isinstance(backend, OnDemandBackend):
         await backend.load(keep_alive_s)
     return backend
+
+
+def is_called(card: ModelCard, name: str) -> bool:
+    return name == card.id or name in card.also
 
 
 def status_of(backend: Backend) -> ModelStatus:
