@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
-from emberkeep.backend.base import Backend, EmbeddingShape
+from emberkeep.backend.base import Backend, EmbeddingShape, ModelTexts
 from emberkeep.backend.capabilities import cache_of, embedder_of, ranker_of, tokenizer_of
 from emberkeep.types import (
     CacheEntry,
@@ -45,6 +45,14 @@ class TokenizerOnDemand:
     def detokenize(self, tokens: Sequence[int]) -> str:
         with self._model.used_in_thread() as backend:
             return tokenizer_of(backend).detokenize(tokens)
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        with self._model.used_in_thread() as backend:
+            return tokenizer_of(backend).pieces(tokens)
+
+    def texts(self) -> ModelTexts:
+        with self._model.used_in_thread() as backend:
+            return tokenizer_of(backend).texts()
 
     def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         with self._model.used_in_thread() as backend:
