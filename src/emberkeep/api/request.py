@@ -473,7 +473,7 @@ class OwnerFields(UserFields):
 
 
 ANY_SLOT = -1
-_TTLS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
+RETENTIONS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
 
 
 class GenerationBody(GenerationFields, FormatFields, OwnerFields):
@@ -504,7 +504,7 @@ class GenerationBody(GenerationFields, FormatFields, OwnerFields):
             use_cache=self.cache_prompt is not False,
             kv_bits=self.kv_bits,
             approximate=self.to_approximation(),
-            ttl=_TTLS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
+            ttl=RETENTIONS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
             slot=None if self.id_slot == ANY_SLOT else self.id_slot,
             want_progress=bool(self.stream and self.return_progress),
             speculation=self.speculation,

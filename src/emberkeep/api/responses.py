@@ -17,6 +17,7 @@ from emberkeep.api.custom_tools import CUSTOM_PARAMETERS
 from emberkeep.api.errors import TOOL_NAME
 from emberkeep.api.messages import check_choice
 from emberkeep.api.request import (
+    RETENTIONS,
     Body,
     GenerationFields,
     Label,
@@ -98,7 +99,6 @@ class CacheOptions(Body):
     ttl: Literal["30m", "12h"] | None = None
 
 
-_TTLS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
 _LEAST_TTLS = {"30m": Ttl.LONG, "12h": Ttl.EXTENDED}
 
 
@@ -170,7 +170,9 @@ def _add_tool(
     is_custom = given.get("type") == "custom"
     if is_custom:
         custom = _validate_at(CustomTool, given, path)
-        tool = Tool(custom.name, _custom_description(custom), CUSTOM_PARAMETERS)
+        if custom.format is not None and custom.format.get("type") != "text":
+            raise InvalidField(f"{path}.format", "a custom tool takes any text here: leave the grammar out.")
+        tool = Tool(custom.name, custom.description or "", CUSTOM_PARAMETERS)
     else:
         function = _validate_at(FunctionTool, given, path)
         tool = Tool(function.name, function.description or "", function.parameters or {})
@@ -179,15 +181,6 @@ def _add_tool(
         raise InvalidField(f"{path}.name", "two tools have this name: rename one.")
     called[name] = Called(tool.name, namespace, is_custom)
     tools.append(replace(tool, name=name))
-
-
-def _custom_description(tool: CustomTool) -> str:
-    """The grammar of its input is told to the model, which is not held to it."""
-    described = tool.description or ""
-    match tool.format:
-        case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
-            return f"{described}\nThe input follows this {syntax} grammar:\n{definition}".strip()
-    return described
 
 
 def _validate_at(model: type[FunctionTool | CustomTool | NamespaceTool], given: Json, path: str) -> Any:
@@ -201,19 +194,19 @@ def _shown(kind: Json) -> str:
     return repr(str(kind)[:64])
 
 
-def choose_tools(choice: Json, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """What the model is told of, and what it may or must call. Raises InvalidField for what is not a tool."""
+def read_choice(choice: Json, tools: tuple[Tool, ...]) -> ToolChoice:
+    """Raises InvalidField for what is not among the tools."""
     match choice:
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            read = ToolChoice(mode, allowed=tuple(_chosen_name(tool) for tool in allowed))
         case None:
             read = ToolChoice()
         case "none" | "auto" | "required":
             read = ToolChoice(choice)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+            read = ToolChoice(mode, allowed=tuple(_chosen_name(tool) for tool in allowed))
         case _:
             read = ToolChoice("named", _chosen_name(choice))
     check_choice(read, tools)
-    return tools, read
+    return read
 
 
 def _chosen_name(choice: Json) -> str:
@@ -325,12 +318,11 @@ class PromptBody(OwnerFields):
             raise InvalidField("input", "is required: give a text or items.")
         if self.instructions:
             messages = (Message("system", self.instructions), *messages)
-        tools, choice = choose_tools(self.tool_choice, self.toolset.tools)
         return replace(
             self.to_owned(),
             messages=messages,
-            tools=tools,
-            tool_choice=choice,
+            tools=self.toolset.tools,
+            tool_choice=read_choice(self.tool_choice, self.toolset.tools),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             template_args=self.reasoning.template_args() if self.reasoning else {},
             format=self.text.format.to_format() if self.text and self.text.format else None,
@@ -398,7 +390,7 @@ class ResponseBody(PromptBody, GenerationFields):
 
     def _ttl(self) -> Ttl | None:
         if self.prompt_cache_retention is not None:
-            return _TTLS[self.prompt_cache_retention]
+            return RETENTIONS[self.prompt_cache_retention]
         options = self.prompt_cache_options
         return _LEAST_TTLS[options.ttl] if options is not None and options.ttl is not None else None
 
@@ -419,6 +411,7 @@ def response_head(
     body: ResponseBody, response_id: str, created: int, model: str, is_stored: bool
 ) -> dict[str, Json]:
     """The response before anything of it is written: every field but those that the answer decides."""
+    sampling = body.to_sampling()
     cache_options = (
         {"mode": "implicit", "ttl": body.prompt_cache_options.ttl} if body.prompt_cache_options else None
     )
@@ -449,12 +442,12 @@ def response_head(
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": is_stored,
-        "temperature": body.temperature,
+        "temperature": sampling.temperature,
         "text": _text_json(body.text),
         "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
         "tools": [_tool_json(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
+        "top_p": sampling.top_p,
         "truncation": body.truncation,
         "usage": None,
         "user": body.user,
