@@ -36,6 +36,10 @@ class Workload:
     sizes: tuple[int, ...] = (2000,)
     repeat: int = 3
 
+    @property
+    def context(self) -> int:
+        return max(self.sizes) + _SPARE
+
     def quick(self) -> Workload:
         return replace(self, sizes=(300,), repeat=1)
 
@@ -47,10 +51,9 @@ Waits = dict[str, list[Reply]]
 async def run(stage: Stage, plan: Workload) -> BenchResult:
     tables = []
     for tokens in plan.sizes:
-        waits = {OURS: await _measure(stage, plan, tokens, _ours(stage, tokens + _SPARE))}
+        waits = {OURS: await _measure(stage, plan, tokens, _ours(stage, plan.context))}
         if plan.peer is not None:
-            router = _router(stage, plan.peer, tokens + _SPARE)
-            waits[PEER] = await _measure(stage, plan, tokens, router)
+            waits[PEER] = await _measure(stage, plan, tokens, _router(stage, plan.peer, plan.context))
         tables.append(Table(f"time to first token, prompts of {tokens:,} tokens", rows(waits)))
     notes = [
         f"known: the prompt was asked for before, and its model unloaded since. {_EVALUATED}: for comparison."

@@ -242,3 +242,10 @@ def test_no_text_is_tokenized_with_a_model_that_is_being_freed(tmp_path, monkeyp
         assert ids.result()
         closing.result()
     model.close()
+
+
+def test_a_model_tells_how_much_of_it_is_loaded(tmp_path):
+    told: list[float] = []
+    LlamaModel(tiny_gguf.dense(tmp_path / "tiny.gguf"), report=told.append).close()
+    assert told == sorted(told)
+    assert told[-1] == 1

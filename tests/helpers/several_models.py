@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,9 @@ def load_fake_engines(patch: pytest.MonkeyPatch) -> list[LocalBackend]:
     """What is loaded from now on: each model with a fake engine."""
     loaded: list[LocalBackend] = []
 
-    def open_fake(config: Config, parts: Parts | None = None) -> LocalBackend:
+    def open_fake(
+        config: Config, parts: Parts | None = None, report: Callable[[float], None] | None = None
+    ) -> LocalBackend:
         name = ModelLibrary(config.data_dir / "models").resolve(config.model).id
         loaded.append(fake_backend(config, FakeEngine(weights=name), name=name, parts=parts))
         return loaded[-1]

@@ -129,7 +129,7 @@ def test_experts_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch, de
 class Crowded:
     """A llama.cpp whose GPU holds three layers."""
 
-    def __init__(self, path: Path, *, placement: Placement, adapters: object) -> None:
+    def __init__(self, path: Path, *, placement: Placement, adapters: object, report: object) -> None:
         self.placement = placement
         if placement.gpu_layers > 3:
             raise ModelBroken("The GPU has no room.")

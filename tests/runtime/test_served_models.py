@@ -164,7 +164,8 @@ def test_settings_of_the_first_model_are_not_those_of_the_others(
     loaded = load_fake_engines(monkeypatch)
     seen: list[Config] = []
     monkeypatch.setattr(
-        "emberkeep.runtime.served_models.open_local", lambda config, parts: seen.append(config) or loaded[0]
+        "emberkeep.runtime.served_models.open_local",
+        lambda config, parts, report: seen.append(config) or loaded[0],
     )
 
     async def story() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,17 +82,20 @@ class _Opened:
     """Pooled, where that was asked for."""
 
 
-def open_local(config: Config, parts: Parts | None = None) -> Backend:
+def open_local(
+    config: Config, parts: Parts | None = None, report: Callable[[float], None] | None = None
+) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError.
 
-    `parts`: those that it shares with other models.
+    `parts`: those that it shares with other models. `report` is told, from another thread, which part of a GGUF
+    model's weights is loaded.
     """
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
     embedding = embedding_profile(model)
     if embedding is not None:
         return open_embedding(config, model, embedding, library.digests)
-    open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
+    open_engine = _open_hf if _uses_hf(config, model) else partial(_open_llamacpp, report=report)
     thread = EngineThread()
     # First the draft model: what it takes is counted, and what is planned for the other one has room beside it.
     draft = _open_draft(config, model, library, thread)
@@ -102,6 +106,7 @@ def open_local(config: Config, parts: Parts | None = None) -> Backend:
     except BaseException:
         if draft is not None:
             thread.submit(draft.engine.close).result()
+        thread.end()
         raise
     card = ModelCard(
         model.id,
@@ -226,7 +231,9 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
     )
 
 
-def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
+def _open_llamacpp(
+    model: ModelFile, config: Config, digests: Path, *, report: Callable[[float], None] | None = None
+) -> _Opened:
     from emberkeep.engine.llamacpp import (
         Adapter,
         LlamaEngine,
@@ -264,7 +271,7 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path) -> _Opened:
             return LlamaEngine(loaded, tuned, digest, tuning)
 
     engine, loaded, placement = open_placed(
-        model.path, adapters, placement, open_engine, is_planned=config.gpu_layers is None
+        model.path, adapters, placement, open_engine, is_planned=config.gpu_layers is None, report=report
     )
     details = {
         "engine": "llamacpp",

@@ -109,16 +109,17 @@ def open_placed(
     open_engine: Callable[[LlamaModel], E],
     *,
     is_planned: bool,
+    report: Callable[[float], None] | None = None,
 ) -> tuple[E, LlamaModel, Placement]:
     """A model where it was placed; where that was planned and memory does not suffice, with fewer layers on GPUs.
 
-    Raises ModelError, EngineError.
+    `report` is told how much of it is loaded. Raises ModelError, EngineError.
     """
     from emberkeep.engine.llamacpp import LlamaModel
 
     while True:
         try:
-            model = LlamaModel(path, placement=placement, adapters=adapters)
+            model = LlamaModel(path, placement=placement, adapters=adapters, report=report)
             return open_engine(model), model, placement
         except (EngineError, ModelBroken) as error:
             if not is_planned or not placement.gpu_layers:

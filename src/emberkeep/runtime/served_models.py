@@ -179,7 +179,7 @@ class ServedModels:
         return ModelSource(
             name,
             ModelCard(name, int(model.path.stat().st_mtime), 0, details=_facts(model)),
-            lambda report: open_local(config, self._parts),
+            partial(open_local, config, self._parts),
             partial(_needed, config, where),
             self._parts.memory,
             keep_alive_s=None if name in config.pinned else config.unload_after_s,

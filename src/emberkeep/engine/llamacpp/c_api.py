@@ -47,6 +47,7 @@ TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 
 LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 NodeCallback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
+ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
 
 _PADDING = ("padding", c_uint8 * 64)
 """Zeros behind a struct that is passed by value: what a later release appends to it is off then."""
@@ -68,7 +69,7 @@ class ModelParams(ctypes.Structure):
         ("lazy_mode", c_int),
         ("main_gpu", c_int32),
         ("tensor_split", POINTER(c_float)),
-        ("progress_callback", c_void_p),
+        ("progress_callback", ProgressCallback),
         ("progress_callback_user_data", c_void_p),
         ("kv_overrides", c_void_p),
         ("vocab_only", c_bool),

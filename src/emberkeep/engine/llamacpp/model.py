@@ -7,7 +7,7 @@ planned here is then what happens, and can be said in a fingerprint.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep.config import resident_ram
-from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, defaults
+from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, ProgressCallback, defaults
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
@@ -115,7 +115,8 @@ class LlamaModel:
     """Raises ModelNotFound, ModelBroken or EngineError. `close` frees the handle; contexts must be closed before.
 
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
-    `repacks`: weights are copied into the layout that the CPU's fastest kernels want.
+    `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `report` is told meanwhile
+    which part of them is loaded.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class LlamaModel:
         placement: Placement = ON_CPU,
         adapters: Sequence[Adapter] = (),
         repacks: bool = True,
+        report: Callable[[float], None] | None = None,
     ) -> None:
         self.path = path
         start_backend()
@@ -139,6 +141,8 @@ class LlamaModel:
         placed = PlacementParams(placement, found)
         placed.put_into(params)
         params.use_extra_bufts = repacks
+        if report is not None:
+            params.progress_callback = ProgressCallback(lambda fraction, _: report(fraction) is None)
         self.handle: Handle | None = llama().llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             way_out = "; try fewer --gpu-layers" if found and placement.gpu_layers else ""
