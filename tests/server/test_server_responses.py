@@ -376,6 +376,13 @@ def test_conversations_are_changed_and_deleted(site: Site, client: openai.OpenAI
             ask()
 
 
+def test_metadata_must_be_given_to_be_changed(site: Site) -> None:
+    made = site.http.post("/v1/conversations", json={"metadata": {"topic": "sea"}}).json()
+    refused = site.http.post(f"/v1/conversations/{made['id']}", json={})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "metadata")
+    assert site.http.get(f"/v1/conversations/{made['id']}").json() == made
+
+
 def test_items_of_a_conversation_are_added_read_and_deleted(site: Site, client: openai.OpenAI) -> None:
     conversation = client.conversations.create()
     given: Any = [{"type": "message", "role": "user", "content": text} for text in ("one", "two")]

@@ -400,6 +400,10 @@ class ConversationBody(OwnerFields):
     metadata: Metadata | None = None
 
 
+class MetadataBody(OwnerFields):
+    metadata: Metadata | None
+
+
 class ItemsBody(OwnerFields):
     items: Annotated[ItemList, Field(min_length=1)]
 

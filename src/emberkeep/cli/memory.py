@@ -175,7 +175,7 @@ def _what(memory: UserMemory, user: str, conversation: str | None) -> str:
 
 
 def _rows(stats: dict[str, Json]) -> int:
-    return sum(stats[kind] for kind in ("turns", "answers", "facts", "conversations"))
+    return sum(stats[kind] for kind in ("turns", "answers", "facts", "conversations", "responses"))
 
 
 def _with_bar(rows: Iterable[T], what: str, total: int | None) -> Iterator[T]:
@@ -327,6 +327,7 @@ def _figures(stats: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
     yield "stored answers", f"{stats['answers']:,}"
     yield "facts", f"{stats['facts']:,}"
     yield "saved conversations", f"{stats['conversations']:,}"
+    yield "stored responses", f"{stats['responses']:,}"
     yield "size", f"{readable_size(stats['bytes'])} of {readable_size(stats['limit'])}"
     for name in ("oldest", "newest"):
         if stats[name] is not None:

@@ -273,7 +273,8 @@ _COUNTS = {
     "turns": f"SELECT coalesce(sum(turns), 0) FROM owners WHERE id IN {_WHOSE}",
     "answers": f"SELECT coalesce(sum(answers), 0) FROM owners WHERE id IN {_WHOSE}",
     "facts": f"SELECT count(*) FROM facts WHERE owner IN {_WHOSE}",
-    "conversations": f"SELECT count(title) FROM conversations WHERE owner IN {_WHOSE}",
+    "conversations": f"SELECT count(coalesce(title, metadata)) FROM conversations WHERE owner IN {_WHOSE}",
+    "responses": f"SELECT count(*) FROM responses WHERE owner IN {_WHOSE}",
     "notes": f"SELECT count(*) FROM notes WHERE owner IN {_WHOSE}",
     "oldest": f"""SELECT at FROM turns WHERE id = (SELECT min((SELECT min(t.id) FROM turns AS t
                   WHERE t.conversation = c.id)) FROM conversations AS c WHERE c.owner IN {_WHOSE})""",

@@ -301,12 +301,12 @@ FIGURES = (
     Figure(r"sessions\.calls", "server_tool_calls_total", "Tool calls that ran here, unknown to the client."),
     Figure(r"sessions\.recalled_turns", "recalled_turns_total", "Archived turns that were put into prompts."),
     Figure(
-        r"memory\.(?P<kind>turns|facts|answers|conversations|notes)",
+        r"memory\.(?P<kind>turns|facts|answers|conversations|responses|notes)",
         "memory_entries",
         "What is remembered, by kind.",
     ),
     Figure(r"memory\.bytes", "memory_bytes", "Bytes of the memory's file."),
-    Figure(r"memory\.limit", "memory_budget_bytes", "Bytes beyond which the oldest turns go."),
+    Figure(r"memory\.limit", "memory_budget_bytes", "Bytes beyond which the oldest turns and responses go."),
     Figure(
         r"measured\.evaluate_tokens_per_s",
         "measured_evaluate_tokens_per_second",

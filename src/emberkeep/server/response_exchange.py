@@ -171,11 +171,9 @@ class Background:
         found = self._running.get((owner, response_id))
         if found is None:
             return False
-        exchange, task = found
+        _, task = found
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        if not exchange.response:
-            await exchange.end(exchange.cancelled())
         return True
 
     async def _run(self, key: tuple[str, str], exchange: Exchange, request: Request) -> None:
@@ -183,6 +181,10 @@ class Background:
             async with aclosing(exchange.generate(request)) as events:
                 async for _ in events:
                     pass
+        except asyncio.CancelledError:
+            if not exchange.response:
+                await exchange.end(exchange.cancelled())
+            raise
         except Exception as error:
             if not isinstance(error, EmberkeepError):
                 log.exception("A response in the background failed.")

@@ -18,6 +18,7 @@ from emberkeep.api.request import Name, UserFields
 from emberkeep.api.responses import (
     ConversationBody,
     ItemsBody,
+    MetadataBody,
     PromptBody,
     ResponseBody,
     conversation_json,
@@ -177,11 +178,9 @@ def _add_conversations(router: APIRouter, models: Models, side: SideWork) -> Non
         found = await side.run(_memory(models).responses.conversation, whose.to_namespace(), conversation_id)
         return json_response(conversation_json(found))
 
-    @router.post(
-        "/conversations/{conversation_id}", openapi_extra=takes(ConversationBody, metadata={"topic": "sky"})
-    )
+    @router.post("/conversations/{conversation_id}", openapi_extra=takes(MetadataBody, metadata={"topic": "sky"}))
     async def update(http: HttpRequest, conversation_id: Name, whose: Whose) -> Response:
-        body = await read_body(http, ConversationBody)
+        body = await read_body(http, MetadataBody)
         responses, owner = _memory(models).responses, one_owner(body, whose)
         changed = await side.run(responses.set_metadata, owner, conversation_id, body.metadata or {})
         return json_response(conversation_json(changed))
