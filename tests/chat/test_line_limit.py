@@ -8,13 +8,13 @@ from emberkeep.types import Request
 
 
 def test_most_requests_have_none() -> None:
-    assert LineLimit.of(Request()) is None
+    assert not Request().limits_lines
 
 
 @pytest.mark.parametrize("pieces", [["  a", "\n  b\n", "c\n"], ["  a\n", "  ", "b", "\nc\n"], ["  a\n  b\nc\n"]])
 def test_a_line_that_is_not_indented_enough_ends_the_answer_before_it(pieces: list[str]) -> None:
-    limit = LineLimit.of(Request(indent=2))
-    assert limit is not None
+    assert Request(indent=2).limits_lines
+    limit = LineLimit(None, 2)
     text = ""
     for piece in pieces:
         passed, ends = limit.feed(piece)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emberkeep.sched.dry import find_breakers
-from emberkeep.sched.sampler_chain import Chain, needs_chain
+from emberkeep.sched.sampler_chain import Chain
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import DEFAULT_SAMPLERS, Sampling
 
@@ -61,11 +61,9 @@ def near(logits: dict[int, float]) -> object:
 
 
 def test_usual_settings_need_no_chain() -> None:
-    assert not needs_chain(Sampling())
-    assert not needs_chain(replace(Sampling(), repetition_penalty=1.2, temperature=0, seed=3))
-    assert not needs_chain(
-        replace(Sampling(), repeat_last_n=64, dry_base=2.0, xtc_threshold=0.6, xtc_probability=1)
-    )
+    assert not Sampling().needs_chain
+    assert not Sampling(repetition_penalty=1.2, temperature=0, seed=3).needs_chain
+    assert not Sampling(repeat_last_n=64, dry_base=2.0, xtc_threshold=0.6, xtc_probability=1).needs_chain
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ def test_usual_settings_need_no_chain() -> None:
     ],
 )
 def test_what_few_requests_ask_for_needs_a_chain(settings: Sampling) -> None:
-    assert needs_chain(settings)
+    assert settings.needs_chain
 
 
 def test_a_chain_of_the_usual_samplers_draws_what_the_short_way_draws() -> None:
@@ -332,7 +330,7 @@ def test_the_default_order_names_every_usual_sampler() -> None:
     everything = replace(
         OFF, dry_multiplier=1.0, top_n_sigma=1.0, xtc_probability=1.0, frequency_penalty=1.0, repeat_last_n=4
     )
-    assert needs_chain(everything)
+    assert everything.needs_chain
     assert everything.samplers == DEFAULT_SAMPLERS
     # 3 and those after it are too far below, and of the three that are left 0, which was penalised, is last.
     assert set(left(everything, prompt=[0])) == {0}

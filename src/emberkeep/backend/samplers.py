@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from emberkeep.chat.grammar import Constraint
 from emberkeep.chat.output import open_reasoning
 from emberkeep.chat.prompt import Prompt
-from emberkeep.sched.dry import Breakers, Dry, find_breakers
-from emberkeep.sched.sampler_chain import Chain, needs_chain
+from emberkeep.sched.dry import Breakers, find_breakers
+from emberkeep.sched.sampler_chain import Chain
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import Request, Sampling, Vocab
 
@@ -33,7 +33,7 @@ class Samplers:
         reasoning = open_reasoning(prompt.text) if request.prompt is None else None
         matcher = self.constraint.matcher(reasoning) if self.constraint else None
         chain = None
-        if needs_chain(settings) or request.logprobs_as_drawn:
+        if settings.needs_chain or request.logprobs_as_drawn:
             chain = Chain(settings, self.vocab, prompt.tokens, self.breakers)
         return Sampler(
             settings, matcher, request.top_logprobs, request.forced, chain, as_drawn=request.logprobs_as_drawn
@@ -50,7 +50,7 @@ class SamplerSource:
     def samplers(self, request: Request, constraint: Constraint | None) -> Samplers:
         """Blocks for tens of milliseconds where a request wants what no other wanted."""
         settings = request.sampling
-        breakers = self._find_breakers(settings.dry_sequence_breakers) if Dry.is_on(settings) else {}
+        breakers = self._find_breakers(settings.dry_sequence_breakers) if settings.uses_dry else {}
         return Samplers(request, self._with_ids(settings), constraint, breakers, self._vocab)
 
     def _with_ids(self, settings: Sampling) -> Sampling:

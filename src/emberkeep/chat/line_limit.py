@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from time import monotonic
 
-from emberkeep.types import Request
-
 _BLANKS = " \t"
 
 
@@ -20,13 +18,6 @@ class LineLimit:
         self._began: float | None = None
         self._blanks: int | None = None
         """At the beginning of the line, so far; None: something else has come, or it is the first line."""
-
-    @classmethod
-    def of(cls, request: Request) -> LineLimit | None:
-        """None: the answer's lines do not matter."""
-        if request.line_seconds is None and not request.indent:
-            return None
-        return cls(request.line_seconds, request.indent)
 
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that belongs to the answer, and whether the answer ends with it."""

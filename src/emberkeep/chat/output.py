@@ -102,7 +102,7 @@ class TextStream:
             reasoning=open_reasoning(prompt),
             reasoning_format=request.reasoning or ReasoningFormat.SEPARATE,
             raw=request.prompt is not None,
-            lines=LineLimit.of(request),
+            lines=LineLimit(request.line_seconds, request.indent) if request.limits_lines else None,
         )
         return cls(vocab, options, index=index)
 

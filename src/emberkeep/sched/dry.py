@@ -31,10 +31,6 @@ class Dry:
         self._tails = {head: sorted(map(np.array, tails), key=len) for head, tails in breakers.items()}
         self._most = _largest_exponent(settings.dry_base)
 
-    @staticmethod
-    def is_on(settings: Sampling) -> bool:
-        return settings.dry_multiplier != 0 and settings.dry_base >= 1 and settings.dry_penalty_last_n > 0
-
     def penalties(self, tokens: TokenArray) -> dict[int, float]:
         """How much lower the logits of some tokens are after `tokens`, of which the last count."""
         allowed = self._settings.dry_allowed_length

@@ -16,7 +16,7 @@ from emberkeep.sched import candidates as cut
 from emberkeep.sched.candidates import Floats, Ints
 from emberkeep.sched.dry import Breakers, Dry
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import DEFAULT_SAMPLERS, Sampling, Vocab
+from emberkeep.types import Sampling, Vocab
 
 GREEDY_BELOW = 1e-6
 """Temperatures that differ from 0 in nothing but overflowing."""
@@ -38,38 +38,12 @@ class Candidates(NamedTuple):
         return place if self.ids is None else int(self.ids[place])
 
 
-def needs_chain(settings: Sampling) -> bool:
-    """Whether something is asked for besides bias, penalties on the answer, top-k, typical-p, top-p, min-p and
-    temperature in their usual order."""
-    return bool(
-        settings.samplers != DEFAULT_SAMPLERS
-        or settings.mirostat
-        or settings.min_keep
-        or settings.dynatemp_range > 0
-        or settings.top_n_sigma > 0
-        or mixes(settings)
-        or Dry.is_on(settings)
-        or (settings.repeat_last_n is not None and penalises(settings))
-    )
-
-
-def penalises(settings: Sampling) -> bool:
-    return bool(
-        settings.repetition_penalty != 1 or settings.frequency_penalty != 0 or settings.presence_penalty != 0
-    )
-
-
 def penalise(found: Floats, counts: Floats, settings: Sampling) -> Floats:
     """The logits of tokens that came so often."""
     factor = np.float32(settings.repetition_penalty)
     lower: Floats = np.where(found > 0, found / factor, found * factor)
     lower -= counts * np.float32(settings.frequency_penalty) + np.float32(settings.presence_penalty)
     return lower
-
-
-def mixes(settings: Sampling) -> bool:
-    """XTC does something now and then."""
-    return settings.xtc_probability > 0 and settings.xtc_threshold <= 0.5
 
 
 class Chain:
@@ -79,7 +53,7 @@ class Chain:
     def __init__(self, settings: Sampling, vocab: Vocab, prompt: TokenArray, breakers: Breakers) -> None:
         self._settings = settings
         self._vocab = vocab
-        self._dry = Dry(settings, breakers) if Dry.is_on(settings) else None
+        self._dry = Dry(settings, breakers) if settings.uses_dry else None
         self._window = max((self._dry and settings.dry_penalty_last_n) or 0, settings.repeat_last_n or 0)
         self._tokens: list[int] = prompt[-self._window :].tolist() if self._window else []
         self._counts: Counter[int] = Counter()
@@ -102,7 +76,7 @@ class Chain:
             self._tokens.append(token)
             if len(self._tokens) > 2 * self._window:
                 del self._tokens[: -self._window]
-        if self._settings.repeat_last_n is None and penalises(self._settings):
+        if self._settings.repeat_last_n is None and self._settings.penalises:
             self._counts[token] += 1
         if self._settings.mirostat and probability is not None:
             surprise = -math.log2(max(probability, 1e-30))
@@ -111,7 +85,7 @@ class Chain:
     def _steps_of(self, settings: Sampling) -> list[_Step]:
         least = settings.min_keep
         steps: Mapping[str, tuple[bool, _Step]] = {
-            "penalties": (penalises(settings) and settings.repeat_last_n != 0, self._penalised),
+            "penalties": (settings.penalises and settings.repeat_last_n != 0, self._penalised),
             "dry": (self._dry is not None, self._unrepeated),
             "top_n_sigma": (
                 settings.top_n_sigma > 0,
@@ -127,7 +101,7 @@ class Chain:
                 settings.min_p > 0,
                 _cutting(lambda logits: cut.relatively_likely(logits, settings.min_p, least)),
             ),
-            "xtc": (mixes(settings), self._surprising),
+            "xtc": (settings.uses_xtc, self._surprising),
             "temperature": (True, self._heated),
             "infill": (True, self._filling),
         }

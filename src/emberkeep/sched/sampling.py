@@ -25,7 +25,7 @@ from emberkeep.sched.candidates import (
     typical,
     weights,
 )
-from emberkeep.sched.sampler_chain import GREEDY_BELOW, Candidates, Chain, mixes, penalise, penalises
+from emberkeep.sched.sampler_chain import GREEDY_BELOW, Candidates, Chain, penalise
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Sampling, TokenLogprob
 
@@ -69,11 +69,11 @@ class Sampler:
         self._top_logprobs = top_logprobs
         self._as_drawn = as_drawn
         self._uniforms = _Uniforms(settings.seed)
-        self._chances = _Uniforms(settings.seed, stream=1) if mixes(settings) else None
+        self._chances = _Uniforms(settings.seed, stream=1) if settings.uses_xtc else None
         self._counts: Counter[int] = Counter()
         self._bias_ids = np.fromiter(settings.logit_bias, np.intp, len(settings.logit_bias))
         self._bias = np.fromiter(settings.logit_bias.values(), np.float32, len(settings.logit_bias))
-        self._penalises = penalises(settings) and chain is None
+        self._penalises = settings.penalises and chain is None
         self._temperature = np.float32(settings.temperature)
         self._is_greedy = settings.temperature < GREEDY_BELOW and chain is None
 

@@ -247,6 +247,34 @@ class Sampling:
     min_keep: int = 0
     """So many tokens at least are left to draw from by top-p, min-p, typical-p and XTC."""
 
+    @property
+    def penalises(self) -> bool:
+        """Tokens that came before are less likely, or more."""
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0)
+
+    @property
+    def uses_dry(self) -> bool:
+        return self.dry_multiplier != 0 and self.dry_base >= 1 and self.dry_penalty_last_n > 0
+
+    @property
+    def uses_xtc(self) -> bool:
+        return self.xtc_probability > 0 and self.xtc_threshold <= 0.5
+
+    @property
+    def needs_chain(self) -> bool:
+        """Whether something is asked for besides bias, penalties on the answer, top-k, typical-p, top-p, min-p and
+        temperature in their usual order."""
+        return bool(
+            self.samplers != DEFAULT_SAMPLERS
+            or self.mirostat
+            or self.min_keep
+            or self.dynatemp_range > 0
+            or self.top_n_sigma > 0
+            or self.uses_xtc
+            or self.uses_dry
+            or (self.repeat_last_n is not None and self.penalises)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
@@ -439,6 +467,11 @@ class Request:
         """The log probabilities of the prompt's own tokens are wanted: all of it is evaluated, for stored state
         has none."""
         return self.echo and self.top_logprobs is not None
+
+    @property
+    def limits_lines(self) -> bool:
+        """Where the answer ends depends on its lines."""
+        return self.line_seconds is not None or bool(self.indent)
 
     @property
     def may_speculate(self) -> bool:
