@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter
@@ -70,7 +71,7 @@ class CopyBody(Body):
 def ollama_model_routes(models: Models, library: ModelLibrary, side: SideWork) -> APIRouter:
     router = APIRouter()
     _add_reads(router, models, library, side)
-    _add_changes(router, library, side)
+    _add_changes(router, models, library, side)
     _add_pull(router, library)
     _add_refusals(router)
     return router
@@ -95,11 +96,14 @@ def _add_reads(router: APIRouter, models: Models, library: ModelLibrary, side: S
         return json_response(await side.run(show_json, backend, library))
 
 
-def _add_changes(router: APIRouter, library: ModelLibrary, side: SideWork) -> None:
+def _add_changes(router: APIRouter, models: Models, library: ModelLibrary, side: SideWork) -> None:
     @router.delete("/api/delete", openapi_extra=takes(NamedBody, model="name"))
     async def delete(http: HttpRequest) -> Response:
         body = await read_body(http, NamedBody)
-        await side.run(lambda: library.remove(_installed_id(library, body.wanted)))
+        id = await side.run(_installed_id, library, body.wanted)
+        with suppress(ModelNotFound, RequestError):  # not served, or served alone: then it stays in memory
+            await models.unload(id)
+        await side.run(library.remove, id)
         return Response()
 
     @router.post("/api/copy", openapi_extra=takes(CopyBody, source="name", destination="other"))

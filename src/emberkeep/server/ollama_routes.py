@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,7 +34,7 @@ from emberkeep.server.json_response import json_response
 from emberkeep.server.openai import check_hops, number_in
 from emberkeep.server.openapi import HELLO, LINES, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream, while_connected
-from emberkeep.types import DEPTH_HEADER, Request
+from emberkeep.types import DEPTH_HEADER, Embedded, Request
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +60,16 @@ def ollama_routes(models: Models) -> APIRouter:
     @router.post("/api/embed", openapi_extra=takes(EmbedBody, input="Why is the sky blue?"))
     async def embed(http: HttpRequest) -> Response:
         began, body = perf_counter(), await read_body(http, EmbedBody)
-        embedder = embedder_of(await loaded(find_model(models, body.model), body.keep_alive))
-        embedded = await while_connected(http, embedder.embed(body.to_request()))
-        return json_response(embedded_json(embedded, body.model or "", began))
+        backend = find_model(models, body.model)
+        embedded = await _embed(http, backend, body)
+        # Thousands of numbers each: not in the loop that serves the streams.
+        name = body.model or backend.card.id
+        return await asyncio.to_thread(lambda: json_response(embedded_json(embedded, name, began)))
 
     @router.post("/api/embeddings", openapi_extra=takes(EmbeddingsBody, prompt="Why is the sky blue?"))
     async def embeddings(http: HttpRequest) -> Response:
         body = await read_body(http, EmbeddingsBody)
-        embedder = embedder_of(await loaded(find_model(models, body.model), body.keep_alive))
-        embedded = await while_connected(http, embedder.embed(body.to_request()))
+        embedded = await _embed(http, find_model(models, body.model), body)
         return json_response({"embedding": embedded.vectors[0].tolist()})
 
     @router.get("/api/version")
@@ -105,6 +107,12 @@ async def _load_only(
     if isinstance(backend, OnDemandBackend):
         await while_connected(http, backend.unload() if is_unload else backend.load(keep_alive_s))
     return json_response(loaded_json(envelope, "unload" if is_unload else "load"))
+
+
+async def _embed(http: HttpRequest, backend: Backend, body: EmbedBody | EmbeddingsBody) -> Embedded:
+    embedder = embedder_of(await while_connected(http, loaded(backend, body.keep_alive)))
+    request = await make_of_body(http, body.to_request)
+    return await while_connected(http, embedder.embed(request))
 
 
 def find_model(models: Models, name: str | None) -> Backend:
