@@ -11,16 +11,20 @@ from pathlib import Path
 
 from emberkeep.api.ollama_answer import timestamp
 from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.embedding_backend import EmbeddingBackend
 from emberkeep.errors import ModelError
 from emberkeep.models.gguf import SkippedArray, Value, read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile_of
+from emberkeep.runtime.embedding_model import embedding_profile
 from emberkeep.types import Json, ModelStatus
 
 _FOREVER_S = 100 * 365 * 86400
 """Until a model expires that is never unloaded."""
 _LONGEST_LIST = 64
 """Of the values of one key that are shown."""
+_FILLS_IN = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
+"""Keys of models that were trained to fill in the middle."""
 _THINKS = re.compile(r"enable_thinking|<think>|reasoning_content|reasoning_effort|thinking")
 
 
@@ -50,22 +54,30 @@ def show_json(backend: Backend, library: ModelLibrary) -> dict[str, Json]:
     template = known.profile.chat_template if known.profile else None
     source = known.installed.record.source if known.installed else card.id
     parameters = f"num_ctx {card.context}" if card.context else ""
+    info = known.info()
     return {
-        "modelfile": f"FROM {source}\nPARAMETER {parameters}\n",
+        "modelfile": f"FROM {source}\n" + (f"PARAMETER {parameters}\n" if parameters else ""),
         "parameters": parameters,
         "template": template or "",
         "details": known.details(),
-        "model_info": known.info(),
-        "capabilities": _capabilities(backend, template or ""),
+        "model_info": info,
+        "capabilities": _capabilities(backend, known, template or "", info),
         "modified_at": known.modified_at,
     }
 
 
-def _capabilities(backend: Backend, template: str) -> list[str]:
-    if backend.embedder is not None:
-        return ["embedding"]
-    can = {"tools": backend.card.calls_tools, "thinking": _THINKS.search(template) is not None}
-    return ["completion", *(name for name, is_so in can.items() if is_so)]
+def _capabilities(backend: Backend, known: _Known, template: str, info: Mapping[str, Json]) -> list[str]:
+    is_embedding = isinstance(backend, EmbeddingBackend)
+    if known.installed is not None:
+        is_embedding = embedding_profile(known.installed) is not None
+    can = {
+        "completion": not is_embedding,
+        "tools": not is_embedding and backend.card.calls_tools,
+        "insert": any(key in info for key in _FILLS_IN),
+        "thinking": _THINKS.search(template) is not None,
+        "embedding": is_embedding or backend.embedder is not None,
+    }
+    return [name for name, is_so in can.items() if is_so]
 
 
 @dataclass(frozen=True, slots=True)
