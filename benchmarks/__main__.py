@@ -103,6 +103,14 @@ PARTS = (
         ("ctx", "times", "facts", "through"),
     ),
     Benchmark(
+        "agents",
+        "Sessions of coding agents (--data FOLDER): tokens evaluated for what is unique, and by a llama-server "
+        "(--peer PATH).",
+        "benchmarks.agents",
+        ("peer", "data", "ctx"),
+        Needs.MODEL,
+    ),
+    Benchmark(
         "hf-turns",
         "Eight turns in the Hugging Face engine, against transformers.generate, which keeps nothing between them.",
         "benchmarks.hf_turns",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.api.answer import ChatFrames, Envelope, TextFrames
+from emberkeep.api.answer import ChatFrames, Envelope, TextFrames, detail_json
 from emberkeep.types import Event, Loading, ReasoningDelta, TextDelta
 from helpers.scripted_server import COMPLETED
 
@@ -57,3 +58,8 @@ def test_that_a_model_is_being_loaded_is_a_comment_of_one_line(kind: type[ChatFr
     frames = kind(ENVELOPE, include_usage=False)
     assert frames.frame(Loading("mine")) == b': "mine" is being loaded\n\n'
     assert frames.frame(Loading("a\nb", 0.5)) == b': "a\\nb" is being loaded, 50%\n\n'
+
+
+def test_rules_that_changed_the_prompt_are_named() -> None:
+    assert "hygiene" not in detail_json(COMPLETED, None)
+    assert detail_json(replace(COMPLETED, hygiene=("tool-order",)), None)["hygiene"] == ["tool-order"]

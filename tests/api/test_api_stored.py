@@ -42,7 +42,13 @@ def test_an_entry_comes_back_as_it_was(entry: CacheEntry) -> None:
 
 
 @pytest.mark.parametrize(
-    "divergence", [None, Divergence(7, "stored", "asked"), Divergence(7, "a", "b", "message 3")]
+    "divergence",
+    [
+        None,
+        Divergence(7, "stored", "asked"),
+        Divergence(7, "a", "b", "message 3"),
+        Divergence(7, "a", "b", "message 3", ("ids", "numbers")),
+    ],
 )
 def test_a_lookup_comes_back_as_it_was(divergence: Divergence | None) -> None:
     lookup = replace(LOOKUP, divergence=divergence)
