@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from emberkeep.backend.base import ModelCard, ModelTexts
+from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import (
     Completed,
@@ -126,7 +126,14 @@ class ScriptedBackend:
     def texts(self) -> ModelTexts:
         return ModelTexts("", "", "")
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        args: Mapping[str, Json] = NO_ARGS,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         return "\n".join(message.content for message in messages)
 
     def count(self, request: Request) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from emberkeep.backend.base import ModelCard, ModelTexts
+from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
 from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
@@ -108,9 +108,17 @@ class ScriptedBackend:
     def texts(self) -> ModelTexts:
         return ModelTexts("{{ messages }}", "<s>", "</s>")
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        args: Mapping[str, Json] = NO_ARGS,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         lines = [f"{message.role}: {message.content}" for message in messages]
-        return "\n".join([*(tool.name for tool in tools), *lines])
+        ending = ["assistant:"] if args.get("ends") and add_generation_prompt else []
+        return "\n".join([*(tool.name for tool in tools), *lines, *ending])
 
     def count(self, request: Request) -> int:
         return sum(len(message.content) for message in request.messages)

@@ -102,7 +102,7 @@ def test_the_settings_that_were_used_are_told(backend: ScriptedBackend, http: ht
     }
     settings = complete(http, **fields, logit_bias=[[5, False]])["generation_settings"]
     assert {name: settings[name] for name in fields} == {**fields, "samplers": ["top_k", "temperature"]}
-    assert settings["logit_bias"] == [[5, False]]
+    assert settings["logit_bias"] == [{"token": 5, "bias": None}]
     assert settings["repeat_last_n"] == 64
     assert complete(http)["generation_settings"]["seed"] == -1
 

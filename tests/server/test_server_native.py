@@ -100,6 +100,10 @@ def test_apply_template(backend: ScriptedBackend, http: httpx.Client) -> None:
     tool = {"type": "function", "function": {"name": "t"}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
     assert http.post("/apply-template", json=body).json() == {"prompt": "t\nuser: hi"}
+    told = http.post("/apply-template", json={**body, "chat_template_kwargs": {"ends": True}}).json()
+    assert told == {"prompt": "t\nuser: hi\nassistant:"}
+    bare = {**body, "chat_template_kwargs": {"ends": True}, "add_generation_prompt": False}
+    assert http.post("/apply-template", json=bare).json() == {"prompt": "t\nuser: hi"}
 
 
 def test_the_openapi_document_describes_every_body(http: httpx.Client) -> None:

@@ -24,7 +24,7 @@ from emberkeep.api.request import (
     Whole,
     to_limit,
 )
-from emberkeep.api.sampling import USUAL_LAST_N
+from emberkeep.api.sampling import BAN, USUAL_LAST_N
 from emberkeep.errors import InvalidField
 from emberkeep.types import Infill, Json, Request, Sampling, SourceFile
 
@@ -227,6 +227,6 @@ def settings_json(request: Request, *, stream: bool = False) -> dict[str, Json]:
 
 
 def _bias_json(sampling: Sampling) -> list[Json]:
-    """JSON has no infinity: `false` is what bans a token."""
+    """JSON has no infinity: null stands for a token that is banned."""
     pairs = [*sampling.logit_bias.items(), *sampling.text_bias]
-    return [[of, False if by == float("-inf") else by] for of, by in pairs]
+    return [{"token": of, "bias": None if by == BAN else by} for of, by in pairs]

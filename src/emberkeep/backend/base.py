@@ -90,6 +90,9 @@ class Cache(Protocol):
         """
 
 
+NO_ARGS: Mapping[str, Json] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTexts:
     """Texts that a model was trained with."""
@@ -112,7 +115,14 @@ class Tokenizer(Protocol):
 
     def texts(self) -> ModelTexts: ...
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        args: Mapping[str, Json] = NO_ARGS,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Raises RequestError for what the template refuses."""
 
     def count(self, request: Request) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import NO_ARGS, ModelCard
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry, RequestError
@@ -93,7 +93,14 @@ class EmbeddingTokenizer:
     def texts(self) -> NoReturn:
         raise self._no_chats()
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> NoReturn:
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        args: Mapping[str, Json] = NO_ARGS,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> NoReturn:
         raise self._no_chats()
 
     def count(self, request: Request) -> NoReturn:

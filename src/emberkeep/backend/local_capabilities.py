@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from emberkeep.backend.base import ModelTexts
+from emberkeep.backend.base import NO_ARGS, ModelTexts
 from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import Attention, ExpertTracking
 from emberkeep.errors import RequestError
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.types import AttentionTier, ExpertStats, Message, Request, Tool, Vocab
+from emberkeep.types import AttentionTier, ExpertStats, Json, Message, Request, Tool, Vocab
 
 
 class LocalTokenizer:
@@ -46,8 +46,15 @@ class LocalTokenizer:
 
         return ModelTexts(self._template.source, text(self._vocab.bos), text(self._vocab.eos))
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        return self._template.render(messages, tools)
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        args: Mapping[str, Json] = NO_ARGS,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        return self._template.render(messages, tools, args=args, add_generation_prompt=add_generation_prompt)
 
     def count(self, request: Request) -> int:
         equipped = self._equip(request)

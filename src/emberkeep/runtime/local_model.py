@@ -275,6 +275,7 @@ def _open_llamacpp(
     )
     details = {
         "engine": "llamacpp",
+        "file": model.path.name,
         "architecture": shape.architecture,
         "kind": shape.kind,
         "parameters": shape.parameters,

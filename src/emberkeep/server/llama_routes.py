@@ -150,7 +150,7 @@ def _props(backend: Backend) -> dict[str, Json]:
         "total_slots": len(_slots(backend)),
         "model_alias": card.id,
         "model_ftype": details.get("quantisation"),
-        "model_path": card.id,
+        "model_path": details.get("file", card.id),
         "modalities": {"vision": False, "video": False, "audio": False},
         "endpoint_slots": True,
         "endpoint_props": False,

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
-from emberkeep.api.messages import MessageList, ToolList, to_messages
+from emberkeep.api.messages import MessageList, TemplateArgs, ToolList, to_messages
 from emberkeep.api.request import Body, Count
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import tokenizer_of
@@ -49,6 +49,8 @@ class TemplateBody(Body):
     model: str | None = None
     messages: MessageList
     tools: ToolList | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateArgs | None = None
 
 
 def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bool) -> APIRouter:
@@ -131,4 +133,10 @@ def _text(backend: Backend, body: DetokenizeBody) -> Response:
 def _prompt(backend: Backend, body: TemplateBody) -> Response:
     tools = [tool.to_tool() for tool in body.tools or ()]
     messages = to_messages(body.messages)
-    return json_response({"prompt": tokenizer_of(backend, "template").apply_template(messages, tools)})
+    prompt = tokenizer_of(backend, "template").apply_template(
+        messages,
+        tools,
+        body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    return json_response({"prompt": prompt})
