@@ -16,6 +16,8 @@ from emberkeep.engine.hf.embedding_engine import HfEmbeddingEngine, HfEmbeddingS
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.errors import ModelBroken
+from emberkeep.models.charsmap import check_charsmap
+from emberkeep.models.gguf import read_header
 from emberkeep.types import Pooling
 from helpers import tiny_bert, tiny_gguf
 
@@ -183,3 +185,29 @@ def test_means_of_a_decoders_states_can_be_asked_for(decoder: Path) -> None:
 def test_without_a_word_on_pooling_a_file_is_refused(decoder: Path) -> None:
     with pytest.raises(ModelBroken, match=r"does not say how its tokens become one vector: set pooling to mean"):
         LlamaEmbeddingEngine(LlamaModel(decoder), LlamaEmbeddingSettings(context=64), "weights")
+
+
+# ── unigram vocabularies ──
+
+
+def test_a_unigram_vocabulary_rewrites_texts_and_frames_pairs_as_xlm_roberta_does(tmp_path: Path) -> None:
+    path = tiny_bert.unigram_gguf(tmp_path / "unigram.gguf")
+    check_charsmap(read_header(path))
+    model = LlamaModel(path, may_rewrite=True)
+    engine = LlamaEmbeddingEngine(model, LlamaEmbeddingSettings(tiny_bert.CONTEXT), "weights")
+    first = engine.framing.text(engine.vocab, "the cAt")
+    assert first == engine.framing.text(engine.vocab, "the cat")
+    pieces = [engine.vocab.pieces[token] for token in first.ids]
+    assert pieces == [b"<s>", b" the", b" cat", b"</s>"]
+    pair = engine.framing.pair(engine.vocab, "the", "cat")
+    assert [engine.vocab.pieces[token] for token in pair.ids] == [
+        *(b"<s>", b" the", b"</s>"),
+        *(b"</s>", b" cat", b"</s>"),
+    ]
+    assert np.isfinite(engine.embed([first, pair])).all()
+    engine.close()
+
+
+def test_without_a_check_of_its_table_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelBroken, match="vocabulary is a unigram one"):
+        LlamaModel(tiny_bert.unigram_gguf(tmp_path / "unigram.gguf"))

@@ -81,6 +81,17 @@ def bert_gguf(path: Path, folder: Path, *, pooling: int = MEAN) -> Path:
     vocab = _words(folder)
     config = model.config
     writer = GGUFWriter(path, "bert")
+    _write_shape(writer, config, pooling)
+    if classifies:
+        writer.add_array("bert.classifier.output_labels", ["relevance"])
+    _write_vocabulary(writer, vocab)
+    for name, weights in _tensors(model.state_dict(), with_head=classifies):
+        writer.add_tensor(name, weights)
+    _finish(writer)
+    return path
+
+
+def _write_shape(writer: GGUFWriter, config: BertConfig, pooling: int) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -89,16 +100,13 @@ def bert_gguf(path: Path, folder: Path, *, pooling: int = MEAN) -> Path:
     writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_causal_attention(False)
     writer.add_uint32("bert.pooling_type", pooling)
-    if classifies:
-        writer.add_array("bert.classifier.output_labels", ["relevance"])
-    _write_vocabulary(writer, vocab)
-    for name, weights in _tensors(model.state_dict(), with_head=classifies):
-        writer.add_tensor(name, weights)
+
+
+def _finish(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _tensors(state: Mapping[str, torch.Tensor], *, with_head: bool) -> list[tuple[str, np.ndarray]]:
@@ -176,3 +184,64 @@ def _write_vocabulary(writer: GGUFWriter, words: list[str]) -> None:
     writer.add_sep_token_id(words.index("[SEP]"))
     writer.add_unk_token_id(words.index("[UNK]"))
     writer.add_pad_token_id(words.index("[PAD]"))
+
+
+# ── unigram vocabularies ──
+
+_UNIGRAM = (
+    "<s>",
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "▁",
+    *"abcdefghijklmnopqrstuvwxyz",
+    "▁the",
+    "▁cat",
+    "▁sat",
+    "at",
+    "▁a",
+)
+_OFFSET = 1 << 31
+
+
+def charsmap() -> bytes:
+    """A table that rewrites A as a, and nothing else."""
+    nodes = np.zeros(512, "<u4")
+    nodes[0] = 256 << 10  # children of the root are at 256 ^ letter
+    leaf = 256 ^ ord("A")
+    nodes[leaf] = 3 << 10 | 1 << 8 | ord("A")
+    nodes[leaf ^ 3] = _OFFSET
+    return (4 * len(nodes)).to_bytes(4, "little") + nodes.tobytes() + b"a\0"
+
+
+def unigram_gguf(path: Path, *, table: bytes | None = None, seed: int = 0) -> Path:
+    """XLM-RoBERTa's kind of vocabulary on a tiny encoder."""
+    words = list(_UNIGRAM)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=WIDTH,
+        max_position_embeddings=CONTEXT,
+    )
+    torch.manual_seed(seed)
+    writer = GGUFWriter(path, "bert")
+    _write_shape(writer, config, MEAN)
+    writer.add_tokenizer_model("t5")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * 4 + [-3.0 + 0.1 * len(word) for word in words[4:]])
+    kinds = [TokenType.CONTROL] * 3 + [TokenType.UNKNOWN] + [TokenType.NORMAL] * (len(words) - 4)
+    writer.add_token_types(kinds)
+    writer.add_token_type_count(2)
+    writer.add_add_space_prefix(True)
+    for name, token in (("bos", 0), ("padding", 1), ("eos", 2), ("unknown", 3), ("seperator", 2)):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(True)
+    writer.add_array("tokenizer.ggml.precompiled_charsmap", table or charsmap())
+    for name, weights in _tensors(BertModel(config, add_pooling_layer=False).state_dict(), with_head=False):
+        writer.add_tensor(name, weights)
+    _finish(writer)
+    return path

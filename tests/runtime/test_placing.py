@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,32 +127,27 @@ def test_experts_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch, de
     assert "this model has no experts: cpu_moe changes nothing" in caplog.messages
 
 
-class Crowded:
-    """A llama.cpp whose GPU holds three layers."""
+def opened(layers: int, *, is_planned: bool, holds: int = 3) -> Placement:
+    """On a GPU that holds three layers."""
 
-    def __init__(self, path: Path, *, placement: Placement, adapters: object, report: object) -> None:
-        self.placement = placement
-        if placement.gpu_layers > 3:
+    def load(placement: Placement) -> Any:
+        if placement.gpu_layers > holds:
             raise ModelBroken("The GPU has no room.")
 
-
-def opened(monkeypatch: pytest.MonkeyPatch, layers: int, *, is_planned: bool) -> Placement:
-    monkeypatch.setattr(llamacpp, "LlamaModel", Crowded)
-    placement = Placement(32, layers)
-    return open_placed(Path("m.gguf"), [], placement, lambda model: model, is_planned=is_planned)[2]
+    return open_placed(load, Placement(32, layers), lambda model: model, is_planned=is_planned)[2]
 
 
-def test_a_plan_that_was_too_bold_is_made_smaller(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    assert opened(monkeypatch, 33, is_planned=True).gpu_layers == 2
+def test_a_plan_that_was_too_bold_is_made_smaller(caplog) -> None:
+    assert opened(33, is_planned=True).gpu_layers == 2
     assert caplog.messages[-1] == "The GPU has no room. So 2 layers are put on the GPU."
-    assert opened(monkeypatch, 3, is_planned=True).gpu_layers == 3
+    assert opened(3, is_planned=True).gpu_layers == 3
 
 
-def test_a_number_that_was_asked_for_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_was_asked_for_is_not_changed() -> None:
     with pytest.raises(ModelBroken):
-        opened(monkeypatch, 33, is_planned=False)
+        opened(33, is_planned=False)
 
 
 def test_what_fails_without_a_gpu_as_well_is_an_error() -> None:
     with pytest.raises(ModelBroken):
-        open_placed(Path(__file__), [], Placement(2, 2), lambda model: model, is_planned=True)
+        opened(2, is_planned=True, holds=-1)

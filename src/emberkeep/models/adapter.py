@@ -38,7 +38,7 @@ def check_adapter(path: Path, model: GgufHeader) -> GgufHeader:
             f"{path.name} is an activated LoRA, which changes in the middle of a text and is not supported: "
             "take a plain LoRA adapter."
         )
-    ours, theirs = (each.metadata.get("general.architecture") for each in (model, header))
+    ours, theirs = (str(each.metadata.get("general.architecture")) for each in (model, header))
     if ours != theirs:
         raise ModelBroken(f"{path.name} is for models of the architecture {theirs}, and this one is {ours}.")
     _check_tensors(path.name, header, {tensor.name: tensor for tensor in model.tensors})

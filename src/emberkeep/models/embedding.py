@@ -37,7 +37,7 @@ class EmbeddingProfile:
 
 def embedding_gguf(header: GgufHeader) -> EmbeddingProfile | None:
     """None for a model that writes."""
-    architecture = header.metadata.get("general.architecture")
+    architecture = str(header.metadata.get("general.architecture"))
     pooling = header.metadata.get(f"{architecture}.pooling_type")
     if isinstance(pooling, int) and pooling in _GGUF_POOLING:
         return EmbeddingProfile(_GGUF_POOLING[pooling])

@@ -35,6 +35,8 @@ MAX_ALIGNMENT = 1 << 20
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 KEPT_ARRAY = 1024
 """Longer arrays (vocabulary, merges) are skipped: only their length is kept."""
+CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
+"""The one array of bytes that is kept, however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class SkippedArray:
 
 
 Scalar = int | float | bool | str
-Value = Scalar | tuple[Scalar, ...] | SkippedArray
+Value = Scalar | bytes | tuple[Scalar, ...] | SkippedArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ def _join(headers: Sequence[GgufHeader], files: Sequence[Path]) -> GgufHeader:
 
 
 _STRING, _ARRAY = 8, 9
+_BYTE_KINDS = (0, 1)
 _SCALARS = {
     number: (name, struct.Struct(f"<{code}"))
     for number, name, code in (
@@ -207,7 +210,8 @@ class _HeaderReader:
             key = self._string(MAX_KEY)
             if key in metadata:
                 raise self._broken(f"the metadata key {key[:64]!r} appears twice")
-            metadata[key] = self._value(self._kind(key))
+            kind = self._kind(key)
+            metadata[key] = self._bytes() if (key, kind) == (CHARSMAP, _ARRAY) else self._value(kind)
         return metadata
 
     def _kind(self, key: str) -> int:
@@ -238,6 +242,12 @@ class _HeaderReader:
             return SkippedArray(length)
         self._skip_strings(length)
         return SkippedArray(length)
+
+    def _bytes(self) -> bytes:
+        kind = self._u32()
+        if kind not in _BYTE_KINDS:
+            raise self._broken(f"its {CHARSMAP} does not consist of bytes")
+        return self._take(self._count(MAX_HEADER, "array elements"))
 
     def _skip_strings(self, count: int) -> None:
         # Vocabularies have hundreds of thousands of entries: this loop is most of the time of a read.

@@ -18,6 +18,7 @@ from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
 from emberkeep.kv.vector_file import VectorFile
 from emberkeep.models.adapter import check_adapter
+from emberkeep.models.charsmap import check_charsmap
 from emberkeep.models.digest import model_digest, weights_digest
 from emberkeep.models.embedding import EmbeddingProfile, embedding_folder, embedding_gguf
 from emberkeep.models.gguf import read_header
@@ -28,7 +29,7 @@ from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types import Json, Pooling
 
 if TYPE_CHECKING:
-    from emberkeep.engine.llamacpp import LlamaEmbeddingSettings, LlamaModel
+    from emberkeep.engine.llamacpp import LlamaEmbeddingSettings, LlamaModel, Placement
 
 log = logging.getLogger("emberkeep")
 
@@ -96,6 +97,7 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
     from emberkeep.engine.llamacpp import (
         Adapter,
         LlamaEmbeddingEngine,
+        LlamaModel,
         LlamaSettings,
         choose_library,
         one_core_each,
@@ -104,6 +106,7 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
 
     choose_library(config.llama_library)
     header = read_header(model.path)
+    check_charsmap(header)
     about = profile(header)
     settings = _llamacpp_settings(config, _pooling(config, shape), about.context_length)
     digest = model_digest(model.path, digests)
@@ -118,9 +121,10 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
         with one_core_each():
             return LlamaEmbeddingEngine(loaded, settings, digest)
 
-    engine, _, placement = open_placed(
-        model.path, adapters, placement, open_engine, is_planned=config.gpu_layers is None
-    )
+    def load(where: Placement) -> LlamaModel:
+        return LlamaModel(model.path, placement=where, adapters=adapters, may_rewrite=True)
+
+    engine, _, placement = open_placed(load, placement, open_engine, is_planned=config.gpu_layers is None)
     return engine, {
         "engine": "llamacpp",
         "architecture": about.architecture,

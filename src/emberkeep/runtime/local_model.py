@@ -48,7 +48,7 @@ from emberkeep.types.hygiene import rules_in_use
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
-    from emberkeep.engine.llamacpp import LlamaModel
+    from emberkeep.engine.llamacpp import LlamaModel, Placement
 
 log = logging.getLogger("emberkeep")
 
@@ -237,6 +237,7 @@ def _open_llamacpp(
     from emberkeep.engine.llamacpp import (
         Adapter,
         LlamaEngine,
+        LlamaModel,
         LlamaSettings,
         choose_library,
         one_core_each,
@@ -270,9 +271,11 @@ def _open_llamacpp(
         with one_core_each():
             return LlamaEngine(loaded, tuned, digest, tuning)
 
-    engine, loaded, placement = open_placed(
-        model.path, adapters, placement, open_engine, is_planned=config.gpu_layers is None, report=report
-    )
+    def load(where: Placement) -> LlamaModel:
+        return LlamaModel(model.path, placement=where, adapters=adapters, report=report)
+
+    is_planned = config.gpu_layers is None
+    engine, loaded, placement = open_placed(load, placement, open_engine, is_planned=is_planned)
     details = {
         "engine": "llamacpp",
         "file": model.path.name,

@@ -14,10 +14,8 @@ from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import F16_BYTES, ModelProfile
 
 if TYPE_CHECKING:
-    from pathlib import Path
 
     from emberkeep.engine.llamacpp import (
-        Adapter,
         Gpu,
         LlamaModel,
         LlamaSettings,
@@ -103,23 +101,19 @@ def _check(config: Config, shape: ModelProfile, found: Sequence[Gpu]) -> None:
 
 
 def open_placed(
-    path: Path,
-    adapters: Sequence[Adapter],
+    load: Callable[[Placement], LlamaModel],
     placement: Placement,
     open_engine: Callable[[LlamaModel], E],
     *,
     is_planned: bool,
-    report: Callable[[float], None] | None = None,
 ) -> tuple[E, LlamaModel, Placement]:
     """A model where it was placed; where that was planned and memory does not suffice, with fewer layers on GPUs.
 
-    `report` is told how much of it is loaded. Raises ModelError, EngineError.
+    Raises ModelError, EngineError.
     """
-    from emberkeep.engine.llamacpp import LlamaModel
-
     while True:
         try:
-            model = LlamaModel(path, placement=placement, adapters=adapters, report=report)
+            model = load(placement)
             return open_engine(model), model, placement
         except (EngineError, ModelBroken) as error:
             if not is_planned or not placement.gpu_layers:

@@ -157,7 +157,9 @@ def framing_of(model: LlamaModel) -> Framing:
     if vocab.is_wordpiece:
         return Framing(head, tail=_known(vocab.sep), middle=_known(vocab.sep))
     end = _known((vocab.sep if vocab.eos is None else vocab.eos) if vocab.adds_eos else None)
-    return Framing(head, end, (*end, *_known(vocab.sep if vocab.adds_sep else None)), _template(model))
+    # Older files of XLM-RoBERTa's kind do not say that two texts have a separator between them, too.
+    between = _known(vocab.sep if vocab.adds_sep or vocab.is_unigram else None)
+    return Framing(head, end, (*end, *between), _template(model))
 
 
 def _template(model: LlamaModel) -> tuple[str, str, str] | None:

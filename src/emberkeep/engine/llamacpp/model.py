@@ -116,7 +116,7 @@ class LlamaModel:
 
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
     `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `report` is told meanwhile
-    which part of them is loaded.
+    which part of them is loaded. `may_rewrite`: as in `LlamaVocab`.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class LlamaModel:
         adapters: Sequence[Adapter] = (),
         repacks: bool = True,
         report: Callable[[float], None] | None = None,
+        may_rewrite: bool = False,
     ) -> None:
         self.path = path
         start_backend()
@@ -153,13 +154,13 @@ class LlamaModel:
         """What is computed where, for fingerprints."""
         self.adapters = sorted(adapters)
         self._loaded_adapters = [self._load_adapter(adapter.path) for adapter in self.adapters]
-        self.vocab = self._read_vocab()
+        self.vocab = self._read_vocab(may_rewrite)
         self.train_context: int = llama().llama_model_n_ctx_train(self.handle)
 
-    def _read_vocab(self) -> LlamaVocab:
+    def _read_vocab(self, may_rewrite: bool) -> LlamaVocab:
         try:
             pre = self.metadata("tokenizer.ggml.pre") or ""
-            return LlamaVocab(llama().llama_model_get_vocab(self.handle), pre)
+            return LlamaVocab(llama().llama_model_get_vocab(self.handle), pre, may_rewrite=may_rewrite)
         except ModelBroken:
             self.close()
             raise

@@ -128,7 +128,7 @@ def _prove_model(path: Path, how: str, verdict: Path) -> None:
 
 
 def prove_embedding(path: Path, weights_digest: str, pooling: Pooling, verdicts: Path | None = None) -> None:
-    """As `prove_model`, for a model that embeds or ranks."""
+    """As `prove_model`, for a model that embeds or ranks, whose table for rewriting texts was checked."""
     _prove_model(path, _POOLS + pooling, _verdict(verdicts, library_in_use(), weights_digest, pooling))
 
 
@@ -223,8 +223,8 @@ def _run_model(path: Path, *, flash: bool) -> None:
     _evaluate(model, shapes, flash=flash, must_be_finite=False)
 
 
-def _load(path: Path) -> LlamaModel:
-    model = LlamaModel(path, repacks=False)
+def _load(path: Path, *, may_rewrite: bool = False) -> LlamaModel:
+    model = LlamaModel(path, repacks=False, may_rewrite=may_rewrite)
     for text in ("Hello", "a  b\n\n c", "é漢\U0001f600\x00\x7f", "<s></s><|im_end|>"):
         model.vocab.tokenize(text)
     return model
@@ -232,7 +232,7 @@ def _load(path: Path) -> LlamaModel:
 
 def _run_embedding(path: Path, pooling: Pooling) -> None:
     settings = LlamaEmbeddingSettings(context=64, batch=64, pooling=pooling, threads=2)
-    engine = LlamaEmbeddingEngine(_load(path), settings, "trial")
+    engine = LlamaEmbeddingEngine(_load(path, may_rewrite=True), settings, "trial")
     engine.embed([TokenInput((0,)), TokenInput((0, 1))])
     engine.close()
 

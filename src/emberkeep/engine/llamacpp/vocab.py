@@ -57,17 +57,17 @@ _starting = threading.Lock()
 
 class LlamaVocab:
     """`handle` belongs to the model, which must not be freed before `close`; `pre` is its name for its
-    pre-tokenizer.
+    pre-tokenizer. `may_rewrite`: the table by which a unigram vocabulary rewrites texts was checked.
 
     Raises ModelBroken for a vocabulary with which llama.cpp would end the process.
     """
 
-    def __init__(self, handle: Handle, pre: str = "") -> None:
+    def __init__(self, handle: Handle, pre: str = "", *, may_rewrite: bool = False) -> None:
         self._handle = handle
         self._in_use = _Use()
         self._pre = pre
         self._kind: int = llama().llama_vocab_type(handle)
-        _check_kind(self._kind, pre)
+        _check_kind(self._kind, pre, may_rewrite)
         self.size: int = llama().llama_vocab_n_tokens(handle)
         self._attrs = [int(llama().llama_vocab_get_attr(handle, i)) for i in range(self.size)]
         self.pieces: Sequence[bytes] = _read_pieces(handle, self.size)
@@ -89,6 +89,11 @@ class LlamaVocab:
     def is_wordpiece(self) -> bool:
         """As BERT has it."""
         return self._kind == c_api.VOCAB_WPM
+
+    @property
+    def is_unigram(self) -> bool:
+        """As XLM-RoBERTa has it."""
+        return self._kind == c_api.VOCAB_UGM
 
     def _has_byte_tokens(self) -> bool:
         """Whether what has no token can be tokenized by bytes: llama.cpp survives no byte that has none either."""
@@ -216,11 +221,11 @@ class _Use:
             self._changed.wait_for(lambda: not self._calls)
 
 
-def _check_kind(kind: int, pre: str) -> None:
+def _check_kind(kind: int, pre: str, may_rewrite: bool) -> None:
     if kind == c_api.VOCAB_NONE:
         raise ModelBroken("The model file has no vocabulary: choose one that was made with its tokenizer.")
     # It may bring a table of its own for rewriting texts, and llama.cpp ends the process where that is wrong.
-    if kind == c_api.VOCAB_UGM:
+    if kind == c_api.VOCAB_UGM and not may_rewrite:
         raise ModelBroken(
             "The model's vocabulary is a unigram one, as T5 has it: choose a model that continues texts."
         )
