@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
-from emberkeep.backend.base import Backend, EmbeddingShape, ModelTexts
+from emberkeep.backend.base import NO_ARGS, Backend, EmbeddingShape, ModelTexts
 from emberkeep.backend.capabilities import cache_of, embedder_of, ranker_of, tokenizer_of
 from emberkeep.types import (
     CacheEntry,
@@ -14,6 +14,7 @@ from emberkeep.types import (
     EmbeddingRequest,
     EntryText,
     Explanation,
+    Json,
     Message,
     Ranked,
     Removed,
@@ -54,9 +55,17 @@ class TokenizerOnDemand:
         with self._model.used_in_thread() as backend:
             return tokenizer_of(backend).texts()
 
-    def apply_template(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        args: Mapping[str, Json] = NO_ARGS,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         with self._model.used_in_thread() as backend:
-            return tokenizer_of(backend).apply_template(messages, tools)
+            template = tokenizer_of(backend, "template")
+            return template.apply_template(messages, tools, args, add_generation_prompt=add_generation_prompt)
 
     def count(self, request: Request) -> int:
         with self._model.used_in_thread() as backend:

@@ -44,7 +44,7 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
     async def completion(http: HttpRequest) -> Response:
         body = await read_body(http, LlamaCompletionBody)
         backend = models.find(body.model)
-        requests = await make_of_body(http, lambda: body.to_requests(_tokenizing(backend)))
+        requests = await side.run(body.to_requests, _tokenizing(backend))
         return await _respond(http, backend, body, requests)
 
     @router.post("/infill", responses=STREAMS, openapi_extra=takes(InfillBody, input_prefix="a", input_suffix="b"))
