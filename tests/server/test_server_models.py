@@ -169,3 +169,15 @@ def test_ollamas_clients_load_and_unload_models_and_see_when_they_expire(client:
     assert not sdk.ps().models
     sdk.chat("gpt-4o", [{"role": "user", "content": LONG}], options={"num_predict": 2}, keep_alive=-1)
     assert client.get("/v1/models/second").json()["status"]["expires_s"] is None
+
+
+def test_a_client_is_launched_with_a_model_that_was_never_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_fake_engines(monkeypatch)
+    install(tmp_path, "first", "second")
+    config = Config(data_dir=tmp_path, model="first", models=("all",))
+    with serving(config, open_models(config)) as client:
+        shown = Commands(app).ok("launch", "claude", "-m", "second", "--print", "--data-dir", str(tmp_path))
+        assert "second" in shown
+        assert states(client)["second"] == "loaded"

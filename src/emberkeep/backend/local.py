@@ -364,6 +364,8 @@ class LocalBackend:
                 self._explainer.volatility.learn(request)
             stable = self._prompts.stable(request, prompt) if request.is_kept else None
             marked = self._prompts.marked(request, prompt)
+        except EngineError:  # the model was unloaded meanwhile
+            return Marked()
         except Exception:
             log.exception("the beginnings of a prompt were not noted")
             return Marked()

@@ -73,11 +73,14 @@ def _chosen(name: str) -> Client:
 def _service(server: RunningServer, model: str | None, key: str) -> Service:
     """Raises EmberkeepError."""
     served = server.ask("GET", "/v1/models")["data"]
-    cards = [card for card in served if model in (None, card["id"])]
+    cards = [card for card in served if model in (None, card["id"], *card["aliases"])]
     if not cards:
         names = ", ".join(card["id"] for card in served)
         raise ModelNotFound(f"The server has no model {model!r}: choose from {names}.")
-    return Service(server.url, cards[0]["id"], cards[0]["context_length"], key)
+    card = cards[0]
+    if card["context_length"] is None:  # it was never loaded, and the client is about to ask for it
+        card = server.ask("POST", "/models/load", json={"model": card["id"]}, timeout=None)["model"]
+    return Service(server.url, card["id"], card["context_length"], key)
 
 
 def _warn_of_small_context(client: Client, service: Service) -> None:
