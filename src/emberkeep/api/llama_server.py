@@ -145,6 +145,13 @@ Prompts = Annotated[
 class LlamaCompletionBody(LlamaBody):
     prompt: Prompts
 
+    @property
+    def needs_tokens(self) -> bool:
+        """A prompt has texts between token ids, which are tokenized here."""
+        return any(
+            isinstance(prompt, list) and any(isinstance(part, str) for part in prompt) for prompt in self.prompt
+        )
+
     def to_requests(self, tokenize: Tokenize) -> list[Request]:
         """One per prompt. Raises RequestError for what cannot be done."""
         base = self.to_base()

@@ -14,7 +14,6 @@ from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import F16_BYTES, ModelProfile
 
 if TYPE_CHECKING:
-
     from emberkeep.engine.llamacpp import (
         Gpu,
         LlamaModel,

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Annotated
 
@@ -44,7 +45,8 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
     async def completion(http: HttpRequest) -> Response:
         body = await read_body(http, LlamaCompletionBody)
         backend = models.find(body.model)
-        requests = await side.run(body.to_requests, _tokenizing(backend))
+        make = partial(body.to_requests, _tokenizing(backend))
+        requests = await (side.run(make) if body.needs_tokens else make_of_body(http, make))
         return await _respond(http, backend, body, requests)
 
     @router.post("/infill", responses=STREAMS, openapi_extra=takes(InfillBody, input_prefix="a", input_suffix="b"))
