@@ -91,6 +91,12 @@ def test_a_bad_option_is_named() -> None:
         chat(options={"num_predict": -3})
 
 
+@pytest.mark.parametrize("mode", [3, False, "1"])
+def test_mirostat_is_one_of_three_numbers(mode: Any) -> None:
+    with pytest.raises(InvalidField, match=r"options\.mirostat"):
+        chat(options={"mirostat": mode})
+
+
 # ── other fields ──
 
 
