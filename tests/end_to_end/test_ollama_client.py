@@ -148,5 +148,5 @@ def test_what_cannot_be_done_is_said(client: ollama.Client, model: str) -> None:
         client.generate(model, "def f(", suffix="return 1")
     with pytest.raises(ollama.ResponseError, match=r"context holds|maximum context length"):
         client.chat(model, [user("word " * 5000)])
-    with pytest.raises(ollama.ResponseError, match="does not give embeddings"):
+    with pytest.raises(ollama.ResponseError, match="gives no embeddings"):
         client.embed(model, "text")
