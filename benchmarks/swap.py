@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -44,39 +44,36 @@ class Workload:
         return replace(self, sizes=(300,), repeat=1)
 
 
-Waits = dict[str, list[Reply]]
-"""By row, in the order they were taken."""
+Waits = dict[str, dict[str, list[Reply]]]
+"""By row, then by side, in the order they were taken."""
 
 
 async def run(stage: Stage, plan: Workload) -> BenchResult:
     tables = []
     for tokens in plan.sizes:
-        waits = {OURS: await _measure(stage, plan, tokens, _ours(stage, plan.context))}
-        if plan.peer is not None:
-            waits[PEER] = await _measure(stage, plan, tokens, _router(stage, plan.peer, plan.context))
+        waits: Waits = {}
+        with ExitStack() as servers:
+            sides = {OURS: Client(servers.enter_context(_ours(stage, plan.context)).port)}
+            if plan.peer is not None:
+                sides[PEER] = Client(servers.enter_context(_router(stage, plan.peer, plan.context)).port)
+            for client in sides.values():
+                for name in _NAMES:  # what is done once only, at the first loading
+                    await _ask(client, name, "Hello")
+            for number in range(plan.repeat):
+                stage.say(f"{tokens:,} tokens, round {number + 1} of {plan.repeat}")
+                await _round(stage, sides, tokens, number, waits)
         tables.append(Table(f"time to first token, prompts of {tokens:,} tokens", rows(waits)))
     notes = [
-        f"known: the prompt was asked for before, and its model unloaded since. {_EVALUATED}: for comparison."
+        "known: the prompt was asked for before, and its model unloaded since. reused: of the prompt's tokens."
     ]
     if plan.peer is not None:
         notes.append(f"{PEER}: {peer_version(plan.peer)}, as a router with --models-max 1.")
     return BenchResult("swap", tuple(tables), tuple(notes))
 
 
-async def _measure(stage: Stage, plan: Workload, tokens: int, server: Iterator[ServerUnderTest]) -> Waits:
-    waits: Waits = {}
-    with contextmanager(lambda: server)() as running:
-        client = Client(running.port)
-        for name in _NAMES:  # what is done once only, at the first loading
-            await _ask(client, name, "Hello")
-        for number in range(plan.repeat):
-            stage.say(f"{tokens:,} tokens, round {number + 1} of {plan.repeat}")
-            await _round(stage, client, tokens, number, waits)
-    return waits
-
-
-async def _round(stage: Stage, client: Client, tokens: int, number: int, waits: Waits) -> None:
-    """The first name is loaded last in a round, so it is the other that is loaded now."""
+async def _round(stage: Stage, sides: Mapping[str, Client], tokens: int, number: int, waits: Waits) -> None:
+    """The second name was asked for last. Every row on one side, then on the other: the machine changes with
+    time."""
     left, right = _NAMES
     texts = {name: stage.words.text(tokens, (name, number)) for name in (*_NAMES, "alone")}
     for row, name, text in (
@@ -86,7 +83,8 @@ async def _round(stage: Stage, client: Client, tokens: int, number: int, waits: 
         (_SWAPPED, left, texts[left]),
         (_SWAPPED, right, texts[right]),
     ):
-        waits.setdefault(row, []).append(await _ask(client, name, text))
+        for side, client in sides.items():
+            waits.setdefault(row, {}).setdefault(side, []).append(await _ask(client, name, text))
 
 
 async def _ask(client: Client, model: str, text: str) -> Reply:
@@ -103,6 +101,7 @@ def _linked(stage: Stage) -> Path:
     return folder
 
 
+@contextmanager
 def _ours(stage: Stage, context: int) -> Iterator[ServerUnderTest]:
     files, data_dir = _linked(stage), stage.new_data_dir()
     left, right = (str(files / f"{name}.gguf") for name in _NAMES)
@@ -123,6 +122,7 @@ def _ours(stage: Stage, context: int) -> Iterator[ServerUnderTest]:
         yield server
 
 
+@contextmanager
 def _router(stage: Stage, program: Path, context: int) -> Iterator[ServerUnderTest]:
     folder = stage.new_data_dir()
     sizes = {"--threads": available_cores(), "--parallel": 1, "--ctx-size": context, "--models-max": 1}
@@ -132,11 +132,11 @@ def _router(stage: Stage, program: Path, context: int) -> Iterator[ServerUnderTe
         yield server
 
 
-def rows(waits: dict[str, Waits]) -> tuple[Row, ...]:
-    return tuple(_row(name, {side: taken[name] for side, taken in waits.items()}) for name in waits[OURS])
+def rows(waits: Waits) -> tuple[Row, ...]:
+    return tuple(_row(name, by_side) for name, by_side in waits.items())
 
 
-def _row(name: str, by_side: dict[str, Sequence[Reply]]) -> Row:
+def _row(name: str, by_side: Mapping[str, Sequence[Reply]]) -> Row:
     times = {side: series((reply.ttft_ms for reply in replies), "ms") for side, replies in by_side.items()}
     reused = {f"reused by {side}": _share(replies) for side, replies in by_side.items()}
     ratio = {"ratio": ratios(times[PEER], times[OURS])} if PEER in times else {}

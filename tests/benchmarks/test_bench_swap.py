@@ -13,8 +13,7 @@ def reply(ttft_ms: float, cached: int) -> Reply:
 
 
 def test_rows_compare_both_servers_and_tell_what_each_reused() -> None:
-    waits = {OURS: {"after a swap": [reply(10, 99), reply(20, 99)]}, PEER: {"after a swap": [reply(40, 0)] * 2}}
-    (row,) = rows(waits)
+    (row,) = rows({"after a swap": {OURS: [reply(10, 99), reply(20, 99)], PEER: [reply(40, 0)] * 2}})
     ratio = row.values["ratio"]
     assert isinstance(ratio, Series)
     assert ratio.samples == (4.0, 2.0)
@@ -22,5 +21,5 @@ def test_rows_compare_both_servers_and_tell_what_each_reused() -> None:
 
 
 def test_our_server_is_measured_alone_too() -> None:
-    (row,) = rows({OURS: {"after a swap": [reply(10, 99)]}})
+    (row,) = rows({"after a swap": {OURS: [reply(10, 99)]}})
     assert list(row.values) == [OURS, f"reused by {OURS}"]
