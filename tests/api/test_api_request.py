@@ -76,7 +76,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("response_format", [{"type": "text"}, {"type": "json_object"}], ["json", {"type": "xml"}, {}]),
     ("grammar", ["", 'root ::= "a"', None], [5, ["a"], "x" * 300_000]),
     ("json_schema", [{}, "{}", {"type": "object"}, None], ["{", 5, "[]", []]),
-    ("guided_json", [{}, '{"type": "integer"}', None], ["{", 5]),
+    ("guided_json", [{}, '{"type": "integer"}', None], ["{", 5, '{"a":' * 500 + "1" + "}" * 500, '{"a": NaN}']),
     ("guided_regex", ["a+", "", None], [5]),
     ("guided_choice", [["a", "b"], None], [[], "a", [5]]),
     ("guided_grammar", ["start: 'a'", None], [5]),

@@ -9,6 +9,7 @@ import pytest
 
 from emberkeep.api.answer import Answer, ChatFrames, Envelope
 from emberkeep.api.call_shape import CallShape
+from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
@@ -155,3 +156,20 @@ def test_only_allowed_tools_may_be_called_of_those_that_the_model_is_told_of() -
     assert request.tool_choice == ToolChoice("required", allowed=("a",))
     assert [tool.name for tool in request.tools] == ["a", "b"]
     assert [tool.name for tool in request.callable_tools] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input": "a\\nb', "a\nb"),
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\\u00e', "a"),
+        ('{"input": "', ""),
+        ('{"inp', '{"inp'),
+        ("free", "free"),
+        ('{"input": 5}', '{"input": 5}'),
+    ],
+)
+def test_the_text_of_a_custom_call_is_what_was_written_of_it(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from emberkeep.api.request import MAX_VALUES
+from emberkeep.api.body import MAX_VALUES
 from emberkeep.config import Config
 from emberkeep.server.json_response import PAGE
 from emberkeep.server.native_routes import MAX_CHARS, MAX_PIECES, MAX_TOKENS

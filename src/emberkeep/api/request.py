@@ -1,18 +1,23 @@
-"""What a client may ask: the fields of a request, each with its bounds, and how a body is read.
+"""What a client may ask: the fields of a request, each with its bounds.
 
 HTTP and the library refuse the same, with the same words.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from emberkeep.api.errors import HALF_A_CHARACTER, USER_ID, refusal
+from emberkeep.api.answer_format import FormatFields
+from emberkeep.api.answer_format import Schema as Schema
+from emberkeep.api.body import Body as Body
+from emberkeep.api.body import parse_body as parse_body
+from emberkeep.api.body import parse_list as parse_list
+from emberkeep.api.body import parse_object as parse_object
+from emberkeep.api.body import validate as validate
+from emberkeep.api.errors import USER_ID
 from emberkeep.api.field_kinds import INT32_MAX as INT32_MAX
 from emberkeep.api.field_kinds import NO_OTHERS as NO_OTHERS
 from emberkeep.api.field_kinds import Count as Count
@@ -20,116 +25,21 @@ from emberkeep.api.field_kinds import Whole as Whole
 from emberkeep.api.field_kinds import whole
 from emberkeep.api.sampling import SamplerFields
 from emberkeep.config import OFF
-from emberkeep.errors import InvalidField, RequestError
+from emberkeep.errors import InvalidField
 from emberkeep.types import (
-    AnswerFormat,
     Approximation,
-    ChoiceFormat,
-    GrammarFormat,
     Infill,
     Json,
-    JsonFormat,
     Recall,
-    RegexFormat,
     Repair,
     Request,
     Sampling,
     Ttl,
-    exceeds_depth,
     private_namespace,
 )
 
-MAX_DEPTH = 64
-MAX_VALUES = 600_000
-"""Values and keys of a body: 100,000 messages. While they are parsed, a third of a second, all threads wait."""
-
-
-class Body(BaseModel):
-    """Unknown fields are ignored, as OpenAI does; known ones must have exactly their JSON type."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-B = TypeVar("B", bound=Body)
-
-
-def parse_body(model: type[B], raw: bytes) -> B:
-    """Raises RequestError, or InvalidField with the path of the first bad field."""
-    return validate(model, parse_object(raw))
-
-
-def validate(model: type[B], value: Mapping[str, Json]) -> B:
-    """Raises InvalidField with the path of the first bad field."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise refusal(first["loc"], first["type"], first.get("ctx", {})) from None
-
-
-def parse_object(raw: bytes) -> dict[str, Json]:
-    """Raises RequestError."""
-    value = _parse_json(raw)
-    if not isinstance(value, dict):
-        raise RequestError("The body must be a JSON object.")
-    return value
-
-
-def parse_list(raw: bytes) -> list[Json]:
-    """Raises RequestError."""
-    value = _parse_json(raw)
-    if not isinstance(value, list):
-        raise RequestError("The body must be a JSON list.")
-    return value
-
-
-def _parse_json(raw: bytes) -> Json:
-    if _values(raw) > MAX_VALUES and _values(_without_strings(raw)) > MAX_VALUES:
-        raise RequestError(f"The body has more than {MAX_VALUES:,} values: send less.")
-    try:
-        text = raw.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
-        if "\\ud" in text or "\\uD" in text:
-            # Half of a surrogate pair is valid JSON, and cannot be encoded or tokenised.
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise RequestError(f"The body is not valid JSON: {error.msg} at {where}.") from None
-    except UnicodeDecodeError:
-        raise RequestError("The body is not valid UTF-8: send JSON encoded as UTF-8.") from None
-    except UnicodeEncodeError:
-        raise RequestError(f"The body cannot be used: {HALF_A_CHARACTER}") from None
-    except RecursionError:
-        raise _too_deep() from None
-    except ValueError as error:
-        raise RequestError(f"The body is not valid JSON: {error}.") from None
-    if exceeds_depth(value, MAX_DEPTH):
-        raise _too_deep()
-    return value
-
-
-def _values(raw: bytes) -> int:
-    """At least the number of values and keys: each but the first follows one of these characters."""
-    return raw.count(b",") + raw.count(b"[") + raw.count(b"{") + raw.count(b":")
-
-
-def _without_strings(raw: bytes) -> bytes:
-    """Without the strings, whose commas do not count. Stops after as many strings as values are allowed."""
-    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return b"".join(unescaped.split(b'"', 2 * MAX_VALUES)[::2])
-
-
-def _refuse_constant(name: str) -> Json:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
-def _too_deep() -> RequestError:
-    return RequestError(f"The body is nested too deeply: use at most {MAX_DEPTH} levels.")
-
-
 # ── fields ──
 
-MAX_SCHEMA_BYTES = 256 << 10
 NO_LIMIT = -1
 MAX_CHOICES = 16
 USUAL_COMPLETION = 256
@@ -146,16 +56,6 @@ _PASSED_ON = (
 )
 
 
-def _small_enough(schema: dict[str, Json]) -> dict[str, Json]:
-    try:
-        size = len(json.dumps(schema))
-    except TypeError as error:
-        raise ValueError("give a schema of plain JSON values") from error
-    if size > MAX_SCHEMA_BYTES:
-        raise ValueError(f"the schema is too large: use at most {MAX_SCHEMA_BYTES} bytes")
-    return schema
-
-
 def _listed(stop: Json) -> Json:
     return [stop] if isinstance(stop, str) else stop
 
@@ -166,7 +66,6 @@ def _no_less_than_no_limit(limit: int) -> int:
     return limit
 
 
-Schema = Annotated[dict[str, Any], AfterValidator(_small_enough)]
 Label = Annotated[str, Field(max_length=512)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 FactName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -311,119 +210,6 @@ def to_limit(max_tokens: int | None) -> int | None:
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-
-
-# ── what an answer must look like ──
-
-
-def _read_schema(value: Json) -> Json:
-    """A schema may be given as the text of one."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise ValueError("give a JSON schema, as an object or as its text") from None
-
-
-SchemaOrText = Annotated[Schema, BeforeValidator(_read_schema, json_schema_input_type=dict[str, Any] | str)]
-FormatText = Annotated[str, Field(max_length=MAX_SCHEMA_BYTES)]
-Choices = Annotated[list[FormatText], Field(min_length=1, max_length=4096)]
-
-
-class NamedSchema(Body):
-    schema_: Schema | None = Field(default=None, alias="schema")
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-    schema_: Schema | None = Field(default=None, alias="schema")
-
-    def to_format(self) -> JsonFormat | None:
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return JsonFormat(self.schema_)
-        if self.json_schema is None and self.schema_ is None:
-            raise InvalidField("response_format.json_schema", "is required when type is json_schema.")
-        return JsonFormat(self.json_schema.schema_ if self.json_schema else self.schema_)
-
-
-class StructuredOutputs(Body):
-    """vLLM's object: one of these."""
-
-    json_: SchemaOrText | None = Field(default=None, alias="json")
-    json_object: bool | None = None
-    regex: FormatText | None = None
-    choice: Choices | None = None
-    grammar: FormatText | None = None
-    structural_tag: Any = None
-
-    def formats(self) -> Iterator[AnswerFormat]:
-        """Raises InvalidField."""
-        if self.structural_tag is not None:
-            raise InvalidField(
-                "structured_outputs.structural_tag", "is not supported: use json, regex or grammar."
-            )
-        yield from _formats("structured_outputs.json", self.json_)
-        if self.json_object:
-            yield JsonFormat(param="structured_outputs.json_object")
-        yield from _formats("structured_outputs.regex", regex=self.regex)
-        yield from _formats("structured_outputs.choice", choice=self.choice)
-        yield from _formats("structured_outputs.grammar", grammar=self.grammar)
-
-
-def _formats(
-    param: str,
-    schema: Mapping[str, Json] | None = None,
-    *,
-    grammar: str | None = None,
-    regex: str | None = None,
-    choice: Sequence[str] | None = None,
-) -> Iterator[AnswerFormat]:
-    """What one field asks for, if it asks for anything. A grammar without text is none."""
-    if schema is not None:
-        yield JsonFormat(schema, param=param)
-    if grammar:
-        yield GrammarFormat(grammar, param=param)
-    if regex:
-        yield RegexFormat(regex, param=param)
-    if choice:
-        yield ChoiceFormat(tuple(choice), param=param)
-
-
-class FormatFields(Body):
-    """The names under which clients of several servers say what an answer must look like: one at a time."""
-
-    response_format: ResponseFormat | None = None
-    grammar: FormatText | None = None
-    json_schema: SchemaOrText | None = None
-    guided_json: SchemaOrText | None = None
-    guided_regex: FormatText | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: FormatText | None = None
-    structured_outputs: StructuredOutputs | None = None
-
-    def to_format(self) -> AnswerFormat | None:
-        """Raises InvalidField for more than one."""
-        asked = list(self._formats())
-        if len(asked) > 1:
-            raise InvalidField(asked[1].param, f"goes without {asked[0].param}: leave one of them out.")
-        return asked[0] if asked else None
-
-    def _formats(self) -> Iterator[AnswerFormat]:
-        wanted = self.response_format.to_format() if self.response_format else None
-        if wanted is not None:
-            yield wanted
-        yield from _formats("grammar", grammar=self.grammar)
-        yield from _formats("json_schema", self.json_schema)
-        yield from _formats("guided_json", self.guided_json)
-        yield from _formats("guided_regex", regex=self.guided_regex)
-        yield from _formats("guided_choice", choice=self.guided_choice)
-        yield from _formats("guided_grammar", grammar=self.guided_grammar)
-        if self.structured_outputs is not None:
-            yield from self.structured_outputs.formats()
 
 
 # ── whose it is ──

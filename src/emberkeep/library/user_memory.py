@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emberkeep.api.body import B, Body
 from emberkeep.api.request import (
-    B,
-    Body,
     FactName,
     Label,
     MaxConversations,

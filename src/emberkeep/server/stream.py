@@ -20,8 +20,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from emberkeep.api.answer import Answer, Frames
+from emberkeep.api.body import B, parse_body, parse_object
 from emberkeep.api.errors import Failure, Refused, failure_of
-from emberkeep.api.request import B, parse_body, parse_object
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import record_of
