@@ -1,4 +1,4 @@
-"""Requests and streams as Anthropic publishes them, shape by shape: each field of theirs is understood or there."""
+"""Requests and streams as Anthropic publishes them, shape by shape: every field of theirs is understood."""
 
 from __future__ import annotations
 
