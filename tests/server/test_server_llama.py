@@ -186,8 +186,8 @@ def test_only_the_fields_that_are_asked_for(backend: ScriptedBackend, http: http
     wanted = ["content", "generation_settings/n_predict", "timings/prompt_n", "nothing", "content/x"]
     assert complete(http, n_predict=4, response_fields=wanted) == {
         "content": "Hello\n",
-        "n_predict": 4,
-        "prompt_n": COMPLETED.timings.prompt_n,
+        "generation_settings/n_predict": 4,
+        "timings/prompt_n": COMPLETED.timings.prompt_n,
     }
 
 
@@ -210,6 +210,7 @@ def test_a_stream_tells_timings_and_progress_when_they_are_asked_for(
     backend.reset(Progress(10, 2, 6, 1.5), *ANSWER)
     progress, first, *_ = chunks(http, timings_per_token=True, return_progress=True)
     assert progress["prompt_progress"] == {"total": 10, "cache": 2, "processed": 6, "time_ms": 1.5}
+    assert (progress["timings"]["prompt_n"], progress["timings"]["prompt_ms"]) == (4, 1.5)
     assert first["timings"]["predicted_n"] == 1
 
 

@@ -103,15 +103,14 @@ def _stop_type(choice: ChoiceAnswer) -> str:
 
 
 def _only(told: dict[str, Json], fields: Iterable[str]) -> dict[str, Json]:
-    """`a/b` is the `b` of `a`, at the root. What there is not is left out."""
+    """`a/b` is the `b` of `a`, under that name. What there is not is left out."""
     chosen: dict[str, Json] = {}
     for path in fields:
         value: Json = told
-        *_, name = keys = path.split("/")
-        for key in keys:
+        for key in path.split("/"):
             value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
         if value is not _MISSING:
-            chosen[name] = value
+            chosen[path] = value
     return chosen
 
 
@@ -180,14 +179,21 @@ class LlamaFrames(SseFrames):
                 answer = self._choices[event.index].answer
                 answer.finish, answer.stop = event.reason, event.stop
             case Progress():
-                progress = {"total": event.total, "cache": event.cached, "processed": event.processed}
-                return self._chunk(0, "", prompt_progress=progress | {"time_ms": event.elapsed_ms})
+                return self._progress(event)
             case Completed():
                 return b"".join(self._finals())
         return b""
 
     def end(self) -> bytes:
         return b""
+
+    def _progress(self, event: Progress) -> bytes:
+        spent: dict[str, Json] = {"total": event.total, "cache": event.cached, "processed": event.processed}
+        more: dict[str, Json] = {"prompt_progress": spent | {"time_ms": event.elapsed_ms}}
+        if self._envelope.body.timings_per_token:
+            evaluated = event.processed - event.cached
+            more["timings"] = native_timings(Timings(event.cached, evaluated, event.elapsed_ms))
+        return self._chunk(0, "", **more)
 
     def _piece(self, event: TextDelta) -> bytes:
         choice = self._choices[event.index]

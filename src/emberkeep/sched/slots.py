@@ -168,15 +168,18 @@ class Slots:
 def _told(slot: int, sequence: Sequence | None) -> dict[str, Json]:
     if sequence is None:
         return {"id": slot, "is_processing": False, "entry": None}
+    answers = sequence.output is not None
+    sampled = sequence.sampled_count if answers else 0
+    left = sequence.max_new - sampled if answers else -1
     return {
         "id": slot,
-        "is_processing": sequence.output is not None,
+        "is_processing": answers,
         "entry": None if sequence.entry is None else str(sequence.entry),
         "n_prompt_tokens": sequence.prompt_length,
         "n_prompt_tokens_cache": sequence.reuse.in_place,
         "n_prompt_tokens_processed": min(sequence.computed, sequence.prompt_length) - sequence.reuse.in_place,
         "n_tokens": sequence.computed,
-        "next_token": [{"has_next_token": sequence.output is not None, "n_decoded": sequence.sampled_count}],
+        "next_token": [{"has_next_token": answers, "n_decoded": sampled, "n_remain": left}],
     }
 
 
