@@ -226,7 +226,7 @@ def test_thinking_that_only_others_can_read_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("thinking", "args", "reasoning"),
     [
-        (None, {"enable_thinking": False}, ReasoningFormat.STRIP),
+        (None, {}, ReasoningFormat.STRIP),
         ({"type": "disabled"}, {"enable_thinking": False}, ReasoningFormat.STRIP),
         ({"type": "enabled", "budget_tokens": 2048}, {"enable_thinking": True}, None),
         ({"type": "adaptive", "display": "omitted"}, {}, None),
@@ -235,6 +235,7 @@ def test_thinking_that_only_others_can_read_is_left_out() -> None:
 def test_models_think_where_it_is_asked_for(thinking: Any, args: Any, reasoning: Any) -> None:
     request = read(thinking=thinking)
     assert (request.template_args, request.reasoning) == (args, reasoning)
+    assert request.thinks_if_asked is (thinking is None)
 
 
 @pytest.mark.parametrize(("effort", "expected"), [("low", "low"), ("medium", "medium"), ("max", "high")])

@@ -214,6 +214,7 @@ def test_arguments_that_are_no_object_are_none(arguments: str) -> None:
         (Finished(0, FinishReason.STOP, "END"), 3, "stop_sequence", "END"),
         (Finished(0, FinishReason.LENGTH), 16, "max_tokens", None),
         (Finished(0, FinishReason.LENGTH), 3, "model_context_window_exceeded", None),
+        (Finished(0, FinishReason.LENGTH), 0, "max_tokens", None),
         (Finished(0, FinishReason.TOOL_CALLS, "END"), 3, "tool_use", None),
     ],
 )

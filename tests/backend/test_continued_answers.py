@@ -20,6 +20,11 @@ from helpers.fake_backend import fake_backend, settle
 ASKED = Message("user", "Tell me about the harbour of a small town, and of the ships in it.")
 BEGUN = Message("assistant", "The harbour of")
 CHAT = Request(messages=(ASKED, BEGUN), continues=True, sampling=Sampling(temperature=0), max_tokens=12, echo=True)
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 SILENT = "{% for m in messages if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
@@ -89,3 +94,23 @@ def test_an_answer_that_was_cut_goes_on_from_its_state(backend: LocalBackend) ->
     _, completed = end_of(events)
     assert completed.usage.cached_tokens == completed.usage.prompt_tokens - 1
     assert answer + text_of(events) == whole
+
+
+@pytest.mark.parametrize(
+    ("args", "ends_with"),
+    [
+        ({}, "</think>\n\n"),
+        ({"enable_thinking": True}, "assistant\n"),
+        ({"enable_thinking": False}, "</think>\n\n"),
+    ],
+)
+def test_a_model_thinks_if_it_is_asked_to(tmp_path: Path, args: dict[str, bool], ends_with: str) -> None:
+    backend = fake_backend(Config(data_dir=tmp_path), FakeEngine(cells=1 << 14), template=THINKING)
+    asked = replace(CHAT, messages=(ASKED,), continues=False, max_tokens=0, template_args=args)
+    for_asking = replace(asked, thinks_if_asked=True)
+    events = read_events(backend, for_asking)
+    assert text_of(events).endswith(ends_with)
+    assert backend.tokenizer.count(for_asking) == end_of(events)[1].usage.prompt_tokens
+    is_told = args == {"enable_thinking": False}
+    assert text_of(read_events(backend, asked)).endswith("</think>\n\n") is is_told
+    asyncio.run(backend.close())

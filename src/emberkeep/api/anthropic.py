@@ -55,6 +55,8 @@ from emberkeep.types import (
 )
 
 _TTLS = {None: Ttl.SHORT, "5m": Ttl.SHORT, "1h": Ttl.LONG}
+_SWITCHES = {"enabled": True, "disabled": False}
+"""Other kinds of thinking leave it to the model."""
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """More than templates know."""
 
@@ -218,7 +220,8 @@ class PromptFields(Body):
             parallel_tool_calls=self.tool_choice.parallel,
             format=form,
             template_args=self._template_args(),
-            reasoning=None if self._thinks is not False else ReasoningFormat.STRIP,
+            thinks_if_asked=self.thinking is None,
+            reasoning=None if self._shows_thinking else ReasoningFormat.STRIP,
             continues=continues,
             breakpoints=turns.breakpoints(),
             ttl=Ttl.LONG if any(one.ttl is Ttl.LONG for one in turns.breakpoints()) else None,
@@ -230,14 +233,14 @@ class PromptFields(Body):
         return JsonFormat(form.schema_, param="output_config.format") if form else None
 
     @property
-    def _thinks(self) -> bool | None:
-        """None: as the model likes. Who does not ask for thinking does not expect it before the text."""
-        if self.thinking is None or self.thinking.type == "disabled":
-            return False
-        return True if self.thinking.type == "enabled" else None
+    def _shows_thinking(self) -> bool:
+        """Who does not ask for thinking does not expect it before the text."""
+        return self.thinking is not None and self.thinking.type != "disabled"
 
     def _template_args(self) -> dict[str, Json]:
-        args: dict[str, Json] = {} if self._thinks is None else {"enable_thinking": self._thinks}
+        args: dict[str, Json] = {}
+        if self.thinking is not None and self.thinking.type in _SWITCHES:
+            args["enable_thinking"] = _SWITCHES[self.thinking.type]
         if self.output_config and (effort := self.output_config.effort):
             args["reasoning_effort"] = _EFFORTS.get(effort, effort)
         return args

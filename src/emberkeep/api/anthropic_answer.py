@@ -60,9 +60,9 @@ class MessageEnvelope:
         }
 
     def ending(self, finish: FinishReason | None, stop: str | None, usage: Usage) -> dict[str, Json]:
-        """Why it ended. One that was cut before its limit has filled the context."""
+        """Why it ended. One that was cut before its limit has filled the context; not every service counts."""
         reason = _REASONS[finish] if finish else None
-        if reason == _CUT and usage.completion_tokens < self.max_tokens:
+        if reason == _CUT and 0 < usage.completion_tokens < self.max_tokens:
             reason = _FULL
         is_stop = finish is FinishReason.STOP and stop is not None
         return {"stop_reason": "stop_sequence" if is_stop else reason, "stop_sequence": stop if is_stop else None}

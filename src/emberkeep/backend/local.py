@@ -248,13 +248,15 @@ class LocalBackend:
     def _equip(self, request: Request) -> Request:
         """As its prompt is made of it, with the tools that run here. Raises RequestError."""
         self._check_readable(request)
-        return self._server_tools.equip(self._hygiene.apply(request, learn=False))
+        return self._server_tools.equip(self._hygiene.apply(self._with_defaults(request), learn=False))
 
     def _with_defaults(self, request: Request) -> Request:
         if request.scores_prompt:
             request = replace(request, use_cache=False, approximate=False)
+        spared = {"enable_thinking": False} if request.thinks_if_asked else {}
         return replace(
             request,
+            template_args={**spared, **request.template_args},
             raw_tools=request.raw_tools or self._settings.raw_tools,
             reasoning=request.reasoning or self._settings.reasoning,
             deadline_s=request.deadline_s or self._settings.deadline_s,

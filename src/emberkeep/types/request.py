@@ -400,6 +400,9 @@ class Request:
     """A raw prompt comes before the text, with `top_logprobs` as tokens with theirs."""
     template_args: Mapping[str, Json] = field(default_factory=dict)
     """Extra variables for the chat template (`enable_thinking`, ...)."""
+    thinks_if_asked: bool = False
+    """A model that runs here, and whose template can do without reasoning, reasons only where `template_args` ask
+    for it. Services elsewhere have defaults of their own."""
     continues: bool = False
     """The last message, the assistant's, is the beginning of the answer: it goes on where that ends."""
     depth: int = 0
