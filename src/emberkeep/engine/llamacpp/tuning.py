@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from emberkeep.config import free_ram
+from emberkeep.config import total_ram
 from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning, available_cores, score_bytes
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import cache_folder, library_in_use, llama
@@ -26,6 +26,8 @@ from emberkeep.types import Json
 logger = logging.getLogger("emberkeep.engine")
 
 _MOST_SCORES = 1 << 30
+_SHARE_OF_SCORES = 16
+"""At most this part of RAM."""
 _LEAST_BATCH = 128
 _SMALLEST = 16 << 20
 """Bytes of a model from which on it is worth the time."""
@@ -77,8 +79,8 @@ def batch_without_flash(model: LlamaModel, settings: LlamaSettings) -> int | Non
 
     On a CPU a prompt in steps of 128 tokens is no slower than in steps of 512.
     """
-    free = free_ram()
-    room = min(_MOST_SCORES, free // 4) if free is not None else _MOST_SCORES
+    # Not of what is free now: what is stored is of use only while the answer stays the same.
+    room = min(_MOST_SCORES, total_ram() // _SHARE_OF_SCORES)
     of_a_row = score_bytes(model, replace(settings, batch=1))
     smaller = (batch for batch in (256, _LEAST_BATCH) if settings.sequences <= batch < settings.batch)
     return next((batch for batch in (settings.batch, *smaller) if batch * of_a_row <= room), None)
