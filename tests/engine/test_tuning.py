@@ -265,11 +265,11 @@ def test_a_small_model_is_not_measured(open_model, monkeypatch: pytest.MonkeyPat
 def test_steps_are_smaller_where_scores_of_large_ones_have_no_room(
     open_model, measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A number for each row, cell and head; a quarter of what is free may be taken."""
+    """A number for each row, cell and head; a sixteenth of RAM may be taken."""
     model, settings = open_model(), replace(SETTINGS, cells=4096, batch=512)
     heads = tuning.llama().llama_model_n_head(model.handle)
     for free_rows, batch in ((512, 512), (500, 256), (128, 128), (127, None)):
-        monkeypatch.setattr(tuning, "free_ram", lambda rows=free_rows: 4 * rows * 4096 * heads * 4)
+        monkeypatch.setattr(tuning, "total_ram", lambda rows=free_rows: 16 * rows * 4096 * heads * 4)
         assert batch_without_flash(model, settings) == batch
         tuned, found = tune(model, settings, "digest", None, tmp_path)
         assert (tuned.flash, tuned.batch) == (True, batch or 512)

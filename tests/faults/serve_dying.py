@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from emberkeep.backend.base import Backend
+from emberkeep.backend.models import Models
 from emberkeep.cli import main as cli
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
@@ -31,6 +32,6 @@ def open_backend(config: Config) -> Backend:
 
 
 if __name__ == "__main__":
-    lifecycle.open_backend = open_backend  # type: ignore[attr-defined]
+    lifecycle.open_models = lambda config: Models(open_backend(config))  # type: ignore[attr-defined]
     cli.install_model = lambda config: None  # type: ignore[attr-defined]
     cli.main()

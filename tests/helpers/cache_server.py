@@ -95,7 +95,7 @@ def served(folder: Path, engine: FakeEngine | None = None, **settings: Json) -> 
     config = Config(data_dir=folder, **settings)
     engine, clock = engine or FakeEngine(), Clock()
     timed = partial(KvStore, clock=partial(StoreClock, monotonic=clock, wall=clock))
-    with patch("emberkeep.runtime.local_model.KvStore", timed):
+    with patch("emberkeep.runtime.parts.KvStore", timed):
         backend = fake_backend(config, engine, template=TEMPLATE)
     backend._store.costs.evaluate = Unmeasured()
     try:

@@ -329,8 +329,15 @@ def test_the_tools_were_changed(sea: Served, user_id: str) -> None:
     assert explained["reason"] == "changed_tools"
     assert explained["divergence"]["where"] == "the tool moon"
     assert "The tool moon was changed" in explained["explanation"]
-    told = sea.chat(*asked, tools=[tool("moon"), tool("tides")], user_id=user_id)["emberkeep"]
+    told = sea.chat(*asked, tools=[tool("tides"), tool("moon", "Look up.")], user_id=user_id)["emberkeep"]
     assert (told["reason"], told["divergence"]["where"]) == ("changed_tools", "the tool moon")
+
+
+def test_another_order_of_the_tools_changes_nothing(sea: Served, user_id: str) -> None:
+    asked = [SYSTEM, user("Which moon is it?")]
+    sea.chat(*asked, tools=[tool("tides"), tool("moon")], user_id=user_id)
+    told = sea.chat(*asked, tools=[tool("moon"), tool("tides")], user_id=user_id)["emberkeep"]
+    assert (told["reason"], told["hygiene"]) == ("none", ["tool-order"])
 
 
 def test_it_belongs_to_another_user(sea: Served, user_id: str) -> None:

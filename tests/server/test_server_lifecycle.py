@@ -74,7 +74,7 @@ def test_what_outlives_the_drain_is_cut_off_with_a_reason(caplog: pytest.LogCapt
             server.stop()
             text = "".join(streamed.iter_text())
         assert text.startswith("data: ")
-        assert '"type": "overloaded"' in text
+        assert '"type":"overloaded"' in text
         assert whole.result().status_code == 503
         assert whole.result().json()["error"]["type"] == "overloaded"
         assert backend.stopped_early.wait(WAIT_S)

@@ -51,6 +51,8 @@ LEFT_OUT = (
     r"recent_lookups.*",  # single requests
     r"speculation\.(enabled|reason|draft_model|(drafted|accepted)_tokens)",  # a setting, texts, sums by source
     r"speculation\.sources\.\w+\.(acceptance|accepted_lengths)",  # a quotient, and a histogram of its own
+    r"scheduler\.slots.*",  # what each holds, for llama-server's clients
+    r"embeddings",  # told by models that give some
     r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see server/metrics.RequestMetrics
     r"store\.(folder|cold\.last_error)",  # texts
 )

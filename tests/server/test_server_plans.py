@@ -90,7 +90,7 @@ def test_an_answer_without_a_limit_ends_where_memory_does(tmp_path: Path) -> Non
     engine = FakeEngine()
     engine.footprint = replace(SMALL, per_context_token=300, per_pair=0)
     with served(tmp_path, engine, **TIGHT) as site:
-        answer = site.post("/v1/completions", prompt=ids(60), temperature=0, **endless)
+        answer = site.post("/v1/completions", prompt=ids(60), temperature=0, max_tokens=-1, **endless)
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["total_tokens"] == (ROOM - 200 - 10) // 300
 
@@ -171,7 +171,7 @@ def test_what_must_not_leave_and_does_not_fit_is_refused(tmp_path: Path) -> None
 
 def test_an_answer_gets_room_when_a_prompt_is_cut(tmp_path: Path) -> None:
     with served(tmp_path, FakeEngine(context=512), auto_truncate=True) as site:
-        for asked, room in ((None, 128), (100, 100), (4000, 256)):
+        for asked, room in ((-1, 128), (100, 100), (4000, 256)):
             answer = site.post("/v1/completions", prompt=ids(700), max_tokens=asked)
             assert answer["usage"]["prompt_tokens"] == 512 - room
 

@@ -8,17 +8,19 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from emberkeep.cli.clients import CLIENTS, Client, Service, Setup
 from emberkeep.cli.console import complain
 from emberkeep.cli.flags import with_settings
-from emberkeep.cli.running_server import RunningServer, require_server
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder, replace_file
+
+if TYPE_CHECKING:
+    from emberkeep.cli.running_server import RunningServer
 
 EXAMPLES = """\b
 Examples:
@@ -47,6 +49,8 @@ def launch(
 
     Its own settings are left as they are: it is told by variables, by arguments, and by files in a folder of ours.
     """
+    from emberkeep.cli.running_server import require_server
+
     chosen = _chosen(client)
     with closing(require_server(config)) as server:
         service = _service(server, model, config.api_key or _NO_KEY)

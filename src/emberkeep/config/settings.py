@@ -366,7 +366,8 @@ def is_list(key: str) -> bool:
 
 def default_of(key: str) -> str:
     """The default as a person reads it."""
-    return kind_of(key).word or show_value(Config(), key)
+    kind, default = kind_of(key), getattr(Config(), key)
+    return kind.word if kind.word and kind.parse(kind.word) == default else kind.show(default)
 
 
 def show_value(config: Config, key: str) -> str:

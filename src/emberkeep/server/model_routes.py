@@ -6,6 +6,7 @@ import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -23,6 +24,15 @@ OfModel = Annotated[str | None, Query(max_length=256)]
 """In the query of routes without a body: whose state or figures; those of the default model unless it is said."""
 
 
+class _ModelId(PathConvertor):
+    """Any name but those of actions, which are other routes."""
+
+    regex = r"(?!(?:load|unload)$).*"
+
+
+register_url_convertor("model_id", _ModelId())
+
+
 class ModelBody(Body):
     model: str
 
@@ -38,7 +48,7 @@ def model_routes(models: Models) -> APIRouter:
             return json_response(anthropic_models.models_json([backend.card for backend in listed]))
         return json_response({"object": "list", "data": [model_json(models, backend) for backend in listed]})
 
-    @router.get("/models/{model_id:path}", include_in_schema=False)
+    @router.get("/models/{model_id:model_id}", include_in_schema=False)
     @router.get("/v1/models/{model_id:path}")
     async def show_model(http: HttpRequest, model_id: str) -> Response:
         backend = models.find(model_id)

@@ -85,6 +85,9 @@ def open_anthropic(remote: RemoteModel, key: str | None) -> Provider:
     return AnthropicProvider(remote, required_key(remote, key, "ANTHROPIC_API_KEY"))
 
 
+_LONG = "ephemeral_1h_input_tokens"
+
+
 class AnthropicProvider:
     def __init__(self, remote: RemoteModel, key: str) -> None:
         self._remote = remote
@@ -222,7 +225,9 @@ class _AnswerReader:
         if details := getattr(usage, "output_tokens_details", None):
             self._counts["thinking_tokens"] = details.thinking_tokens
         if created := getattr(usage, "cache_creation", None):
-            self._counts["long_tokens"] = created.ephemeral_1h_input_tokens
+            # In the last event the client's library does not know it, and leaves it as it came.
+            long = created.get(_LONG) if isinstance(created, dict) else getattr(created, _LONG)
+            self._counts["long_tokens"] = long or 0
 
     def _usage(self) -> Usage:
         counts = self._counts
