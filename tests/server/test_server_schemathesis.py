@@ -35,7 +35,7 @@ def findings(app: FastAPI) -> list[str]:
     """What is wrong with any operation; the same cases in every run."""
     settings: dict[str, Json] = {
         "seed": 1,
-        "generation": {"deterministic": True, "max-examples": 100, "database": "none"},
+        "generation": {"deterministic": True, "max-examples": 40, "database": "none"},
         "request-timeout": 60,
         # Which tokens a model has, how long a prompt may be and which fields go together, no schema says.
         "checks": {
@@ -70,6 +70,7 @@ def operations(app: FastAPI) -> set[str | None]:
     return {f"{method.upper()} {path}" for path, methods in paths for method in methods}
 
 
+@pytest.mark.timeout(1800)
 def test_nothing_makes_the_server_fail_or_answer_off_the_document(app: FastAPI) -> None:
     """Random requests, and every border of every field."""
     found = findings(app)
