@@ -1,4 +1,4 @@
-"""docs/http-api.md says what is so."""
+"""The pages of the API say what is so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from emberkeep.server.memory_routes import AnswerBody, FactBody
 from emberkeep.server.warm_routes import WarmBody
 from emberkeep.types import MissReason, Sampling
 
-TEXT = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in ("http-api", "cache-api", "other-apis"))
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
