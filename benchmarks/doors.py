@@ -19,12 +19,19 @@ from emberkeep.bench.stage import Stage
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
 
+_SPARE = 128
+"""Tokens of a chat template."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     prompt_tokens: int = 512
     answer_tokens: int = 16
     repeat: int = 24
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.answer_tokens + _SPARE
 
     def quick(self) -> Workload:
         return replace(self, prompt_tokens=64, answer_tokens=4, repeat=2)

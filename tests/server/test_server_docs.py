@@ -16,7 +16,8 @@ from emberkeep.server.warm_routes import WarmBody
 from emberkeep.types import MissReason, Sampling
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = "\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in ("http-api", "cache-api", "other-apis"))
+PAGES = ("http-api.md", "cache-api.md", "other-apis.md")
+TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])

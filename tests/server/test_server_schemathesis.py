@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import pytest
 import schemathesis
 from fastapi import FastAPI
+from schemathesis import GenerationMode
 from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.python.asgi import HOST
@@ -37,9 +39,8 @@ def findings(app: FastAPI) -> list[str]:
         "seed": 1,
         "generation": {"deterministic": True, "max-examples": 40, "database": "none"},
         "request-timeout": 60,
-        # Which tokens a model has, how long a prompt may be and which fields go together, no schema says.
         "checks": {
-            "positive_data_acceptance": {"enabled": False},
+            "positive_data_acceptance": {"enabled": False},  # see `refusals`
             # A list that is too long may make the body too large first: 413.
             "negative_data_rejection": {"expected-statuses": ["4xx", "5xx"]},
         },
@@ -49,7 +50,7 @@ def findings(app: FastAPI) -> list[str]:
     found, tested = [], set[str | None]()
     for event in from_schema(schema).execute():
         if isinstance(event, events.ScenarioFinished):
-            found += failures(event)
+            found += failures(event) + refusals(event)
             tested |= {event.label} if event.status is Status.SUCCESS else set()
         elif isinstance(event, (events.NonFatalError, events.FatalError)):
             found.append(repr(event))
@@ -65,6 +66,54 @@ def failures(scenario: events.ScenarioFinished) -> list[str]:
     ]
 
 
+NO_SCHEMA_SAYS = re.compile(
+    "|".join(
+        [
+            # what the model is, and what it has
+            "maximum context length",
+            "token ids must be between",
+            "prompt is empty",
+            "gives no embeddings",
+            "does not rank documents",
+            "reads text only",
+            "has no tokens for filling in the middle",
+            "is not a mixture of experts",
+            "is the only model",
+            "id of an adapter",
+            "There (is|are) .* slots?",
+            "Nothing rests",
+            # which fields go together
+            "leave one of them out",
+            "must equal user_id",
+            "name different users",
+            "user_id: is required",
+            "at least one message is needed",
+            "input: is required",
+            "filename: is required",
+            # what is in a text
+            "use lower-case letters",
+        ]
+    )
+)
+"""Reasons for refusing a request that agrees with the document."""
+
+
+def refusals(scenario: events.ScenarioFinished) -> list[str]:
+    """Of requests that agree with the document, for reasons that it could tell."""
+    cases, sent = scenario.recorder.cases, scenario.recorder.interactions
+    refused = (
+        (exchange.request, exchange.response.content.decode())
+        for key, exchange in sent.items()
+        if (meta := cases[key].value.meta) and meta.generation.mode is GenerationMode.POSITIVE
+        if exchange.response is not None and exchange.response.status_code == 400
+    )
+    return [
+        f"{scenario.label} refuses {request.body!r} at {request.uri}: {told}"
+        for request, told in refused
+        if not NO_SCHEMA_SAYS.search(told)
+    ]
+
+
 def operations(app: FastAPI) -> set[str | None]:
     paths = app.openapi()["paths"].items()
     return {f"{method.upper()} {path}" for path, methods in paths for method in methods}
@@ -72,7 +121,7 @@ def operations(app: FastAPI) -> set[str | None]:
 
 @pytest.mark.timeout(1800)
 def test_nothing_makes_the_server_fail_or_answer_off_the_document(app: FastAPI) -> None:
-    """Random requests, and every border of every field."""
+    """Random requests, and every border of every field; those that agree with the document are not refused."""
     found = findings(app)
     assert not found, "\n\n".join(found)
 

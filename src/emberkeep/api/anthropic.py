@@ -25,9 +25,11 @@ from emberkeep.api.anthropic_blocks import (
     texts_as_blocks,
 )
 from emberkeep.api.errors import TOOL_NAME, Failure, Refused
+from emberkeep.api.field_kinds import NotHere
 from emberkeep.api.messages import MAX_MESSAGES, check_choice
 from emberkeep.api.request import (
     INT32_MAX,
+    WHOLE,
     Body,
     Count,
     GenerationFields,
@@ -195,7 +197,7 @@ class PromptFields(Body):
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = None
     cache_control: CacheControl | None = None
-    mcp_servers: list[Any] | None = None
+    mcp_servers: NotHere = None
 
     @property
     def omits_thinking(self) -> bool:
@@ -260,12 +262,12 @@ class CountBody(PromptFields):
 
 
 class MessagesBody(GenerationFields, OwnerFields, RoomFields, PromptFields):
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE]
     stop_sequences: Stops | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
     thread: Thread | None = None
-    compaction: dict[str, Any] | None = None
+    compaction: NotHere = None
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other, and Refused."""

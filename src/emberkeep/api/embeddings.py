@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
-from emberkeep.api.request import INT32_MAX, Body, Count, UserFields, Whole, to_prompts
+from emberkeep.api.field_kinds import INT32_MAX, WHOLE, Count, one_of
+from emberkeep.api.request import Body, UserFields, to_prompts
 from emberkeep.errors import InvalidField
 from emberkeep.types import Embedded, EmbeddingInput, EmbeddingRequest, Json, Ranked, RerankRequest, Vector
 
@@ -39,19 +40,13 @@ Inputs = Annotated[
 Encoding = Literal["float", "base64"]
 
 
-def _one_of(*names: str) -> dict[str, Json]:
-    """For a schema: one of these is given, and not null."""
-    given = ({"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names)
-    return {"anyOf": list(given)}
-
-
 class OpenAIEmbeddingsBody(UserFields):
     """OpenAI's, with `truncate` of other servers."""
 
     model: str | None = None
     input: Inputs
     encoding_format: Encoding | None = None
-    dimensions: Annotated[Whole, Field(ge=1, le=INT32_MAX)] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = None
     truncate: bool | None = None
 
     def to_request(self) -> EmbeddingRequest:
@@ -77,12 +72,12 @@ class OpenAIEmbeddingsBody(UserFields):
 class LlamaEmbeddingBody(UserFields):
     """llama-server's own."""
 
-    model_config = ConfigDict(json_schema_extra=_one_of("content", "input"))
+    model_config = ConfigDict(json_schema_extra=one_of("content", "input"))
 
     model: str | None = None
     input: Inputs | None = None
     content: Inputs | None = None
-    embd_normalize: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
+    embd_normalize: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     truncate: bool | None = None
 
     def to_request(self) -> EmbeddingRequest:
@@ -148,13 +143,13 @@ Documents = Annotated[
 class RerankBody(UserFields):
     """With `texts` instead of `documents` it is text-embeddings-inference's, and is answered in its shape."""
 
-    model_config = ConfigDict(json_schema_extra=_one_of("documents", "texts"))
+    model_config = ConfigDict(json_schema_extra=one_of("documents", "texts"))
 
     model: str | None = None
     query: _Text
     documents: Documents | None = None
     texts: Annotated[list[str], _Many] | None = None
-    top_n: Annotated[Whole, Field(ge=1, le=INT32_MAX)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = None
     return_documents: bool | None = None
     return_text: bool | None = None
     raw_scores: bool | None = None

@@ -16,12 +16,12 @@ from emberkeep.api.request import (
     INT32_MAX,
     MAX_CHOICES,
     MAX_PROMPTS,
+    WHOLE,
     Body,
     Count,
     GenerationBody,
     Limit,
     Prompt,
-    Whole,
     to_limit,
 )
 from emberkeep.api.sampling import BAN, USUAL_LAST_N
@@ -51,9 +51,9 @@ class LlamaBody(GenerationBody):
     """What `/completion` and `/infill` have in common. Every field may be null."""
 
     n_predict: Limit | None = None
-    n_cmpl: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
-    n_probs: Annotated[Whole, Field(ge=0, le=_MAX_PROBS)] | None = None
-    logprobs: Annotated[Whole, Field(ge=0, le=_MAX_PROBS)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    n_probs: Annotated[int, Field(ge=0, le=_MAX_PROBS), WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_PROBS), WHOLE] | None = None
     post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None

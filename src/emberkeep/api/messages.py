@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from emberkeep.api.custom_tools import CUSTOM_PARAMETERS, custom_arguments
 from emberkeep.api.errors import TEMPLATE_NAME, TOOL_NAME
+from emberkeep.api.field_kinds import one_of
 from emberkeep.api.request import (
     NO_OTHERS,
+    WHOLE,
     Body,
     CompletionBody,
     GenerationBody,
@@ -25,7 +27,6 @@ from emberkeep.api.request import (
     RoomFields,
     Schema,
     TextPart,
-    Whole,
     to_limit,
     validate,
 )
@@ -117,7 +118,19 @@ class RefusalPart(Body):
     refusal: str
 
 
+def _says_something(schema: dict[str, Json]) -> None:
+    """For the schema of a message, as its `says_something`."""
+    of_assistants = one_of("tool_calls", "reasoning_content", "refusal", "function_call")
+    schema["anyOf"] = [
+        {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+        {"properties": {"role": {"const": "function"}}},
+        {"properties": {"role": {"const": "assistant"}}, **of_assistants},
+    ]
+
+
 class MessageBody(Body):
+    model_config = ConfigDict(json_schema_extra=_says_something)
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         Content | None,
@@ -355,7 +368,7 @@ class ChatBody(GenerationBody, RoomFields):
     function_call: LegacyChoiceField = ToolChoice()
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     chat_template_kwargs: TemplateArgs | None = None
     reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
 

@@ -19,13 +19,13 @@ from emberkeep.api.messages import MAX_MESSAGES, ToolList
 from emberkeep.api.request import (
     INT32_MAX,
     USUAL_COMPLETION,
+    WHOLE,
     Body,
     Count,
     GenerationFields,
     Label,
     OwnerFields,
     Schema,
-    Whole,
     to_limit,
 )
 from emberkeep.errors import InvalidField
@@ -59,7 +59,7 @@ class OptionFields(GenerationFields):
     say how a model is to be loaded (`num_gpu`, `num_batch`, `use_mmap`)."""
 
     num_ctx: Count | None = None
-    num_predict: Annotated[Whole, Field(le=INT32_MAX), AfterValidator(_no_limit)] | None = None
+    num_predict: Annotated[int, Field(le=INT32_MAX), WHOLE, AfterValidator(_no_limit)] | None = None
 
     def to_sampling(self) -> Sampling:
         sampling = super().to_sampling()
@@ -82,8 +82,9 @@ class OptionFields(GenerationFields):
 # ── how long the model stays ──
 
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(ns|us|µs|ms|s|m|h)")
-_WHOLE_DURATION = re.compile(rf"(?P<sign>[-+]?)(?P<parts>(?:{_DURATION.pattern})+|[0-9]*\.?[0-9]+)")
+_NUMBER, _UNIT = r"[0-9]*\.?[0-9]+", "ns|us|µs|ms|s|m|h"
+_PART = re.compile(f"({_NUMBER})({_UNIT})")
+_DURATION = re.compile(f"^([-+]?)((?:{_NUMBER}(?:{_UNIT}))+|{_NUMBER})$")
 
 
 def _to_seconds(value: Json) -> float:
@@ -95,15 +96,17 @@ def _to_seconds(value: Json) -> float:
 
 
 def _parse_duration(text: str) -> float | None:
-    found = _WHOLE_DURATION.fullmatch(text.strip())
+    found = _DURATION.match(text.strip())
     if found is None:
         return None
-    parts = _DURATION.findall(found["parts"])
-    seconds = sum(float(number) * _UNIT_S[unit] for number, unit in parts) if parts else float(found["parts"])
-    return -seconds if found["sign"] == "-" else seconds
+    sign, number = found.groups()
+    parts = _PART.findall(number)
+    seconds = sum(float(many) * _UNIT_S[unit] for many, unit in parts) if parts else float(number)
+    return -seconds if sign == "-" else seconds
 
 
-KeepAlive = Annotated[float, PlainValidator(_to_seconds, json_schema_input_type=float | str)]
+_Duration = Annotated[str, Field(pattern=_DURATION.pattern)]
+KeepAlive = Annotated[float, PlainValidator(_to_seconds, json_schema_input_type=float | _Duration)]
 
 
 # ── what both bodies have ──
@@ -126,7 +129,7 @@ class OllamaBody(OwnerFields):
     keep_alive: KeepAlive | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     truncate: bool | None = None
 
     @property
@@ -368,7 +371,7 @@ class EmbedBody(OwnerFields):
         BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     ]
     truncate: bool | None = None
-    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = None
     keep_alive: KeepAlive | None = None
 
     def to_request(self) -> EmbeddingRequest:

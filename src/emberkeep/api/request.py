@@ -20,8 +20,8 @@ from emberkeep.api.body import validate as validate
 from emberkeep.api.errors import USER_ID
 from emberkeep.api.field_kinds import INT32_MAX as INT32_MAX
 from emberkeep.api.field_kinds import NO_OTHERS as NO_OTHERS
+from emberkeep.api.field_kinds import WHOLE as WHOLE
 from emberkeep.api.field_kinds import Count as Count
-from emberkeep.api.field_kinds import Whole as Whole
 from emberkeep.api.field_kinds import whole
 from emberkeep.api.sampling import SamplerFields
 from emberkeep.config import OFF
@@ -71,12 +71,15 @@ Name = Annotated[str, Field(min_length=1, max_length=512)]
 FactName = Annotated[str, Field(min_length=1, max_length=256)]
 Remembered = Annotated[str, Field(min_length=1, max_length=65_536)]
 Question = Annotated[str, Field(min_length=1, max_length=4096)]
-MaxResults = Annotated[Whole, Field(ge=1, le=100)]
-MaxConversations = Annotated[Whole, Field(ge=1, le=1000)]
+MaxResults = Annotated[int, Field(ge=1, le=100), WHOLE]
+MaxConversations = Annotated[int, Field(ge=1, le=1000), WHOLE]
 Limit = Annotated[
-    Whole, Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_no_less_than_no_limit)
+    int,
+    Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}),
+    WHOLE,
+    AfterValidator(_no_less_than_no_limit),
 ]
-Places = Annotated[Whole, Field(ge=0, le=65_536)]
+Places = Annotated[int, Field(ge=0, le=65_536), WHOLE]
 Probability = Annotated[float, Field(gt=0, le=1)]
 KvBits = Annotated[Literal[16, 8, 4], BeforeValidator(whole)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -174,14 +177,14 @@ class GenerationFields(SamplerFields, Body):
     stop: Stops | None = None
 
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
 
     kv_bits: KvBits | None = None
     approximate: Approximate | None = None
@@ -268,11 +271,11 @@ class GenerationBody(GenerationFields, FormatFields, OwnerFields):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
 
-    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
 
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     cache_prompt: bool | None = None
-    id_slot: Annotated[Whole, Field(ge=ANY_SLOT, le=INT32_MAX)] | None = None
+    id_slot: Annotated[int, Field(ge=ANY_SLOT, le=INT32_MAX), WHOLE] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -333,9 +336,9 @@ Prompts = Annotated[
 class CompletionBody(GenerationBody):
     prompt: Prompts
     echo: bool | None = None
-    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     suffix: str | None = None
-    best_of: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
 
     def to_requests(self) -> list[Request]:
         """One per prompt. Raises InvalidField for what cannot be done."""

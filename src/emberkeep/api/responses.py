@@ -15,9 +15,11 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from emberkeep.api.custom_tools import CUSTOM_PARAMETERS
 from emberkeep.api.errors import TOOL_NAME
+from emberkeep.api.field_kinds import NotHere
 from emberkeep.api.messages import check_choice
 from emberkeep.api.request import (
     RETENTIONS,
+    WHOLE,
     Body,
     GenerationFields,
     Label,
@@ -330,10 +332,6 @@ class PromptBody(OwnerFields):
         )
 
 
-NotHere = Annotated[Any, BeforeValidator(lambda given: given, json_schema_input_type=None)]
-"""A field that is refused by its name (see `check`)."""
-
-
 class ResponseBody(PromptBody, GenerationFields):
     stream: bool | None = None
     background: bool | None = None
@@ -341,8 +339,8 @@ class ResponseBody(PromptBody, GenerationFields):
     include: Annotated[list[Label], Field(max_length=64)] | None = None
     metadata: Metadata | None = None
     max_output_tokens: Limit | None = None
-    max_tool_calls: Annotated[int, Field(ge=0)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=0), WHOLE] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
     service_tier: Label | None = None

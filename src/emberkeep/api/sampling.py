@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from emberkeep.api.errors import TOKEN_ID
-from emberkeep.api.field_kinds import INT32_MAX, NO_OTHERS, Count, Whole
+from emberkeep.api.field_kinds import INT32_MAX, NO_OTHERS, WHOLE, Count
 from emberkeep.types import DEFAULT_SAMPLERS, Json
 
 BAN = float("-inf")
@@ -104,7 +104,7 @@ class SamplerFields(BaseModel):
     dry_sequence_breakers: Annotated[list[Breaker], Field(min_length=1, max_length=64)] | None = None
     xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    mirostat: Annotated[Whole, Field(ge=0, le=2)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2), WHOLE] | None = None
     mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
     mirostat_eta: Annotated[float, Field(ge=0, le=100)] | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=1000)] | None = None

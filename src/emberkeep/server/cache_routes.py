@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from emberkeep.api.answer import lookup_json
 from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
-from emberkeep.api.request import INT32_MAX, Body, CompletionBody, Label
+from emberkeep.api.request import INT32_MAX, WHOLE, Body, CompletionBody, Label
 from emberkeep.api.stored import MAX_VERIFY_S, entry_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
@@ -45,9 +45,9 @@ class EntryBody(Body):
 
 class VerifyBody(Body):
     ids: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
-    sample: Annotated[int, Field(ge=1, le=256)] | None = None
-    tokens: Annotated[int, Field(ge=1, le=256)] | None = None
-    seconds: Annotated[int, Field(ge=1, le=MAX_VERIFY_S)] | None = None
+    sample: Annotated[int, Field(ge=1, le=256), WHOLE] | None = None
+    tokens: Annotated[int, Field(ge=1, le=256), WHOLE] | None = None
+    seconds: Annotated[int, Field(ge=1, le=MAX_VERIFY_S), WHOLE] | None = None
 
     def check(self) -> None:
         """Raises InvalidField where fields contradict each other."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
+from pydantic import ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from emberkeep.api.field_kinds import one_of
 from emberkeep.api.request import Body
 from emberkeep.backend.capabilities import experts_of
 from emberkeep.backend.models import Models
@@ -18,6 +20,8 @@ from emberkeep.types import ExpertStats, Json, LayerExperts
 
 
 class TrackingBody(Body):
+    model_config = ConfigDict(json_schema_extra=one_of("enabled", "reset"))
+
     enabled: bool | None = None
     reset: bool | None = None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
 from pydantic import AfterValidator, Field
@@ -30,7 +30,14 @@ from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import CacheEntry, Events, Json, Request
 
+SlotAction = Literal["save", "restore", "erase"]
 SlotId = Annotated[int, Path(ge=0, le=INT32_MAX)]
+_SCALES = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"type": "array"}, "example": []}},
+    }
+}
 _MOST_NAMES = 4096
 _LOOKS, _BETWEEN_LOOKS_S = 100, 0.02
 """At a slot whose turn is being stored."""
@@ -59,7 +66,7 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
         backend = models.find(model)
         return await side.run(lambda: json_response(_props(backend)))
 
-    @router.post("/props")
+    @router.post("/props", include_in_schema=False)
     async def change_props() -> Response:
         raise RequestError(
             "Properties cannot be changed while the server runs: send what should differ with each request, or "
@@ -76,10 +83,10 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
         return json_response(told)
 
     @router.post("/slots/{slot}", openapi_extra=takes(SlotBody, filename="chat.bin"))
-    async def act_on_slot(http: HttpRequest, slot: SlotId, action: str = "", model: str | None = None) -> Response:
-        act = {"save": saved.save, "restore": saved.restore, "erase": saved.erase}.get(action)
-        if act is None:
-            raise InvalidField("action", "give save, restore or erase.")
+    async def act_on_slot(
+        http: HttpRequest, slot: SlotId, action: SlotAction, model: str | None = None
+    ) -> Response:
+        act = {"save": saved.save, "restore": saved.restore, "erase": saved.erase}[action]
         backend = models.find(model)
         body = await read_body(http, SlotBody) if await http.body() else SlotBody()
         return await side.run(lambda: json_response(act(backend, slot, body.filename)))
@@ -88,7 +95,7 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
     async def adapters(model: str | None = None) -> Response:
         return json_response(_adapters(models.find(model)))
 
-    @router.post("/lora-adapters")
+    @router.post("/lora-adapters", openapi_extra=_SCALES)
     async def scale_adapters(http: HttpRequest, model: str | None = None) -> Response:
         raw = await http.body()
         wanted = await make_of_body(http, lambda: parse_list(raw))

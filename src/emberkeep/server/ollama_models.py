@@ -13,10 +13,12 @@ from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter
+from pydantic import ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from emberkeep.api.errors import OLLAMA_ERRORS, failure_of
+from emberkeep.api.field_kinds import one_of
 from emberkeep.api.ollama_answer import OllamaFrames
 from emberkeep.api.request import Body
 from emberkeep.backend.models import Models, status_of
@@ -43,6 +45,8 @@ _NOT_HERE = {
 
 
 class NamedBody(Body):
+    model_config = ConfigDict(json_schema_extra=one_of("model", "name"))
+
     model: str | None = None
     name: str | None = None
     """What older clients say."""

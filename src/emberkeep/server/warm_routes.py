@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from emberkeep.api.field_kinds import one_of
 from emberkeep.api.messages import BeginningList, TemplateArgs, ToolList, prefix_of_chats
 from emberkeep.api.request import KvBits, OwnerFields
 from emberkeep.backend.capabilities import warm_prefix
@@ -24,6 +25,8 @@ _SYSTEM = {"role": "system", "content": "You answer in one sentence."}
 
 
 class WarmBody(OwnerFields):
+    model_config = ConfigDict(json_schema_extra=one_of("text", "messages", "tools"))
+
     model: str | None = None
     text: Annotated[str, Field(min_length=1)] | None = None
     messages: BeginningList | None = None

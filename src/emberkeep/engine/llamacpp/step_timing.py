@@ -177,7 +177,7 @@ def _with_rows_between(line: _Times) -> _Times:
     for rows in range(_BLOCK, _BLOCKS + 1):
         left_over = rows % _BLOCK
         whole = float(np.interp(rows - left_over, blocks, of_blocks))
-        between[rows] = whole + left_over * (line[2] - line[1])
+        between[rows] = whole + left_over * max(line[2] - line[1], 0.0)  # less only by noise
     return between | line
 
 

@@ -1,0 +1,39 @@
+"""The doors that a benchmark compares are all open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from benchmarks.__main__ import PARTS, USERS, PartsFlags
+from benchmarks.doors import DOORS, Door
+from emberkeep.backend.models import Models
+from emberkeep.cli.bench import Needs
+from emberkeep.config import Config
+from emberkeep.server.app import create_app
+from helpers.fake_backend import fake_backend
+
+
+@pytest.fixture
+def http(tmp_path: Path) -> Iterator[TestClient]:
+    config = Config(data_dir=tmp_path)
+    with TestClient(create_app(Models(fake_backend(config)), config), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
+def test_every_door_answers(http: TestClient, door: Door, stream: bool) -> None:
+    answer = http.post(door.path, json={**door.body("Why is the sky blue?", 4), "stream": stream})
+    assert answer.status_code == 200
+    assert b'"error": {' not in answer.content
+
+
+def test_every_benchmark_with_prompts_tells_how_long_they_are() -> None:
+    """A model whose context is shorter is refused before anything is measured."""
+    with_prompts = [benchmark for benchmark in (*USERS, *PARTS) if benchmark.needs is Needs.WORDS]
+    assert with_prompts
+    assert all(benchmark.plan(PartsFlags()).context > 0 for benchmark in with_prompts)
