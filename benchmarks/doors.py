@@ -1,17 +1,19 @@
 """doors: the same new prompt through every API. What does each cost beside `/v1/chat/completions`?
 
 Every request has a prompt that nothing has seen, so that all of it is evaluated. The doors take turns in every
-round, each time in another order, and are compared within their round.
+round, each time in another order, and are compared within their round. How long the model takes, which varies with
+whatever else the machine does, every answer tells itself; what is left of the request is *beside the model*.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from emberkeep.bench.figures import Series, overhead, series
+from emberkeep.bench.figures import series
 from emberkeep.bench.http_client import Client
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
@@ -93,32 +95,54 @@ async def run(stage: Stage, plan: Workload) -> BenchResult:
     tables = []
     for way in ("streamed", "whole"):
         with ServerProcess(stage.model, stage.new_data_dir(), parallel=1) as server:
-            seconds = await _rounds(stage, plan, Client(server.port), stream=way == "streamed")
-        times = {path: series((1e3 * s for s in taken), "ms") for path, taken in seconds.items()}
-        rows = tuple(_row(path, times[path], times[REFERENCE]) for path in times)
+            taken = await _rounds(stage, plan, Client(server.port), stream=way == "streamed")
+        rows = tuple(_row(path, taken[path], taken[REFERENCE]) for path in taken)
         tables.append(Table(f"{plan.prompt_tokens} new tokens, {plan.answer_tokens} of the answer, {way}", rows))
     return BenchResult("doors", tuple(tables), ("more: than /v1/chat/completions in the same round, the median.",))
 
 
-def _row(path: str, taken: Series, reference: Series) -> Row:
-    return Row(path, {"request": taken, "more": overhead(taken, reference)})
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Milliseconds of a request, and how many of them were the model's."""
+
+    request: float
+    model: float
+
+    @property
+    def beside(self) -> float:
+        return self.request - self.model
 
 
-async def _rounds(stage: Stage, plan: Workload, client: Client, *, stream: bool) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {door.path: [] for door in DOORS}
+def _row(path: str, taken: Sequence[Taken], reference: Sequence[Taken]) -> Row:
+    pairs = list(zip(taken, reference, strict=True))
+    return Row(
+        path,
+        {
+            "request": series((one.request for one in taken), "ms"),
+            "beside the model": series((one.beside for one in taken), "ms"),
+            "more": series((one.beside - other.beside for one, other in pairs), "ms"),
+            "more of a request": series(
+                (100 * (one.beside - other.beside) / other.request for one, other in pairs), "%"
+            ),
+        },
+    )
+
+
+async def _rounds(stage: Stage, plan: Workload, client: Client, *, stream: bool) -> dict[str, list[Taken]]:
+    taken: dict[str, list[Taken]] = {door.path: [] for door in DOORS}
     order = Random(0)
     for number in range(-1, plan.repeat):
         stage.say("warm-up" if number < 0 else f"round {number + 1} of {plan.repeat}")
         for door in order.sample(DOORS, len(DOORS)):
             text = stage.words.text(plan.prompt_tokens, (door.path, number, stream))
-            seconds = await _ask(client, door, text, plan.answer_tokens, stream=stream)
+            one = await _ask(client, door, text, plan.answer_tokens, stream=stream)
             if number >= 0:
-                taken[door.path].append(seconds)
+                taken[door.path].append(one)
     return taken
 
 
-async def _ask(client: Client, door: Door, text: str, tokens: int, *, stream: bool) -> float:
-    """Seconds until the end of the answer. Nothing else runs meanwhile, nor does anything wait to be written."""
+async def _ask(client: Client, door: Door, text: str, tokens: int, *, stream: bool) -> Taken:
+    """Until the end of the answer. Nothing else runs meanwhile, nor does anything wait to be written."""
     exchange = await client.post(door.path, {**door.body(text, tokens), "stream": stream})
     body = exchange.body()
     if stream and b'"error": {' in body:
@@ -126,4 +150,14 @@ async def _ask(client: Client, door: Door, text: str, tokens: int, *, stream: bo
     if not stream:
         json.loads(body)
     await client.wait_until_settled()
-    return exchange.ended - exchange.sent
+    return Taken(1e3 * (exchange.ended - exchange.sent), model_ms(body))
+
+
+_MILLISECONDS = {"prompt_ms": 1.0, "predicted_ms": 1.0, "prompt_eval_duration": 1e-6, "eval_duration": 1e-6}
+_TIMES = re.compile(rf'"({"|".join(_MILLISECONDS)})": ?([0-9.e+-]+)'.encode())
+
+
+def model_ms(body: bytes) -> float:
+    """The milliseconds that an answer tells of its prompt and of itself, in the way of any API."""
+    told = {name.decode(): float(number) for name, number in _TIMES.findall(body)}
+    return sum(_MILLISECONDS[name] * number for name, number in told.items())

@@ -298,11 +298,17 @@ def test_counting_takes_the_same_prompt_without_a_limit() -> None:
     [
         ("", "", ""),
         ("13803d75-b4b5-4c3e-b2a2-6f21399b021b", "13803d75-b4b5-4c3e-b2a2-6f21399b021b", ""),
-        ('{"device_id": "d1", "account_uuid": "", "session_id": "s1"}', "d1", "s1"),
-        ('{"session_id": "s2", "device_id": "d1", "account_uuid": "a1"}', "a1 d1", "s2"),
+        ('{"device_id": "d1", "account_uuid": "", "session_id": "s1"}', '{"device_id": "d1"}', "s1"),
+        (
+            '{"session_id": "s2", "device_id": "d1", "account_uuid": "a1"}',
+            '{"account_uuid": "a1", "device_id": "d1"}',
+            "s2",
+        ),
         ("user_d1_account__session_s1", "user_d1_account_", "s1"),
         ("1234", "1234", ""),
-        ('{"session_id": "s1"}', "", "s1"),
+        ('{"session_id": "s1"}', '{"session_id": "s1"}', "s1"),
+        ("_session_s1", "_session_s1", "s1"),
+        ('{"id": 0, "session_id": "s1"}', '{"id": 0}', "s1"),
     ],
 )
 def test_sessions_of_one_user_share_what_is_stored(said: str, user: str, session: str) -> None:
@@ -316,7 +322,32 @@ def test_a_user_that_is_named_otherwise_counts_more() -> None:
     assert read(metadata={"user_id": "d1"}, user_id="ann").namespace == json.dumps(["ann", ""])
 
 
+def test_users_whose_names_join_to_the_same_words_are_two() -> None:
+    one, other = ('{"a": "x", "b": "y z"}', '{"a": "x y", "b": "z"}')
+    assert user_of_metadata(one) != user_of_metadata(other)
+
+
+def test_an_empty_last_message_of_the_user_is_refused() -> None:
+    """Without it the model would go on with its own last message."""
+    said = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": ""},
+    ]
+    with pytest.raises(InvalidField, match=r"messages\[2\]\.content: is empty"):
+        read(messages=said)
+
+
 # ── breakpoints ──
+
+
+def test_many_breakpoints_are_read_in_time_that_grows_with_their_number() -> None:
+    """Each once took as long as all before it together: minutes for these."""
+    block = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+    request = read(messages=[{"role": "user", "content": [block] * 50_000}])
+    assert len(request.breakpoints) == 50_000
+    assert request.breakpoints[:2] == (Breakpoint(1, 5), Breakpoint(1, 11))
+    assert request.breakpoints[-1] == Breakpoint(1)
 
 
 def test_breakpoints_stand_after_tools_system_and_blocks() -> None:

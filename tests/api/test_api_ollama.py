@@ -108,6 +108,11 @@ def test_keep_alive_is_a_duration_or_seconds(written: str | int, seconds: float)
     assert validate(OllamaChatBody, {"keep_alive": written}).keep_alive == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("written", [10**400, -(10**400), 1e300, "9999999999999h"])
+def test_keep_alive_that_is_too_long_to_count_is_for_ever(written: Any) -> None:
+    assert validate(OllamaChatBody, {"keep_alive": written}).keep_alive == -1
+
+
 @pytest.mark.parametrize("written", ["soon", "5 minutes", True, []])
 def test_keep_alive_is_nothing_else(written: Any) -> None:
     with pytest.raises(InvalidField, match="keep_alive: give seconds"):
@@ -248,6 +253,14 @@ def test_a_context_is_the_conversation_so_far() -> None:
 def test_a_context_of_another_server_is_refused(context: Any) -> None:
     with pytest.raises(InvalidField, match="context: was not made here"):
         generate(context=context)
+
+
+def test_a_context_with_half_a_character_is_refused() -> None:
+    """It could not be written into the next one, after the whole answer."""
+    written = rb'[["user", "\ud800", ""]] '
+    packed = [int.from_bytes(written[i : i + 3]) for i in range(0, len(written), 3)]
+    with pytest.raises(InvalidField, match="context: was not made here"):
+        generate(context=[0x656B31, *packed])
 
 
 def test_no_context_is_an_empty_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from benchmarks.__main__ import PARTS, USERS, PartsFlags
-from benchmarks.doors import DOORS, Door
+from benchmarks.doors import DOORS, Door, model_ms
 from emberkeep.backend.models import Models
 from emberkeep.cli.bench import Needs
 from emberkeep.config import Config
@@ -20,8 +21,10 @@ from helpers.fake_backend import fake_backend
 @pytest.fixture
 def http(tmp_path: Path) -> Iterator[TestClient]:
     config = Config(data_dir=tmp_path)
-    with TestClient(create_app(Models(fake_backend(config)), config), base_url="http://127.0.0.1") as client:
+    backend = fake_backend(config)
+    with TestClient(create_app(Models(backend), config), base_url="http://127.0.0.1") as client:
         yield client
+    asyncio.run(backend.close())
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -30,6 +33,7 @@ def test_every_door_answers(http: TestClient, door: Door, stream: bool) -> None:
     answer = http.post(door.path, json={**door.body("Why is the sky blue?", 4), "stream": stream})
     assert answer.status_code == 200
     assert b'"error": {' not in answer.content
+    assert model_ms(answer.content) > 0
 
 
 def test_every_benchmark_with_prompts_tells_how_long_they_are() -> None:

@@ -204,6 +204,15 @@ def test_a_stream_has_chunks_and_one_last_object(backend: ScriptedBackend, http:
     assert (last["content"], last["tokens"], last["stop"], last["has_new_line"]) == ("", [], True, True)
 
 
+def test_every_choice_of_a_stream_tells_how_many_tokens_it_has(
+    backend: ScriptedBackend, http: httpx.Client
+) -> None:
+    pieces = (TextDelta(0, "a", tokens=(7,)), TextDelta(1, "bc", tokens=(8, 9)))
+    backend.reset(*pieces, Finished(0, FinishReason.LENGTH), Finished(1, FinishReason.LENGTH), COMPLETED)
+    last = [chunk for chunk in chunks(http, n_cmpl=2) if chunk["stop"]]
+    assert [(chunk["index"], chunk["tokens_predicted"]) for chunk in last] == [(0, 1), (1, 2)]
+
+
 def test_a_stream_tells_timings_and_progress_when_they_are_asked_for(
     backend: ScriptedBackend, http: httpx.Client
 ) -> None:
@@ -359,7 +368,7 @@ def test_erasing_a_slot_removes_what_rests_in_it(http: httpx.Client, slots: list
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/slots/0", {}, 400, "save, restore or erase"),
+        ("/slots/0", {}, 400, "action: is required"),
         ("/slots/0?action=save", {}, 400, "filename: is required"),
         ("/slots/0?action=save", {"filename": "../x"}, 400, "without folders"),
         ("/slots/1?action=save", {"filename": "x"}, 400, "at work"),

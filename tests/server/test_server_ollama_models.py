@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import ollama
@@ -154,6 +157,23 @@ def test_a_pull_tells_its_progress_line_by_line(
 def test_a_pull_without_a_stream_ends_with_success(client: ollama.Client, hub: ServedRepo) -> None:
     assert client.pull("hf.co/owner/small-GGUF").status == "success"  # Q4_K_M is what Ollama takes
     assert hub.downloads == ["small-Q4_K_M.gguf"]
+
+
+def test_a_pull_ends_when_its_client_leaves(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def fetch_for_ever(spec: str, library: ModelLibrary, reporter: Any) -> None:
+        try:
+            while True:
+                reporter.progress("Fetching", 1, 2)
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("emberkeep.server.ollama_models._fetch", fetch_for_ever)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/api/pull", json={"model": "hf.co/owner/small-GGUF", "stream": False}, timeout=0.2)
+    assert ended.wait(10)
 
 
 def test_what_is_here_is_not_pulled_again(client: ollama.Client) -> None:

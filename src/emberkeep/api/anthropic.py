@@ -166,16 +166,17 @@ _NO_THREAD = Failure(
 
 def user_of_metadata(said: str) -> tuple[str, str]:
     """The user and the session in a `user_id`: agents write both into it. What is stored is the user's, because
-    the next session begins with the same system prompt."""
+    the next session begins with the same system prompt. Who names nothing but a session is alone in it."""
     user, _, session = said.partition("_session_")
     try:
         told = json.loads(said)
     except ValueError:
-        return user, session
+        return user or said, session
     if not isinstance(told, dict):
         return said, ""
     session = told.pop("session_id", "")
-    return " ".join(str(value) for _, value in sorted(told.items()) if value), str(session)
+    named = {key: value for key, value in told.items() if value not in (None, "")}
+    return json.dumps(named, sort_keys=True) if named else said, str(session)
 
 
 # ── bodies ──
@@ -215,6 +216,7 @@ class PromptFields(Body):
         form = self.to_format()
         if continues and form is not None:
             raise InvalidField("output_config.format", "goes without a last message of the assistant.")
+        breakpoints = turns.breakpoints()
         return Request(
             messages=messages,
             tools=tools,
@@ -225,8 +227,8 @@ class PromptFields(Body):
             thinks_if_asked=self.thinking is None,
             reasoning=None if self._shows_thinking else ReasoningFormat.STRIP,
             continues=continues,
-            breakpoints=turns.breakpoints(),
-            ttl=Ttl.LONG if any(one.ttl is Ttl.LONG for one in turns.breakpoints()) else None,
+            breakpoints=breakpoints,
+            ttl=Ttl.LONG if any(one.ttl is Ttl.LONG for one in breakpoints) else None,
         )
 
     def to_format(self) -> JsonFormat | None:
@@ -251,7 +253,9 @@ class PromptFields(Body):
         turns = _Turns()
         turns.mark_tools(tool.cache_control for tool in self.tools or ())
         turns.add("system", self.system)
-        for message in self.messages:
+        for index, message in enumerate(self.messages):
+            if message.role == "user" and not any(block.says_something for block in message.content):
+                raise InvalidField(f"messages[{index}].content", "is empty: give at least one block with a text.")
             turns.add(message.role, message.content)
         turns.mark(self.cache_control)
         return turns
@@ -307,6 +311,8 @@ class _Turn:
     def __init__(self, role: Role) -> None:
         self.role = role
         self.texts: list[str] = []
+        self.chars = -1
+        """Of the texts with a line break between any two."""
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
         self.images: list[Image] = []
@@ -319,12 +325,12 @@ class _Turn:
         elif isinstance(block, ToolUseBlock):
             self.calls.append(block.to_call())
         else:
-            self.texts += block.texts()
+            self.add_texts(block.texts())
             self.images += block.images()
 
-    @property
-    def chars(self) -> int:
-        return len("\n".join(self.texts))
+    def add_texts(self, texts: Sequence[str]) -> None:
+        self.texts += texts
+        self.chars += sum(len(text) + 1 for text in texts)
 
     def to_message(self) -> Message:
         return Message(
@@ -390,6 +396,6 @@ class _Turns:
         turn = _Turn("tool")
         turn.result_of = block.tool_use_id
         turn.tool = self._names.get(block.tool_use_id)
-        turn.texts = [block.text()]
+        turn.add_texts([block.text()])
         turn.images = block.images()
         self._turns.append(turn)

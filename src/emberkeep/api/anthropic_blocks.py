@@ -207,6 +207,10 @@ class ResultBlock(Block):
     ] = Field(default=[])
     is_error: bool | None = None
 
+    @property
+    def says_something(self) -> bool:
+        return True
+
     def text(self) -> str:
         text = "\n".join(text for block in self.content for text in block.texts())
         if not self.is_error:

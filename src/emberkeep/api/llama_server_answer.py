@@ -155,9 +155,12 @@ class _Choice:
     """What has come of a choice that is not over yet."""
 
     answer: ChoiceAnswer = field(default_factory=ChoiceAnswer)
-    predicted: int = 0
     has_new_line: bool = False
     is_told: bool = False
+
+    @property
+    def predicted(self) -> int:
+        return len(self.answer.tokens)
 
 
 class LlamaFrames(SseFrames):
@@ -197,7 +200,7 @@ class LlamaFrames(SseFrames):
 
     def _piece(self, event: TextDelta) -> bytes:
         choice = self._choices[event.index]
-        choice.predicted += len(event.tokens)
+        choice.answer.tokens += event.tokens
         choice.has_new_line = choice.has_new_line or "\n" in event.text
         more: dict[str, Json] = {}
         if event.logprobs and self._envelope.body.wants_probs:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from emberkeep.api.messages import MAX_MESSAGES, ToolList
@@ -87,12 +88,15 @@ _PART = re.compile(f"({_NUMBER})({_UNIT})")
 _DURATION = re.compile(f"^([-+]?)((?:{_NUMBER}(?:{_UNIT}))+|{_NUMBER})$")
 
 
+_FOR_EVER_S = 1e10
+
+
 def _to_seconds(value: Json) -> float:
     """Seconds as a number, or a duration as Go writes it (`1h30m`). What is negative has no end."""
     seconds = _parse_duration(value) if isinstance(value, str) else value
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise ValueError('give seconds, or a duration such as "5m"')
-    return float(seconds)
+    return float(seconds) if abs(seconds) < _FOR_EVER_S else -1.0
 
 
 def _parse_duration(text: str) -> float | None:
@@ -284,7 +288,8 @@ def to_context(messages: Sequence[Message]) -> list[int]:
     turns = [(message.role, message.content, message.reasoning) for message in messages]
     written = json.dumps(turns, ensure_ascii=False).encode()
     written += b" " * (-len(written) % _PACKED)
-    return [_MARK, *(int.from_bytes(written[i : i + _PACKED]) for i in range(0, len(written), _PACKED))]
+    high, middle, low = np.frombuffer(written, np.uint8).reshape(-1, _PACKED).astype(np.int32).T
+    return [_MARK, *(high << 16 | middle << 8 | low).tolist()]
 
 
 def _from_context(value: Json) -> tuple[Message, ...]:
@@ -304,6 +309,7 @@ def _to_turn(role: str, content: str, reasoning: str) -> Message:
     known: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
     if not (isinstance(content, str) and isinstance(reasoning, str) and role in known):
         raise ValueError(role)
+    (content + reasoning).encode()  # no half of a surrogate pair
     return Message(known[role], content, reasoning)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Mapping
@@ -107,13 +108,13 @@ class _Known:
 
     def tag(self) -> dict[str, Json]:
         name = self.card.id if ":" in self.card.id else f"{self.card.id}:latest"
-        digest = self._detail("weights_sha256") or (self.installed.record.sha256 if self.installed else "")
+        digest = self._detail("weights_sha256") or (self.installed.record.sha256 if self.installed else None)
         return {
             "name": name,
             "model": name,
             "modified_at": self.modified_at,
             "size": self.size,
-            "digest": digest,
+            "digest": digest or hashlib.sha256(name.encode()).hexdigest(),  # clients show its first 12 characters
             "details": self.details(),
         }
 

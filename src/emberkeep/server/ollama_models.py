@@ -7,9 +7,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 
 from fastapi import APIRouter
@@ -31,7 +31,7 @@ from emberkeep.server.ollama_cards import loaded_json, show_json, tag_json
 from emberkeep.server.ollama_routes import find_model, installed_name
 from emberkeep.server.openapi import LINES, takes
 from emberkeep.server.side_work import SideWork
-from emberkeep.server.stream import read_body
+from emberkeep.server.stream import read_body, while_connected
 from emberkeep.types import Json
 
 log = logging.getLogger(__name__)
@@ -161,8 +161,7 @@ def _add_pull(router: APIRouter, library: ModelLibrary) -> None:
         lines = _pull(library, spec, threads)
         if body.stream is not False:
             return StreamingResponse(_as_bytes(lines), media_type=OllamaFrames.media_type)
-        async for _ in lines:
-            pass
+        await while_connected(http, _all(lines))
         return json_response(_SUCCESS)
 
 
@@ -182,7 +181,7 @@ def _pull_spec(library: ModelLibrary, name: str) -> str:
     return spec
 
 
-async def _pull(library: ModelLibrary, spec: str, threads: ThreadPoolExecutor) -> AsyncIterator[Json]:
+async def _pull(library: ModelLibrary, spec: str, threads: ThreadPoolExecutor) -> AsyncGenerator[Json]:
     """What happens while a model is fetched. Raises ModelError. Closing it gives the pull up: the next one resumes
     what was fetched so far."""
     yield {"status": "pulling manifest"}
@@ -207,6 +206,12 @@ def _fetch(spec: str, library: ModelLibrary, reporter: _QueueReporter) -> None:
     from emberkeep.models.pull import pull
 
     pull(spec, library, reporter=reporter)
+
+
+async def _all(lines: AsyncGenerator[Json]) -> None:
+    async with aclosing(lines):
+        async for _ in lines:
+            pass
 
 
 async def _as_bytes(lines: AsyncIterator[Json]) -> AsyncIterator[bytes]:
