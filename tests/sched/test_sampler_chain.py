@@ -260,6 +260,17 @@ def test_mirostat_1_keeps_as_many_as_zipf_says() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_goes_on_however_long_a_model_is_sure(version: int) -> None:
+    running = chain(replace(OFF, mirostat=version, mirostat_tau=5.0, mirostat_eta=1.0))
+    for _ in range(2000):
+        running.accept(0, 1.0)
+    assert len(running.candidates(LOGITS, (), 0.0).logits) == len(LOGITS)
+    for _ in range(2000):
+        running.accept(5, 1e-30)
+    assert len(running.candidates(LOGITS, (), 0.0).logits) == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_learns_from_what_was_sampled_and_from_nothing_else(version: int) -> None:
     settings = replace(OFF, mirostat=version, mirostat_tau=2.0, mirostat_eta=0.1)
     plain, watched = (Sampler(settings, chain=chain(settings)) for _ in range(2))

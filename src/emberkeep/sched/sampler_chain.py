@@ -201,7 +201,9 @@ class Chain:
         scale = 1 - float(len(p)) ** -beyond
         if exponent <= 0 or not scale:
             return len(p)
-        return min(int((beyond * 2**self._most_surprise / scale) ** (1 / exponent)), len(p))
+        # In logarithms: the bound grows for as long as a model is sure, and no number holds two to that power.
+        log_count = (math.log(beyond / scale) + self._most_surprise * math.log(2)) / exponent
+        return len(p) if log_count >= math.log(len(p)) else int(math.exp(log_count))
 
 
 _Step = Callable[[Candidates, Sequence[int], float], Candidates]
