@@ -381,16 +381,27 @@ class LocalBackend:
         """Remember a request that was answered; returns its lookup with the part of the request in which it left
         what was stored."""
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
-            lookup = await asyncio.to_thread(self._explainer.located, request, prompt, lookup)
-            if (found := lookup.divergence) and found.volatile:
-                lost = lookup.prompt_tokens - found.token_index
-                self._explainer.volatility.tell(request, found.where, found.volatile, lost)
+            lookup = await asyncio.to_thread(self._locate, request, prompt, lookup)
         self._lookups.add(request, lookup)
         if prompt.keys.stable and request.is_kept:
             self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
         if self._forgotten.since(asked_at, request.namespace):
             self._lookups.forget({request.namespace})
             self.warmer.forget({request.namespace})
+        return lookup
+
+    def _locate(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:
+        """With the part of the request in which it left what was stored. Never raises: the answer is there, and
+        does not fail because nobody can say why it took so long."""
+        try:
+            lookup = self._explainer.located(request, prompt, lookup)
+            if (found := lookup.divergence) and found.volatile:
+                lost = lookup.prompt_tokens - found.token_index
+                self._explainer.volatility.tell(request, found.where, found.volatile, lost)
+        except EngineError:  # the model was unloaded meanwhile
+            pass
+        except Exception:
+            log.exception("where a prompt left what was stored was not found")
         return lookup
 
     def _note_written(self, request: Request, sequences: list[tuple[Sequence, Choice]]) -> None:
