@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
+from emberkeep.chat.messages import Place
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.session.volatility import Volatility
 from emberkeep.types import (
     Completed,
     HygieneAction,
@@ -147,6 +149,25 @@ def test_a_number_has_no_rule_of_its_own(open_backend):
     assert told.lookup.divergence is not None
     assert told.lookup.divergence.volatile == ("numbers",)
     assert "A [[hygiene]] rule with a pattern for that line" in told.sentence
+
+
+@pytest.mark.parametrize(("word", "value"), [("numbers", "5"), ("ids", "run_1a2b3c"), ("timestamps", "10:05")])
+def test_a_word_that_is_the_name_of_a_kind_is_no_value(open_backend, word, value):
+    backend = open_backend()
+    ask(backend, chat(f"Add the {word} below.\n{DUTIES}"))
+    lookup = ask(backend, chat(f"Add the {value} below.\n{DUTIES}")).lookup
+    assert lookup.reason is MissReason.EDITED
+
+
+def test_an_answer_does_not_fail_with_the_search_for_what_it_cost(open_backend, monkeypatch, caplog):
+    def fail(self: Volatility, request: Request, place: Place) -> tuple[str, ...]:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(Volatility, "compare", fail)
+    backend = open_backend()
+    ask(backend, chat(at("10:05")))
+    assert ask(backend, chat(at("10:06"))).lookup.reason is MissReason.DIVERGED
+    assert "where a prompt left what was stored was not found" in caplog.text
 
 
 def test_a_random_order_of_tools_costs_nothing(open_backend):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -260,6 +262,17 @@ def test_mirostat_1_keeps_as_many_as_zipf_says() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_goes_on_however_long_a_model_is_sure(version: int) -> None:
+    running = chain(replace(OFF, mirostat=version, mirostat_tau=5.0, mirostat_eta=1.0))
+    for _ in range(2000):
+        running.accept(0, 1.0)
+    assert len(running.candidates(LOGITS, (), 0.0).logits) == len(LOGITS)
+    for _ in range(2000):
+        running.accept(5, 1e-30)
+    assert len(running.candidates(LOGITS, (), 0.0).logits) == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_learns_from_what_was_sampled_and_from_nothing_else(version: int) -> None:
     settings = replace(OFF, mirostat=version, mirostat_tau=2.0, mirostat_eta=0.1)
     plain, watched = (Sampler(settings, chain=chain(settings)) for _ in range(2))
@@ -301,6 +314,55 @@ def test_infill_counts_a_token_and_its_beginning_together() -> None:
 
 def test_infill_ends_where_nothing_is_likely() -> None:
     assert infilled({"a": 0.17, "b": 0.17, "c": 0.17, "d": 0.17, ":": 0.16, "\n": 0.16}) == {"<end>"}
+
+
+class Piece(bytes):
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def startswith(self, *args: Any) -> bool:
+        Piece.compared += 1
+        return super().startswith(*args)
+
+
+class ManyWords:
+    """Words that begin each other, and two ends: one is likely enough to be looked at, one is the last."""
+
+    pieces = tuple(Piece(f"{word:x}".encode()) for word in range(1200))
+    eog = frozenset({40, 1199})
+    eos = 40
+
+
+def naive_infill(p: list[float], vocab: ManyWords) -> set[int]:
+    """Every pair of tokens, the likeliest first."""
+    order = sorted(range(len(p)), key=lambda token: -p[token])
+    texts = [piece.decode() for piece in vocab.pieces]
+    for first, second in product(order, order):
+        if first != second and p[first] and p[second] and texts[second].startswith(texts[first]):
+            likelier, other = (second, first) if p[second] > p[first] else (first, second)
+            p[likelier], p[other] = p[likelier] + p[other], 0.0
+    kept = {token for token in order if p[token] >= 0.2 or token in vocab.eog}
+    least = sum(p[token] for token in kept) / (len(kept - vocab.eog) + 1)
+    return {token for token in kept if p[token] >= least or token in vocab.eog}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_infill_of_a_large_vocabulary_compares_the_likeliest_only(seed: int) -> None:
+    random, vocab = np.random.default_rng(seed), ManyWords()
+    logits = random.normal(-12, 2, 1200)
+    likely = [0x1F, 0x1, 0x1FA, 0x2B, 0x2, 0x30 + seed]
+    logits[likely] = np.log(random.dirichlet([2.0] * len(likely)))
+    logits[list(vocab.eog)] = [-18, -30]
+    logits = logits.astype(np.float32)
+    settings = replace(OFF, samplers=("infill",))
+    Piece.compared = 0
+    kept = Chain(settings, vocab, np.array([], np.int32), {}).candidates(logits, (), 0.0)
+    assert Piece.compared < 260**2
+    weights = np.exp(logits.astype(np.float64))
+    expected = naive_infill((weights / weights.sum()).tolist(), vocab)
+    assert len(expected) > len(vocab.eog)
+    assert {kept.token(place) for place in range(len(kept.logits))} == expected
 
 
 # ── what was drawn ──

@@ -124,6 +124,42 @@ def test_asking_what_would_happen_freezes_nothing():
     assert systems(hygiene.apply(chat("This is run 8."))) == ["This is run 7."]
 
 
+@pytest.mark.parametrize("action", ["move", "drop"])
+def test_no_rule_takes_a_question_away(action):
+    hygiene = own(r"^Ticket \d+.*$", action, "user")
+    request = chat(RULES, Message("user", "a"), Message("assistant", "b"), Message("user", "Ticket 7: why?"))
+    assert hygiene.apply(request) is request
+    request = chat(RULES, Message("user", "Ticket 7: why?\n \nTicket 8: what?"))
+    assert hygiene.apply(request) is request
+
+
+def test_two_rules_together_take_no_question_away():
+    rules = [HygieneRule(name, f"^{name}", HygieneWhere.USER) for name in ("now", "then")]
+    hygiene = Hygiene(rules)
+    once = hygiene.apply(chat(RULES, Message("user", "now what?\nthen what?")))
+    assert (once.messages[-1].content, once.tidied.moved) == ("then what?", "now what?")
+    assert hygiene.apply(once) == once
+
+
+def test_what_a_user_says_beside_its_question_is_moved():
+    said = Message("user", "Time: 10:05\nWhy?"), Message("assistant", "So."), Message("user", "Time: 10:06\nHow?")
+    request = own(r"^Time: ", "move", "user").apply(chat(RULES, *said))
+    seen = with_moved(request.messages, request.tidied.moved)
+    assert [message.content for message in seen] == [RULES, "Why?", "So.", "How?\n\nTime: 10:05\nTime: 10:06"]
+
+
+def test_nothing_of_a_users_is_moved_into_what_the_system_says():
+    said = (Message("user", "a"), Message("system", "Be brief."), Message("developer", "Be kind."))
+    assert with_moved(said, "moved") == (Message("user", "a\n\nmoved"), *said[1:])
+    said = (*said[:1], Message("tool", "result"), *said[1:])
+    assert with_moved(said, "moved")[1] == Message("tool", "result\n\nmoved")
+
+
+def test_what_the_system_alone_says_stays_with_it():
+    said = (Message("system", "a"), Message("system", "b"))
+    assert with_moved(said, "moved") == (said[0], Message("system", "b\n\nmoved"))
+
+
 def test_a_dropped_part_of_a_line_leaves_the_rest_of_it():
     assert systems(own(r" at \S+", "drop").apply(chat("Started at 10:05 today.\nGo."))) == ["Started today.\nGo."]
 

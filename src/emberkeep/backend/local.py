@@ -68,7 +68,6 @@ from emberkeep.types import (
     Completed,
     Events,
     Fit,
-    HygieneRule,
     Json,
     Lineage,
     Lineages,
@@ -97,6 +96,8 @@ class LocalSettings:
     keep_alive: KeepAlive
     machine: Machine
     """What was measured of it."""
+    hygiene: Hygiene
+    """What is done to the parts of prompts that change with every call. What it keeps may outlive the model."""
     admission: Admission | None = None
     """None: requests are not planned."""
     auto_truncate: bool = False
@@ -109,8 +110,6 @@ class LocalSettings:
     close_store: Callable[[KvStore], None] = KvStore.close
     close_memory: Callable[[Memory], None] = Memory.close
     """How it lets go of them at its end: they may outlive it."""
-    hygiene: tuple[HygieneRule, ...] = ()
-    """What is done to the parts of prompts that change with every call."""
 
 
 class LocalBackend:
@@ -150,7 +149,7 @@ class LocalBackend:
             sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
         )
         self._server_tools = ServerTools(sessions, tools, settings.tool_rounds)
-        self._hygiene = Hygiene(settings.hygiene)
+        self._hygiene = settings.hygiene
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
         self._refused = self._truncated = 0
@@ -381,16 +380,27 @@ class LocalBackend:
         """Remember a request that was answered; returns its lookup with the part of the request in which it left
         what was stored."""
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
-            lookup = await asyncio.to_thread(self._explainer.located, request, prompt, lookup)
-            if (found := lookup.divergence) and found.volatile:
-                lost = lookup.prompt_tokens - found.token_index
-                self._explainer.volatility.tell(request, found.where, found.volatile, lost)
+            lookup = await asyncio.to_thread(self._locate, request, prompt, lookup)
         self._lookups.add(request, lookup)
         if prompt.keys.stable and request.is_kept:
             self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
         if self._forgotten.since(asked_at, request.namespace):
             self._lookups.forget({request.namespace})
             self.warmer.forget({request.namespace})
+        return lookup
+
+    def _locate(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:
+        """With the part of the request in which it left what was stored. Never raises: the answer is there, and
+        does not fail because nobody can say why it took so long."""
+        try:
+            lookup = self._explainer.located(request, prompt, lookup)
+            if (found := lookup.divergence) and found.volatile:
+                lost = lookup.prompt_tokens - found.token_index
+                self._explainer.volatility.tell(request, found.where, found.volatile, lost)
+        except EngineError:  # the model was unloaded meanwhile
+            pass
+        except Exception:
+            log.exception("where a prompt left what was stored was not found")
         return lookup
 
     def _note_written(self, request: Request, sequences: list[tuple[Sequence, Choice]]) -> None:
@@ -469,7 +479,7 @@ class LocalBackend:
             await self.embedder.close()
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.warmer.join)
-        self._store.on_forget(_nobody)
+        self._store.on_forget(self._hygiene.forget)  # of what is left, this alone may outlive it
         for store in self.scheduler.stores:
             await asyncio.to_thread(self._settings.close_store, store)
         if self.memory is not None:
@@ -481,10 +491,6 @@ class LocalBackend:
         request = Request(prompt=(0,), sampling=Sampling(seed=0))
         TextStream.for_request(self._vocab, request, index=0, prompt="").push(0)
         Sampler(request.sampling).sample(np.zeros(self._vocab.size, np.float32), self._vocab.pieces)
-
-
-def _nobody(owners: Container[str]) -> None:
-    """Is told of users that were forgotten, once the backend is closed."""
 
 
 def _timed(fit: Fit, lookup: LookupRecord) -> Fit:

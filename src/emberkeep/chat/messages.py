@@ -355,8 +355,10 @@ def marked_system(text: str) -> str:
 
 
 def with_moved(messages: tuple[Message, ...], moved: str) -> tuple[Message, ...]:
-    """With what was moved, at the end of the latest message that is not the model's own."""
-    place = next((i for i in reversed(range(len(messages))) if messages[i].role != "assistant"), None)
+    """With what was moved, at the end of the latest message of the user or of a tool. A request without any has
+    nothing of a user's, and what the system said goes to the end of what it says last."""
+    heard = [i for i, message in enumerate(messages) if message.role != "assistant"]
+    place = max((i for i in heard if messages[i].role not in _STAYS), default=max(heard, default=None))
     if not moved or place is None:
         return messages
     latest = messages[place]

@@ -44,7 +44,6 @@ from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, Lineages, ReasoningFormat, Repair
-from emberkeep.types.hygiene import rules_in_use
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
@@ -196,13 +195,13 @@ def assemble(
         permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
         keep_alive=KeepAlive(ttls(config), config.sweep_s, config.tracked_conversations),
         machine=machine or assumed(engine.footprint),
+        hygiene=parts.hygiene,
         admission=admission,
         auto_truncate=config.auto_truncate,
         tool_rounds=config.tool_turns + 1,
         raw_tools=config.notools,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
-        hygiene=rules_in_use(config.hygiene),
         close_store=parts.close_store,
         close_memory=parts.close_memory,
     )

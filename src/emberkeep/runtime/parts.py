@@ -1,4 +1,5 @@
-"""What a model that runs here is put together with: its store, and the memory. Several models share them."""
+"""What a model that runs here is put together with: its store, the memory, and what rules of hygiene keep. Several
+models share them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from emberkeep.kv.policy import Keeping
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
+from emberkeep.session.hygiene import Hygiene
 from emberkeep.types import Removed
+from emberkeep.types.hygiene import rules_in_use
 
 log = logging.getLogger("emberkeep")
 
@@ -24,6 +27,8 @@ _REST_SHARE = 2
 
 class Parts(Protocol):
     """Safe to use from any thread; everything blocks."""
+
+    hygiene: Hygiene
 
     def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
         """`share`: of the RAM that is for the state of one model."""
@@ -41,6 +46,7 @@ class OwnParts:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self.hygiene = Hygiene(rules_in_use(config.hygiene))
 
     def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
         return open_store(self._config, fingerprint, about, share)
@@ -68,6 +74,8 @@ class SharedParts:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self.hygiene = Hygiene(rules_in_use(config.hygiene))
+        """What a client has sent first does not depend on the model that it asks."""
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
         """The latest used one last."""

@@ -24,6 +24,9 @@ _MIROSTAT_TOKENS = 100
 """The likeliest tokens, from which Mirostat estimates how quickly tokens become unlikely."""
 _LEAST_IN_GAP = 0.2
 """Text that is less likely is not drawn where a gap is filled."""
+_MERGED_IN_GAP = 256
+"""The likeliest tokens, among which beginnings of each other are looked for where a gap is filled: the work grows
+with the square of it. Each of the others is too unlikely to be drawn, and adds next to nothing to one of these."""
 
 
 class Candidates(NamedTuple):
@@ -149,11 +152,17 @@ class Chain:
     def _filling(self, left: Candidates, drafted: Sequence[int], chance: float) -> Candidates:
         """For code that fills a gap: ends early rather than late, and only goes on with what is likely."""
         ranked = left.only(cut.by_rank(left.logits, np.arange(len(left.logits))))
-        p = cut.probabilities(ranked.logits).tolist()
-        ends = [ranked.token(place) in self._vocab.eog for place in range(len(p))]
-        ending = sum(chance for chance, is_end in zip(p, ends, strict=True) if is_end)
-        if 3 * ending * len(p) > sum(p) - ending:
-            return ranked.only(np.flatnonzero(ends))
+        assert ranked.ids is not None
+        p = cut.probabilities(ranked.logits).astype(np.float64)
+        is_end = np.isin(ranked.ids, list(self._vocab.eog))
+        ending = float(p[is_end].sum())
+        if 3 * ending * len(p) > float(p.sum()) - ending:
+            return ranked.only(np.flatnonzero(is_end))
+        looked_at = np.flatnonzero(is_end | (np.arange(len(p)) < _MERGED_IN_GAP))
+        return self._likely_in_gap(ranked.only(looked_at), p[looked_at].tolist(), is_end[looked_at].tolist())
+
+    def _likely_in_gap(self, ranked: Candidates, p: list[float], ends: list[bool]) -> Candidates:
+        """Ends, and texts that are likely with what they begin. Changes `p`."""
         self._merge_beginnings(ranked, p)
         kept = [place for place, chance in enumerate(p) if chance >= _LEAST_IN_GAP or ends[place]]
         texts = sum(not ends[place] for place in kept)
@@ -201,7 +210,9 @@ class Chain:
         scale = 1 - float(len(p)) ** -beyond
         if exponent <= 0 or not scale:
             return len(p)
-        return min(int((beyond * 2**self._most_surprise / scale) ** (1 / exponent)), len(p))
+        # In logarithms: the bound grows for as long as a model is sure, and no number holds two to that power.
+        log_count = (math.log(beyond / scale) + self._most_surprise * math.log(2)) / exponent
+        return len(p) if log_count >= math.log(len(p)) else int(math.exp(log_count))
 
 
 _Step = Callable[[Candidates, Sequence[int], float], Candidates]

@@ -166,31 +166,34 @@ class _Edit:
     def _message(self, message: Message) -> Message:
         if _ROLES.get(message.role) is not self._rule.where:
             return message
-        text = self._text(message.content)
+        text = self._text(message.content, may_go=self._rule.where is HygieneWhere.SYSTEM)
         return message if text == message.content else replace(message, content=text)
 
     def _tool(self, tool: Tool) -> Tool:
         description, parameters = self._text(tool.description), _described(tool.parameters, self._text)
         return replace(tool, description=description, parameters=parameters)
 
-    def _text(self, text: str) -> str:
+    def _text(self, text: str, *, may_go: bool = True) -> str:
+        """`may_go`: nothing needs to be left. What a user asks is never taken away as a whole."""
         lines = text.split("\n")
         edited: list[str | None] = []
+        moved: list[str] = []
         for line in lines:
             is_tried = len(line) <= LONGEST_LINE and not self.is_late
-            edited.append(self._line(line) if is_tried and self._pattern.search(line) else line)
-        if edited == lines:
+            edited.append(self._line(line, moved) if is_tried and self._pattern.search(line) else line)
+        kept = "\n".join(line for line in edited if line is not None)
+        if edited == lines or not (may_go or kept.strip()):
             return text
+        self._work.moved += moved
         if self._rule.name not in self._work.touched:
             self._work.touched.append(self._rule.name)
-        kept = "\n".join(line for line in edited if line is not None)
         return kept.lstrip("\n") if edited[0] is None else kept
 
-    def _line(self, line: str) -> str | None:
-        """What becomes of a line with the pattern in it; None where it goes."""
+    def _line(self, line: str, moved: list[str]) -> str | None:
+        """What becomes of a line with the pattern in it; None where it goes, into `moved` if it is to be read."""
         match self._rule.action:
             case HygieneAction.MOVE:
-                self._work.moved.append(line)
+                moved.append(line)
                 return None
             case HygieneAction.DROP:
                 rest = self._pattern.sub("", line)
@@ -208,7 +211,7 @@ class _Edit:
 def _with_messages(request: Request, edited: tuple[Message, ...]) -> Request:
     """With these in place of its own, and its breakpoints where they were."""
     is_left = [new is old or bool(new.content.strip()) for old, new in zip(request.messages, edited, strict=True)]
-    # A message of which nothing is left goes too, but no request loses its last one.
+    # A system message of which nothing is left goes too, but no request loses its last one.
     is_left = is_left if any(is_left) else [True] * len(edited)
     breakpoints = tuple(_shifted(one, request.messages, edited, is_left) for one in request.breakpoints)
     messages = tuple(message for message, is_one in zip(edited, is_left, strict=True) if is_one)

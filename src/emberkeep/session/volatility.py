@@ -162,7 +162,8 @@ def _looked_at(name: str, texts: list[str]) -> tuple[Look, tuple[Value, ...]]:
     words = _BORDERS.split("\0".join(texts)[:_LONGEST])
     known = {word: _kind(word) for word in set(words)}
     kinds = _in_dates([known[word] for word in words])
-    look = _digest("\0".join(kind or word for word, kind in zip(words, kinds, strict=True)))
+    # A kind stands between characters that end words: no word of a client looks like it.
+    look = _digest("\0".join(f"<{kind}>" if kind else word for word, kind in zip(words, kinds, strict=True)))
     hashes = {word: _digest(word) for word, kind in known.items() if kind}
     return (name, look), tuple((kind, hashes[word]) for word, kind in zip(words, kinds, strict=True) if kind)
 
