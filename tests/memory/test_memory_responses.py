@@ -93,6 +93,35 @@ def test_a_conversation_has_the_items_of_its_responses(memory: Memory) -> None:
     assert memory.responses.find_items(BOB, ["msg_a"]) == {}
 
 
+def test_what_was_before_a_response_is_known_after_its_first_item_was_deleted(memory: Memory) -> None:
+    memory.responses.create_conversation(ANN, "conv", {}, [item("first")])
+    for name in ("a", "b"):
+        save(memory, replace(response(name, of="conv"), in_conversation=True))
+    memory.responses.delete_item(ANN, "conv", "msg_a")
+    assert texts(memory.responses.items_until(ANN, "a")) == ["first", "a", "answer to a"]
+    memory.responses.delete_item(ANN, "conv", "msg_first")
+    assert texts(memory.responses.items_until(ANN, "a", with_output=False)) == ["a"]
+
+
+def test_what_was_before_a_response_is_known_though_its_first_item_was_there_before(memory: Memory) -> None:
+    memory.responses.create_conversation(ANN, "conv", {}, [item("again"), item("second")])
+    again = replace(response("a", of="conv", asked="again"), in_conversation=True)
+    save(memory, again)
+    expected = ["again", "second", "again", "answer to again"]
+    assert texts(memory.responses.items_until(ANN, "a")) == expected
+    save(memory, again)
+    assert texts(memory.responses.items_until(ANN, "a")) == expected
+
+
+def test_a_response_of_an_earlier_version_still_has_its_history(memory: Memory) -> None:
+    memory.responses.create_conversation(ANN, "conv", {}, [item("first")])
+    for name in ("a", "b"):
+        save(memory, replace(response(name, of="conv"), in_conversation=True))
+    with memory._database.transaction() as db:
+        db.execute("UPDATE responses SET began = NULL")
+    assert texts(memory.responses.items_until(ANN, "b")) == ["first", "a", "answer to a", "b", "answer to b"]
+
+
 def test_a_name_under_which_turns_were_archived_is_no_conversation_of_items(memory: Memory) -> None:
     memory.archive(ANN, [turn("hello", conversation="c")])
     with pytest.raises(NoSuchEntry):

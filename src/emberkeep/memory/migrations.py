@@ -23,7 +23,11 @@ def m003_responses(db: apsw.Connection) -> None:
     db.execute(_RESPONSES)
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_initial, m002_forgettings, m003_responses)
+def m004_items(db: apsw.Connection) -> None:
+    db.execute(_ITEMS)
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_initial, m002_forgettings, m003_responses, m004_items)
 
 
 def migrate(db: apsw.Connection, steps: Sequence[Migration] = MIGRATIONS) -> None:
@@ -88,6 +92,11 @@ CREATE TABLE items (
 );
 CREATE INDEX items_by_conversation ON items (conversation, id);
 CREATE INDEX items_by_name ON items (owner, name);
+"""
+
+_ITEMS = """
+-- The newest item when the response came to its conversation: what was said before it. NULL: not known.
+ALTER TABLE responses ADD COLUMN began INTEGER;
 """
 
 _INITIAL = """

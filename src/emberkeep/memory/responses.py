@@ -23,6 +23,9 @@ from emberkeep.types import ApiConversation, Json, StoredResponse
 
 Item = dict[str, Json]
 
+_NEWEST = (1 << 63) - 1
+"""No id of a row is higher."""
+
 
 class Responses:
     """Safe to use from several threads and processes; every method blocks. Raises MemoryFailed, and NoSuchEntry
@@ -42,7 +45,7 @@ class Responses:
                 return False
             owner_ = make_owner(db, owner)
             within = make_conversation(db, owner_, response.conversation)
-            put_response(db, owner_, within, response)
+            put_response(db, owner_, within, response, _newest_item(db, owner_, within, response.id))
             if response.in_conversation:
                 add_items(db, owner_, within, [*response.input, *response.data["output"]])
             retain(db, self._limit)
@@ -118,13 +121,17 @@ class Responses:
 _FIELDS = "r.name, c.name, r.previous, r.in_conversation, r.data, r.input"
 
 
-def put_response(db: apsw.Connection, owner: int, within: int, response: StoredResponse) -> None:
+def put_response(
+    db: apsw.Connection, owner: int, within: int, response: StoredResponse, began: int | None = None
+) -> None:
+    """`began` is the newest item of its conversation before its own, where that is known."""
     sql = """INSERT OR REPLACE INTO responses
-             (owner, conversation, name, previous, in_conversation, at, data, input)
-             VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
+             (owner, conversation, name, previous, in_conversation, at, data, input, began)
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
     previous = encodable(response.previous) if response.previous is not None else None
     told = response.data["created_at"], json.dumps(response.data), json.dumps(response.input)
-    db.execute(sql, (owner, within, encodable(response.id), previous, response.in_conversation, *told))
+    name = encodable(response.id)
+    db.execute(sql, (owner, within, name, previous, response.in_conversation, *told, began))
 
 
 def stored_response(values: Sequence[Any]) -> StoredResponse:
@@ -156,10 +163,28 @@ def _items_until(db: apsw.Connection, owner: str, response_id: str, with_output:
 
 
 def _items_before(db: apsw.Connection, owner: str, response: StoredResponse) -> list[Item]:
-    """What the conversation held before the response added its own."""
-    items = read_items(db, _find(db, owner, response.conversation))
+    """What is left of what the conversation held before the response added its own."""
+    within = _find(db, owner, response.conversation)
+    began = _began(db, owner_id(db, owner), response.id)
+    if began is not None:
+        return read_items(db, within, until=began)
+    # Imported, or of an earlier version: it is not known where it began.
+    items = read_items(db, within)
     first = next(iter([*response.input, *response.data["output"]]), None)
     return items[: items.index(first)] if first in items else items
+
+
+def _newest_item(db: apsw.Connection, owner: int, conversation: int, response_id: str) -> int:
+    """Before the response came; one that is stored again has its own items there already."""
+    began = _began(db, owner, response_id)
+    newest = "SELECT coalesce(max(id), 0) FROM items WHERE conversation = ?"
+    return began if began is not None else int(value(db, newest, conversation))
+
+
+def _began(db: apsw.Connection, owner: int | None, response_id: str) -> int | None:
+    sql = "SELECT began FROM responses WHERE owner = ? AND name = ?"
+    found: int | None = value(db, sql, owner, encodable(response_id))
+    return found
 
 
 def _find(db: apsw.Connection, owner: str, name: str) -> int:
@@ -181,8 +206,9 @@ def add_items(db: apsw.Connection, owner: int, conversation: int, items: Sequenc
     db.executemany(sql, [(owner, conversation, encodable(item["id"]), json.dumps(item)) for item in items])
 
 
-def read_items(db: apsw.Connection, conversation: int) -> list[Item]:
-    found = rows(db, "SELECT data FROM items WHERE conversation = ? ORDER BY id", conversation)
+def read_items(db: apsw.Connection, conversation: int, *, until: int = _NEWEST) -> list[Item]:
+    """The oldest first."""
+    found = rows(db, "SELECT data FROM items WHERE conversation = ? AND id <= ? ORDER BY id", conversation, until)
     return [json.loads(data) for (data,) in found]
 
 
