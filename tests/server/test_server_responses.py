@@ -396,6 +396,24 @@ def test_items_of_a_conversation_are_added_read_and_deleted(site: Site, client: 
         client.conversations.items.retrieve(first.id or "", conversation_id=conversation.id)
 
 
+def test_a_conversation_that_is_too_large_for_the_memory_is_refused(site: Site, tmp_path: Path) -> None:
+    site.backend.memory = memory = Memory(tmp_path / "small.sqlite", limit_bytes=1_000_000)
+    made = site.http.post("/v1/conversations", json={}).json()["id"]
+    item = {"role": "user", "content": "x" * 400_000}
+    assert site.http.post(f"/v1/conversations/{made}/items", json={"items": [item]}).status_code == 200
+    for refused, param in (
+        (site.http.post(f"/v1/conversations/{made}/items", json={"items": [item]}), "items"),
+        (site.http.post("/v1/conversations", json={"items": [item, item]}), "items"),
+        (site.post(input=[item], conversation=made), "conversation"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert "larger memory_budget" in refused.json()["error"]["message"]
+    assert site.post(input=[item], conversation=made, store=False).status_code == 200
+    assert site.post(input="One", conversation=made).status_code == 200
+    assert len(site.http.get(f"/v1/conversations/{made}/items").json()["data"]) == 3
+    memory.close()
+
+
 def test_references_are_no_items_of_a_conversation(site: Site) -> None:
     refused = site.http.post("/v1/conversations", json={"items": [{"type": "item_reference", "id": "x"}]})
     assert refused.status_code == 400

@@ -97,6 +97,10 @@ CREATE INDEX items_by_name ON items (owner, name);
 _ITEMS = """
 -- The newest item when the response came to its conversation: what was said before it. NULL: not known.
 ALTER TABLE responses ADD COLUMN began INTEGER;
+-- Lists of items go when the file is full, those first that were not used for longest.
+UPDATE conversations AS c SET updated = max(updated, created,
+    coalesce((SELECT max(at) FROM responses WHERE conversation = c.id), 0)) WHERE metadata IS NOT NULL;
+CREATE INDEX conversations_by_use ON conversations (updated) WHERE metadata IS NOT NULL;
 """
 
 _INITIAL = """

@@ -14,10 +14,10 @@ from typing import Any
 
 import apsw
 
-from emberkeep.errors import NoSuchEntry
-from emberkeep.memory.database import Database, rows, value
+from emberkeep.errors import InvalidField, MemoryFailed, NoSuchEntry
+from emberkeep.memory.database import Database, rows, used_bytes, value
 from emberkeep.memory.forget import forgotten_since, retain
-from emberkeep.memory.records import conversation_id, make_conversation, make_owner, owner_id
+from emberkeep.memory.records import make_conversation, make_owner, owner_id
 from emberkeep.text import encodable
 from emberkeep.types import ApiConversation, Json, StoredResponse
 
@@ -34,21 +34,30 @@ class Responses:
     def __init__(self, database: Database, limit_bytes: int) -> None:
         self._database = database
         self._limit = limit_bytes
+        self._most = limit_bytes // 2
+        """Bytes of a response, and of the items of a conversation: none pushes out everything else."""
 
     # ── responses ──
 
     def save(self, owner: str, response: StoredResponse, *, as_of: int) -> bool:
         """Replaces one with the same id. False, and nothing is written, where its owner or its conversation was
-        forgotten since `as_of` (see `Memory.last_forgetting`), or its conversation deleted."""
+        forgotten since `as_of` (see `Memory.last_forgetting`), or its conversation is gone. Raises MemoryFailed
+        for one that is too large."""
+        added = [*response.input, *response.data["output"]] if response.in_conversation else []
         with self._database.transaction() as db:
             if forgotten_since(db, as_of, owner, encodable(response.conversation)):
                 return False
+            if response.in_conversation and _find_list(db, owner, response.conversation) is None:
+                return False
+            before = used_bytes(db)
             owner_ = make_owner(db, owner)
             within = make_conversation(db, owner_, response.conversation)
-            put_response(db, owner_, within, response, _newest_item(db, owner_, within, response.id))
-            if response.in_conversation:
-                add_items(db, owner_, within, [*response.input, *response.data["output"]])
-            retain(db, self._limit)
+            began = _newest_item(db, owner_, within, response.id)
+            stored = put_response(db, owner_, within, response, began)
+            if value(db, _RESPONSE_BYTES, stored) > self._most:
+                raise MemoryFailed(f"The response is too large for the memory: {_WAY_OUT}")
+            add_items(db, owner_, within, added)
+            retain(db, self._limit, before=before, response=stored, conversation=within)
         return True
 
     def read(self, owner: str, response_id: str) -> StoredResponse:
@@ -77,7 +86,7 @@ class Responses:
             made = make_conversation(db, owner_, name)
             sql = "UPDATE conversations SET metadata = ?, created = ? WHERE id = ?"
             db.execute(sql, (json.dumps(metadata), time.time(), made))
-            add_items(db, owner_, made, items)
+            self._add_items(db, owner_, made, items)
             return _conversation(db, made)
 
     def conversation(self, owner: str, name: str) -> ApiConversation:
@@ -93,7 +102,7 @@ class Responses:
     def add_items(self, owner: str, name: str, items: Sequence[Item]) -> None:
         with self._database.transaction() as db:
             found = _find(db, owner, name)
-            add_items(db, make_owner(db, owner), found, items)
+            self._add_items(db, make_owner(db, owner), found, items)
 
     def items(self, owner: str, name: str) -> list[Item]:
         """The oldest first."""
@@ -115,6 +124,28 @@ class Responses:
             found = {item_id: value(db, sql, owner_, encodable(item_id)) for item_id in item_ids}
         return {item_id: json.loads(data) for item_id, data in found.items() if data is not None}
 
+    def check_room(self, owner: str, name: str, items: Sequence[Item]) -> None:
+        """Raises InvalidField where a conversation has no room for these."""
+        with self._database.snapshot() as db:
+            self._check_room(db, _find(db, owner, name), "conversation", len(json.dumps(items)))
+
+    def _check_room(self, db: apsw.Connection, conversation: int, param: str, more: int = 0) -> None:
+        if used_bytes(db) + more <= self._most:
+            return  # without a look at every item
+        if value(db, _ITEM_BYTES, conversation) + more > self._most:
+            raise InvalidField(param, f"the conversation would be too large for the memory: {_WAY_OUT}")
+
+    def _add_items(self, db: apsw.Connection, owner: int, conversation: int, items: Sequence[Item]) -> None:
+        before = used_bytes(db)
+        add_items(db, owner, conversation, items)
+        self._check_room(db, conversation, "items")
+        retain(db, self._limit, before=before, conversation=conversation)
+
+
+_RESPONSE_BYTES = "SELECT octet_length(data) + octet_length(input) FROM responses WHERE id = ?"
+_ITEM_BYTES = "SELECT coalesce(sum(octet_length(data)), 0) FROM items WHERE conversation = ?"
+_WAY_OUT = "send less, begin another one, or set a larger memory_budget."
+
 
 # ── rows: inside a transaction of the caller ──
 
@@ -123,8 +154,8 @@ _FIELDS = "r.name, c.name, r.previous, r.in_conversation, r.data, r.input"
 
 def put_response(
     db: apsw.Connection, owner: int, within: int, response: StoredResponse, began: int | None = None
-) -> None:
-    """`began` is the newest item of its conversation before its own, where that is known."""
+) -> int:
+    """Its row. `began` is the newest item of its conversation before its own, where that is known."""
     sql = """INSERT OR REPLACE INTO responses
              (owner, conversation, name, previous, in_conversation, at, data, input, began)
              VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
@@ -132,6 +163,7 @@ def put_response(
     told = response.data["created_at"], json.dumps(response.data), json.dumps(response.input)
     name = encodable(response.id)
     db.execute(sql, (owner, within, name, previous, response.in_conversation, *told, began))
+    return db.last_insert_rowid()
 
 
 def stored_response(values: Sequence[Any]) -> StoredResponse:
@@ -188,11 +220,16 @@ def _began(db: apsw.Connection, owner: int | None, response_id: str) -> int | No
 
 
 def _find(db: apsw.Connection, owner: str, name: str) -> int:
-    """Of a conversation that was made as one, not of what was archived under a name."""
-    owner_ = owner_id(db, owner)
-    found = conversation_id(db, owner_, name) if owner_ is not None else None
-    if found is None or value(db, "SELECT metadata FROM conversations WHERE id = ?", found) is None:
+    found = _find_list(db, owner, name)
+    if found is None:
         raise NoSuchEntry(f"No conversation has the id {name[:100]!r}: it was deleted, or is another user's.")
+    return found
+
+
+def _find_list(db: apsw.Connection, owner: str, name: str) -> int | None:
+    """A conversation that was made as one, not what was archived under a name."""
+    sql = "SELECT id FROM conversations WHERE owner = ? AND name = ? AND metadata IS NOT NULL"
+    found: int | None = value(db, sql, owner_id(db, owner), encodable(name))
     return found
 
 
@@ -202,8 +239,11 @@ def _conversation(db: apsw.Connection, id_: int) -> ApiConversation:
 
 
 def add_items(db: apsw.Connection, owner: int, conversation: int, items: Sequence[Item]) -> None:
+    """The conversation counts as used now."""
     sql = "INSERT INTO items (owner, conversation, name, data) VALUES (?, ?, ?, ?)"
     db.executemany(sql, [(owner, conversation, encodable(item["id"]), json.dumps(item)) for item in items])
+    used = "UPDATE conversations SET updated = ? WHERE id = ? AND metadata IS NOT NULL"
+    db.execute(used, (time.time(), conversation))
 
 
 def read_items(db: apsw.Connection, conversation: int, *, until: int = _NEWEST) -> list[Item]:

@@ -56,7 +56,14 @@ def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]
         earlier = memory.responses.items_until(owner, body.previous_response_id)
     elif conversation is not None:
         earlier = memory.responses.items(owner, conversation)
-    return Context(earlier, resolve(asked, known), conversation, as_of)
+    whole = resolve(asked, known)
+    if body.conversation is not None and is_stored(body):
+        memory.responses.check_room(owner, body.conversation, whole)
+    return Context(earlier, whole, conversation, as_of)
+
+
+def is_stored(body: PromptBody) -> bool:
+    return isinstance(body, ResponseBody) and body.store is not False
 
 
 def _referenced(memory: Memory, owner: str, ids: list[str]) -> dict[str, Item]:
