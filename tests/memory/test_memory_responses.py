@@ -124,6 +124,18 @@ def test_a_response_of_an_earlier_version_still_has_its_history(memory: Memory) 
     assert texts(memory.responses.items_until(ANN, "b")) == ["first", "a", "answer to a", "b", "answer to b"]
 
 
+def test_an_id_names_one_item_of_a_conversation(memory: Memory) -> None:
+    one, other = item("one"), {**item("other"), "id": "msg_one"}
+    memory.responses.create_conversation(ANN, "conv", {}, [one, item("two"), one])
+    memory.responses.add_items(ANN, "conv", [one, item("three")])
+    for refused in ([other], [item("four"), {**other, "id": "msg_four"}]):
+        with pytest.raises(InvalidField, match="another item of the conversation has this id"):
+            memory.responses.add_items(ANN, "conv", refused)
+    assert texts(memory.responses.items(ANN, "conv")) == ["one", "two", "three"]
+    memory.responses.create_conversation(ANN, "another", {}, [other])
+    assert texts(memory.responses.items(ANN, "another")) == ["other"]
+
+
 def test_a_name_under_which_turns_were_archived_is_no_conversation_of_items(memory: Memory) -> None:
     memory.archive(ANN, [turn("hello", conversation="c")])
     with pytest.raises(NoSuchEntry):
@@ -206,12 +218,12 @@ def test_a_conversation_that_would_push_out_everything_is_refused(path: Path) ->
     with pytest.raises(InvalidField, match="too large for the memory"):
         memory.responses.add_items(ANN, "conv", [item("x" * 50_000)])
     with pytest.raises(InvalidField, match="too large for the memory"):
-        memory.responses.check_room(ANN, "conv", [item("x" * 50_000)])
+        memory.responses.check_addition(ANN, "conv", [item("x" * 50_000)])
     with pytest.raises(InvalidField, match="too large for the memory"):
         memory.responses.create_conversation(ANN, "other", {}, [item("x" * 600_000)])
     with pytest.raises(MemoryFailed, match="too large for the memory"):
         save(memory, response("b", asked="x" * 600_000))
-    memory.responses.check_room(ANN, "conv", [item("x")])
+    memory.responses.check_addition(ANN, "conv", [item("x")])
     assert len(memory.responses.items(ANN, "conv")) == 9
     assert memory.responses.read(BOB, "a") == response("a")
     with pytest.raises(NoSuchEntry):

@@ -396,6 +396,49 @@ def test_items_of_a_conversation_are_added_read_and_deleted(site: Site, client: 
         client.conversations.items.retrieve(first.id or "", conversation_id=conversation.id)
 
 
+def test_what_a_conversation_has_is_not_said_again(site: Site, client: openai.OpenAI) -> None:
+    conversation = client.conversations.create(items=[{"type": "message", "role": "user", "content": "One"}])
+    [first] = client.conversations.items.list(conversation.id).data
+    again: Any = [{"type": "item_reference", "id": first.id}, first.to_dict(), {"role": "user", "content": "Two"}]
+    made = client.responses.create(model=MODEL, input=again, conversation=conversation.id)
+    assert site.seen == [("user", "One"), ("user", "Two")]
+    pages = client.conversations.items.list(conversation.id, order="asc", limit=1)
+    ids = [item.id for item in itertools.islice(pages, 10)]
+    assert len(ids) == 3 == len(set(ids)) and ids[0] == first.id
+    reference: Any = [{"type": "item_reference", "id": made.output[0].id}, {"role": "user", "content": "Three"}]
+    client.responses.create(model=MODEL, input=reference, previous_response_id=made.id)
+    assert [text for _, text in site.seen] == ["One", "Two", "Hello world", "Three"]
+
+
+def test_another_item_with_an_id_that_is_taken_is_refused(site: Site) -> None:
+    named = [{"id": "msg_1", "role": "user", "content": text} for text in ("One", "Two")]
+    made = site.http.post("/v1/conversations", json={"items": named[:1]}).json()["id"]
+    for refused, param in (
+        (site.http.post(f"/v1/conversations/{made}/items", json={"items": named}), "items[1].id"),
+        (site.http.post("/v1/conversations", json={"items": named}), "items[1].id"),
+        (site.post(input=named, conversation=made), "input[1].id"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert len(site.http.get(f"/v1/conversations/{made}/items").json()["data"]) == 1
+
+
+def test_pages_end_though_items_share_an_id(site: Site) -> None:
+    named = [{"id": f"msg_{number % 2}", "role": "user", "content": str(number)} for number in range(4)]
+    made = site.post(input=named, user="ids").json()["id"]
+    client = site.client("ids")
+    found = list(itertools.islice(client.responses.input_items.list(made, limit=1), 10))
+    assert [item.id for item in found] == ["msg_1", "msg_0"]
+
+
+def test_one_cannot_go_on_after_an_item_that_is_not_there(site: Site, client: openai.OpenAI) -> None:
+    conversation = client.conversations.create(items=[{"type": "message", "role": "user", "content": "One"}])
+    made = client.responses.create(model=MODEL, input="Two")
+    with pytest.raises(openai.BadRequestError, match="no item here has this id"):
+        client.conversations.items.list(conversation.id, after="msg_none")
+    with pytest.raises(openai.BadRequestError, match="no item here has this id"):
+        client.responses.input_items.list(made.id, after="msg_none")
+
+
 def test_a_conversation_that_is_too_large_for_the_memory_is_refused(site: Site, tmp_path: Path) -> None:
     site.backend.memory = memory = Memory(tmp_path / "small.sqlite", limit_bytes=1_000_000)
     made = site.http.post("/v1/conversations", json={}).json()["id"]

@@ -124,10 +124,12 @@ class Responses:
             found = {item_id: value(db, sql, owner_, encodable(item_id)) for item_id in item_ids}
         return {item_id: json.loads(data) for item_id, data in found.items() if data is not None}
 
-    def check_room(self, owner: str, name: str, items: Sequence[Item]) -> None:
-        """Raises InvalidField where a conversation has no room for these."""
+    def check_addition(self, owner: str, name: str, items: Sequence[Item]) -> None:
+        """Raises InvalidField where a conversation has no room for these, or others with their ids."""
         with self._database.snapshot() as db:
-            self._check_room(db, _find(db, owner, name), "conversation", len(json.dumps(items)))
+            found = _find(db, owner, name)
+            _check_ids(db, found, items, "input")
+            self._check_room(db, found, "conversation", len(json.dumps(items)))
 
     def _check_room(self, db: apsw.Connection, conversation: int, param: str, more: int = 0) -> None:
         if used_bytes(db) + more <= self._most:
@@ -137,6 +139,7 @@ class Responses:
 
     def _add_items(self, db: apsw.Connection, owner: int, conversation: int, items: Sequence[Item]) -> None:
         before = used_bytes(db)
+        _check_ids(db, conversation, items, "items")
         add_items(db, owner, conversation, items)
         self._check_room(db, conversation, "items")
         retain(db, self._limit, before=before, conversation=conversation)
@@ -238,9 +241,26 @@ def _conversation(db: apsw.Connection, id_: int) -> ApiConversation:
     return ApiConversation(name, created, json.loads(metadata))
 
 
+_NAMED_ITEM = "SELECT data FROM items WHERE owner = ?1 AND conversation = ?2 AND name = ?3"
+
+
+def _check_ids(db: apsw.Connection, conversation: int, items: Sequence[Item], param: str) -> None:
+    """Raises InvalidField for an id that another item of the conversation has: a client could reach only one of
+    them. The same item again is no error, it is there."""
+    owner = value(db, "SELECT owner FROM conversations WHERE id = ?", conversation)
+    known: dict[str, Item] = {}
+    for place, item in enumerate(items):
+        stored = value(db, _NAMED_ITEM, owner, conversation, encodable(item["id"]))
+        if known.setdefault(item["id"], json.loads(stored) if stored else item) != item:
+            raise InvalidField(
+                f"{param}[{place}].id", "another item of the conversation has this id: leave it out, or change it."
+            )
+
+
 def add_items(db: apsw.Connection, owner: int, conversation: int, items: Sequence[Item]) -> None:
-    """The conversation counts as used now."""
-    sql = "INSERT INTO items (owner, conversation, name, data) VALUES (?, ?, ?, ?)"
+    """But for those whose ids are there. The conversation counts as used now."""
+    sql = f"""INSERT INTO items (owner, conversation, name, data)
+              SELECT ?1, ?2, ?3, ?4 WHERE NOT EXISTS ({_NAMED_ITEM})"""
     db.executemany(sql, [(owner, conversation, encodable(item["id"]), json.dumps(item)) for item in items])
     used = "UPDATE conversations SET updated = ? WHERE id = ? AND metadata IS NOT NULL"
     db.execute(used, (time.time(), conversation))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,7 +49,6 @@ class Context:
 def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]) -> Context:
     """Blocks. Raises NoSuchEntry, InvalidField and MemoryFailed."""
     as_of = memory.last_forgetting()
-    known = _referenced(memory, owner, references(asked))
     earlier: list[Item] = []
     conversation = body.conversation
     if body.previous_response_id is not None:
@@ -56,28 +56,32 @@ def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]
         earlier = memory.responses.items_until(owner, body.previous_response_id)
     elif conversation is not None:
         earlier = memory.responses.items(owner, conversation)
-    whole = resolve(asked, known)
+    there = {item["id"]: item for item in earlier}
+    whole = resolve(asked, _referenced(memory, owner, references(asked), there))
     if body.conversation is not None and is_stored(body):
-        memory.responses.check_room(owner, body.conversation, whole)
-    return Context(earlier, whole, conversation, as_of)
+        memory.responses.check_addition(owner, body.conversation, whole)
+    # What is there is not asked once more: the model would read it twice.
+    new = [item for item in whole if there.get(item["id"]) != item]
+    return Context(earlier, new, conversation, as_of)
 
 
 def is_stored(body: PromptBody) -> bool:
     return isinstance(body, ResponseBody) and body.store is not False
 
 
-def _referenced(memory: Memory, owner: str, ids: list[str]) -> dict[str, Item]:
-    """Items of the owner's conversations, and of what stored responses answered."""
-    if not ids:
-        return {}
-    known = memory.responses.find_items(owner, ids)
-    for response_id in {response_of(item_id) for item_id in ids if item_id not in known} - {None}:
+def _referenced(memory: Memory, owner: str, ids: Sequence[str], there: Mapping[str, Item]) -> Mapping[str, Item]:
+    """Items that come before, of the owner's conversations, and of what stored responses answered."""
+    sought = [item_id for item_id in ids if item_id not in there]
+    if not sought:
+        return there
+    known = memory.responses.find_items(owner, sought)
+    for response_id in {response_of(item_id) for item_id in sought if item_id not in known} - {None}:
         try:
             output = memory.responses.read(owner, response_id or "").data["output"]
         except NoSuchEntry:
             continue
-        known |= {item["id"]: item for item in output if item["id"] in ids}
-    return known
+        known |= {item["id"]: item for item in output if item["id"] in sought}
+    return {**known, **there}
 
 
 class Exchange:

@@ -247,7 +247,11 @@ def _one(items: Sequence[Item], item_id: str) -> Item:
 
 
 def _page(items: Sequence[Item], limit: int, order: Order, after: str | None) -> dict[str, Json]:
-    ordered = list(items) if order == "asc" else list(reversed(items))
-    begin = next((place + 1 for place, item in enumerate(ordered) if item["id"] == after), 0)
-    shown = ordered[begin : begin + limit]
-    return items_json(shown, has_more=begin + len(shown) < len(ordered))
+    """Every id once: a client goes on after the last one that it has seen. Raises InvalidField."""
+    by_id = {item["id"]: item for item in items}
+    ids = list(by_id) if order == "asc" else list(reversed(by_id))
+    if after is not None and after not in by_id:
+        raise InvalidField("after", "no item here has this id: leave it out to begin with the first.")
+    begin = ids.index(after) + 1 if after is not None else 0
+    shown = [by_id[item_id] for item_id in ids[begin : begin + limit]]
+    return items_json(shown, has_more=begin + len(shown) < len(ids))
