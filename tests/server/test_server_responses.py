@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -490,6 +493,54 @@ def test_a_response_in_the_background_is_cancelled(site: Site, client: openai.Op
     assert (cancelled.status, cancelled.output_text) == ("cancelled", "Hel")
     assert site.backend.stopped_early.wait(10)
     assert client.responses.cancel(started.id) == cancelled == client.responses.retrieve(started.id)
+
+
+@pytest.fixture
+def saving(site: Site, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when a response begins to be stored, which takes a while."""
+    begun, save = threading.Event(), site.memory.responses.save
+
+    def save_slowly(*given: Any, **named: Any) -> bool:
+        begun.set()
+        time.sleep(0.3)
+        return save(*given, **named)
+
+    monkeypatch.setattr(site.memory.responses, "save", save_slowly)
+    return begun
+
+
+def test_a_response_that_is_being_stored_is_found_by_who_cancels_it(
+    site: Site, client: openai.OpenAI, saving: threading.Event
+) -> None:
+    started = client.responses.create(model=MODEL, input="One", background=True)
+    assert saving.wait(10)
+    assert client.responses.cancel(started.id).status == "completed"
+    assert client.responses.retrieve(started.id).output_text == "Hello world"
+
+
+def test_a_response_that_is_deleted_while_it_is_being_stored_stays_away(
+    site: Site, client: openai.OpenAI, saving: threading.Event
+) -> None:
+    started = client.responses.create(model=MODEL, input="One", background=True)
+    assert saving.wait(10)
+    client.responses.delete(started.id)
+    time.sleep(0.5)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(started.id)
+
+
+def test_two_who_cancel_a_response_are_told_the_same(
+    site: Site, client: openai.OpenAI, saving: threading.Event
+) -> None:
+    site.backend.reset(TextDelta(0, "Hel"), HANG)
+    site.backend.memory = site.memory
+    started = client.responses.create(model=MODEL, input="One", background=True)
+    assert site.backend.hanging.wait(10)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(client.responses.cancel, started.id)
+        assert saving.wait(10)
+        assert client.responses.cancel(started.id) == first.result()
+    assert first.result().status == "cancelled"
 
 
 def test_a_response_in_the_background_that_fails_says_why(site: Site, client: openai.OpenAI) -> None:

@@ -115,8 +115,8 @@ class Exchange:
     def head(self) -> dict[str, Json]:
         """The response before its answer. When it is asked for first, it must be known which backend answers."""
         if not self._head:
-            is_stored = self._memory is not None
-            self._head = response_head(self._body, self.id, self._created, self._backend.card.id, is_stored)
+            keeps = self._memory is not None
+            self._head = response_head(self._body, self.id, self._created, self._backend.card.id, keeps)
         return self._head
 
     async def generate(self, request: Request) -> Events:
@@ -129,13 +129,16 @@ class Exchange:
                 yield event
 
     async def end(self, response: dict[str, Json]) -> None:
+        """It is stored when this returns, or raises: a thread cannot be cancelled."""
         self.response = response
         if self._memory is None:
             return
+        saving = asyncio.ensure_future(asyncio.to_thread(self._save, self._memory, response))
         try:
-            await asyncio.to_thread(self._save, self._memory, response)
-        except MemoryFailed as error:
-            log.warning("a response was not stored: %s", error)
+            await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            await asyncio.wait([saving])
+            raise
 
     def failed(self, failure: Failure) -> dict[str, Json]:
         return failed(self.head(), self._output, failure)
@@ -153,7 +156,10 @@ class Exchange:
             response,
             context.asked,
         )
-        memory.responses.save(self._owner, stored, as_of=context.as_of)
+        try:
+            memory.responses.save(self._owner, stored, as_of=context.as_of)
+        except MemoryFailed as error:
+            log.warning("a response was not stored: %s", error)
 
     def _new_output(self) -> Output:
         seals = self._body.wants_encrypted_reasoning
@@ -178,13 +184,14 @@ class Background:
         return found[0].head() if found else None
 
     async def cancel(self, owner: str, response_id: str) -> bool:
-        """Whether it was being written; it is stored as cancelled when this returns."""
+        """Whether it was being written; it is stored when this returns: as cancelled, unless it had ended."""
         found = self._running.get((owner, response_id))
         if found is None:
             return False
-        _, task = found
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        exchange, task = found
+        if not exchange.response:
+            task.cancel()
+        await asyncio.wait([task])  # which leaves it alone if this request is cancelled
         return True
 
     async def _run(self, key: tuple[str, str], exchange: Exchange, request: Request) -> None:
@@ -199,6 +206,7 @@ class Background:
         except Exception as error:
             if not isinstance(error, EmberkeepError):
                 log.exception("A response in the background failed.")
-            await exchange.end(exchange.failed(failure_of(error)))
+            if not exchange.response:
+                await exchange.end(exchange.failed(failure_of(error)))
         finally:
             del self._running[key]
