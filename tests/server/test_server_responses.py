@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +399,67 @@ def test_items_of_a_conversation_are_added_read_and_deleted(site: Site, client: 
         client.conversations.items.retrieve(first.id or "", conversation_id=conversation.id)
 
 
+def test_what_a_conversation_has_is_not_said_again(site: Site, client: openai.OpenAI) -> None:
+    conversation = client.conversations.create(items=[{"type": "message", "role": "user", "content": "One"}])
+    [first] = client.conversations.items.list(conversation.id).data
+    again: Any = [{"type": "item_reference", "id": first.id}, first.to_dict(), {"role": "user", "content": "Two"}]
+    made = client.responses.create(model=MODEL, input=again, conversation=conversation.id)
+    assert site.seen == [("user", "One"), ("user", "Two")]
+    pages = client.conversations.items.list(conversation.id, order="asc", limit=1)
+    ids = [item.id for item in itertools.islice(pages, 10)]
+    assert len(ids) == 3 == len(set(ids)) and ids[0] == first.id
+    reference: Any = [{"type": "item_reference", "id": made.output[0].id}, {"role": "user", "content": "Three"}]
+    client.responses.create(model=MODEL, input=reference, previous_response_id=made.id)
+    assert [text for _, text in site.seen] == ["One", "Two", "Hello world", "Three"]
+
+
+def test_another_item_with_an_id_that_is_taken_is_refused(site: Site) -> None:
+    named = [{"id": "msg_1", "role": "user", "content": text} for text in ("One", "Two")]
+    made = site.http.post("/v1/conversations", json={"items": named[:1]}).json()["id"]
+    for refused, param in (
+        (site.http.post(f"/v1/conversations/{made}/items", json={"items": named}), "items[1].id"),
+        (site.http.post("/v1/conversations", json={"items": named}), "items[1].id"),
+        (site.post(input=named, conversation=made), "input[1].id"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert len(site.http.get(f"/v1/conversations/{made}/items").json()["data"]) == 1
+
+
+def test_pages_end_though_items_share_an_id(site: Site) -> None:
+    named = [{"id": f"msg_{number % 2}", "role": "user", "content": str(number)} for number in range(4)]
+    made = site.post(input=named, user="ids").json()["id"]
+    client = site.client("ids")
+    found = list(itertools.islice(client.responses.input_items.list(made, limit=1), 10))
+    assert [item.id for item in found] == ["msg_1", "msg_0"]
+
+
+def test_one_cannot_go_on_after_an_item_that_is_not_there(site: Site, client: openai.OpenAI) -> None:
+    conversation = client.conversations.create(items=[{"type": "message", "role": "user", "content": "One"}])
+    made = client.responses.create(model=MODEL, input="Two")
+    with pytest.raises(openai.BadRequestError, match="no item here has this id"):
+        client.conversations.items.list(conversation.id, after="msg_none")
+    with pytest.raises(openai.BadRequestError, match="no item here has this id"):
+        client.responses.input_items.list(made.id, after="msg_none")
+
+
+def test_a_conversation_that_is_too_large_for_the_memory_is_refused(site: Site, tmp_path: Path) -> None:
+    site.backend.memory = memory = Memory(tmp_path / "small.sqlite", limit_bytes=1_000_000)
+    made = site.http.post("/v1/conversations", json={}).json()["id"]
+    item = {"role": "user", "content": "x" * 400_000}
+    assert site.http.post(f"/v1/conversations/{made}/items", json={"items": [item]}).status_code == 200
+    for refused, param in (
+        (site.http.post(f"/v1/conversations/{made}/items", json={"items": [item]}), "items"),
+        (site.http.post("/v1/conversations", json={"items": [item, item]}), "items"),
+        (site.post(input=[item], conversation=made), "conversation"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert "larger memory_budget" in refused.json()["error"]["message"]
+    assert site.post(input=[item], conversation=made, store=False).status_code == 200
+    assert site.post(input="One", conversation=made).status_code == 200
+    assert len(site.http.get(f"/v1/conversations/{made}/items").json()["data"]) == 3
+    memory.close()
+
+
 def test_references_are_no_items_of_a_conversation(site: Site) -> None:
     refused = site.http.post("/v1/conversations", json={"items": [{"type": "item_reference", "id": "x"}]})
     assert refused.status_code == 400
@@ -429,6 +493,54 @@ def test_a_response_in_the_background_is_cancelled(site: Site, client: openai.Op
     assert (cancelled.status, cancelled.output_text) == ("cancelled", "Hel")
     assert site.backend.stopped_early.wait(10)
     assert client.responses.cancel(started.id) == cancelled == client.responses.retrieve(started.id)
+
+
+@pytest.fixture
+def saving(site: Site, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when a response begins to be stored, which takes a while."""
+    begun, save = threading.Event(), site.memory.responses.save
+
+    def save_slowly(*given: Any, **named: Any) -> bool:
+        begun.set()
+        time.sleep(0.3)
+        return save(*given, **named)
+
+    monkeypatch.setattr(site.memory.responses, "save", save_slowly)
+    return begun
+
+
+def test_a_response_that_is_being_stored_is_found_by_who_cancels_it(
+    site: Site, client: openai.OpenAI, saving: threading.Event
+) -> None:
+    started = client.responses.create(model=MODEL, input="One", background=True)
+    assert saving.wait(10)
+    assert client.responses.cancel(started.id).status == "completed"
+    assert client.responses.retrieve(started.id).output_text == "Hello world"
+
+
+def test_a_response_that_is_deleted_while_it_is_being_stored_stays_away(
+    site: Site, client: openai.OpenAI, saving: threading.Event
+) -> None:
+    started = client.responses.create(model=MODEL, input="One", background=True)
+    assert saving.wait(10)
+    client.responses.delete(started.id)
+    time.sleep(0.5)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(started.id)
+
+
+def test_two_who_cancel_a_response_are_told_the_same(
+    site: Site, client: openai.OpenAI, saving: threading.Event
+) -> None:
+    site.backend.reset(TextDelta(0, "Hel"), HANG)
+    site.backend.memory = site.memory
+    started = client.responses.create(model=MODEL, input="One", background=True)
+    assert site.backend.hanging.wait(10)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(client.responses.cancel, started.id)
+        assert saving.wait(10)
+        assert client.responses.cancel(started.id) == first.result()
+    assert first.result().status == "cancelled"
 
 
 def test_a_response_in_the_background_that_fails_says_why(site: Site, client: openai.OpenAI) -> None:

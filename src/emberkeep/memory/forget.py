@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 import apsw
 
@@ -24,7 +26,7 @@ _FORGETTINGS = 1000
 """Kept of them; what began before the oldest is taken for forgotten."""
 _RETAIN_AT_ONCE = 16
 _RETAIN_MOST = 64
-"""Turns that one write removes: no request waits for the removal of a year."""
+"""Rows that one write removes: no request waits for the removal of a year."""
 _SPARE_PAGES = 256
 """Free pages that stay in the file: the next turns are written there."""
 _RETURNED_PAGES = 64
@@ -143,27 +145,47 @@ def _digest(salt: bytes, name: str) -> bytes:
 # ── the limit ──
 
 
-def retain(db: apsw.Connection, limit_bytes: int) -> None:
-    """Inside a transaction that wrote: the oldest turns and responses go. Facts, answers and saved conversations
-    stay."""
+def retain(
+    db: apsw.Connection, limit_bytes: int, *, before: int | None = None, response: int = 0, conversation: int = 0
+) -> None:
+    """Inside a transaction that wrote: the oldest turns, responses and lists of items go, but not the `response`
+    and the `conversation` that it wrote. Facts, answers and saved conversations stay.
+
+    With `before`, the bytes that were used before it wrote, at least as much goes as it wrote: otherwise large
+    writes would outrun small removals.
+    """
     removed = 0
-    while removed < _RETAIN_MOST and used_bytes(db) > limit_bytes:
-        response_at, turn_at = value(db, _OLDEST_RESPONSE), value(db, _OLDEST_TURN)
-        if response_at is None and turn_at is None:
+    while (used := used_bytes(db)) > limit_bytes:
+        if removed >= _RETAIN_MOST and (before is None or used <= before):
             break
-        is_response = turn_at is None or (response_at is not None and response_at < turn_at)
-        oldest = _remove_responses(db) if is_response else _remove_turns(db)
-        _remove_empty(db, {conversation for _, _, conversation in oldest}, {owner for _, owner, _ in oldest})
+        oldest = _remove_oldest(db, response, conversation)
+        if not oldest:
+            break
+        _remove_empty(db, {within for _, _, within in oldest}, {owner for _, owner, _ in oldest})
         removed += len(oldest)
     if db.pragma("freelist_count") > _SPARE_PAGES:
         db.execute(f"PRAGMA incremental_vacuum({_RETURNED_PAGES})").fetchall()
 
 
 _OLDEST_TURN = "SELECT at FROM turns WHERE conversation IS NOT NULL ORDER BY id LIMIT 1"
-_OLDEST_RESPONSE = "SELECT at FROM responses ORDER BY id LIMIT 1"
+_OLDEST_RESPONSE = "SELECT id, at FROM responses WHERE id <> ? ORDER BY id LIMIT 1"
+_OLDEST_LIST = """SELECT id, updated FROM conversations
+                  WHERE metadata IS NOT NULL AND id <> ? ORDER BY updated LIMIT 1"""
 
 _Removed = list[tuple[int, int, int]]
 """Ids of rows, with those of their owners and conversations."""
+
+
+def _remove_oldest(db: apsw.Connection, response: int, conversation: int) -> _Removed:
+    """Of turns, responses and lists of items, but for those two; nothing where there is none."""
+    ages: list[tuple[float, Callable[[], _Removed]]] = []
+    for (at,) in rows(db, _OLDEST_TURN):
+        ages.append((at, partial(_remove_turns, db)))
+    for id_, at in rows(db, _OLDEST_RESPONSE, response):
+        ages.append((at, partial(_remove_rows, db, "responses", "id", id_)))
+    for id_, at in rows(db, _OLDEST_LIST, conversation):
+        ages.append((at, partial(_remove_list, db, id_)))
+    return min(ages, key=itemgetter(0))[1]() if ages else []
 
 
 def _remove_turns(db: apsw.Connection) -> _Removed:
@@ -174,10 +196,17 @@ def _remove_turns(db: apsw.Connection) -> _Removed:
     return oldest
 
 
-def _remove_responses(db: apsw.Connection) -> _Removed:
-    oldest = rows(db, "SELECT id, owner, conversation FROM responses ORDER BY id LIMIT ?", _RETAIN_AT_ONCE)
-    db.executemany("DELETE FROM responses WHERE id = ?", [(id_,) for id_, _, _ in oldest])
-    return oldest
+def _remove_list(db: apsw.Connection, id_: int) -> _Removed:
+    """With the responses in it, which would have no history. What was archived under its name stays."""
+    sql = "UPDATE conversations SET metadata = NULL WHERE id = ? RETURNING id, owner, id"
+    removed: _Removed = rows(db, sql, id_)
+    for table in ("items", "responses"):
+        removed += _remove_rows(db, table, "conversation", id_)
+    return removed
+
+
+def _remove_rows(db: apsw.Connection, table: str, column: str, which: int) -> _Removed:
+    return rows(db, f"DELETE FROM {table} WHERE {column} = ? RETURNING id, owner, conversation", which)
 
 
 def _remove_notes(db: apsw.Connection, turn: int) -> None:

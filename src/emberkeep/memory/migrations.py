@@ -23,7 +23,11 @@ def m003_responses(db: apsw.Connection) -> None:
     db.execute(_RESPONSES)
 
 
-MIGRATIONS: tuple[Migration, ...] = (m001_initial, m002_forgettings, m003_responses)
+def m004_items(db: apsw.Connection) -> None:
+    db.execute(_ITEMS)
+
+
+MIGRATIONS: tuple[Migration, ...] = (m001_initial, m002_forgettings, m003_responses, m004_items)
 
 
 def migrate(db: apsw.Connection, steps: Sequence[Migration] = MIGRATIONS) -> None:
@@ -88,6 +92,15 @@ CREATE TABLE items (
 );
 CREATE INDEX items_by_conversation ON items (conversation, id);
 CREATE INDEX items_by_name ON items (owner, name);
+"""
+
+_ITEMS = """
+-- The newest item when the response came to its conversation: what was said before it. NULL: not known.
+ALTER TABLE responses ADD COLUMN began INTEGER;
+-- Lists of items go when the file is full, those first that were not used for longest.
+UPDATE conversations AS c SET updated = max(updated, created,
+    coalesce((SELECT max(at) FROM responses WHERE conversation = c.id), 0)) WHERE metadata IS NOT NULL;
+CREATE INDEX conversations_by_use ON conversations (updated) WHERE metadata IS NOT NULL;
 """
 
 _INITIAL = """

@@ -1,4 +1,7 @@
-"""Keys, tokens and passwords are not remembered: they become `[secret]` before anything is written."""
+"""Keys, tokens and passwords become `[secret]` before a turn, an answer or a title is written.
+
+Saved conversations and responses are continued word by word, and are kept as they are.
+"""
 
 from __future__ import annotations
 

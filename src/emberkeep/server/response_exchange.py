@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,7 +49,6 @@ class Context:
 def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]) -> Context:
     """Blocks. Raises NoSuchEntry, InvalidField and MemoryFailed."""
     as_of = memory.last_forgetting()
-    known = _referenced(memory, owner, references(asked))
     earlier: list[Item] = []
     conversation = body.conversation
     if body.previous_response_id is not None:
@@ -56,21 +56,32 @@ def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]
         earlier = memory.responses.items_until(owner, body.previous_response_id)
     elif conversation is not None:
         earlier = memory.responses.items(owner, conversation)
-    return Context(earlier, resolve(asked, known), conversation, as_of)
+    there = {item["id"]: item for item in earlier}
+    whole = resolve(asked, _referenced(memory, owner, references(asked), there))
+    if body.conversation is not None and is_stored(body):
+        memory.responses.check_addition(owner, body.conversation, whole)
+    # What is there is not asked once more: the model would read it twice.
+    new = [item for item in whole if there.get(item["id"]) != item]
+    return Context(earlier, new, conversation, as_of)
 
 
-def _referenced(memory: Memory, owner: str, ids: list[str]) -> dict[str, Item]:
-    """Items of the owner's conversations, and of what stored responses answered."""
-    if not ids:
-        return {}
-    known = memory.responses.find_items(owner, ids)
-    for response_id in {response_of(item_id) for item_id in ids if item_id not in known} - {None}:
+def is_stored(body: PromptBody) -> bool:
+    return isinstance(body, ResponseBody) and body.store is not False
+
+
+def _referenced(memory: Memory, owner: str, ids: Sequence[str], there: Mapping[str, Item]) -> Mapping[str, Item]:
+    """Items that come before, of the owner's conversations, and of what stored responses answered."""
+    sought = [item_id for item_id in ids if item_id not in there]
+    if not sought:
+        return there
+    known = memory.responses.find_items(owner, sought)
+    for response_id in {response_of(item_id) for item_id in sought if item_id not in known} - {None}:
         try:
             output = memory.responses.read(owner, response_id or "").data["output"]
         except NoSuchEntry:
             continue
-        known |= {item["id"]: item for item in output if item["id"] in ids}
-    return known
+        known |= {item["id"]: item for item in output if item["id"] in sought}
+    return {**known, **there}
 
 
 class Exchange:
@@ -104,8 +115,8 @@ class Exchange:
     def head(self) -> dict[str, Json]:
         """The response before its answer. When it is asked for first, it must be known which backend answers."""
         if not self._head:
-            is_stored = self._memory is not None
-            self._head = response_head(self._body, self.id, self._created, self._backend.card.id, is_stored)
+            keeps = self._memory is not None
+            self._head = response_head(self._body, self.id, self._created, self._backend.card.id, keeps)
         return self._head
 
     async def generate(self, request: Request) -> Events:
@@ -118,13 +129,16 @@ class Exchange:
                 yield event
 
     async def end(self, response: dict[str, Json]) -> None:
+        """It is stored when this returns, or raises: a thread cannot be cancelled."""
         self.response = response
         if self._memory is None:
             return
+        saving = asyncio.ensure_future(asyncio.to_thread(self._save, self._memory, response))
         try:
-            await asyncio.to_thread(self._save, self._memory, response)
-        except MemoryFailed as error:
-            log.warning("a response was not stored: %s", error)
+            await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            await asyncio.wait([saving])
+            raise
 
     def failed(self, failure: Failure) -> dict[str, Json]:
         return failed(self.head(), self._output, failure)
@@ -142,7 +156,10 @@ class Exchange:
             response,
             context.asked,
         )
-        memory.responses.save(self._owner, stored, as_of=context.as_of)
+        try:
+            memory.responses.save(self._owner, stored, as_of=context.as_of)
+        except MemoryFailed as error:
+            log.warning("a response was not stored: %s", error)
 
     def _new_output(self) -> Output:
         seals = self._body.wants_encrypted_reasoning
@@ -167,13 +184,14 @@ class Background:
         return found[0].head() if found else None
 
     async def cancel(self, owner: str, response_id: str) -> bool:
-        """Whether it was being written; it is stored as cancelled when this returns."""
+        """Whether it was being written; it is stored when this returns: as cancelled, unless it had ended."""
         found = self._running.get((owner, response_id))
         if found is None:
             return False
-        _, task = found
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        exchange, task = found
+        if not exchange.response:
+            task.cancel()
+        await asyncio.wait([task])  # which leaves it alone if this request is cancelled
         return True
 
     async def _run(self, key: tuple[str, str], exchange: Exchange, request: Request) -> None:
@@ -188,6 +206,7 @@ class Background:
         except Exception as error:
             if not isinstance(error, EmberkeepError):
                 log.exception("A response in the background failed.")
-            await exchange.end(exchange.failed(failure_of(error)))
+            if not exchange.response:
+                await exchange.end(exchange.failed(failure_of(error)))
         finally:
             del self._running[key]

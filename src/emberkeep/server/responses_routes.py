@@ -33,7 +33,7 @@ from emberkeep.server.json_response import json_response
 from emberkeep.server.memory_routes import Whose, one_owner
 from emberkeep.server.openai import check_hops, number_in
 from emberkeep.server.openapi import STREAMS, takes
-from emberkeep.server.response_exchange import Background, Context, Exchange, load_context
+from emberkeep.server.response_exchange import Background, Context, Exchange, is_stored, load_context
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import DEPTH_HEADER
 
@@ -104,13 +104,9 @@ async def _context(http: HttpRequest, models: Models, side: SideWork, body: Prom
     asked = await make_of_body(http, body.to_items)
     memory = models.default.memory
     needs_memory = bool(body.previous_response_id or body.conversation or references(asked))
-    if not needs_memory and (memory is None or not _is_stored(body)):
+    if not needs_memory and (memory is None or not is_stored(body)):
         return Context([], asked, None, 0)
     return await side.run(load_context, require_memory(memory), owner, body, asked)
-
-
-def _is_stored(body: PromptBody) -> bool:
-    return isinstance(body, ResponseBody) and body.store is not False
 
 
 def _owned(
@@ -251,7 +247,11 @@ def _one(items: Sequence[Item], item_id: str) -> Item:
 
 
 def _page(items: Sequence[Item], limit: int, order: Order, after: str | None) -> dict[str, Json]:
-    ordered = list(items) if order == "asc" else list(reversed(items))
-    begin = next((place + 1 for place, item in enumerate(ordered) if item["id"] == after), 0)
-    shown = ordered[begin : begin + limit]
-    return items_json(shown, has_more=begin + len(shown) < len(ordered))
+    """Every id once: a client goes on after the last one that it has seen. Raises InvalidField."""
+    by_id = {item["id"]: item for item in items}
+    ids = list(by_id) if order == "asc" else list(reversed(by_id))
+    if after is not None and after not in by_id:
+        raise InvalidField("after", "no item here has this id: leave it out to begin with the first.")
+    begin = ids.index(after) + 1 if after is not None else 0
+    shown = [by_id[item_id] for item_id in ids[begin : begin + limit]]
+    return items_json(shown, has_more=begin + len(shown) < len(ids))
