@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -227,6 +228,44 @@ def test_waiting_for_a_busy_one_ends_with_a_sentence_and_it_goes_on() -> None:
     run(story())
 
 
+def test_one_that_is_being_closed_holds_its_memory_until_it_is() -> None:
+    async def story() -> None:
+        pool = pool_of(2)
+        closing, idle, newcomer = (Loadable(name, pool) for name in ("closing", "idle", "newcomer"))
+        await idle.backend.load()
+        await closing.backend.load()
+        closing.latest.may_close.clear()
+        leaving = asyncio.create_task(closing.backend.unload())
+        await until(lambda: not closing.backend.is_loaded)
+        asked = asyncio.create_task(ask(newcomer, HELLO))
+        await until(lambda: newcomer.backend.status.waiting)
+        await asyncio.sleep(0.02)
+        assert not newcomer.loaded
+        closing.latest.may_close.set()
+        assert text_of(await asked) == "newcomer says hello"
+        await leaving
+        assert idle.backend.is_loaded  # the memory of the one that left is enough
+
+    run(story())
+
+
+def test_a_pinned_one_that_is_being_closed_makes_room() -> None:
+    async def story() -> None:
+        pool = pool_of(1)
+        pinned, other = Loadable("mine", pool, is_pinned=True), Loadable("other", pool)
+        await pinned.backend.load()
+        pinned.latest.may_close.clear()
+        leaving = asyncio.create_task(pinned.backend.unload())
+        await until(lambda: not pinned.backend.is_loaded)
+        asked = asyncio.create_task(ask(other, HELLO))
+        await until(lambda: other.backend.status.waiting)
+        pinned.latest.may_close.set()
+        assert text_of(await asked) == "other says hello"
+        await leaving
+
+    run(story())
+
+
 def test_requests_that_waited_for_two_models_alternate_without_losing_one() -> None:
     async def story() -> None:
         pool = pool_of(1)
@@ -264,6 +303,58 @@ def test_a_model_is_unloaded_only_when_it_is_not_used_in_another_thread() -> Non
             assert not model.latest.closed
         await leaving
         assert model.latest.closed
+
+    run(story())
+
+
+def test_a_thread_that_comes_while_it_is_noted_as_unused_is_waited_for() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1))
+        await model.backend.start()
+        await model.backend.load()
+        used, come = model.backend.used_in_thread(), asyncio.Event()
+
+        class Slow(asyncio.Event):
+            """Between the look at who uses it and the note, a thread comes."""
+
+            def set(self) -> None:
+                if not come.is_set():
+                    come.set()
+                    thread = threading.Thread(target=used.__enter__)
+                    thread.start()
+                    thread.join(0.1)
+                super().set()
+
+        model.backend._unused = Slow()
+        model.backend._note_unused()
+        await until(lambda: model.backend.is_busy)
+        leaving = asyncio.create_task(model.backend.unload())
+        await asyncio.sleep(0.02)
+        assert not model.latest.closed
+        used.__exit__(None, None, None)
+        await leaving
+        assert model.latest.closed
+
+    run(story())
+
+
+def test_one_that_is_about_to_leave_can_be_used_without_being_loaded_again() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1))
+        await model.backend.start()
+        with model.backend.used_if_loaded() as backend:
+            assert backend is None
+        await model.backend.load()
+        with model.backend.used_in_thread():
+            leaving = asyncio.create_task(model.backend.unload())
+            await until(lambda: model.backend._leaving)
+            entered = model.backend.used_if_loaded()
+            assert entered.__enter__() is model.latest
+        await asyncio.sleep(0.01)
+        assert not model.latest.closed
+        entered.__exit__(None, None, None)
+        await leaving
+        assert len(model.loaded) == 1
 
     run(story())
 

@@ -17,18 +17,24 @@ HELD = 10.0
 
 
 class Held(ScriptedBackend):
-    """Answers when it is let go."""
+    """Answers when it is let go, and is closed when it may be."""
 
     def __init__(self, name: str) -> None:
         super().__init__(lambda request: answer(f"{name} says hello"))
         self.go = asyncio.Event()
         self.go.set()
+        self.may_close = asyncio.Event()
+        self.may_close.set()
         self.embedder = None
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         await self.go.wait()
         async for event in super().generate(request):
             yield event
+
+    async def close(self) -> None:
+        await self.may_close.wait()
+        await super().close()
 
 
 class Loadable:

@@ -30,7 +30,7 @@ class Catalogue(Protocol):
         """Those that were asked for. Does not block."""
 
     def forget(self, user: str) -> Removed:
-        """Leave nothing of a user in the stores of models that are not loaded. Blocks. Raises StoreFailed."""
+        """Leave nothing of a user in the stores of models, which outlive them. Blocks. Raises StoreFailed."""
 
     async def start(self) -> None: ...
 
@@ -110,8 +110,8 @@ class Models:
     def remove_user(self, user: str) -> Removed:
         """Remove everything of one user, of all models; "" stands for all requests without a user. Blocks: call it
         outside the event loop. Raises StoreFailed."""
-        removed = [cache_of(backend).remove_user(user) for backend in self.loaded()]
-        removed.append(self._others.forget(user))
+        removed = [_remove_user(backend, user) for backend in (self.default, *self._others.opened())]
+        removed.append(self._others.forget(user))  # with what models have that are just being loaded or closed
         fields = zip(*(astuple(one) for one in removed), strict=True)
         return Removed(*map(sum, fields))
 
@@ -154,6 +154,14 @@ async def loaded(backend: Backend, keep_alive_s: float | None = None) -> Backend
     if isinstance(backend, OnDemandBackend):
         await backend.load(keep_alive_s)
     return backend
+
+
+def _remove_user(backend: Backend, user: str) -> Removed:
+    """Nothing is loaded for it."""
+    if not isinstance(backend, OnDemandBackend):
+        return cache_of(backend).remove_user(user)
+    with backend.used_if_loaded() as loaded:
+        return cache_of(loaded).remove_user(user) if loaded else Removed(0, 0)
 
 
 def is_called(card: ModelCard, name: str) -> bool:

@@ -128,10 +128,10 @@ class OnDemandBackend:
         self._start_loading()
         return entered
 
-    def _try_enter(self) -> Backend | None:
-        """From any thread."""
+    def _try_enter(self, *, even_leaving: bool = False) -> Backend | None:
+        """From any thread. `even_leaving`: it may be about to be unloaded, and waits for this, too."""
         with self._lock:
-            if self._backend is None or self._leaving is not None:
+            if self._backend is None or (self._leaving is not None and not even_leaving):
                 return None
             self._running += 1
             self._unused.clear()
@@ -150,9 +150,10 @@ class OnDemandBackend:
             self._note_unused()
 
     def _note_unused(self) -> None:
-        if self._running or self._backend is None:
-            return
-        self._unused.set()
+        with self._lock:  # else a thread could enter between the look and the note
+            if self._running or self._backend is None:
+                return
+            self._unused.set()
         if self._keep_alive_s is not None and self._pool.loop is not None and self._timer is None:
             self._timer = self._pool.loop.call_later(self._keep_alive_s, self._expire)
 
@@ -211,8 +212,8 @@ class OnDemandBackend:
         entering, self._waiters = self._waiters, []
         with self._lock:
             self._running += len(entering)
-        if entering:
-            self._unused.clear()
+            if entering:
+                self._unused.clear()
         for entered in entering:
             entered.set_result(backend)
 
@@ -243,10 +244,8 @@ class OnDemandBackend:
 
     async def _unload(self) -> None:
         try:
-            await self._unused.wait()
+            backend = await self._take()
             self._cancel_timer()
-            with self._lock:
-                backend, self._backend = self._backend, None
             if backend is not None:
                 with suppress(EmberkeepError):
                     await asyncio.shield(backend.close())
@@ -258,11 +257,25 @@ class OnDemandBackend:
             elif self._waiters and not self._is_closed:
                 self._start_loading()
 
+    async def _take(self) -> Backend | None:
+        """The backend, when nothing uses it: from now on nothing can. A thread may begin to before it is taken."""
+        while True:
+            await self._unused.wait()
+            with self._lock:
+                if not self._running:
+                    backend, self._backend = self._backend, None
+                    return backend
+
     # ── the pool ──
 
     @property
     def is_loaded(self) -> bool:
         return self._backend is not None
+
+    @property
+    def holds_memory(self) -> bool:
+        """Loaded, or not closed yet."""
+        return self._backend is not None or self._leaving is not None
 
     @property
     def is_busy(self) -> bool:
@@ -409,6 +422,17 @@ class OnDemandBackend:
             yield backend
         finally:
             self._leave_from_thread()
+
+    @contextmanager
+    def used_if_loaded(self) -> Iterator[Backend | None]:
+        """From any thread: not unloaded in the block, even if it is about to be. None: it is not loaded, and this
+        does not load it."""
+        backend = self._try_enter(even_leaving=True)
+        try:
+            yield backend
+        finally:
+            if backend is not None:
+                self._leave_from_thread()
 
     async def _entered(self) -> Backend:
         return await self._enter()

@@ -107,8 +107,11 @@ class SharedParts:
             store.sweep()
 
     def forget(self, user: str) -> Removed:
-        """Leave nothing of a user in stores that no loaded model uses. Raises StoreFailed."""
-        removed = [store.catalogue.forget_user(user) for store in self._resting()]
+        """Leave nothing of a user in any store: also of those whose model is being loaded or closed, and cannot be
+        asked. Raises StoreFailed."""
+        with self._lock:
+            stores = [kept.store for kept in self._kept]
+        removed = [store.catalogue.forget_user(user) for store in stores]
         return Removed(*(sum(column) for column in zip(*map(astuple, removed), strict=True)))
 
     def close(self) -> None:
