@@ -134,6 +134,18 @@ def test_a_request_says_how_long_the_model_stays() -> None:
     run(story())
 
 
+def test_what_a_request_says_of_it_ends_when_the_model_is_unloaded() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1), keep_alive_s=3600)
+        await ask(model, replace(HELLO, keep_alive_s=0))
+        await until(lambda: model.latest.closed)
+        await ask(model, HELLO)
+        expires = model.backend.status.expires_s
+        assert expires is not None and 3500 < expires <= 3600
+
+    run(story())
+
+
 def test_figures_that_are_read_again_and_again_do_not_keep_it_loaded() -> None:
     async def story() -> None:
         model = Loadable("small", pool_of(1), keep_alive_s=0.02)

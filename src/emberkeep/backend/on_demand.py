@@ -264,6 +264,7 @@ class OnDemandBackend:
             with self._lock:
                 if not self._running:
                     backend, self._backend = self._backend, None
+                    self._keep_alive_s = self._source.keep_alive_s  # what a request said was said of this loading
                     return backend
 
     # ── the pool ──
