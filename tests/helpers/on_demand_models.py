@@ -11,6 +11,7 @@ from emberkeep.backend.model_pool import Fits, ModelPool, Need
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Event, Request
+from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend
 from helpers.scripted_backend import ScriptedBackend, answer
 
 HELD = 10.0
@@ -77,6 +78,20 @@ class Loadable:
             raise self.error
         self.loaded.append(Held(self.name))
         return self.loaded[-1]
+
+
+def embedding_on_demand(
+    engine_of: Callable[[], FakeEmbeddingEngine], keep_alive_s: float | None, name: str = "tiny-embed"
+) -> OnDemandBackend:
+    """With another engine each time that it is loaded."""
+    source = ModelSource(
+        name,
+        ModelCard(name, 0, 0),
+        lambda report: embedding_backend(engine_of(), name),
+        lambda: Need(1),
+        keep_alive_s=keep_alive_s,
+    )
+    return OnDemandBackend(source, pool_of(1))
 
 
 def room_for(size: int) -> Fits:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import astuple
 from typing import Protocol
 
@@ -117,7 +118,9 @@ class Models:
 
     async def load(self, name: str | None) -> Backend:
         """Returns when it is loaded. Raises ModelNotFound, and what loading it raises."""
-        return await loaded(self.find(name))
+        backend = self.find(name)
+        async with using(backend):
+            return backend
 
     async def unload(self, name: str | None) -> Backend:
         """Returns when it is unloaded: after the requests that it answers now. Raises ModelNotFound, and
@@ -148,12 +151,15 @@ class Models:
         await self._others.close()
 
 
-async def loaded(backend: Backend, keep_alive_s: float | None = None) -> Backend:
-    """The same, once it is loaded, for what only a loaded model can tell. It stays for as long as after a request
-    that says so. Raises what loading it raises."""
-    if isinstance(backend, OnDemandBackend):
-        await backend.load(keep_alive_s)
-    return backend
+@asynccontextmanager
+async def using(backend: Backend, keep_alive_s: float | None = None) -> AsyncIterator[Backend]:
+    """The model itself, loaded, for what only a loaded one can do. It is not unloaded in the block, and stays
+    after it as after a request that says for how long. Raises what loading it raises."""
+    if not isinstance(backend, OnDemandBackend):
+        yield backend
+        return
+    async with backend.used(keep_alive_s) as loaded:
+        yield loaded
 
 
 def _remove_user(backend: Backend, user: str) -> Removed:
