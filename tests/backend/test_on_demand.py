@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend import on_demand
-from emberkeep.errors import EngineError, Overloaded
+from emberkeep.errors import EngineError, ModelError, Overloaded
 from emberkeep.types import Completed, Loading, Message, ModelState, Request
 from helpers.events import text_of
 from helpers.on_demand_models import Loadable, ask, pool_of, until
@@ -172,6 +172,38 @@ def test_the_one_that_was_not_used_for_longest_makes_room_for_another() -> None:
             await ask(model, HELLO)
         assert [model.backend.is_loaded for model in models] == [True, False, True]
         assert models[1].latest.closed
+
+    run(story())
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_one_whose_file_is_gone_keeps_no_other_from_loading(is_started: bool) -> None:
+    async def story() -> None:
+        pool = pool_of(1)
+        first, other = Loadable("first", pool, is_loaded=True), Loadable("other", pool)
+        if is_started:
+            await first.backend.start()
+        first.file_error = ModelError("Its file is gone.")
+        assert text_of(await ask(other, HELLO)) == "other says hello"
+        assert first.backend.is_loaded is not is_started  # what it takes is known if it was asked in time
+
+    run(story())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_model_takes_is_looked_up_whenever_it_is_loaded(fails: bool) -> None:
+    async def story() -> None:
+        pool = pool_of(2)
+        other, changing = Loadable("other", pool), Loadable("changing", pool)
+        changing.error = EngineError("It is broken.") if fails else None
+        with suppress(EngineError):
+            await changing.backend.load()
+        await changing.backend.unload()
+        changing.error, changing.size = None, 2  # another file of that name
+        await other.backend.load()
+        await changing.backend.load()
+        assert not other.backend.is_loaded
+        assert changing.backend.status.memory_bytes == 2
 
     run(story())
 

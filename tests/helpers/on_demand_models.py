@@ -50,8 +50,11 @@ class Loadable:
         keep_alive_s: float | None = None,
         is_pinned: bool = False,
         waiting: int = 64,
+        is_loaded: bool = False,
     ) -> None:
         self.name = name
+        self.size = size
+        self.file_error: EmberkeepError | None = None
         self.loaded: list[Held] = []
         self.error: EmberkeepError | None = None
         self.may_load = threading.Event()
@@ -60,16 +63,21 @@ class Loadable:
             name,
             ModelCard(name, 0, 0),
             self._open,
-            lambda: Need(size),
+            self._needs,
             keep_alive_s=keep_alive_s,
             is_pinned=is_pinned,
             waiting=waiting,
         )
-        self.backend = OnDemandBackend(source, pool)
+        self.backend = OnDemandBackend(source, pool, self._open(lambda done: None) if is_loaded else None)
 
     @property
     def latest(self) -> Held:
         return self.loaded[-1]
+
+    def _needs(self) -> Need:
+        if self.file_error:
+            raise self.file_error
+        return Need(self.size)
 
     def _open(self, report: Callable[[float], None]) -> Backend:
         report(0.5)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from emberkeep.errors import Overloaded
+from emberkeep.errors import EmberkeepError, Overloaded
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -55,7 +55,8 @@ class Member(Protocol):
     @property
     def last_used(self) -> float: ...
 
-    async def needs(self) -> Need: ...
+    async def needs(self) -> Need:
+        """Raises EmberkeepError, OSError."""
 
     async def unload(self) -> None:
         """When what runs has finished; requests that come meanwhile wait until it is loaded again."""
@@ -95,7 +96,7 @@ class ModelPool:
             yield
 
     async def _has_room(self, needs: Need, newcomer: Member) -> bool:
-        held = [await member.needs() for member in self._holders(newcomer)]
+        held = [await _held_by(member) for member in self._holders(newcomer)]
         return not held or await asyncio.to_thread(self._fits, needs, held)
 
     def _holders(self, newcomer: Member) -> list[Member]:
@@ -124,3 +125,12 @@ class ModelPool:
             raise Overloaded(
                 f"{newcomer.name} has no room while {leaving.name} is busy: try again when its answers are done."
             ) from error
+
+
+async def _held_by(member: Member) -> Need:
+    """Nothing, where it cannot be told any more: one whose file is gone must not keep all others from loading."""
+    try:
+        return await member.needs()
+    except (EmberkeepError, OSError) as error:
+        log.warning("how much memory %s takes cannot be told, and is not planned with: %s", member.name, error)
+        return Need()

@@ -189,6 +189,7 @@ class OnDemandBackend:
                 self._admit(self._backend)
         except Exception as error:
             self._error = str(error)
+            self._needs = None  # its file may be another one the next time
             log.warning("%s cannot be loaded: %s", self.name, error)
             self._refuse(error)
         finally:
@@ -249,6 +250,7 @@ class OnDemandBackend:
             if backend is not None:
                 with suppress(EmberkeepError):
                     await asyncio.shield(backend.close())
+            self._needs = None
         finally:
             with self._lock:
                 self._leaving = None
@@ -283,6 +285,7 @@ class OnDemandBackend:
         return self._running > 0
 
     async def needs(self) -> Need:
+        """Looked up once for each loading: its file may go or change while it is loaded."""
         if self._needs is None:
             assert self._source.needs is not None
             self._needs = await asyncio.to_thread(self._source.needs)
@@ -346,6 +349,9 @@ class OnDemandBackend:
         self._pool.loop = asyncio.get_running_loop()
         if self._backend is not None:
             await self._backend.start()
+            if self._source.needs is not None:
+                with suppress(EmberkeepError, OSError):  # while its file is surely there
+                    await self.needs()
 
     async def close(self) -> None:
         """Waits for a model that is being loaded, because it must be closed too."""
