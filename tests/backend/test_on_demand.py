@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend import on_demand
-from emberkeep.errors import EngineError, ModelError, Overloaded
+from emberkeep.errors import DeadlineExceeded, EngineError, ModelError, Overloaded
 from emberkeep.types import Completed, Loading, Message, ModelState, Request
 from helpers.events import text_of
 from helpers.on_demand_models import Loadable, ask, pool_of, until
@@ -104,6 +104,39 @@ def test_too_many_that_wait_are_refused() -> None:
             await ask(model, HELLO)
         model.may_load.set()
         await first
+
+    run(story())
+
+
+@pytest.mark.parametrize(("own_s", "servers_s"), [(0.02, None), (None, 0.02), (0.02, 3600)])
+def test_the_time_of_a_request_ends_while_it_waits_for_its_model(
+    own_s: float | None, servers_s: float | None
+) -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1), deadline_s=servers_s)
+        model.may_load.clear()
+        with pytest.raises(DeadlineExceeded, match="took longer than it may"):
+            await ask(model, replace(HELLO, deadline_s=own_s))
+        assert model.backend.status.waiting == 0
+        model.may_load.set()
+        await until(lambda: model.backend.is_loaded)  # for the next one
+        assert not model.backend.is_busy
+
+    run(story())
+
+
+def test_what_is_left_of_its_time_is_for_the_answer() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1), deadline_s=10)
+        model.may_load.clear()
+        asked = asyncio.create_task(ask(model, HELLO))
+        await asyncio.sleep(0.02)
+        model.may_load.set()
+        await asked
+        await ask(model, HELLO)
+        waited, did_not = (request.deadline_s for request in model.latest.requests)
+        assert waited is not None and 5 < waited <= 9.98
+        assert did_not is None  # the model itself knows the server's
 
     run(story())
 

@@ -51,6 +51,7 @@ class Loadable:
         is_pinned: bool = False,
         waiting: int = 64,
         is_loaded: bool = False,
+        deadline_s: float | None = None,
     ) -> None:
         self.name = name
         self.size = size
@@ -67,6 +68,7 @@ class Loadable:
             keep_alive_s=keep_alive_s,
             is_pinned=is_pinned,
             waiting=waiting,
+            deadline_s=deadline_s,
         )
         self.backend = OnDemandBackend(source, pool, self._open(lambda done: None) if is_loaded else None)
 

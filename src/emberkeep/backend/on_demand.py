@@ -24,6 +24,7 @@ from time import monotonic
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
+from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDemand, TokenizerOnDemand
 from emberkeep.errors import EmberkeepError, Overloaded
@@ -43,6 +44,8 @@ log = logging.getLogger("emberkeep.backend")
 
 _PROGRESS_S = 1.0
 """How often a request that waits is told so."""
+_LEAST_S = 0.001
+"""What a request has left at least when its model is loaded in the last moment: no time at all means no limit."""
 _CLOSED = "The server is shutting down: try again in a moment."
 
 
@@ -65,6 +68,8 @@ class ModelSource:
     is_pinned: bool = False
     waiting: int = 64
     """Most requests that may wait until it is loaded."""
+    deadline_s: float | None = None
+    """For requests that do not say: how long they may take, with the time that they wait for it."""
 
 
 class OnDemandBackend:
@@ -101,17 +106,27 @@ class OnDemandBackend:
     # ── answering ──
 
     async def generate(self, request: Request) -> Events:
-        entered = self._enter()
+        entered, began = self._enter(), monotonic()
         try:
-            while not entered.done():
-                await asyncio.wait((entered,), timeout=_PROGRESS_S)
-                if not entered.done():
-                    yield Loading(self.name, self._fraction)
+            if not entered.done():
+                limit_s = request.deadline_s or self._source.deadline_s
+                async with aclosing(with_deadline(self._wait_for(entered), limit_s)) as events:
+                    async for event in events:
+                        yield event
+                if limit_s:
+                    request = replace(request, deadline_s=max(limit_s - (monotonic() - began), _LEAST_S))
             async with aclosing(entered.result().generate(request)) as events:
                 async for event in events:
                     yield event
         finally:
             self._leave(entered, request.keep_alive_s)
+
+    async def _wait_for(self, entered: asyncio.Future[Backend]) -> Events:
+        """Tells now and then how far it is loaded, until it is."""
+        while not entered.done():
+            await asyncio.wait((entered,), timeout=_PROGRESS_S)
+            if not entered.done():
+                yield Loading(self.name, self._fraction)
 
     def _enter(self) -> asyncio.Future[Backend]:
         """Resolves to the loaded backend, which stays until `_leave`. Raises Overloaded."""
