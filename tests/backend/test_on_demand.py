@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend import on_demand
-from emberkeep.errors import EngineError, Overloaded
+from emberkeep.errors import DeadlineExceeded, EngineError, ModelError, Overloaded
 from emberkeep.types import Completed, Loading, Message, ModelState, Request
 from helpers.events import text_of
 from helpers.on_demand_models import Loadable, ask, pool_of, until
@@ -107,6 +108,39 @@ def test_too_many_that_wait_are_refused() -> None:
     run(story())
 
 
+@pytest.mark.parametrize(("own_s", "servers_s"), [(0.02, None), (None, 0.02), (0.02, 3600)])
+def test_the_time_of_a_request_ends_while_it_waits_for_its_model(
+    own_s: float | None, servers_s: float | None
+) -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1), deadline_s=servers_s)
+        model.may_load.clear()
+        with pytest.raises(DeadlineExceeded, match="took longer than it may"):
+            await ask(model, replace(HELLO, deadline_s=own_s))
+        assert model.backend.status.waiting == 0
+        model.may_load.set()
+        await until(lambda: model.backend.is_loaded)  # for the next one
+        assert not model.backend.is_busy
+
+    run(story())
+
+
+def test_what_is_left_of_its_time_is_for_the_answer() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1), deadline_s=10)
+        model.may_load.clear()
+        asked = asyncio.create_task(ask(model, HELLO))
+        await asyncio.sleep(0.02)
+        model.may_load.set()
+        await asked
+        await ask(model, HELLO)
+        waited, did_not = (request.deadline_s for request in model.latest.requests)
+        assert waited is not None and 5 < waited <= 9.98
+        assert did_not is None  # the model itself knows the server's
+
+    run(story())
+
+
 def test_it_is_unloaded_when_it_was_idle_for_long_enough() -> None:
     async def story() -> None:
         model = Loadable("small", pool_of(1), keep_alive_s=0.001)
@@ -129,6 +163,18 @@ def test_a_request_says_how_long_the_model_stays() -> None:
         assert expires is not None and 3500 < expires <= 3600
         await ask(model, replace(HELLO, keep_alive_s=0))
         await until(lambda: model.latest.closed)
+
+    run(story())
+
+
+def test_what_a_request_says_of_it_ends_when_the_model_is_unloaded() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1), keep_alive_s=3600)
+        await ask(model, replace(HELLO, keep_alive_s=0))
+        await until(lambda: model.latest.closed)
+        await ask(model, HELLO)
+        expires = model.backend.status.expires_s
+        assert expires is not None and 3500 < expires <= 3600
 
     run(story())
 
@@ -159,6 +205,38 @@ def test_the_one_that_was_not_used_for_longest_makes_room_for_another() -> None:
             await ask(model, HELLO)
         assert [model.backend.is_loaded for model in models] == [True, False, True]
         assert models[1].latest.closed
+
+    run(story())
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_one_whose_file_is_gone_keeps_no_other_from_loading(is_started: bool) -> None:
+    async def story() -> None:
+        pool = pool_of(1)
+        first, other = Loadable("first", pool, is_loaded=True), Loadable("other", pool)
+        if is_started:
+            await first.backend.start()
+        first.file_error = ModelError("Its file is gone.")
+        assert text_of(await ask(other, HELLO)) == "other says hello"
+        assert first.backend.is_loaded is not is_started  # what it takes is known if it was asked in time
+
+    run(story())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_model_takes_is_looked_up_whenever_it_is_loaded(fails: bool) -> None:
+    async def story() -> None:
+        pool = pool_of(2)
+        other, changing = Loadable("other", pool), Loadable("changing", pool)
+        changing.error = EngineError("It is broken.") if fails else None
+        with suppress(EngineError):
+            await changing.backend.load()
+        await changing.backend.unload()
+        changing.error, changing.size = None, 2  # another file of that name
+        await other.backend.load()
+        await changing.backend.load()
+        assert not other.backend.is_loaded
+        assert changing.backend.status.memory_bytes == 2
 
     run(story())
 
@@ -227,6 +305,44 @@ def test_waiting_for_a_busy_one_ends_with_a_sentence_and_it_goes_on() -> None:
     run(story())
 
 
+def test_one_that_is_being_closed_holds_its_memory_until_it_is() -> None:
+    async def story() -> None:
+        pool = pool_of(2)
+        closing, idle, newcomer = (Loadable(name, pool) for name in ("closing", "idle", "newcomer"))
+        await idle.backend.load()
+        await closing.backend.load()
+        closing.latest.may_close.clear()
+        leaving = asyncio.create_task(closing.backend.unload())
+        await until(lambda: not closing.backend.is_loaded)
+        asked = asyncio.create_task(ask(newcomer, HELLO))
+        await until(lambda: newcomer.backend.status.waiting)
+        await asyncio.sleep(0.02)
+        assert not newcomer.loaded
+        closing.latest.may_close.set()
+        assert text_of(await asked) == "newcomer says hello"
+        await leaving
+        assert idle.backend.is_loaded  # the memory of the one that left is enough
+
+    run(story())
+
+
+def test_a_pinned_one_that_is_being_closed_makes_room() -> None:
+    async def story() -> None:
+        pool = pool_of(1)
+        pinned, other = Loadable("mine", pool, is_pinned=True), Loadable("other", pool)
+        await pinned.backend.load()
+        pinned.latest.may_close.clear()
+        leaving = asyncio.create_task(pinned.backend.unload())
+        await until(lambda: not pinned.backend.is_loaded)
+        asked = asyncio.create_task(ask(other, HELLO))
+        await until(lambda: other.backend.status.waiting)
+        pinned.latest.may_close.set()
+        assert text_of(await asked) == "other says hello"
+        await leaving
+
+    run(story())
+
+
 def test_requests_that_waited_for_two_models_alternate_without_losing_one() -> None:
     async def story() -> None:
         pool = pool_of(1)
@@ -264,6 +380,58 @@ def test_a_model_is_unloaded_only_when_it_is_not_used_in_another_thread() -> Non
             assert not model.latest.closed
         await leaving
         assert model.latest.closed
+
+    run(story())
+
+
+def test_a_thread_that_comes_while_it_is_noted_as_unused_is_waited_for() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1))
+        await model.backend.start()
+        await model.backend.load()
+        used, come = model.backend.used_in_thread(), asyncio.Event()
+
+        class Slow(asyncio.Event):
+            """Between the look at who uses it and the note, a thread comes."""
+
+            def set(self) -> None:
+                if not come.is_set():
+                    come.set()
+                    thread = threading.Thread(target=used.__enter__)
+                    thread.start()
+                    thread.join(0.1)
+                super().set()
+
+        model.backend._unused = Slow()
+        model.backend._note_unused()
+        await until(lambda: model.backend.is_busy)
+        leaving = asyncio.create_task(model.backend.unload())
+        await asyncio.sleep(0.02)
+        assert not model.latest.closed
+        used.__exit__(None, None, None)
+        await leaving
+        assert model.latest.closed
+
+    run(story())
+
+
+def test_one_that_is_about_to_leave_can_be_used_without_being_loaded_again() -> None:
+    async def story() -> None:
+        model = Loadable("small", pool_of(1))
+        await model.backend.start()
+        with model.backend.used_if_loaded() as backend:
+            assert backend is None
+        await model.backend.load()
+        with model.backend.used_in_thread():
+            leaving = asyncio.create_task(model.backend.unload())
+            await until(lambda: model.backend._leaving)
+            entered = model.backend.used_if_loaded()
+            assert entered.__enter__() is model.latest
+        await asyncio.sleep(0.01)
+        assert not model.latest.closed
+        entered.__exit__(None, None, None)
+        await leaving
+        assert len(model.loaded) == 1
 
     run(story())
 

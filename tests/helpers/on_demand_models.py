@@ -11,24 +11,31 @@ from emberkeep.backend.model_pool import Fits, ModelPool, Need
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Event, Request
+from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend
 from helpers.scripted_backend import ScriptedBackend, answer
 
 HELD = 10.0
 
 
 class Held(ScriptedBackend):
-    """Answers when it is let go."""
+    """Answers when it is let go, and is closed when it may be."""
 
     def __init__(self, name: str) -> None:
         super().__init__(lambda request: answer(f"{name} says hello"))
         self.go = asyncio.Event()
         self.go.set()
+        self.may_close = asyncio.Event()
+        self.may_close.set()
         self.embedder = None
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:
         await self.go.wait()
         async for event in super().generate(request):
             yield event
+
+    async def close(self) -> None:
+        await self.may_close.wait()
+        await super().close()
 
 
 class Loadable:
@@ -43,8 +50,12 @@ class Loadable:
         keep_alive_s: float | None = None,
         is_pinned: bool = False,
         waiting: int = 64,
+        is_loaded: bool = False,
+        deadline_s: float | None = None,
     ) -> None:
         self.name = name
+        self.size = size
+        self.file_error: EmberkeepError | None = None
         self.loaded: list[Held] = []
         self.error: EmberkeepError | None = None
         self.may_load = threading.Event()
@@ -53,16 +64,22 @@ class Loadable:
             name,
             ModelCard(name, 0, 0),
             self._open,
-            lambda: Need(size),
+            self._needs,
             keep_alive_s=keep_alive_s,
             is_pinned=is_pinned,
             waiting=waiting,
+            deadline_s=deadline_s,
         )
-        self.backend = OnDemandBackend(source, pool)
+        self.backend = OnDemandBackend(source, pool, self._open(lambda done: None) if is_loaded else None)
 
     @property
     def latest(self) -> Held:
         return self.loaded[-1]
+
+    def _needs(self) -> Need:
+        if self.file_error:
+            raise self.file_error
+        return Need(self.size)
 
     def _open(self, report: Callable[[float], None]) -> Backend:
         report(0.5)
@@ -71,6 +88,20 @@ class Loadable:
             raise self.error
         self.loaded.append(Held(self.name))
         return self.loaded[-1]
+
+
+def embedding_on_demand(
+    engine_of: Callable[[], FakeEmbeddingEngine], keep_alive_s: float | None, name: str = "tiny-embed"
+) -> OnDemandBackend:
+    """With another engine each time that it is loaded."""
+    source = ModelSource(
+        name,
+        ModelCard(name, 0, 0),
+        lambda report: embedding_backend(engine_of(), name),
+        lambda: Need(1),
+        keep_alive_s=keep_alive_s,
+    )
+    return OnDemandBackend(source, pool_of(1))
 
 
 def room_for(size: int) -> Fits:

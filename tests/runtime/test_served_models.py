@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from emberkeep.backend.local import LocalBackend
 from emberkeep.backend.models import Models
 from emberkeep.config import Config, LoraFile
 from emberkeep.config.kinds import Alias
@@ -202,6 +203,42 @@ def test_a_user_is_forgotten_by_all_models_loaded_or_not(config: Config, monkeyp
         assert removed.entries >= 1  # the latest may not have been stored yet
         for name in ("first", "second"):
             assert (await ask(models, name, mine)).usage.cached_tokens == 0
+        await models.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("moment", ["closing", "loading"])
+def test_a_user_is_forgotten_by_a_model_that_just_comes_or_goes(
+    config: Config, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    loaded = load_fake_engines(monkeypatch)
+    mine = replace(ASKED, user="ann", namespace='["ann", ""]')
+
+    async def story() -> None:
+        models = open_models(replace(config, disk_budget=0))
+        await models.start()
+        await ask(models, "first", mine)
+        if moment == "loading":
+            await models.unload("first")
+        reached, go_on = asyncio.Event(), asyncio.Event()
+        close, start = LocalBackend.close, LocalBackend.start
+
+        async def wait_and(act: Callable[[LocalBackend], Awaitable[None]], backend: LocalBackend) -> None:
+            reached.set()
+            await go_on.wait()
+            await act(backend)
+
+        monkeypatch.setattr(LocalBackend, "close", lambda self: wait_and(close, self))
+        monkeypatch.setattr(LocalBackend, "start", lambda self: wait_and(start, self))
+        changing = asyncio.create_task(models.load("first") if moment == "loading" else models.unload("first"))
+        await reached.wait()
+        removed = await asyncio.to_thread(models.remove_user, "ann")
+        assert removed.tokens > 0  # the end of the turn may not have been stored yet
+        assert len(loaded) == (2 if moment == "loading" else 1)  # nothing is loaded for it
+        go_on.set()
+        await changing
+        assert (await ask(models, "first", mine)).usage.cached_tokens == 0
         await models.close()
 
     run(story())

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.engine.embedding import TokenInput
+from emberkeep.server import embedding_routes
 from emberkeep.server.app import create_app
 from emberkeep.types import Json, Pooling
 from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend, unit
+from helpers.on_demand_models import embedding_on_demand
 from helpers.scripted_server import ScriptedBackend
+
+T = TypeVar("T")
 
 WIDTH = 8
 
@@ -270,3 +277,28 @@ def test_a_model_that_embeds_does_not_rank_and_the_other_way_round(http: httpx.C
     assert ranks.json()["error"]["message"].startswith("tiny-embed does not rank documents")
     vectors = http.post("/v1/embeddings", json={"model": "tiny-rank", "input": "a"})
     assert vectors.json()["error"]["message"].startswith("tiny-rank gives no embeddings")
+
+
+# ── models that are loaded for it ──
+
+
+@pytest.mark.parametrize(
+    ("path", "pooling", "body"),
+    [
+        ("/v1/embeddings", Pooling.MEAN, {"input": "cat"}),
+        ("/v1/rerank", Pooling.RANK, {"query": "cat", "documents": ["dog"]}),
+    ],
+)
+def test_a_model_that_never_stays_loaded_answers_all_the_same(
+    path: str, pooling: Pooling, body: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def make_slowly(http: Request, make: Callable[[], T]) -> T:
+        """As of a long body: time in which a model could leave."""
+        await asyncio.sleep(0.02)
+        return make()
+
+    monkeypatch.setattr(embedding_routes, "make_of_body", make_slowly)
+    model = embedding_on_demand(lambda: FakeEmbeddingEngine(pooling=pooling), keep_alive_s=0)
+    with TestClient(create_app(Models(model), Config()), base_url="http://127.0.0.1") as client:
+        answer = client.post(path, json={"model": "tiny-embed", **body})
+        assert answer.status_code == 200, answer.text

@@ -13,6 +13,8 @@ from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.server.app import create_app
 from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend, unit
+from helpers.on_demand_models import embedding_on_demand
+from helpers.waiting import eventually
 
 MODEL = "tiny-embed"
 
@@ -63,6 +65,15 @@ def test_the_older_endpoint_gives_vectors_as_the_model_makes_them(
 ) -> None:
     answer = http.post("/api/embeddings", json={"model": MODEL, "prompt": "cat"}).json()
     np.testing.assert_allclose(answer["embedding"], raw(engine, "cat"), rtol=1e-6)
+
+
+def test_a_model_that_is_to_be_unloaded_at_once_embeds_before() -> None:
+    model = embedding_on_demand(FakeEmbeddingEngine, keep_alive_s=300)
+    with TestClient(create_app(Models(model), Config()), base_url="http://127.0.0.1") as client:
+        for path, field in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+            answer = client.post(path, json={"model": MODEL, field: "cat", "keep_alive": 0})
+            assert answer.status_code == 200, answer.text
+            assert eventually(lambda: not model.is_loaded)
 
 
 def test_a_model_that_embeds_says_so(http: httpx.Client) -> None:

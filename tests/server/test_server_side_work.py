@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from emberkeep.api.body import MAX_VALUES
+from emberkeep.backend.base import Backend
+from emberkeep.backend.models import Models
 from emberkeep.config import Config
 from emberkeep.server.json_response import PAGE
 from emberkeep.server.native_routes import MAX_CHARS, MAX_PIECES, MAX_TOKENS
-from emberkeep.server.side_work import THREADS, WAITING
+from emberkeep.server.side_work import THREADS, WAITING, SideWork
 from emberkeep.types import CacheEntry, Fact, Json, Ttl
+from helpers.on_demand_models import Loadable, pool_of
 from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running
+from helpers.several_models import serving
+from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -196,3 +203,59 @@ def test_a_text_may_have_as_many_commas_as_it_likes(backend: SlowBackend, http: 
     text = 'a, "b" [c] {d} \\ \n' * (MAX_VALUES // 2)
     assert http.post(CHAT, json={"messages": [{"role": "user", "content": text}]}).status_code == 200
     assert backend.last.messages[0].content == text
+
+
+PROMPT = {"model": "slow", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/tokenize", {"model": "slow", "content": "a"}),
+        ("POST", "/detokenize", {"model": "slow", "tokens": [97]}),
+        ("POST", "/apply-template", PROMPT),
+        ("POST", "/completion", {"model": "slow", "prompt": [97, "b"]}),
+        ("GET", "/props?model=slow", None),
+        ("POST", "/v1/messages/count_tokens", PROMPT),
+        ("POST", "/v1/responses/input_tokens", {"model": "slow", "input": "hi"}),
+        ("GET", "/v1/cache?model=slow", None),
+        ("POST", "/v1/cache/gc?model=slow", None),
+    ],
+)
+def test_calls_that_wait_until_a_model_is_loaded_hold_up_no_others(
+    tmp_path: Path, method: str, path: str, body: Json
+) -> None:
+    model = Loadable("slow", pool_of(1))
+    model.may_load.clear()
+    models = Models(ScriptedBackend(), [model.backend])
+    with serving(Config(data_dir=tmp_path), models) as client, ThreadPoolExecutor(THREADS) as pool:
+        waiting = [pool.submit(client.request, method, path, json=body) for _ in range(THREADS)]
+        try:
+            assert eventually(lambda: model.backend.status.waiting == THREADS)
+            assert client.post("/tokenize", json={"content": "a"}, timeout=2).json() == {"tokens": [97]}
+        finally:
+            model.may_load.set()
+        assert [each.result().status_code for each in waiting] == [200] * THREADS
+
+
+def test_a_model_stays_until_the_work_with_it_has_ended() -> None:
+    async def story() -> None:
+        model, side, may_end = Loadable("small", pool_of(1)), SideWork(), threading.Event()
+        begun = threading.Event()
+
+        def work(backend: Backend) -> None:
+            begun.set()
+            assert may_end.wait(WAIT_S)
+            assert not model.latest.closed
+
+        asked = asyncio.create_task(side.run_on(work, model.backend))
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        asked.cancel()  # its client has left
+        leaving = asyncio.create_task(model.backend.unload())
+        await asyncio.sleep(0.02)
+        assert not model.latest.closed
+        may_end.set()
+        await leaving
+        assert model.latest.closed
+
+    asyncio.run(story())

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from emberkeep.errors import Overloaded
+from emberkeep.errors import EmberkeepError, Overloaded
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -43,6 +43,10 @@ class Member(Protocol):
     def is_loaded(self) -> bool: ...
 
     @property
+    def holds_memory(self) -> bool:
+        """Loaded, or not closed yet."""
+
+    @property
     def is_pinned(self) -> bool: ...
 
     @property
@@ -51,7 +55,8 @@ class Member(Protocol):
     @property
     def last_used(self) -> float: ...
 
-    async def needs(self) -> Need: ...
+    async def needs(self) -> Need:
+        """Raises EmberkeepError, OSError."""
 
     async def unload(self) -> None:
         """When what runs has finished; requests that come meanwhile wait until it is loaded again."""
@@ -91,24 +96,25 @@ class ModelPool:
             yield
 
     async def _has_room(self, needs: Need, newcomer: Member) -> bool:
-        held = [await member.needs() for member in self._loaded(newcomer)]
+        held = [await _held_by(member) for member in self._holders(newcomer)]
         return not held or await asyncio.to_thread(self._fits, needs, held)
 
-    def _loaded(self, newcomer: Member) -> list[Member]:
-        return [member for member in self._members if member.is_loaded and member is not newcomer]
+    def _holders(self, newcomer: Member) -> list[Member]:
+        return [member for member in self._members if member.holds_memory and member is not newcomer]
 
     def _next_to_leave(self, newcomer: Member) -> Member | None:
-        """The one that was not used for longest, rather an idle one than one that has to be waited for. None: all
-        that could go have gone. Raises Overloaded where only pinned ones are left."""
-        loaded = self._loaded(newcomer)
-        free = [member for member in loaded if not member.is_pinned]
-        if loaded and not free:
-            pinned = ", ".join(member.name for member in loaded)
+        """One that is being closed anyway; else the one that was not used for longest, rather an idle one than one
+        that has to be waited for. None: all that could go have gone. Raises Overloaded where only pinned ones are
+        left."""
+        holders = self._holders(newcomer)
+        free = [member for member in holders if not (member.is_pinned and member.is_loaded)]
+        if holders and not free:
+            pinned = ", ".join(member.name for member in holders)
             raise Overloaded(
                 f"There is no memory for {newcomer.name} beside {pinned}, which stays loaded: pin fewer models, "
                 "or raise model_memory."
             )
-        return min(free, key=lambda member: (member.is_busy, member.last_used), default=None)
+        return min(free, key=lambda member: (member.is_loaded, member.is_busy, member.last_used), default=None)
 
     async def _unload(self, leaving: Member, newcomer: Member) -> None:
         try:
@@ -119,3 +125,12 @@ class ModelPool:
             raise Overloaded(
                 f"{newcomer.name} has no room while {leaving.name} is busy: try again when its answers are done."
             ) from error
+
+
+async def _held_by(member: Member) -> Need:
+    """Nothing, where it cannot be told any more: one whose file is gone must not keep all others from loading."""
+    try:
+        return await member.needs()
+    except (EmberkeepError, OSError) as error:
+        log.warning("how much memory %s takes cannot be told, and is not planned with: %s", member.name, error)
+        return Need()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import astuple
 from typing import Protocol
 
@@ -30,7 +31,7 @@ class Catalogue(Protocol):
         """Those that were asked for. Does not block."""
 
     def forget(self, user: str) -> Removed:
-        """Leave nothing of a user in the stores of models that are not loaded. Blocks. Raises StoreFailed."""
+        """Leave nothing of a user in the stores of models, which outlive them. Blocks. Raises StoreFailed."""
 
     async def start(self) -> None: ...
 
@@ -110,14 +111,16 @@ class Models:
     def remove_user(self, user: str) -> Removed:
         """Remove everything of one user, of all models; "" stands for all requests without a user. Blocks: call it
         outside the event loop. Raises StoreFailed."""
-        removed = [cache_of(backend).remove_user(user) for backend in self.loaded()]
-        removed.append(self._others.forget(user))
+        removed = [_remove_user(backend, user) for backend in (self.default, *self._others.opened())]
+        removed.append(self._others.forget(user))  # with what models have that are just being loaded or closed
         fields = zip(*(astuple(one) for one in removed), strict=True)
         return Removed(*map(sum, fields))
 
     async def load(self, name: str | None) -> Backend:
         """Returns when it is loaded. Raises ModelNotFound, and what loading it raises."""
-        return await loaded(self.find(name))
+        backend = self.find(name)
+        async with using(backend):
+            return backend
 
     async def unload(self, name: str | None) -> Backend:
         """Returns when it is unloaded: after the requests that it answers now. Raises ModelNotFound, and
@@ -148,12 +151,23 @@ class Models:
         await self._others.close()
 
 
-async def loaded(backend: Backend, keep_alive_s: float | None = None) -> Backend:
-    """The same, once it is loaded, for what only a loaded model can tell. It stays for as long as after a request
-    that says so. Raises what loading it raises."""
-    if isinstance(backend, OnDemandBackend):
-        await backend.load(keep_alive_s)
-    return backend
+@asynccontextmanager
+async def using(backend: Backend, keep_alive_s: float | None = None) -> AsyncIterator[Backend]:
+    """The model itself, loaded, for what only a loaded one can do. It is not unloaded in the block, and stays
+    after it as after a request that says for how long. Raises what loading it raises."""
+    if not isinstance(backend, OnDemandBackend):
+        yield backend
+        return
+    async with backend.used(keep_alive_s) as loaded:
+        yield loaded
+
+
+def _remove_user(backend: Backend, user: str) -> Removed:
+    """Nothing is loaded for it."""
+    if not isinstance(backend, OnDemandBackend):
+        return cache_of(backend).remove_user(user)
+    with backend.used_if_loaded() as loaded:
+        return cache_of(loaded).remove_user(user) if loaded else Removed(0, 0)
 
 
 def is_called(card: ModelCard, name: str) -> bool:

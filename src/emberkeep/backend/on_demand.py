@@ -24,6 +24,7 @@ from time import monotonic
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
+from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDemand, TokenizerOnDemand
 from emberkeep.errors import EmberkeepError, Overloaded
@@ -43,6 +44,8 @@ log = logging.getLogger("emberkeep.backend")
 
 _PROGRESS_S = 1.0
 """How often a request that waits is told so."""
+_LEAST_S = 0.001
+"""What a request has left at least when its model is loaded in the last moment: no time at all means no limit."""
 _CLOSED = "The server is shutting down: try again in a moment."
 
 
@@ -65,6 +68,8 @@ class ModelSource:
     is_pinned: bool = False
     waiting: int = 64
     """Most requests that may wait until it is loaded."""
+    deadline_s: float | None = None
+    """For requests that do not say: how long they may take, with the time that they wait for it."""
 
 
 class OnDemandBackend:
@@ -101,17 +106,27 @@ class OnDemandBackend:
     # ── answering ──
 
     async def generate(self, request: Request) -> Events:
-        entered = self._enter()
+        entered, began = self._enter(), monotonic()
         try:
-            while not entered.done():
-                await asyncio.wait((entered,), timeout=_PROGRESS_S)
-                if not entered.done():
-                    yield Loading(self.name, self._fraction)
+            if not entered.done():
+                limit_s = request.deadline_s or self._source.deadline_s
+                async with aclosing(with_deadline(self._wait_for(entered), limit_s)) as events:
+                    async for event in events:
+                        yield event
+                if limit_s:
+                    request = replace(request, deadline_s=max(limit_s - (monotonic() - began), _LEAST_S))
             async with aclosing(entered.result().generate(request)) as events:
                 async for event in events:
                     yield event
         finally:
             self._leave(entered, request.keep_alive_s)
+
+    async def _wait_for(self, entered: asyncio.Future[Backend]) -> Events:
+        """Tells now and then how far it is loaded, until it is."""
+        while not entered.done():
+            await asyncio.wait((entered,), timeout=_PROGRESS_S)
+            if not entered.done():
+                yield Loading(self.name, self._fraction)
 
     def _enter(self) -> asyncio.Future[Backend]:
         """Resolves to the loaded backend, which stays until `_leave`. Raises Overloaded."""
@@ -128,10 +143,10 @@ class OnDemandBackend:
         self._start_loading()
         return entered
 
-    def _try_enter(self) -> Backend | None:
-        """From any thread."""
+    def _try_enter(self, *, even_leaving: bool = False) -> Backend | None:
+        """From any thread. `even_leaving`: it may be about to be unloaded, and waits for this, too."""
         with self._lock:
-            if self._backend is None or self._leaving is not None:
+            if self._backend is None or (self._leaving is not None and not even_leaving):
                 return None
             self._running += 1
             self._unused.clear()
@@ -150,9 +165,10 @@ class OnDemandBackend:
             self._note_unused()
 
     def _note_unused(self) -> None:
-        if self._running or self._backend is None:
-            return
-        self._unused.set()
+        with self._lock:  # else a thread could enter between the look and the note
+            if self._running or self._backend is None:
+                return
+            self._unused.set()
         if self._keep_alive_s is not None and self._pool.loop is not None and self._timer is None:
             self._timer = self._pool.loop.call_later(self._keep_alive_s, self._expire)
 
@@ -188,6 +204,7 @@ class OnDemandBackend:
                 self._admit(self._backend)
         except Exception as error:
             self._error = str(error)
+            self._needs = None  # its file may be another one the next time
             log.warning("%s cannot be loaded: %s", self.name, error)
             self._refuse(error)
         finally:
@@ -211,8 +228,8 @@ class OnDemandBackend:
         entering, self._waiters = self._waiters, []
         with self._lock:
             self._running += len(entering)
-        if entering:
-            self._unused.clear()
+            if entering:
+                self._unused.clear()
         for entered in entering:
             entered.set_result(backend)
 
@@ -243,13 +260,12 @@ class OnDemandBackend:
 
     async def _unload(self) -> None:
         try:
-            await self._unused.wait()
+            backend = await self._take()
             self._cancel_timer()
-            with self._lock:
-                backend, self._backend = self._backend, None
             if backend is not None:
                 with suppress(EmberkeepError):
                     await asyncio.shield(backend.close())
+            self._needs = None
         finally:
             with self._lock:
                 self._leaving = None
@@ -258,6 +274,16 @@ class OnDemandBackend:
             elif self._waiters and not self._is_closed:
                 self._start_loading()
 
+    async def _take(self) -> Backend | None:
+        """The backend, when nothing uses it: from now on nothing can. A thread may begin to before it is taken."""
+        while True:
+            await self._unused.wait()
+            with self._lock:
+                if not self._running:
+                    backend, self._backend = self._backend, None
+                    self._keep_alive_s = self._source.keep_alive_s  # what a request said was said of this loading
+                    return backend
+
     # ── the pool ──
 
     @property
@@ -265,10 +291,16 @@ class OnDemandBackend:
         return self._backend is not None
 
     @property
+    def holds_memory(self) -> bool:
+        """Loaded, or not closed yet."""
+        return self._backend is not None or self._leaving is not None
+
+    @property
     def is_busy(self) -> bool:
         return self._running > 0
 
     async def needs(self) -> Need:
+        """Looked up once for each loading: its file may go or change while it is loaded."""
         if self._needs is None:
             assert self._source.needs is not None
             self._needs = await asyncio.to_thread(self._source.needs)
@@ -332,6 +364,9 @@ class OnDemandBackend:
         self._pool.loop = asyncio.get_running_loop()
         if self._backend is not None:
             await self._backend.start()
+            if self._source.needs is not None:
+                with suppress(EmberkeepError, OSError):  # while its file is surely there
+                    await self.needs()
 
     async def close(self) -> None:
         """Waits for a model that is being loaded, because it must be closed too."""
@@ -409,6 +444,17 @@ class OnDemandBackend:
             yield backend
         finally:
             self._leave_from_thread()
+
+    @contextmanager
+    def used_if_loaded(self) -> Iterator[Backend | None]:
+        """From any thread: not unloaded in the block, even if it is about to be. None: it is not loaded, and this
+        does not load it."""
+        backend = self._try_enter(even_leaving=True)
+        try:
+            yield backend
+        finally:
+            if backend is not None:
+                self._leave_from_thread()
 
     async def _entered(self) -> Backend:
         return await self._enter()

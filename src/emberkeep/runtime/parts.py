@@ -77,22 +77,24 @@ class SharedParts:
         self.hygiene = Hygiene(rules_in_use(config.hygiene))
         """What a client has sent first does not depend on the model that it asks."""
         self._lock = threading.Lock()
+        """Guards what is kept. Held for moments, never over a look at the disk."""
         self._kept: list[_Kept] = []
         """The latest used one last."""
+        self._opening = threading.Lock()
+        """Held while a store is opened, by who must not miss one."""
+        self._opening_memory = threading.Lock()
         self._memory: Memory | None = None
         self._has_memory = False
 
     def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
-        with self._lock:
-            # Two models may be the same file under two names: each has a store of its own, over one folder.
-            own = (kept for kept in self._kept if kept.store.fingerprint == fingerprint and not kept.is_used)
-            kept = next(own, None) or self._add(open_store(self._config, fingerprint, about, share), share)
-            kept.is_used = True
-            self._kept.remove(kept)
-            self._kept.append(kept)
-            self._share_out()
-        kept.store.follow(fingerprint)
-        return kept.store
+        with self._opening:
+            own = self._at_rest(fingerprint) or _Kept(open_store(self._config, fingerprint, about, share), share)
+            with self._lock:
+                own.is_used = True
+                self._kept = [*(kept for kept in self._kept if kept is not own), own]
+                self._share_out()
+        own.store.follow(fingerprint)
+        return own.store
 
     def close_store(self, store: KvStore) -> None:
         store.flush()
@@ -101,10 +103,13 @@ class SharedParts:
             self._share_out()
 
     def memory(self) -> Memory | None:
-        with self._lock:
-            if not self._has_memory:
-                self._memory, self._has_memory = open_memory_or_none(self._config), True
-            return self._memory
+        """Blocks until it was opened once, and never again: the event loop asks."""
+        if not self._has_memory:
+            with self._opening_memory:
+                if not self._has_memory:
+                    self._memory = open_memory_or_none(self._config)
+                    self._has_memory = True
+        return self._memory
 
     def close_memory(self, memory: Memory) -> None:
         """It is the others', too."""
@@ -115,8 +120,11 @@ class SharedParts:
             store.sweep()
 
     def forget(self, user: str) -> Removed:
-        """Leave nothing of a user in stores that no loaded model uses. Raises StoreFailed."""
-        removed = [store.catalogue.forget_user(user) for store in self._resting()]
+        """Leave nothing of a user in any store: also of those whose model is being loaded or closed, and cannot be
+        asked. Raises StoreFailed."""
+        with self._opening, self._lock:
+            stores = [kept.store for kept in self._kept]
+        removed = [store.catalogue.forget_user(user) for store in stores]
         return Removed(*(sum(column) for column in zip(*map(astuple, removed), strict=True)))
 
     def close(self) -> None:
@@ -130,9 +138,11 @@ class SharedParts:
         with self._lock:
             return [kept.store for kept in self._kept if not kept.is_used]
 
-    def _add(self, store: KvStore, share: float) -> _Kept:
-        self._kept.append(_Kept(store, share))
-        return self._kept[-1]
+    def _at_rest(self, fingerprint: bytes) -> _Kept | None:
+        """Two models may be the same file under two names: each has a store of its own, over one folder."""
+        with self._lock:
+            own = (kept for kept in self._kept if kept.store.fingerprint == fingerprint and not kept.is_used)
+            return next(own, None)
 
     def _share_out(self) -> None:
         """Models that are loaded share what those at rest leave of the budget."""

@@ -72,6 +72,7 @@ def _first_source(config: Config, parts: SharedParts, card: ModelCard) -> ModelS
         parts.memory,
         is_pinned=card.id in config.pinned,
         waiting=config.queue + config.parallel,
+        deadline_s=config.deadline_s,
     )
 
 
@@ -171,6 +172,7 @@ class ServedModels:
             lambda report: open_remote(self._config, remote, server_tools, self._parts),
             memory=self._parts.memory,
             waiting=self._waiting,
+            deadline_s=self._config.deadline_s,
         )
 
     def _local_source(self, name: str, where: str) -> ModelSource:
@@ -185,6 +187,7 @@ class ServedModels:
             keep_alive_s=None if name in config.pinned else config.unload_after_s,
             is_pinned=name in config.pinned,
             waiting=self._waiting,
+            deadline_s=self._config.deadline_s,
         )
 
 

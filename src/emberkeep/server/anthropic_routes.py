@@ -52,6 +52,7 @@ def anthropic_routes(models: Models, side: SideWork) -> APIRouter:
         body = await read_body(http, CountBody)
         backend = models.find(body.model)
         request = await make_of_body(http, body.to_prompt)
-        return json_response({"input_tokens": await side.run(tokenizer_of(backend).count, request)})
+        count = await side.run_on(lambda loaded: tokenizer_of(loaded).count(request), backend)
+        return json_response({"input_tokens": count})
 
     return router

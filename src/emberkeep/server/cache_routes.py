@@ -81,27 +81,29 @@ def _add_reads(router: APIRouter, models: Models, side: SideWork) -> None:
         offset: PageOffset = 0,
         model: OfModel = None,
     ) -> Response:
-        return await side.run(_list_page, models.find(model), user_id, kind, limit, offset)
+        return await side.run_on(_list_page, models.find(model), user_id, kind, limit, offset)
 
     @router.get("/v1/cache/{entry_id:entry_id}")
     async def entry(entry_id: str, chars: Chars = SHOWN_CHARS, model: OfModel = None) -> Response:
-        return json_response(shown_json(await side.run(cache_of(models.find(model)).show, entry_id), chars))
+        shown = await side.run_on(lambda loaded: cache_of(loaded).show(entry_id), models.find(model))
+        return json_response(shown_json(shown, chars))
 
 
 def _add_changes(router: APIRouter, models: Models, side: SideWork) -> None:
     @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
     async def pin(http: HttpRequest, model: OfModel = None) -> Response:
         body = await read_body(http, EntryBody)
-        return json_response(entry_json(await side.run(cache_of(models.find(model)).pin, body.id, True)))
+        return json_response(entry_json(await side.run_on(_pin, models.find(model), body.id, True)))
 
     @router.post("/v1/cache/unpin", openapi_extra=takes(EntryBody))
     async def unpin(http: HttpRequest, model: OfModel = None) -> Response:
         body = await read_body(http, EntryBody)
-        return json_response(entry_json(await side.run(cache_of(models.find(model)).pin, body.id, False)))
+        return json_response(entry_json(await side.run_on(_pin, models.find(model), body.id, False)))
 
     @router.post("/v1/cache/gc")
     async def gc(model: OfModel = None) -> Response:
-        return json_response(removed_json(await side.run(cache_of(models.find(model)).gc)))
+        removed = await side.run_on(lambda loaded: cache_of(loaded).gc(), models.find(model))
+        return json_response(removed_json(removed))
 
     @router.delete("/v1/cache")
     async def remove_user(user_id: Label) -> Response:
@@ -109,7 +111,8 @@ def _add_changes(router: APIRouter, models: Models, side: SideWork) -> None:
 
     @router.delete("/v1/cache/{entry_id:entry_id}")
     async def remove(entry_id: str, model: OfModel = None) -> Response:
-        return json_response(removed_json(await side.run(cache_of(models.find(model)).remove, entry_id)))
+        removed = await side.run_on(lambda loaded: cache_of(loaded).remove(entry_id), models.find(model))
+        return json_response(removed_json(removed))
 
 
 def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
@@ -118,7 +121,8 @@ def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
         asked = await read_object(http)
         body = await make_of_body(http, lambda: read_chat_or_completion(asked))
         backend = models.find(body.model)
-        explanation = await side.run(lambda: cache_of(backend).explain(to_one_request(body)))
+        request = await make_of_body(http, lambda: to_one_request(body))
+        explanation = await side.run_on(lambda loaded: cache_of(loaded).explain(request), backend)
         return json_response(explained_json(explanation))
 
     verifying = asyncio.Semaphore()
@@ -141,7 +145,7 @@ async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) ->
     little."""
     ids = body.ids
     if ids is None:
-        latest = await side.run(cache_of(backend).entries)
+        latest = await side.run_on(lambda loaded: cache_of(loaded).entries(), backend)
         ids = [entry.id for entry in latest[: body.sample or SAMPLE]]
     done: list[Verified] = []
     with suppress(TimeoutError):
@@ -149,6 +153,10 @@ async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) ->
             for entry_id in ids:
                 done.append(await cache_of(backend).verify(entry_id, body.tokens or TOKENS))
     return done, ids[len(done) :]
+
+
+def _pin(backend: Backend, entry_id: str, pinned: bool) -> CacheEntry:
+    return cache_of(backend).pin(entry_id, pinned)
 
 
 def _list_page(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:

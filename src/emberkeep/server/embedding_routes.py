@@ -10,11 +10,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.embeddings import LlamaEmbeddingBody, OpenAIEmbeddingsBody, RerankBody, embedding_usage
+from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import embedder_of, ranker_of
-from emberkeep.backend.models import Models
+from emberkeep.backend.models import Models, using
 from emberkeep.server.json_response import json_response, list_response
 from emberkeep.server.openapi import takes
 from emberkeep.server.stream import make_of_body, read_body, while_connected
+from emberkeep.types import Embedded, EmbeddingRequest, Ranked, RerankRequest
 
 _TEXT = "Why is the sky blue?"
 
@@ -25,9 +27,9 @@ def embedding_routes(models: Models) -> APIRouter:
     @router.post("/v1/embeddings", openapi_extra=takes(OpenAIEmbeddingsBody, input=_TEXT))
     async def embeddings(http: HttpRequest) -> Response:
         body = await read_body(http, OpenAIEmbeddingsBody)
-        backend = await models.load(body.model)
+        backend = models.find(body.model)
         request = await make_of_body(http, body.to_request)
-        embedded = await while_connected(http, embedder_of(backend).embed(request))
+        embedded = await while_connected(http, embed_with(backend, request))
         about = {"object": "list", "model": backend.card.id, "usage": embedding_usage(embedded)}
         # Thousands of numbers each: not in the loop that serves the streams.
         return await asyncio.to_thread(lambda: list_response("data", body.items(embedded), **about))
@@ -37,7 +39,7 @@ def embedding_routes(models: Models) -> APIRouter:
     async def embedding(http: HttpRequest) -> Response:
         body = await read_body(http, LlamaEmbeddingBody)
         request = await make_of_body(http, body.to_request)
-        embedded = await while_connected(http, embedder_of(await models.load(body.model)).embed(request))
+        embedded = await while_connected(http, embed_with(models.find(body.model), request))
         written = await asyncio.to_thread(lambda: ", ".join(map(json.dumps, body.items(embedded))))
         return Response(f"[{written}]", media_type="application/json")
 
@@ -49,9 +51,20 @@ def embedding_routes(models: Models) -> APIRouter:
     )
     async def rerank(http: HttpRequest) -> Response:
         body = await read_body(http, RerankBody)
-        backend = await models.load(body.model)
+        backend = models.find(body.model)
         request = await make_of_body(http, body.to_request)
-        ranked = await while_connected(http, ranker_of(backend).rerank(request))
+        ranked = await while_connected(http, _rank_with(backend, request))
         return json_response(body.answer(ranked, backend.card.id))
 
     return router
+
+
+async def embed_with(backend: Backend, request: EmbeddingRequest, keep_alive_s: float | None = None) -> Embedded:
+    """Loads it if need be: whether a model embeds is known then, and it must not leave before it has."""
+    async with using(backend, keep_alive_s) as loaded:
+        return await embedder_of(loaded).embed(request)
+
+
+async def _rank_with(backend: Backend, request: RerankRequest) -> Ranked:
+    async with using(backend) as loaded:
+        return await ranker_of(loaded).rerank(request)

@@ -52,8 +52,10 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
     async def completion(http: HttpRequest) -> Response:
         body = await read_body(http, LlamaCompletionBody)
         backend = models.find(body.model)
-        make = partial(body.to_requests, _tokenizing(backend))
-        requests = await (side.run(make) if body.needs_tokens else make_of_body(http, make))
+        if body.needs_tokens:
+            requests = await side.run_on(lambda loaded: body.to_requests(_tokenizing(loaded)), backend)
+        else:
+            requests = await make_of_body(http, partial(body.to_requests, _tokenizing(backend)))
         return await _respond(http, backend, body, requests)
 
     @router.post("/infill", responses=STREAMS, openapi_extra=takes(InfillBody, input_prefix="a", input_suffix="b"))
@@ -64,7 +66,7 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
     @router.get("/props")
     async def props(model: str | None = None) -> Response:
         backend = models.find(model)
-        return await side.run(lambda: json_response(_props(backend)))
+        return await side.run_on(lambda loaded: json_response(_props(loaded)), backend)
 
     @router.post("/props", include_in_schema=False)
     async def change_props() -> Response:
@@ -89,7 +91,7 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
         act = {"save": saved.save, "restore": saved.restore, "erase": saved.erase}[action]
         backend = models.find(model)
         body = await read_body(http, SlotBody) if await http.body() else SlotBody()
-        return await side.run(lambda: json_response(act(backend, slot, body.filename)))
+        return await side.run_on(lambda loaded: json_response(act(loaded, slot, body.filename)), backend)
 
     @router.get("/lora-adapters")
     async def adapters(model: str | None = None) -> Response:

@@ -79,17 +79,17 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody, content="hello world"))
     async def tokenize(http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
-        return await side.run(_tokens, models.find(body.model), body)
+        return await side.run_on(_tokens, models.find(body.model), body)
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody, tokens=[1, 2]))
     async def detokenize(http: HttpRequest) -> Response:
         body = await read_body(http, DetokenizeBody)
-        return await side.run(_text, models.find(body.model), body)
+        return await side.run_on(_text, models.find(body.model), body)
 
     @router.post("/apply-template", openapi_extra=takes(TemplateBody, messages=[HELLO]))
     async def apply_template(http: HttpRequest) -> Response:
         body = await read_body(http, TemplateBody)
-        return await side.run(_prompt, models.find(body.model), body)
+        return await side.run_on(_prompt, models.find(body.model), body)
 
     return router
 

@@ -25,11 +25,11 @@ from emberkeep.api.ollama_answer import (
     whole_json,
 )
 from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import embedder_of
-from emberkeep.backend.models import Models, loaded
+from emberkeep.backend.models import Models
 from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.spec import parse, spec_of_ollama
+from emberkeep.server.embedding_routes import embed_with
 from emberkeep.server.json_response import json_response
 from emberkeep.server.openai import check_hops, number_in
 from emberkeep.server.openapi import HELLO, LINES, takes
@@ -110,9 +110,8 @@ async def _load_only(
 
 
 async def _embed(http: HttpRequest, backend: Backend, body: EmbedBody | EmbeddingsBody) -> Embedded:
-    embedder = embedder_of(await while_connected(http, loaded(backend, body.keep_alive)))
     request = await make_of_body(http, body.to_request)
-    return await while_connected(http, embedder.embed(request))
+    return await while_connected(http, embed_with(backend, request, body.keep_alive))
 
 
 def find_model(models: Models, name: str | None) -> Backend:

@@ -95,7 +95,7 @@ def _add_create(router: APIRouter, models: Models, side: SideWork, background: B
         backend = models.find(body.model)
         context = await _context(http, models, side, body, one_owner(body, whose))
         request = await make_of_body(http, lambda: body.to_prompt(context.items))
-        count = await side.run(tokenizer_of(backend).count, request)
+        count = await side.run_on(lambda loaded: tokenizer_of(loaded).count(request), backend)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 

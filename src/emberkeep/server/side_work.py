@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
+from emberkeep.backend.base import Backend
+from emberkeep.backend.models import using
 from emberkeep.errors import Overloaded
 
 P = ParamSpec("P")
@@ -33,6 +35,22 @@ class SideWork:
         working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
         working.add_done_callback(self._ended)
         return await asyncio.shield(working)  # its place is free again when the thread has ended
+
+    async def run_on(
+        self, work: Callable[Concatenate[Backend, P], T], backend: Backend, *args: P.args, **named: P.kwargs
+    ) -> T:
+        """As `run`, with the model loaded: threads that waited for that would hold up all others. One that runs
+        elsewhere has nothing to be loaded for. Raises what loading it raises, too."""
+        if backend.card.remote:
+            return await self.run(work, backend, *args, **named)
+        return await asyncio.shield(self._run_loaded(work, backend, *args, **named))
+
+    async def _run_loaded(
+        self, work: Callable[Concatenate[Backend, P], T], backend: Backend, *args: P.args, **named: P.kwargs
+    ) -> T:
+        """The model stays until the thread has ended, whether or not the client waits for it."""
+        async with using(backend) as loaded:
+            return await self.run(work, loaded, *args, **named)
 
     def _ended(self, working: asyncio.Future[T]) -> None:
         self._here -= 1

@@ -1,0 +1,82 @@
+"""What several models share, while one of them is being opened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+
+from emberkeep.config import Config
+from emberkeep.kv.forgotten import RECORD
+from emberkeep.kv.store import KvStore
+from emberkeep.runtime import parts
+from emberkeep.runtime.parts import SharedParts, open_store
+
+WAIT_S = 10.0
+ONE, OTHER = b"one".ljust(32), b"other".ljust(32)
+
+
+class SlowDisk:
+    """Stores are opened when they may be."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_open = threading.Event(), threading.Event()
+        patch.setattr(parts, "open_store", self._open)
+
+    def _open(self, config: Config, fingerprint: bytes, about: Mapping[str, str], share: float) -> KvStore:
+        self.begun.set()
+        assert self.may_open.wait(WAIT_S)
+        return open_store(config, fingerprint, about, share)
+
+
+def test_who_asks_for_the_memory_does_not_wait_for_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, disk = SharedParts(Config(data_dir=tmp_path)), SlowDisk(monkeypatch)
+    memory = shared.memory()
+    assert memory is not None
+    with ThreadPoolExecutor() as pool:
+        opening = pool.submit(shared.store, ONE, {})
+        assert disk.begun.wait(WAIT_S)
+        try:
+            assert pool.submit(shared.memory).result(1) is memory
+            pool.submit(shared.sweep).result(1)
+        finally:
+            disk.may_open.set()
+        opening.result()
+    shared.close()
+
+
+def test_the_memory_is_opened_once(tmp_path: Path) -> None:
+    shared = SharedParts(Config(data_dir=tmp_path))
+    with ThreadPoolExecutor() as pool:
+        memories = {id(memory) for memory in pool.map(lambda _: shared.memory(), range(8))}
+    assert len(memories) == 1
+    shared.close()
+
+
+def test_a_store_that_is_being_opened_is_not_missed_when_a_user_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, disk = SharedParts(Config(data_dir=tmp_path)), SlowDisk(monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(shared.store, ONE, {})
+        assert disk.begun.wait(WAIT_S)
+        forgetting = pool.submit(shared.forget, "ann")
+        assert not wait([forgetting], timeout=0.05).done
+        disk.may_open.set()
+        forgetting.result()
+    assert (tmp_path / "kv" / RECORD).exists()
+    shared.close()
+
+
+def test_a_store_at_rest_is_taken_again_and_one_in_use_is_not(tmp_path: Path) -> None:
+    shared = SharedParts(Config(data_dir=tmp_path))
+    one, other, twin = shared.store(ONE, {}), shared.store(OTHER, {}), shared.store(ONE, {})
+    assert len({id(store) for store in (one, other, twin)}) == 3
+    shared.close_store(one)
+    assert shared.store(ONE, {}) is one
+    shared.close()
