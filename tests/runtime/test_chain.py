@@ -26,8 +26,9 @@ async def reused(config: Config) -> int:
         await backend.close()
 
 
-@pytest.mark.parametrize("changed", [{"parallel": 1}, {"ctx": 4096}, {"ctx": 256}, {"threads": 1}])
+@pytest.mark.parametrize("changed", [{"parallel": 1}, {"ctx": 4096}, {"ctx": 256}])
 def test_what_was_stored_is_found_with_other_settings(tmp_path, changed):
+    """All but the number of threads, with which attention adds up in another order."""
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
     settings = {"model": str(model), "data_dir": tmp_path / "data", "parallel": 4}
     assert asyncio.run(reused(Config(**settings))) == 0
