@@ -257,7 +257,7 @@ def test_what_a_coding_agent_sends_is_taken(http: httpx.Client, backend: Scripte
     answer = http.post("/v1/messages?beta=true", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.text.startswith("event: message_start\n")
-    assert (backend.last.user, backend.last.cache_key) == ("d" * 64, "3c7f0d0e")
+    assert (backend.last.user, backend.last.cache_key) == (json.dumps({"device_id": "d" * 64}), "3c7f0d0e")
     assert len(backend.last.breakpoints) == 3
 
 

@@ -90,8 +90,20 @@ NO_SCHEMA_SAYS = re.compile(
             "at least one message is needed",
             "input: is required",
             "filename: is required",
+            "needs logprobs",
+            "needs at least one tool",
+            "not among the tools",
+            "is required when type is",
             # what is in a text
             "use lower-case letters",
+            "content: is empty",
+            "as an object or as its text",
+            "as base64",
+            "was not made here",
+            "takes any text here",
+            # what is there, and what is done with it
+            "no such item is stored",
+            "cannot be changed while",
         ]
     )
 )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from emberkeep.api.body import Body, parse_json
+from emberkeep.api.field_kinds import NotHere
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types import AnswerFormat, ChoiceFormat, GrammarFormat, Json, JsonFormat, RegexFormat
 
@@ -70,7 +71,7 @@ class StructuredOutputs(Body):
     regex: FormatText | None = None
     choice: Choices | None = None
     grammar: FormatText | None = None
-    structural_tag: Any = None
+    structural_tag: NotHere = None
 
     def formats(self) -> Iterator[AnswerFormat]:
         """Raises InvalidField."""

@@ -206,7 +206,7 @@ class PromptFields(Body):
 
     def to_prompt(self) -> Request:
         """A request with this prompt and nothing else. Raises InvalidField where fields contradict each other."""
-        if self.mcp_servers:
+        if self.mcp_servers is not None:
             raise InvalidField("mcp_servers", "is not supported: let the client call these servers.")
         tools = tuple(tool.to_tool() for tool in self.tools or ())
         check_choice(self.tool_choice.choice, tools)

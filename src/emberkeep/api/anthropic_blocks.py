@@ -89,7 +89,7 @@ def _web_address(url: str) -> str:
 
 class UrlSource(Body):
     type: Literal["url"]
-    url: Annotated[str, AfterValidator(_web_address)]
+    url: Annotated[str, Field(json_schema_extra={"pattern": "^https?://"}), AfterValidator(_web_address)]
 
     def to_image(self) -> Image:
         return Image(self.url)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
+from emberkeep.api.field_kinds import whole
 from emberkeep.api.request import (
     INT32_MAX,
     MAX_CHOICES,
@@ -60,7 +61,7 @@ class LlamaBody(GenerationBody):
     response_fields: Annotated[list[str], Field(max_length=256)] | None = None
     t_max_predict_ms: MilliSeconds | None = None
     n_indent: Count | None = None
-    lora: Annotated[list[LoraScale], Field(max_length=64)] | None = None
+    lora: Annotated[list[LoraScale], Field(max_length=64, json_schema_extra={"maxItems": 0})] | None = None
 
     @property
     def wants_probs(self) -> bool:
@@ -121,6 +122,7 @@ def _is_prompt(value: Json) -> bool:
 
 
 def _is_token(value: Json) -> bool:
+    value = whole(value)
     return type(value) is int and 0 <= value <= INT32_MAX
 
 
@@ -165,7 +167,7 @@ def _to_prompt(value: Json, tokenize: Tokenize) -> Prompt:
         return value
     tokens: list[int] = []
     for place, part in enumerate(value):
-        tokens += tokenize(part, place == 0) if isinstance(part, str) else [part]
+        tokens += tokenize(part, place == 0) if isinstance(part, str) else [int(part)]
     return tuple(tokens)
 
 

@@ -44,7 +44,7 @@ from emberkeep.types import (
 
 
 class ImageAddress(Body):
-    url: str
+    url: Annotated[str, Field(pattern="^(https?://|data:image/)")]
 
 
 class ImagePart(Body):

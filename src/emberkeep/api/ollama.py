@@ -60,7 +60,15 @@ class OptionFields(GenerationFields):
     say how a model is to be loaded (`num_gpu`, `num_batch`, `use_mmap`)."""
 
     num_ctx: Count | None = None
-    num_predict: Annotated[int, Field(le=INT32_MAX), WHOLE, AfterValidator(_no_limit)] | None = None
+    num_predict: (
+        Annotated[
+            int,
+            Field(le=INT32_MAX, json_schema_extra={"minimum": _FILL_CONTEXT}),
+            WHOLE,
+            AfterValidator(_no_limit),
+        ]
+        | None
+    ) = None
 
     def to_sampling(self) -> Sampling:
         sampling = super().to_sampling()

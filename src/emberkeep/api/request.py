@@ -312,7 +312,7 @@ def to_prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
         return (value,)
     if not isinstance(value, list) or not value:
         raise ValueError("give a string, a list of strings, a list of token ids or a list of such lists")
-    if isinstance(value[0], int):
+    if isinstance(value[0], (int, float)):
         return (_to_tokens(value),)
     if len(value) > most:
         raise ValueError(f"give at most {most} of them in one request")
@@ -322,14 +322,17 @@ def to_prompts(value: Any, most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
 def _to_tokens(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError("each of them is a string or a list of token ids that is not empty")
+    if not all(type(token) is int for token in value):
+        value = [whole(token) for token in value]
     if not all(type(token) is int and 0 <= token <= INT32_MAX for token in value):
         raise ValueError("a token id is a whole number that is not negative")
     return tuple(value)
 
 
+_Tokens = Annotated[list[Count], Field(min_length=1)]
+_Several = Annotated[list[str | _Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
 Prompts = Annotated[
-    tuple[Prompt, ...],
-    PlainValidator(to_prompts, json_schema_input_type=str | list[str] | list[Count] | list[list[Count]]),
+    tuple[Prompt, ...], PlainValidator(to_prompts, json_schema_input_type=str | _Tokens | _Several)
 ]
 
 

@@ -68,7 +68,7 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
         backend = models.find(model)
         return await side.run_on(lambda loaded: json_response(_props(loaded)), backend)
 
-    @router.post("/props", include_in_schema=False)
+    @router.post("/props")
     async def change_props() -> Response:
         raise RequestError(
             "Properties cannot be changed while the server runs: send what should differ with each request, or "
