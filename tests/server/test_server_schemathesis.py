@@ -90,6 +90,9 @@ NO_SCHEMA_SAYS = re.compile(
             "at least one message is needed",
             "input: is required",
             "filename: is required",
+            "each is explained on its own",
+            "goes with prompts that are texts",
+            "goes without a last message",
             "needs logprobs",
             "needs at least one tool",
             "not among the tools",
@@ -101,6 +104,7 @@ NO_SCHEMA_SAYS = re.compile(
             "as base64",
             "was not made here",
             "takes any text here",
+            "do not cite",
             # what is there, and what is done with it
             "no such item is stored",
             "cannot be changed while",

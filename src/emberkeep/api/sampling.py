@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from emberkeep.api.errors import TOKEN_ID
-from emberkeep.api.field_kinds import INT32_MAX, NO_OTHERS, WHOLE, Count
+from emberkeep.api.field_kinds import INT32_MAX, NO_OTHERS, WHOLE, Count, whole
 from emberkeep.types import DEFAULT_SAMPLERS, Json
 
 BAN = float("-inf")
@@ -59,7 +59,7 @@ def _to_pairs(value: Json) -> list[tuple[int | str, float]] | None:
 
 
 def _to_pair(pair: Json) -> tuple[int | str, float]:
-    match pair:
+    match [whole(part) for part in pair] if isinstance(pair, list) else pair:
         case [int() | str() as token, False] if token is not True:
             return token, BAN
         case [int() | str() as token, int() | float() as bias] if not isinstance(token, bool):
