@@ -72,6 +72,7 @@ NO_SCHEMA_SAYS = re.compile(
             # what the model is, and what it has
             "maximum context length",
             "token ids must be between",
+            "is not a token of this model",
             "prompt is empty",
             "gives no embeddings",
             "does not rank documents",
