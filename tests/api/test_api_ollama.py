@@ -249,6 +249,12 @@ def test_a_context_is_the_conversation_so_far() -> None:
     assert [message.content for message in changed] == ["Be long.", "Grüße 👋", "Hallo.", "Hi"]
 
 
+@pytest.mark.parametrize("text", ["", "a", "ab", "abc", "é\u2028😀\0"])
+def test_a_context_holds_any_text(text: str) -> None:
+    before = (Message("assistant", text, reasoning=text),)
+    assert generate(context=to_context(before)).messages == (*before, Message("user", "Hi"))
+
+
 @pytest.mark.parametrize("context", [[1, 2, 3], "x", [0x656B31, -1], [0x656B31, 1 << 40], [0x656B31, 9]])
 def test_a_context_of_another_server_is_refused(context: Any) -> None:
     with pytest.raises(InvalidField, match="context: was not made here"):

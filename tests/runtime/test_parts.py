@@ -13,7 +13,7 @@ from emberkeep.config import Config
 from emberkeep.kv.forgotten import RECORD
 from emberkeep.kv.store import KvStore
 from emberkeep.runtime import parts
-from emberkeep.runtime.parts import SharedParts, open_store
+from emberkeep.runtime.parts import SharedParts, open_store, open_vectors
 
 WAIT_S = 10.0
 ONE, OTHER = b"one".ljust(32), b"other".ljust(32)
@@ -79,4 +79,28 @@ def test_a_store_at_rest_is_taken_again_and_one_in_use_is_not(tmp_path: Path) ->
     assert len({id(store) for store in (one, other, twin)}) == 3
     shared.close_store(one)
     assert shared.store(ONE, {}) is one
+    shared.close()
+
+
+@pytest.mark.parametrize(("user", "is_kept"), [("ann", True), ("", False)])
+def test_vectors_are_forgotten_though_no_model_that_embeds_is_loaded(
+    tmp_path: Path, user: str, is_kept: bool
+) -> None:
+    config = Config(data_dir=tmp_path)
+    vectors = open_vectors(config)
+    assert vectors is not None
+    vectors.add({b"key": b"vector"})
+    shared = SharedParts(config)
+    shared.store(ONE, {})
+    shared.forget(user)
+    assert bool(vectors.find([b"key"])) == is_kept
+    vectors.close()
+    shared.close()
+
+
+def test_where_nothing_was_embedded_forgetting_writes_no_vectors(tmp_path: Path) -> None:
+    shared = SharedParts(Config(data_dir=tmp_path))
+    shared.store(ONE, {})
+    shared.forget("")
+    assert not (tmp_path / "vectors.db").exists()
     shared.close()

@@ -12,10 +12,14 @@ import httpx
 import pytest
 
 from emberkeep.config import Config
+from emberkeep.models.library import ModelLibrary
+from emberkeep.models.pull import pull
 from emberkeep.runtime import open_backend
+from emberkeep.runtime.served_models import open_models
 from emberkeep.types import Json
 from helpers import tiny_gguf
 from helpers.scripted_server import running
+from helpers.several_models import serving
 
 PROMPT = [40 + index % 7 for index in range(50)]
 TEXT = "tell me more than sixteen tokens about state"
@@ -161,3 +165,14 @@ def test_the_openapi_document_describes_the_body(mixture: httpx.Client) -> None:
     document = mixture.get("/openapi.json").json()
     assert {"/expert-stats", "/expert-tracking"} <= set(document["paths"])
     assert set(document["components"]["schemas"]["TrackingBody"]["properties"]) == {"enabled", "reset"}
+
+
+def test_a_mixture_that_is_not_loaded_is_loaded_for_it(tmp_path: Path) -> None:
+    for make, name in ((tiny_gguf.dense, "dense"), (tiny_gguf.moe, "mixture")):
+        pull(str(make(tmp_path / f"{name}.gguf")), ModelLibrary(tmp_path / "models"), name=name)
+    config = Config(data_dir=tmp_path, model="dense", models=("all",))
+    with serving(config, open_models(config)) as client:
+        counted = client.post("/expert-tracking?model=mixture", json={"enabled": True})
+        assert counted.json() == {"enabled": True, "experts": 8, "experts_used": 2, "layers": []}
+        assert client.get("/expert-stats?model=mixture").json()["enabled"]
+        assert "not a mixture" in client.get("/expert-stats").json()["error"]["message"]

@@ -16,7 +16,6 @@ from emberkeep.config import Config, slice_tokens
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
-from emberkeep.kv.vector_file import VectorFile
 from emberkeep.models.adapter import check_adapter
 from emberkeep.models.charsmap import check_charsmap
 from emberkeep.models.digest import model_digest, weights_digest
@@ -24,6 +23,7 @@ from emberkeep.models.embedding import EmbeddingProfile, embedding_folder, embed
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile
 from emberkeep.models.profile import profile
+from emberkeep.runtime.parts import open_vectors
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types import Json, Pooling
@@ -80,13 +80,12 @@ def open_own_states(config: Config, model: LlamaModel, weights: str) -> Embeddin
 
 
 def make_embedder(config: Config, name: str, engine: EmbeddingEngine, run: EngineRunner) -> LocalEmbedder:
-    file = VectorFile(config.data_dir / "vectors.db", config.vector_budget) if config.vector_budget else None
     settings = EmbedderSettings(
         Permits(config.parallel + config.queue, config.max_concurrent_per_user),
         truncates=config.auto_truncate,
         cuts_any=config.truncate_dimensions,
     )
-    return LocalEmbedder(name, engine, run, VectorCache(engine.fingerprint, file), settings)
+    return LocalEmbedder(name, engine, run, VectorCache(engine.fingerprint, open_vectors(config)), settings)
 
 
 Opened = tuple[EmbeddingEngine, Mapping[str, Json]]

@@ -13,6 +13,7 @@ from emberkeep.config import Config, ttls
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.vector_file import VectorFile
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
 from emberkeep.session.hygiene import Hygiene
@@ -23,6 +24,9 @@ log = logging.getLogger("emberkeep")
 
 _REST_SHARE = 2
 """At most this part of the RAM for stored state is for models that are not loaded."""
+
+
+_VECTORS = "vectors.db"
 
 
 class Parts(Protocol):
@@ -124,6 +128,8 @@ class SharedParts:
         asked. Raises StoreFailed."""
         with self._opening, self._lock:
             stores = [kept.store for kept in self._kept]
+        if not user:
+            clear_vectors(self._config)
         removed = [store.catalogue.forget_user(user) for store in stores]
         return Removed(*(sum(column) for column in zip(*map(astuple, removed), strict=True)))
 
@@ -165,6 +171,19 @@ def rest_budgets(held: list[int], room: int) -> list[int]:
         budgets.append(min(size, room))
         room -= budgets[-1]
     return budgets[::-1]
+
+
+def open_vectors(config: Config) -> VectorFile | None:
+    """Of all models that embed; None where none are kept on disk."""
+    return VectorFile(config.data_dir / _VECTORS, config.vector_budget) if config.vector_budget else None
+
+
+def clear_vectors(config: Config) -> None:
+    """All of them are of requests without a user."""
+    if (config.data_dir / _VECTORS).exists():
+        file = VectorFile(config.data_dir / _VECTORS, config.vector_budget)
+        file.clear()
+        file.close()
 
 
 def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:

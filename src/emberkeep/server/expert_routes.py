@@ -10,7 +10,7 @@ from starlette.responses import Response
 from emberkeep.api.field_kinds import one_of
 from emberkeep.api.request import Body
 from emberkeep.backend.capabilities import experts_of
-from emberkeep.backend.models import Models
+from emberkeep.backend.models import Models, using
 from emberkeep.errors import RequestError
 from emberkeep.server.json_response import json_response
 from emberkeep.server.model_routes import OfModel
@@ -36,13 +36,15 @@ def expert_routes(models: Models) -> APIRouter:
 
     @router.get("/expert-stats", responses={400: {"description": "The model has no experts."}})
     async def expert_stats(model: OfModel = None) -> Response:
-        return json_response(stats_json(experts_of(models.find(model)).stats()))
+        async with using(models.find(model)) as backend:
+            return json_response(stats_json(experts_of(backend).stats()))
 
     @router.post("/expert-tracking", openapi_extra=takes(TrackingBody))
     async def expert_tracking(http: HttpRequest, model: OfModel = None) -> Response:
         body = await read_body(http, TrackingBody)
         body.check()
-        stats = await experts_of(models.find(model)).track(body.enabled, reset=bool(body.reset))
+        async with using(models.find(model)) as backend:
+            stats = await experts_of(backend).track(body.enabled, reset=bool(body.reset))
         return json_response(stats_json(stats))
 
     return router
