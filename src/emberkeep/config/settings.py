@@ -212,7 +212,7 @@ class Config:
     )
     memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
     memory_budget: int = _setting(
-        10 << 30, BYTES, "Size of the memory on disk; beyond it the oldest archived turns go."
+        10 << 30, BYTES, "Size of the memory on disk; beyond it the oldest archived turns and stored responses go."
     )
     recall: str = _setting(
         str(Recall.AUTO),
