@@ -82,6 +82,13 @@ def test_or_its_end_is_left_out_and_the_special_tokens_stay() -> None:
     assert engine.steps == [[32]]
 
 
+def test_a_request_says_more_than_the_servers_settings() -> None:
+    embedder = embedder_over(FakeEmbeddingEngine(context=32), truncates=True)
+    assert len(run(embedder.embed(EmbeddingRequest(("b" * 40,)))).vectors) == 1
+    with pytest.raises(InputTooLong):
+        run(embedder.embed(EmbeddingRequest(("b" * 40,), truncate=False)))
+
+
 def test_texts_that_were_seen_are_not_computed_again() -> None:
     engine = FakeEmbeddingEngine()
 

@@ -76,12 +76,16 @@ class FakeEmbeddingEngine:
 
 
 def embedder_over(
-    engine: FakeEmbeddingEngine, *, file: VectorFile | None = None, limit: int = 100, cuts_any: bool = False
+    engine: FakeEmbeddingEngine,
+    *,
+    file: VectorFile | None = None,
+    limit: int = 100,
+    cuts_any: bool = False,
+    truncates: bool = False,
 ) -> LocalEmbedder:
     """Its steps run on a thread of their own, as the real ones do."""
-    return _embedder(
-        "tiny-embed", engine, EngineThread(), file, EmbedderSettings(Permits(limit), cuts_any=cuts_any)
-    )
+    settings = EmbedderSettings(Permits(limit), truncates=truncates, cuts_any=cuts_any)
+    return _embedder("tiny-embed", engine, EngineThread(), file, settings)
 
 
 def embedding_backend(engine: FakeEmbeddingEngine, name: str = "tiny-embed") -> EmbeddingBackend:

@@ -142,6 +142,8 @@ def test_probabilities_are_the_models_own_or_as_drawn(backend: ScriptedBackend, 
         ("a", ["a"]),
         ("", [""]),
         ([1, 2], [(1, 2)]),
+        ([1.0, 2.0], [(1, 2)]),
+        ([[1.0], [2]], [(1,), (2,)]),
         (["a", "b"], ["a", "b"]),
         ([[1, 2], "b"], [(1, 2), "b"]),
         (["a", 2, "b"], [(1, 97, 2, 98)]),
@@ -224,7 +226,7 @@ def test_a_stream_tells_timings_and_progress_when_they_are_asked_for(
 
 
 def test_limits_on_lines_reach_the_request(backend: ScriptedBackend, http: httpx.Client) -> None:
-    complete(http, t_max_predict_ms=500, n_indent=4, n_predict=-1)
+    complete(http, t_max_predict_ms=500.0, n_indent=4, n_predict=-1)
     assert (backend.last.line_seconds, backend.last.indent, backend.last.max_tokens) == (0.5, 4, None)
 
 

@@ -167,6 +167,7 @@ def test_the_root_is_guarded_like_the_rest() -> None:
     assert call(Config(), {}, path="/").status_code == 200
 
 
-def test_health_needs_no_key() -> None:
-    assert call(Config(api_key=KEY), {}, path="/health").json()["status"] == "ok"
-    assert call(Config(api_key=KEY), {"Host": "evil.example"}, path="/health").status_code == 403
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_health_needs_no_key(path: str) -> None:
+    assert call(Config(api_key=KEY), {}, path=path).json()["status"] == "ok"
+    assert call(Config(api_key=KEY), {"Host": "evil.example"}, path=path).status_code == 403

@@ -118,9 +118,9 @@ class FormatFields(Body):
     guided_grammar: FormatText | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def to_format(self) -> AnswerFormat | None:
-        """Raises InvalidField for more than one."""
-        asked = list(self._formats())
+    def to_format(self, own: AnswerFormat | None = None) -> AnswerFormat | None:
+        """`own`: what a field asks for that one API alone has. Raises InvalidField for more than one."""
+        asked = [*([own] if own is not None else ()), *self._formats()]
         if len(asked) > 1:
             raise InvalidField(asked[1].param, f"goes without {asked[0].param}: leave one of them out.")
         return asked[0] if asked else None

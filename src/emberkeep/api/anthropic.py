@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
+from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.anthropic_blocks import (
     Block,
     CacheControl,
@@ -213,16 +214,13 @@ class PromptFields(Body):
         turns = self._turns()
         messages, last = turns.messages(), turns.last
         continues = last is not None and last.role == "assistant" and bool(last.texts) and not last.calls
-        form = self.to_format()
-        if continues and form is not None:
-            raise InvalidField("output_config.format", "goes without a last message of the assistant.")
         breakpoints = turns.breakpoints()
         return Request(
             messages=messages,
             tools=tools,
             tool_choice=self.tool_choice.choice,
             parallel_tool_calls=self.tool_choice.parallel,
-            format=form,
+            format=self._output_format(),
             template_args=self._template_args(),
             thinks_if_asked=self.thinking is None,
             reasoning=None if self._shows_thinking else ReasoningFormat.STRIP,
@@ -231,7 +229,7 @@ class PromptFields(Body):
             ttl=Ttl.LONG if any(one.ttl is Ttl.LONG for one in breakpoints) else None,
         )
 
-    def to_format(self) -> JsonFormat | None:
+    def _output_format(self) -> JsonFormat | None:
         config = self.output_config
         form = (config and config.format) or self.output_format
         return JsonFormat(form.schema_, param="output_config.format") if form else None
@@ -265,7 +263,7 @@ class CountBody(PromptFields):
     """Of `/v1/messages/count_tokens`."""
 
 
-class MessagesBody(GenerationFields, OwnerFields, RoomFields, PromptFields):
+class MessagesBody(GenerationFields, FormatFields, OwnerFields, RoomFields, PromptFields):
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE]
     stop_sequences: Stops | None = None
     stream: bool | None = None
@@ -279,22 +277,21 @@ class MessagesBody(GenerationFields, OwnerFields, RoomFields, PromptFields):
             raise Refused(_NO_THREAD)
         if self.compaction is not None:
             raise InvalidField("compaction", "is not supported: old messages leave by themselves (evict).")
-        owned = self.to_owned()
+        prompt, owned = self.apply_to(self.to_prompt()), self.to_owned()
+        form = self.to_format(prompt.format)
+        if form is not None and prompt.continues:
+            raise InvalidField(form.param, "goes without a last message of the assistant.")
         user, session = user_of_metadata((self.metadata and self.metadata.user_id) or "")
         user = owned.user or user
         return replace(
-            self.to_prompt(),
+            prompt,
             user=user,
             namespace=private_namespace(user, self.cache_salt or ""),
             conversation_id=owned.conversation_id,
             cache_key=owned.cache_key or session or None,
-            sampling=self.to_sampling(),
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or self.stop or ()),
-            kv_bits=self.kv_bits,
-            approximate=self.to_approximation(),
-            speculation=self.speculation,
-            prediction=self.to_prediction(),
+            format=form,
             evict=self.evict,
             recall=self.to_recall(),
             # It is what the first event of a stream tells.

@@ -54,7 +54,7 @@ class OpenAIEmbeddingsBody(UserFields):
         return EmbeddingRequest(
             self.input,
             self.dimensions,
-            truncate=bool(self.truncate),
+            truncate=self.truncate,
             user=self.to_user(),
             namespace=self.to_namespace(),
         )
@@ -88,7 +88,7 @@ class LlamaEmbeddingBody(UserFields):
         return EmbeddingRequest(
             inputs,
             normalize=False,
-            truncate=bool(self.truncate),
+            truncate=self.truncate,
             user=self.to_user(),
             namespace=self.to_namespace(),
         )

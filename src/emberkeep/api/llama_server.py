@@ -45,7 +45,7 @@ class LoraScale(Body):
     scale: float
 
 
-MilliSeconds = Annotated[int, Field(ge=-1)]
+MilliSeconds = Annotated[int, Field(ge=-1), WHOLE]
 
 
 class LlamaBody(GenerationBody):
@@ -101,7 +101,7 @@ def _to_prompts(value: Json) -> tuple[Json, ...]:
     """As they are, but one by one. Which of them are what they should be is seen when they are tokenized."""
     if not value and value != "":
         raise ValueError(_WORDS)
-    several = isinstance(value, list) and not any(isinstance(part, int) for part in value)
+    several = isinstance(value, list) and not any(map(_is_token, value))
     prompts = tuple(value) if several else (value,)
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"give at most {MAX_PROMPTS} prompts in one request")

@@ -26,6 +26,7 @@ from emberkeep.api.request import (
     GenerationFields,
     Label,
     OwnerFields,
+    RoomFields,
     Schema,
     to_limit,
 )
@@ -76,16 +77,8 @@ class OptionFields(GenerationFields):
 
     def to_base(self, owned: Request) -> Request:
         """`owned` with what these options say."""
-        return replace(
-            owned,
-            sampling=self.to_sampling(),
-            max_tokens=to_limit(self.max_tokens if self.num_predict is None else self.num_predict),
-            stop=tuple(self.stop or ()),
-            kv_bits=self.kv_bits,
-            approximate=self.to_approximation(),
-            speculation=self.speculation,
-            prediction=self.to_prediction(),
-        )
+        limit = self.max_tokens if self.num_predict is None else self.num_predict
+        return replace(self.apply_to(owned), max_tokens=to_limit(limit))
 
 
 # ── how long the model stays ──
@@ -129,7 +122,7 @@ def _to_format(value: Json) -> Json:
     return None if value == "" else value
 
 
-class OllamaBody(OwnerFields):
+class OllamaBody(OwnerFields, RoomFields):
     model: str | None = None
     stream: bool | None = None
     """None: yes, unlike everywhere else."""
@@ -162,7 +155,8 @@ class OllamaBody(OwnerFields):
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_args=self._template_args(),
             reasoning=self._reasoning(),
-            evict=False if self.truncate is False else None,
+            evict=False if self.truncate is False else self.evict,
+            recall=self.to_recall(),
             keep_alive_s=self.keep_alive,
         )
 

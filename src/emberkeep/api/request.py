@@ -40,7 +40,7 @@ from emberkeep.types import (
 
 # ── fields ──
 
-NO_LIMIT = -1
+NO_LIMIT = ANY_SLOT = -1
 MAX_CHOICES = 16
 USUAL_COMPLETION = 256
 """Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""
@@ -190,12 +190,22 @@ class GenerationFields(SamplerFields, Body):
     approximate: Approximate | None = None
     speculation: bool | None = None
     prediction: PredictionBody | None = None
+    cache_prompt: bool | None = None
+    id_slot: Annotated[int, Field(ge=ANY_SLOT, le=INT32_MAX), WHOLE] | None = None
 
-    def to_prediction(self) -> str:
-        return self.prediction.content if self.prediction is not None else ""
-
-    def to_approximation(self) -> Approximation | Literal[False] | None:
-        return self.approximate.to_approximation() if self.approximate is not None else None
+    def apply_to(self, request: Request) -> Request:
+        """`request` with what these fields say, but for `max_tokens`, which has other names, too."""
+        return replace(
+            request,
+            sampling=self.to_sampling(),
+            stop=tuple(self.stop or ()),
+            use_cache=self.cache_prompt is not False,
+            kv_bits=self.kv_bits,
+            approximate=self.approximate.to_approximation() if self.approximate is not None else None,
+            slot=None if self.id_slot == ANY_SLOT else self.id_slot,
+            speculation=self.speculation,
+            prediction=self.prediction.content if self.prediction is not None else "",
+        )
 
     def to_sampling(self) -> Sampling:
         values = {name: getattr(self, name) for name in _PASSED_ON}
@@ -261,7 +271,6 @@ class OwnerFields(UserFields):
 # ── bodies ──
 
 
-ANY_SLOT = -1
 RETENTIONS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
 
 
@@ -274,8 +283,6 @@ class GenerationBody(GenerationFields, FormatFields, OwnerFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
 
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    cache_prompt: bool | None = None
-    id_slot: Annotated[int, Field(ge=ANY_SLOT, le=INT32_MAX), WHOLE] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -284,20 +291,12 @@ class GenerationBody(GenerationFields, FormatFields, OwnerFields):
     def to_base(self) -> Request:
         """What this body says, without a prompt. Raises InvalidField where fields contradict each other."""
         return replace(
-            self.to_owned(),
+            self.apply_to(self.to_owned()),
             format=self.to_format(),
-            sampling=self.to_sampling(),
             max_tokens=to_limit(self.max_tokens),
-            stop=tuple(self.stop or ()),
             n=self.n or 1,
-            use_cache=self.cache_prompt is not False,
-            kv_bits=self.kv_bits,
-            approximate=self.to_approximation(),
             ttl=RETENTIONS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
-            slot=None if self.id_slot == ANY_SLOT else self.id_slot,
             want_progress=bool(self.stream and self.return_progress),
-            speculation=self.speculation,
-            prediction=self.to_prediction(),
         )
 
 

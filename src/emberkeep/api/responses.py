@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
+from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.custom_tools import CUSTOM_PARAMETERS
 from emberkeep.api.errors import TOOL_NAME
 from emberkeep.api.field_kinds import NotHere
@@ -26,6 +27,7 @@ from emberkeep.api.request import (
     Limit,
     Name,
     OwnerFields,
+    RoomFields,
     Schema,
     to_limit,
     validate,
@@ -332,7 +334,7 @@ class PromptBody(OwnerFields):
         )
 
 
-class ResponseBody(PromptBody, GenerationFields):
+class ResponseBody(PromptBody, GenerationFields, FormatFields, RoomFields):
     stream: bool | None = None
     background: bool | None = None
     store: bool | None = None
@@ -370,17 +372,15 @@ class ResponseBody(PromptBody, GenerationFields):
     def to_request(self, items: Sequence[Item]) -> Request:
         """`items`: what came before and what is asked now. Raises InvalidField."""
         limit = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        prompt = self.apply_to(self.to_prompt(items))
         return replace(
-            self.to_prompt(items),
-            sampling=self.to_sampling(),
+            prompt,
+            format=self.to_format(prompt.format),
             max_tokens=to_limit(limit),
-            stop=tuple(self.stop or ()),
             top_logprobs=self._top_logprobs(),
-            kv_bits=self.kv_bits,
-            approximate=self.to_approximation(),
-            speculation=self.speculation,
-            prediction=self.to_prediction(),
             ttl=self._ttl(),
+            evict=self.evict if prompt.evict is None else prompt.evict,
+            recall=self.to_recall(),
         )
 
     def _top_logprobs(self) -> int | None:

@@ -80,7 +80,7 @@ class LocalEmbedder:
             raise no_embeddings(self._name)
         self._check_dimensions(request.dimensions)
         with self._permit(request.user):
-            truncates = request.truncate or self._settings.truncates
+            truncates = self._settings.truncates if request.truncate is None else request.truncate
             inputs = await asyncio.to_thread(self._tokenize, request.inputs, truncates)
             vectors, cached_tokens = await self._vectors(request.namespace, inputs)
         finish = partial(_finish, dimensions=request.dimensions, normalize=request.normalize)
@@ -91,8 +91,7 @@ class LocalEmbedder:
         if not self.shape.ranks:
             raise no_ranks(self._name)
         with self._permit(request.user):
-            truncates = request.truncate or self._settings.truncates
-            inputs = await asyncio.to_thread(self._pair, request.query, request.documents, truncates)
+            inputs = await asyncio.to_thread(self._pair, request.query, request.documents, request.truncate)
             vectors, cached_tokens = await self._vectors(request.namespace, inputs)
         return Ranked(
             tuple(float(each[0]) for each in vectors), sum(len(each.ids) for each in inputs), cached_tokens

@@ -98,22 +98,17 @@ class _GenerationCall(GenerationFields, RoomFields):
 
     def to_base(self) -> Request:
         """The request of this call, without its prompt."""
-        return Request(
+        return replace(
+            self.apply_to(Request()),
             format=None if self.json_schema is None else JsonFormat(self.json_schema),
-            sampling=self.to_sampling(),
             max_tokens=to_limit(self.max_tokens),
-            stop=tuple(self.stop or ()),
             user=self.user or "",
             namespace=private_namespace(self.user or "", self.namespace or ""),
             use_cache=self.use_cache is not False,
-            kv_bits=self.kv_bits,
-            approximate=self.to_approximation(),
             evict=self.evict,
             recall=self.to_recall(),
             conversation_id=self.conversation_id or None,
             ttl=Ttl(self.ttl) if self.ttl else None,
-            speculation=self.speculation,
-            prediction=self.to_prediction(),
         )
 
 

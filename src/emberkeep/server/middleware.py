@@ -31,7 +31,7 @@ from emberkeep.types import Completed, merge_usage
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RETRY_AFTER_S = 5.0
 
@@ -104,7 +104,7 @@ class _FailureResponse(Response):
 
 # ── a line in the log, and the metrics ──
 
-_QUIET_PATHS = frozenset({"/health", "/metrics"})
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 """Asked by machines every few seconds: told at the level debug."""
 _BEFORE_NAMES = ("/v1/memory/facts/", "/v1/memory/conversations/")
 """Paths after which a user's text follows, which is not logged."""

@@ -32,8 +32,9 @@ class EmbeddingRequest:
     """How many of the model's own to keep; None: all of them."""
     normalize: bool = True
     """Vectors get the length 1."""
-    truncate: bool = False
-    """The end of an input that is longer than the model's context is left out; otherwise it is refused."""
+    truncate: bool | None = None
+    """The end of an input that is longer than the model's context is left out; otherwise it is refused. None: as
+    configured."""
     user: str = ""
     namespace: str = ""
     """Vectors that were computed for others are not looked for; see `private_namespace`."""
