@@ -79,6 +79,8 @@ def test_a_client_gets_its_variables_files_and_arguments(home: Path, monkeypatch
     facts = home / "clients" / "aider" / "models.json"
     assert str(facts) in words
     assert json.loads(facts.read_text())["openai/org/tiny"]["max_input_tokens"] == 4096
+    (sent,) = json.loads((home / "clients" / "aider" / "settings.json").read_text())
+    assert sent["extra_params"] == {"max_tokens": 1024}
     assert variables["OPENAI_API_BASE"].endswith("/v1")
     assert variables["PATH"] == os.environ["PATH"]
 

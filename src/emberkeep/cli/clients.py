@@ -117,12 +117,17 @@ def _qwen(service: Service, folder: Path) -> Setup:
 
 
 def _aider(service: Service, folder: Path) -> Setup:
-    model, facts = f"openai/{service.model}", "models.json"
+    model, facts, settings = f"openai/{service.model}", "models.json", "settings.json"
     limits = {"max_input_tokens": service.context, "max_output_tokens": service.answer}
     about = {model: {**limits, "max_tokens": service.answer, "mode": "chat", "litellm_provider": "openai"}}
-    arguments = ("--model", model, "--model-metadata-file", str(folder / facts), "--no-show-model-warnings")
-    variables = {"OPENAI_API_BASE": service.v1, "OPENAI_API_KEY": service.key}
-    return Setup(variables, arguments, {facts: json.dumps(about)})
+    # By itself it sends no limit. The name stands for all models, and leaves what it knows of this one.
+    sent = [{"name": "aider/extra_params", "extra_params": {"max_tokens": service.answer}}]
+    files = ("--model-metadata-file", str(folder / facts), "--model-settings-file", str(folder / settings))
+    return Setup(
+        {"OPENAI_API_BASE": service.v1, "OPENAI_API_KEY": service.key},
+        ("--model", model, *files, "--no-show-model-warnings"),
+        {facts: json.dumps(about), settings: json.dumps(sent)},
+    )
 
 
 def _crush(service: Service, folder: Path) -> Setup:
