@@ -16,6 +16,7 @@ from emberkeep.types import Json
 PROVIDER = "emberkeep"
 """What clients that know several services call ours."""
 _KEY_VARIABLE = "EMBERKEEP_API_KEY"
+_PATIENCE_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ def _claude(service: Service, folder: Path) -> Setup:
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(service.answer),
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with every call, at the beginning of the prompt
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "API_TIMEOUT_MS": "3600000",  # a long first prompt takes a while on a small machine
+            # A long first prompt takes a while on a small machine, and for the second of these a ping is silence.
+            "API_TIMEOUT_MS": str(_PATIENCE_MS),
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(_PATIENCE_MS),
         }
     )
 
@@ -87,7 +90,7 @@ def _codex(service: Service, folder: Path) -> Setup:
         f"model_providers.{PROVIDER}.base_url": service.v1,
         f"model_providers.{PROVIDER}.env_key": _KEY_VARIABLE,
         f"model_providers.{PROVIDER}.wire_api": "responses",
-        f"model_providers.{PROVIDER}.stream_idle_timeout_ms": 3_600_000,
+        f"model_providers.{PROVIDER}.stream_idle_timeout_ms": _PATIENCE_MS,
         "web_search": "disabled",  # only OpenAI has it
     }
     flags = (flag for key, value in settings.items() for flag in ("-c", f"{key}={json.dumps(value)}"))
