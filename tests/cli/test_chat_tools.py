@@ -26,6 +26,7 @@ from emberkeep.errors import RemoteDown
 from emberkeep.library import Emberkeep
 from emberkeep.library.tool_session import ToolSession
 from emberkeep.library.user_memory import UserMemory
+from emberkeep.mcp import client
 from emberkeep.memory.memory import Memory
 from emberkeep.tools.function import ToolFunction, as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
@@ -363,8 +364,9 @@ def test_a_conversation_that_goes_on_elsewhere_does_not_take_the_name_of_a_file_
 
 @pytest.mark.slow
 def test_prompts_of_a_server_are_commands_and_one_that_is_down_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client, "_PATIENCE_S", 120.0)
     program = tmp_path / "harbour.py"
     program.write_text(PROMPTS)
     servers = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from emberkeep.cli import launch
+from emberkeep.cli import launch, running_server
 from emberkeep.cli.clients import CLIENTS, Service
 from emberkeep.cli.main import app
 from emberkeep.config import Config
@@ -44,8 +44,9 @@ def test_files_are_json(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path):
-    """The data folder of a server that runs."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The data folder of a server that runs, on a machine that may be busy."""
+    monkeypatch.setattr(running_server, "_HEALTH_S", 60.0)
     with running(ScriptedBackend(), Config()) as server, announce(tmp_path, server.url):
         yield tmp_path
 
