@@ -40,7 +40,8 @@ from emberkeep.types import (
 
 # ── fields ──
 
-NO_LIMIT = ANY_SLOT = -1
+NO_LIMIT = -1
+ANY_SLOT = -1
 MAX_CHOICES = 16
 USUAL_COMPLETION = 256
 """Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""

@@ -24,8 +24,6 @@ log = logging.getLogger("emberkeep")
 
 _REST_SHARE = 2
 """At most this part of the RAM for stored state is for models that are not loaded."""
-
-
 _VECTORS = "vectors.db"
 
 
@@ -129,7 +127,7 @@ class SharedParts:
         with self._opening, self._lock:
             stores = [kept.store for kept in self._kept]
         if not user:
-            clear_vectors(self._config)
+            _clear_vectors(self._config)
         removed = [store.catalogue.forget_user(user) for store in stores]
         return Removed(*(sum(column) for column in zip(*map(astuple, removed), strict=True)))
 
@@ -178,7 +176,7 @@ def open_vectors(config: Config) -> VectorFile | None:
     return VectorFile(config.data_dir / _VECTORS, config.vector_budget) if config.vector_budget else None
 
 
-def clear_vectors(config: Config) -> None:
+def _clear_vectors(config: Config) -> None:
     """All of them are of requests without a user."""
     if (config.data_dir / _VECTORS).exists():
         file = VectorFile(config.data_dir / _VECTORS, config.vector_budget)
