@@ -35,7 +35,7 @@ test-fast: $(DEVELOPING) ## the tests that need neither a real model nor other p
 check: $(DEVELOPING) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check src benchmarks tests
 	$(BIN)/ruff check src benchmarks tests
-	$(BIN)/mypy --num-workers auto
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 bench: $(RUNNING) ## measure: make bench ARGS=all
