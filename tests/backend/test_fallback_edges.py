@@ -16,7 +16,7 @@ from helpers.events import text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 
 HELLO = Request(messages=(Message("user", "Hello"),))
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Near:

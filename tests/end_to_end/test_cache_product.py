@@ -13,7 +13,7 @@ from helpers.server_process import Reply, ServerProcess
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def ask(server: ServerProcess, text: str, question: str, **fields: Json) -> Reply:

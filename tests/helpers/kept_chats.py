@@ -16,7 +16,7 @@ from emberkeep.types import Json
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import running
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def asking(question: str) -> list[Json]:

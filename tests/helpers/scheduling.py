@@ -41,7 +41,7 @@ from helpers.kv_building import lineage_of
 GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
 CLOSING = (FakeEngine().vocab.specials["<|im_end|>"], 10)
-PATIENCE = 20
+PATIENCE = 60.0
 SLICE = 128  # the smallest there is: the measured speed of a paused engine must not change it
 
 

@@ -36,7 +36,7 @@ from emberkeep.types import (
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 HANG = "wait until released or closed"
 
 COMPLETED = Completed(

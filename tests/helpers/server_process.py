@@ -16,7 +16,7 @@ import httpx
 from emberkeep.types import Json
 from helpers.waiting import eventually
 
-START_S = 60.0
+START_S = 240.0
 _READY = re.compile(r"ready at (http://\S+)/v1")
 
 

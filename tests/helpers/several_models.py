@@ -28,7 +28,7 @@ from emberkeep.server.presence import announce
 from helpers import tiny_gguf
 from helpers.fake_backend import fake_backend
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def install(data_dir: Path, *names: str) -> None:

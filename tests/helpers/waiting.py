@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic, sleep
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def eventually(is_so: Callable[[], object], within_s: float = PATIENCE_S) -> bool:

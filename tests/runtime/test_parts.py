@@ -15,7 +15,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.runtime import parts
 from emberkeep.runtime.parts import SharedParts, open_store, open_vectors
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 ONE, OTHER = b"one".ljust(32), b"other".ljust(32)
 
 

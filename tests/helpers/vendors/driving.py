@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.types import Event, Message, Request, ToolCall
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 HELLO = Request(messages=(Message("user", "Hello?"),))
 CALLED = Message(
     "assistant", reasoning="Lyon, then.", tool_calls=(ToolCall("c1", "weather", '{"place": "Lyon"}'),)
