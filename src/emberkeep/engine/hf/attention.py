@@ -206,4 +206,7 @@ class PoolStep(Step):
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
+        return self.attend_pool(query, options)
+
+    def attend_pool(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         return attend_pool(self, self.tier, query, options)

@@ -1,110 +1,157 @@
-"""Decoding on CUDA: a few tokens, the whole step recorded once and replayed.
+"""Steps on CUDA, recorded once for a few numbers of tokens and replayed.
 
-A step of a small batch is hundreds of small kernels, and launching them from Python takes ten times as long as
-running them. What changes from step to step (tokens, positions, cells, tables, lengths) lies in tensors that are
-filled before the replay. Small operations between the matrix products are compiled into few kernels while a step
-is recorded; a recorded step does not run Python again, so nothing of the model stays changed.
-"""
+A step of few tokens is hundreds of small kernels, and launching them from Python takes ten times as long as
+running them. What changes from step to step (tokens, positions, cells, tables, tiles) lies in tensors that are
+filled before the replay; tokens that a recorded step has room for and that are not there write to the block that
+no sequence owns. Small operations between the matrix products are compiled into few kernels while a step is
+recorded; a recorded step does not run Python again, so nothing of the model stays changed."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.attention import AttentionOptions
-from emberkeep.engine.hf.kernels import PagedKv, decode_attention, store_rows
+from emberkeep.engine.hf.fused_layers import FusedLayer
+from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention, store_rows
 from emberkeep.engine.hf.network import Network
-from emberkeep.engine.hf.pool import BLOCK, KvMemory
-from emberkeep.engine.hf.step import DecodeRow
+from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 
 _WARM_UPS = 3
-_WITH_DRAFTS = 32
-"""Tokens of one step at least, whatever the number of sequences: one with its draft, or a few."""
-_HEAD = 4
-"""Numbers per row beside its table: token, position, cell, length."""
+_TILE_NUMBERS = 4
 
 
-class DecodeBatch:
-    """Tensors for a batch of at most `rows` sequences, and a step over them. A row that is not used writes to the
-    block that no sequence owns."""
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a recorded step has room for."""
 
-    def __init__(self, memory: KvMemory, rows: int, blocks: int) -> None:
-        self.rows = rows
-        self._memory = memory
-        self._host = torch.zeros(rows * (_HEAD + blocks), dtype=torch.int64).pin_memory()
+    rows: int
+    outputs: int
+    """Rows after which there are logits."""
+    sequences: int
+    blocks: int
+    """Of the longest sequence."""
+
+
+class StepBatch:
+    """The tensors of a step, and its attention over the pool."""
+
+    def __init__(self, memory: KvMemory, size: StepSize, group: int) -> None:
+        """`group`: query heads per KV head."""
+        heads = max(g.shape.heads for g in memory.groups)
+        self.size = size
+        self.memory = memory
+        device = torch.cuda.get_device_properties(memory.device)
+        row_bytes = max(g.shape.width for g in memory.groups) * 2 * memory.dtype.itemsize
+        self._shape = choose_tiles(size.rows, group, row_bytes, device.shared_memory_per_block_optin)
+        most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
+        counts = (size.rows, size.rows, size.rows, size.outputs, _TILE_NUMBERS * most_tiles)
+        self._host = torch.zeros(sum(counts), dtype=torch.int64).pin_memory()
+        self._host_tables = torch.zeros((size.sequences, size.blocks), dtype=torch.int32).pin_memory()
         self._inputs = torch.zeros_like(self._host, device=memory.device)
-        self.tokens, self.positions, self.cells, self.lengths = self._inputs[: rows * _HEAD].view(_HEAD, rows)
-        self.tables = self._inputs[rows * _HEAD :].view(rows, blocks)
-        # Whatever a recorded step reads must live as long as it does.
-        self.every_row = torch.arange(rows, device=memory.device)
+        self._tables = torch.zeros_like(self._host_tables, device=memory.device)
+        self.tokens, self.positions, self.cells, self.wanted, tiles = self._inputs.split(counts)
+        self._tiles = tiles.view(-1, _TILE_NUMBERS)
+        self._views = [part.numpy() for part in self._host.split(counts)]
+        programs = size.rows // self._shape.tokens * heads
+        self._splits = choose_splits(max(programs, heads), device.multi_processor_count)
         self.layer = -1
+        """The one that attention is computed in."""
 
-    def fill(self, rows: Sequence[DecodeRow]) -> None:
+    def fill(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
         """Nothing of the latest step may still be running."""
-        host = self._host.numpy()
-        heads, tables = (
-            host[: self.rows * _HEAD].reshape(_HEAD, -1),
-            host[self.rows * _HEAD :].reshape(self.rows, -1),
-        )
-        heads[:] = [[0], [0], [0], [1]]
-        tables[:, 0] = 0
-        for index, row in enumerate(rows):
-            blocks = row.table.blocks
-            cell = blocks[row.position // BLOCK] * BLOCK + row.position % BLOCK
-            heads[:, index] = (row.token, row.position, cell, row.position + 1)
-            tables[index, : len(blocks)] = blocks
+        self._host.zero_()
+        tokens, positions, cells, wanted, tiles = self._views
+        host_tables = self._host_tables.numpy()
+        end = outputs = tile = 0
+        tiles = tiles.reshape(-1, _TILE_NUMBERS)
+        each = self._shape.tokens
+        for index, (rows, table) in enumerate(zip(batch, tables, strict=True)):
+            begin, end = end, end + len(rows.tokens)
+            last = rows.start + end - begin
+            tokens[begin:end] = rows.tokens
+            positions[begin:end] = np.arange(rows.start, last)
+            host_tables[index, : len(table.blocks)] = table.blocks
+            at = positions[begin:end]
+            cells[begin:end] = host_tables[index, at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK
+            wanted[outputs : outputs + rows.outputs] = np.arange(end - rows.outputs, end)
+            outputs += rows.outputs
+            first = np.arange(0, end - begin, each)
+            part = tiles[tile : tile + len(first)]
+            part[:, 0], part[:, 2], part[:, 3] = begin + first, index, rows.start + first
+            part[:, 1] = np.minimum(each, end - begin - first)
+            tile += len(first)
         self._inputs.copy_(self._host, non_blocking=True)
+        self._tables[: len(batch)].copy_(self._host_tables[: len(batch)], non_blocking=True)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.layer = layer
-        store_rows(keys[0], values[0], self.cells, self._memory.keys[layer], self._memory.values[layer])
+        store_rows(keys[0], values[0], self.cells, self.memory.keys[layer], self.memory.values[layer])
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        paged = PagedKv(self._memory.keys[self.layer], self._memory.values[self.layer], self.tables, self.lengths)
-        return decode_attention(query[0].transpose(0, 1), paged, options)
+        return self.attend_pool(query, options)
+
+    def attend_pool(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        keys, values = self.memory.keys[self.layer], self.memory.values[self.layer]
+        paged = PagedKv(keys, values, self._tables, self._tiles)
+        return paged_attention(query[0].transpose(0, 1), paged, options, self._shape, self._splits)
 
 
-class DecodeGraphs:
-    """One recorded step for each of a few batch sizes. Belongs to the engine's thread."""
+class StepGraphs:
+    """A recorded step for each of a few numbers of tokens. Belongs to the engine's thread."""
 
-    def __init__(self, network: Network, memory: KvMemory, sequences: int, context: int) -> None:
-        """Blocks for seconds while it compiles and records. Raises what torch raises where it cannot."""
+    def __init__(
+        self,
+        network: Network,
+        memory: KvMemory,
+        largest: StepSize,
+        group: int,
+        fused: Sequence[FusedLayer] | None,
+    ) -> None:
+        """`fused`: what computes the layers; None: their own code, in parts compiled. Blocks for seconds while it
+        compiles and records. Raises what torch raises where it cannot."""
         self._network = network
-        self._graphs: list[tuple[DecodeBatch, torch.cuda.CUDAGraph, torch.Tensor]] = []
-        self.rows = max(2 * sequences, _WITH_DRAFTS)
-        """Most tokens of one step."""
+        self._graphs: list[tuple[StepBatch, torch.cuda.CUDAGraph, torch.Tensor]] = []
         pool = None
-        with fuse_kernels(network.layers):
-            for rows in _sizes(self.rows):
-                batch = DecodeBatch(memory, rows, -(-context // BLOCK))
+        with use_fused(network.layers, fused) if fused else compile_parts(network.layers):
+            # The largest first: the others find room in what it has let go of.
+            for rows in reversed(_sizes(largest.rows)):
+                outputs, sequences = min(rows, largest.outputs), min(rows, largest.sequences)
+                batch = StepBatch(memory, StepSize(rows, outputs, sequences, largest.blocks), group)
                 graph, logits = self._record(batch, pool)
                 pool = graph.pool()
-                self._graphs.append((batch, graph, logits))
+                self._graphs.insert(0, (batch, graph, logits))
 
-    def run(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """Logits of every row, in float32: valid until the next call."""
-        batch, graph, logits = next(entry for entry in self._graphs if entry[0].rows >= len(rows))
-        batch.fill(rows)
+    def run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> torch.Tensor:
+        """Logits of every row that wants them, in float32: valid until the next call."""
+        count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
+        step, graph, logits = next(
+            entry for entry in self._graphs if entry[0].size.rows >= count and entry[0].size.outputs >= outputs
+        )
+        step.fill(batch, tables)
         graph.replay()
-        return logits[: len(rows)]
+        return logits[:outputs]
 
-    def _record(self, batch: DecodeBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        batch.fill([])
+    def _record(self, batch: StepBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        batch.fill([], [])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                self._network.run(batch, batch.tokens, batch.positions, batch.every_row)
+                self._network.run(batch, batch.tokens, batch.positions, batch.wanted)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._network.run(batch, batch.tokens, batch.positions, batch.every_row).float()
+            logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted).float()
         return graph, logits
 
 
@@ -121,7 +168,19 @@ _ROTATE = "apply_rotary_pos_emb"
 
 
 @contextmanager
-def fuse_kernels(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+def use_fused(layers: Sequence[torch.nn.Module], fused: Sequence[FusedLayer]) -> Iterator[None]:
+    """Within it, `fused` compute what the layers would."""
+    for layer, own in zip(layers, fused, strict=True):
+        layer.forward = own
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@contextmanager
+def compile_parts(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within it, norms, feed-forward parts and rotations of these layers run compiled."""
     parts = [part for layer in layers for part in layer.children() if not hasattr(part, "layer_idx")]
     homes = {sys.modules[type(part).__module__] for layer in layers for part in layer.children()}
@@ -147,5 +206,5 @@ def _replace(replaced: list[tuple[Any, str, Any]], owner: Any, name: str, by: An
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
     return compiled

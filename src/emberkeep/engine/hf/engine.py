@@ -31,21 +31,25 @@ from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
-from emberkeep.engine.hf.network import Network, learn
+from emberkeep.engine.hf.network import LearningStep, Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.rope import learn_rotations
-from emberkeep.engine.hf.step import DecodeRow, Span
+from emberkeep.engine.hf.step import Span
 from emberkeep.engine.hf.step_timing import measure_steps
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
 
 if TYPE_CHECKING:
-    from emberkeep.engine.hf.cuda_graphs import DecodeGraphs
+    from emberkeep.engine.hf.cuda_graphs import StepGraphs
+    from emberkeep.engine.hf.fused_layers import FusedLayer
 from emberkeep.engine.hf.network import has_choice
 from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 log = logging.getLogger("emberkeep.engine")
+
+_COMPARED = 16
+"""Tokens of which layers are computed in two ways."""
 
 
 class HfEngine:
@@ -74,11 +78,11 @@ class HfEngine:
         self._pool = BlockPool(cells + settings.sequences * BLOCK)
         self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
         self._transfer = Transfer(self._memory)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
         self._host_logits = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
-        self._logits_of: dict[int, Logits] = {}
-        """By the index of rows in the batch: of each of their outputs."""
+        self._logits_of: list[Logits] = []
+        """Of each of the latest batch's rows: of each of their outputs."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -96,9 +100,7 @@ class HfEngine:
         )
         self._check_against_reference()
         if self._network.device.type == "cuda":
-            self._graphs = _record_steps(
-                self._network, self._memory, settings.sequences, self.capabilities.context
-            )
+            self._graphs = _record_steps(self._network, self._memory, self.capabilities, learned)
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         layout = [str(learned.dtype), shapes]
         self._fingerprints = {
@@ -106,7 +108,7 @@ class HfEngine:
             for tier in self.attention.available
         }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings.batch)
-        self._step_table = measure_steps(self, recorded=self._graphs.rows if self._graphs else 0)
+        self._step_table = measure_steps(self)
 
     # ── evaluating ──
 
@@ -119,37 +121,16 @@ class HfEngine:
         with self._grow(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
-            self._logits_of = {}
-            decoding = self._replayable(batch)
-            filling = [index for index in range(len(batch)) if index not in decoding]
-            for part, run in ((decoding, self._replay), (filling, self._run)):
-                if part:
-                    run(part, [batch[index] for index in part], [tables[index] for index in part])
+            self._logits_of = []
+            if self._graphs is not None and self.attention.tier is AttentionTier.OWN:
+                logits = self._graphs.run(batch, tables)
+            else:
+                logits = self._run(batch, tables)
+            self._take_logits(logits, [rows.outputs for rows in batch])
         return Outcome.DONE
 
-    def _replayable(self, batch: Sequence[Rows]) -> list[int]:
-        """Which of `batch` a recorded step can do: decoding, with as many drafted tokens as there is room for."""
-        if self._graphs is None or self.attention.tier is not AttentionTier.OWN:
-            return []
-        room, chosen = self._graphs.rows, list[int]()
-        for index in sorted(range(len(batch)), key=lambda index: len(batch[index].tokens)):
-            rows = len(batch[index].tokens)
-            if rows == batch[index].outputs and rows <= room:
-                chosen.append(index)
-                room -= rows
-        return sorted(chosen)
-
-    def _replay(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
-        """Token by token, by what was recorded: each sees those before it, since all are written first."""
-        assert self._graphs is not None
-        rows = [
-            DecodeRow(token, position, table)
-            for each, table in zip(batch, tables, strict=True)
-            for position, token in enumerate(each.tokens.tolist(), each.start)
-        ]
-        self._take_logits(self._graphs.run(rows), [(i, r.outputs) for i, r in zip(indices, batch, strict=True)])
-
-    def _run(self, indices: Sequence[int], batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
+    def _run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> torch.Tensor:
+        """Not recorded: logits of every row that wants them."""
         ends = np.cumsum([len(rows.tokens) for rows in batch]).tolist()
         begins = [0, *ends[:-1]]
         spans = [
@@ -162,15 +143,16 @@ class HfEngine:
         wanted = [np.arange(end - rows.outputs, end) for end, rows in zip(ends, batch, strict=True)]
         step = PoolStep(self._memory, spans, self._tensor(cells), tier=self.attention.tier)
         last = self._tensor(np.concatenate(wanted).astype(np.int64))
-        logits = self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
-        self._take_logits(logits, [(i, r.outputs) for i, r in zip(indices, batch, strict=True)])
+        return self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
 
-    def _take_logits(self, logits: torch.Tensor, outputs: Sequence[tuple[int, int]]) -> None:
-        """`outputs`: how many rows of `logits` are whose. Blocks until everything before it is done."""
-        rows = self._host_logits.take(logits, already=sum(len(taken) for taken in self._logits_of.values()))
+    def _take_logits(self, logits: torch.Tensor, outputs: Sequence[int]) -> None:
+        """`outputs`: how many rows of `logits` each of the batch has. Blocks until everything before it is
+        done."""
+        rows = self._host_logits.take(logits)
         self._transfer.finish_loads()
-        for index, count in outputs:
-            self._logits_of[index], rows = rows[:count], rows[count:]
+        for count in outputs:
+            self._logits_of.append(rows[:count])
+            rows = rows[count:]
 
     def logits(self, index: int, row: int = 0) -> Logits:
         taken: Logits = self._logits_of[index][row]
@@ -263,8 +245,8 @@ class HfEngine:
             token_layers = kept * layers
         else:
             return Blended(Outcome.DONE)
-        self._logits_of = {}
-        self._take_logits(logits, [(0, rows.outputs)])
+        self._logits_of = []
+        self._take_logits(logits, [rows.outputs])
         return Blended(Outcome.DONE, repaired, token_layers)
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
@@ -303,12 +285,12 @@ class HfEngine:
 
     def _insert(self, rows: Rows, table: BlockTable) -> None:
         """Evaluate `rows` as if they were the last of the table, which has room for them."""
-        self._logits_of = {}
+        self._logits_of = []
         step = self.capabilities.batch
         for begin in range(0, len(rows.tokens), step):
             tokens = rows.tokens[begin : begin + step]
             part = Rows(rows.sequence, rows.start + begin, tokens, outputs=0)
-            self._run([0], [part], [BlockTable(table.blocks, part.start + len(tokens))])
+            self._run([part], [BlockTable(table.blocks, part.start + len(tokens))])
 
     def _rotate(self, rows: list[torch.Tensor], by: int) -> list[torch.Tensor]:
         """Rows as they would be so many positions further on. Changes `rows`."""
@@ -378,15 +360,32 @@ class HfEngine:
             self.trim(sequence, 0)
 
 
-def _record_steps(network: Network, memory: KvMemory, sequences: int, context: int) -> DecodeGraphs | None:
-    """Decoding as a recorded step, where this model's can be; else it runs as it is, more slowly."""
-    from emberkeep.engine.hf.cuda_graphs import DecodeGraphs  # needs Triton, which comes with torch for CUDA only
+def _record_steps(
+    network: Network, memory: KvMemory, able: Capabilities, learned: LearningStep
+) -> StepGraphs | None:
+    """Steps as they are replayed, where this model's can be recorded; else they run as they are, more slowly."""
+    # Needs Triton, which comes with torch for CUDA only.
+    from emberkeep.engine.hf.cuda_graphs import StepGraphs, StepSize
 
+    largest = StepSize(able.batch, able.outputs, able.max_sequences, -(-able.context // BLOCK))
     try:
-        return DecodeGraphs(network, memory, sequences, context)
+        fused = _fuse_layers(network, memory, learned)
+        return StepGraphs(network, memory, largest, learned.group, fused)
     except Exception as error:
-        log.warning("decoding is not recorded and will be slower: %s", str(error).splitlines()[0])
+        log.warning("steps are not recorded and will be slower: %s", str(error).splitlines()[0])
         return None
+
+
+def _fuse_layers(network: Network, memory: KvMemory, learned: LearningStep) -> list[FusedLayer] | None:
+    """What computes the layers with fewer kernels, if they are of the usual make. Nothing may be in the pool."""
+    from emberkeep.engine.hf.fused_layers import agree, fuse
+
+    fused = fuse(network.layers, [learned.options[layer] for layer in range(len(learned.options))])
+    rows = torch.arange(_COMPARED, device=network.device)
+    step = PoolStep(memory, [Span(0, _COMPARED, BlockTable([0], _COMPARED), 0)], rows, tier=AttentionTier.PLAIN)
+    if fused and agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1])):
+        return fused
+    return None
 
 
 @contextmanager
@@ -434,15 +433,12 @@ class HostLogits:
             torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if device.type == "cuda" else None
         )
 
-    def take(self, logits: torch.Tensor, already: int) -> Logits:
-        """Rows of the model's dtype as float32. Blocks until they are there.
-
-        `already`: rows that were taken for this step before.
-        """
+    def take(self, logits: torch.Tensor) -> Logits:
+        """Rows of any dtype as float32. Blocks until they are there."""
         if self._buffer is None:
             rows: Logits = logits.float().cpu().numpy()
             return rows
-        target = self._buffer[already : already + len(logits)]
+        target = self._buffer[: len(logits)]
         target.copy_(logits, non_blocking=True)
         torch.cuda.current_stream(logits.device).synchronize()
         taken: Logits = target.numpy()

@@ -14,14 +14,15 @@ from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.types import Json
 
 _VERSION = 1
+_RECORDED = 2
+"""Of the kernels that steps are recorded with."""
 """Of the payloads: raise it when their bytes change."""
 
 
 def fingerprint(
     model: HfModel, layout: Json, weights_digest: str, attention: str, *, is_recorded: bool = False
 ) -> bytes:
-    """`attention`: which code computes it. `is_recorded`: single tokens take steps of another make, with fused
-    kernels."""
+    """`attention`: which code computes it. `is_recorded`: with fused kernels."""
     config = model.network.config.get_text_config()
     fields = {
         "engine": "hf",
@@ -36,7 +37,7 @@ def fingerprint(
         "device": _device(model.network.device),
         "switches": _switches(),
         "attention": attention,
-        "recorded": is_recorded,
+        "recorded": _RECORDED if is_recorded else False,
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).digest()
 

@@ -1,9 +1,9 @@
-"""Own kernels for CUDA: one token per sequence goes into the paged pool, and attends to what is there.
+"""Own kernels for CUDA: new tokens go into the paged pool, and attend to what is there, without gathering blocks.
 
-A sequence's blocks are shared between `splits` programs per KV head, so that a single long sequence keeps the
-whole device busy; a second kernel joins what they found. Lengths and tables are read on the device: the launch is
-the same for every step, and can be replayed.
-"""
+Queries are computed in tiles: a few neighbouring tokens of one sequence, with all query heads that share a KV
+head, are the rows of one matrix product. A tile's keys are shared between `splits` programs, so that a few tokens
+after a long prefix keep the whole device busy; a second kernel joins what they found. Where everything lies is
+read on the device: a launch depends on the number of rows only, and can be replayed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,94 @@ import triton.language as tl
 from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.pool import BLOCK
 
-_PROGRAMS = 264
-"""About two per multiprocessor of a large device."""
+_MOST_SPLITS = 64
+FEW_TOKENS = 32
+"""Up to so many, each may be of another sequence."""
 _LEAST_ROWS = 16
-"""Of a matrix product: fewer query heads per KV head are padded to so many."""
+"""Of a matrix product."""
+_OVER = 1.2
+"""Programs per processor that are not too many: a second round takes as long as the first."""
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _split_kernel(
+def _see(
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    tile,
+    row_position,
+    last,
+    best,
+    total,
+    mixed,
+    scale,
+    softcap,
+    window,
+    k_cell,
+    v_cell,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """One tile of keys. `IS_WHOLE`: every row sees all of them."""
+    width, value = tl.arange(0, WIDTH_PAD), tl.arange(0, VALUE_PAD)
+    positions = tile * KEYS + tl.arange(0, KEYS)
+    if IS_WHOLE:
+        block = tl.load(table_ptr + positions // BLOCK_TOKENS).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + positions // BLOCK_TOKENS, mask=positions < last, other=0).to(tl.int64)
+    cells = block * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    k_at = k_ptr + cells[None, :] * k_cell + width[:, None]
+    v_at = v_ptr + cells[:, None] * v_cell + value[None, :]
+    if IS_WHOLE and WIDTH == WIDTH_PAD:
+        k = tl.load(k_at)
+    elif IS_WHOLE:
+        k = tl.load(k_at, mask=width[:, None] < WIDTH, other=0.0)
+    else:
+        k = tl.load(k_at, mask=(positions[None, :] < last) & (width[:, None] < WIDTH), other=0.0)
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if HAS_CAP:
+        ratio = scores / softcap
+        scores = softcap * (1 - 2 / (tl.exp(2 * ratio) + 1)) * 1.4426950408889634
+    if not IS_WHOLE:
+        seen = (positions[None, :] <= row_position[:, None]) & (
+            positions[None, :] > row_position[:, None] - window
+        )
+        scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(best, tl.max(scores, 1))
+    # A row that has seen nothing yet has no highest score.
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    shrink = tl.exp2(best - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    if IS_WHOLE and VALUE == VALUE_PAD:
+        v = tl.load(v_at)
+    elif IS_WHOLE:
+        v = tl.load(v_at, mask=value[None, :] < VALUE, other=0.0)
+    else:
+        v = tl.load(v_at, mask=(positions[:, None] < last) & (value[None, :] < VALUE), other=0.0)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return highest, total, mixed
+
+
+@triton.jit
+def _tile_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
-    length_ptr,
+    tile_ptr,
+    sink_ptr,
     part_ptr,
     stat_ptr,
+    out_ptr,
     scale,
     softcap,
     window,
@@ -44,61 +117,82 @@ def _split_kernel(
     table_row,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_PAD: tl.constexpr,
-    TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(length_ptr + row)
-    first = tl.maximum(length - window, 0) // TOKENS
-    tiles = tl.cdiv(length, TOKENS) - first
-    each = tl.cdiv(tiles, SPLITS)
+    # The last tiles of a prompt see most: they begin first.
+    number, head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = tl.load(tile_ptr + number * 4)
+    count = tl.load(tile_ptr + number * 4 + 1)
+    if count == 0:
+        return
+    sequence = tl.load(tile_ptr + number * 4 + 2)
+    position = tl.load(tile_ptr + number * 4 + 3)
+    last = position + count
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(position - window + 1, 0) // KEYS
+    each = tl.cdiv(tl.cdiv(last, KEYS) - first, SPLITS)
     begin = first + split * each
-    end = tl.minimum(begin + each, first + tiles)
+    end = tl.minimum(begin + each, tl.cdiv(last, KEYS))
     rows, width, value = tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD), tl.arange(0, VALUE_PAD)
+    token, query = rows // GROUP, head * GROUP + rows % GROUP
+    is_used = token < count
+    if TOKENS * GROUP < ROWS:
+        is_used = is_used & (rows < TOKENS * GROUP)
     q = tl.load(
-        q_ptr + row * q_row + (head * GROUP + rows[:, None]) * q_head + width[None, :],
-        mask=(rows[:, None] < GROUP) & (width[None, :] < WIDTH),
+        q_ptr + (first_row + token[:, None]) * q_row + query[:, None] * q_head + width[None, :],
+        mask=is_used[:, None] & (width[None, :] < WIDTH),
         other=0.0,
     )
+    row_position = position + token
+    table_ptr += sequence * table_row
+    k_ptr += head * k_head
+    v_ptr += head * v_head
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE_PAD], tl.float32)
-    for tile in range(begin, end):
-        block = tl.load(table_ptr + row * table_row + tile).to(tl.int64)
-        cells = block * TOKENS + tl.arange(0, TOKENS)
-        positions = tile * TOKENS + tl.arange(0, TOKENS)
-        seen = (positions < length) & (positions >= length - window)
-        k = tl.load(
-            k_ptr + cells[:, None] * k_cell + head * k_head + width[None, :],
-            mask=seen[:, None] & (width[None, :] < WIDTH),
-            other=0.0,
+    masked = begin
+    if not HAS_WINDOW:
+        masked = tl.maximum(tl.minimum((position + 1) // KEYS, end), begin)
+        for tile in range(begin, masked):
+            best, total, mixed = _see(
+                q, k_ptr, v_ptr, table_ptr, tile, row_position, last, best, total, mixed, scale, softcap, window,
+                k_cell, v_cell, WIDTH, WIDTH_PAD, VALUE, VALUE_PAD, BLOCK_TOKENS, KEYS, HAS_CAP, True,
+            )  # fmt: skip
+    for tile in range(masked, end):
+        best, total, mixed = _see(
+            q, k_ptr, v_ptr, table_ptr, tile, row_position, last, best, total, mixed, scale, softcap, window,
+            k_cell, v_cell, WIDTH, WIDTH_PAD, VALUE, VALUE_PAD, BLOCK_TOKENS, KEYS, HAS_CAP, False,
+        )  # fmt: skip
+    place = (first_row + token) * HEADS * GROUP + query
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sink_ptr + query, mask=is_used, other=0.0).to(tl.float32) * 1.4426950408889634
+            highest = tl.maximum(best, sink)
+            shrink = tl.exp2(best - highest)
+            total = total * shrink + tl.exp2(sink - highest)
+            mixed = mixed * shrink[:, None]
+        tl.store(
+            out_ptr + place[:, None] * VALUE + value[None, :],
+            (mixed / total[:, None]).to(out_ptr.dtype.element_ty),
+            mask=is_used[:, None] & (value[None, :] < VALUE),
         )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if HAS_CAP:
-            ratio = scores / softcap
-            scores = softcap * (1 - 2 / (tl.exp(2 * ratio) + 1))
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        highest = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp(best - highest)
-        weights = tl.exp(scores - highest[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(
-            v_ptr + cells[:, None] * v_cell + head * v_head + value[None, :],
-            mask=seen[:, None] & (value[None, :] < VALUE),
-            other=0.0,
-        )
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        best = highest
-    place = ((row * HEADS + head) * SPLITS + split) * ROWS + rows
-    tl.store(part_ptr + place[:, None] * VALUE_PAD + value[None, :], mixed)
-    tl.store(stat_ptr + place * 2, best)
-    tl.store(stat_ptr + place * 2 + 1, total)
+    else:
+        place = place * SPLITS + split
+        tl.store(part_ptr + place[:, None] * VALUE_PAD + value[None, :], mixed, mask=is_used[:, None])
+        tl.store(stat_ptr + place * 2, best, mask=is_used)
+        tl.store(stat_ptr + place * 2 + 1, total, mask=is_used)
 
 
 @triton.jit
@@ -107,32 +201,29 @@ def _join_kernel(
     stat_ptr,
     sink_ptr,
     out_ptr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     row, query = tl.program_id(0), tl.program_id(1)
-    head, member = query // GROUP, query % GROUP
     splits, value = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
-    place = ((row * HEADS + head) * SPLITS + splits) * ROWS + member
+    place = (row * QUERIES + query) * SPLITS + splits
     best = tl.load(stat_ptr + place * 2)
     total = tl.load(stat_ptr + place * 2 + 1)
     highest = tl.max(best, 0)
     if HAS_SINKS:
-        sink = tl.load(sink_ptr + query).to(tl.float32)
+        sink = tl.load(sink_ptr + query).to(tl.float32) * 1.4426950408889634
         highest = tl.maximum(highest, sink)
-    share = tl.where(best == float("-inf"), 0.0, tl.exp(best - highest))
+    share = tl.where(best == float("-inf"), 0.0, tl.exp2(best - highest))
     parts = tl.load(part_ptr + place[:, None] * VALUE_PAD + value[None, :])
     denominator = tl.sum(total * share, 0)
     if HAS_SINKS:
-        denominator += tl.exp(sink - highest)
+        denominator += tl.exp2(sink - highest)
     mixed = tl.sum(parts * share[:, None], 0) / denominator
     tl.store(
-        out_ptr + (row * HEADS * GROUP + query) * VALUE + value,
+        out_ptr + (row * QUERIES + query) * VALUE + value,
         mixed.to(out_ptr.dtype.element_ty),
         mask=value < VALUE,
     )
@@ -189,6 +280,36 @@ def store_rows(
 
 
 @dataclass(frozen=True, slots=True)
+class TileShape:
+    """How queries are cut into tiles, and their keys."""
+
+    tokens: int
+    """Of one tile, at most."""
+    rows: int
+    """Of the matrix products: at least the tokens of a tile times the query heads that share a KV head."""
+    keys: int
+    warps: int
+    stages: int
+
+
+_DECODING = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 32, 4, 1))
+_FILLING = ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2), *_DECODING)
+"""Rows, keys, warps and stages, the fastest first."""
+
+
+def choose_tiles(tokens: int, group: int, row_bytes: int, shared_bytes: int) -> TileShape:
+    """For a step of `tokens`, with `group` query heads per KV head, keys and values of `row_bytes` together at
+    most, and so much shared memory: 227 KiB of the latest devices, 64 KiB of the oldest."""
+    least = max(_LEAST_ROWS, triton.next_power_of_2(group))
+    shapes = [
+        TileShape(max(rows, least) // group, max(rows, least), keys, warps, stages)
+        for rows, keys, warps, stages in (_DECODING if tokens <= FEW_TOKENS else _FILLING)
+    ]
+    fitting = (s for s in shapes if (s.rows + s.stages * s.keys) * row_bytes <= shared_bytes)
+    return next(fitting, shapes[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class PagedKv:
     """One layer's state of several sequences."""
 
@@ -197,32 +318,46 @@ class PagedKv:
     """Both `[cells, heads, width]`."""
     tables: torch.Tensor
     """A row of block numbers for each sequence."""
-    lengths: torch.Tensor
-    """How many tokens each sequence has, the new one included."""
+    tiles: torch.Tensor
+    """For each: first row, tokens, row of `tables`, first position. Those with 0 tokens are skipped."""
 
 
-def decode_attention(query: torch.Tensor, paged: PagedKv, options: AttentionOptions) -> torch.Tensor:
-    """Of `[rows, heads, width]` queries, one per sequence."""
-    keys, values, tables, sinks = paged.keys, paged.values, paged.tables, options.sinks
-    rows, query_heads, width = query.shape
+def choose_splits(programs: int, processors: int) -> int:
+    """How many programs share the keys of one tile, so that all processors are busy: a power of 2."""
+    splits = 1
+    while splits < _MOST_SPLITS and programs * splits * 2 <= processors * _OVER:
+        splits *= 2
+    return splits
+
+
+def paged_attention(
+    query: torch.Tensor, paged: PagedKv, options: AttentionOptions, shape: TileShape, splits: int
+) -> torch.Tensor:
+    """Of `[rows, heads, width]` queries."""
+    keys, values, sinks = paged.keys, paged.values, options.sinks
+    rows, queries, width = query.shape
     heads, value_width = values.shape[1], values.shape[2]
-    group = query_heads // heads
-    splits = max(1, min(128, triton.next_power_of_2(-(-_PROGRAMS // (rows * heads)))))
-    padded = max(_LEAST_ROWS, triton.next_power_of_2(group))
+    group, tiles = queries // heads, len(paged.tiles)
     value_pad = max(16, triton.next_power_of_2(value_width))
-    parts = torch.empty((rows, heads, splits, padded, value_pad), dtype=torch.float32, device=query.device)
-    stats = torch.empty((rows, heads, splits, padded, 2), dtype=torch.float32, device=query.device)
-    out = torch.empty((rows, query_heads, value_width), dtype=values.dtype, device=query.device)
-    sizes: dict[str, Any] = {"HEADS": heads, "GROUP": group, "ROWS": padded, "SPLITS": splits}
-    _split_kernel[(rows, heads, splits)](
+    out = torch.empty((rows, queries, value_width), dtype=values.dtype, device=query.device)
+    parts = stats = out
+    if splits > 1:
+        parts = torch.empty((rows, queries, splits, value_pad), dtype=torch.float32, device=query.device)
+        stats = torch.empty((rows, queries, splits, 2), dtype=torch.float32, device=query.device)
+    of_values: dict[str, Any] = {"VALUE": value_width, "VALUE_PAD": value_pad, "SPLITS": splits}
+    of_values["HAS_SINKS"] = sinks is not None
+    scale = options.scale if options.softcap is not None else options.scale * _LOG2_E
+    _tile_kernel[(tiles, heads, splits)](
         query,
         keys,
         values,
-        tables,
-        paged.lengths,
+        paged.tables,
+        paged.tiles,
+        sinks if sinks is not None else out,
         parts,
         stats,
-        options.scale,
+        out,
+        scale,
         options.softcap or 1.0,
         options.window or 1 << 30,
         query.stride(0),
@@ -231,25 +366,22 @@ def decode_attention(query: torch.Tensor, paged: PagedKv, options: AttentionOpti
         keys.stride(1),
         values.stride(0),
         values.stride(1),
-        tables.stride(0),
+        paged.tables.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        TOKENS=shape.tokens,
+        ROWS=shape.rows,
         WIDTH=width,
         WIDTH_PAD=max(16, triton.next_power_of_2(width)),
-        VALUE=value_width,
-        VALUE_PAD=value_pad,
-        TOKENS=BLOCK,
+        BLOCK_TOKENS=BLOCK,
+        KEYS=shape.keys,
         HAS_CAP=options.softcap is not None,
-        num_warps=4,
-        num_stages=3,
-        **sizes,
+        HAS_WINDOW=options.window is not None,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **of_values,
     )
-    _join_kernel[(rows, query_heads)](
-        parts,
-        stats,
-        sinks if sinks is not None else stats,
-        out,
-        VALUE=value_width,
-        VALUE_PAD=value_pad,
-        HAS_SINKS=sinks is not None,
-        **sizes,
-    )
+    if splits > 1:
+        sink_scores = sinks if sinks is not None else out
+        _join_kernel[(rows, queries)](parts, stats, sink_scores, out, QUERIES=queries, **of_values)
     return out

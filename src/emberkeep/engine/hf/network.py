@@ -68,10 +68,12 @@ class LearningStep:
     """
 
     shapes: dict[int, LayerShape]
-    windows: dict[int, int | None]
+    options: dict[int, AttentionOptions]
     keys: dict[int, torch.Tensor]
     layer: int = -1
     dtype: torch.dtype = torch.float32
+    group: int = 1
+    """Query heads per KV head, at most."""
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if keys.shape[0] != 1 or keys.dtype != values.dtype:
@@ -85,7 +87,8 @@ class LearningStep:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        self.windows[self.layer] = options.window
+        self.options[self.layer] = options
+        self.group = max(self.group, query.shape[1] // keys.shape[1])
         count = query.shape[2]
         seen = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
         return attend_plain(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), seen, options)
@@ -100,7 +103,7 @@ def learn(network: Network) -> LearningStep:
         raise EngineError(f"This model wants a cache of its own: {error}.") from error
     if sorted(step.shapes) != list(range(len(step.shapes))) or not step.shapes:
         raise EngineError("Some of this model's layers keep no keys and values.")
-    if len(step.windows) != len(step.shapes):
+    if len(step.options) != len(step.shapes):
         raise EngineError("Some of this model's layers compute attention in their own way.")
     _check_layer_types(network.model.config.get_text_config(), step)
     network.layers = _find_layers(network.model, len(step.shapes))
@@ -124,7 +127,7 @@ def _check_layer_types(config: Any, step: LearningStep) -> None:
     for layer, kind in enumerate(kinds[: len(step.shapes)]):
         if kind not in ("full_attention", "sliding_attention", "attention"):
             raise EngineError(f"This model has layers of the kind {kind}.")
-        if kind == "sliding_attention" and step.windows[layer] is None:
+        if kind == "sliding_attention" and step.options[layer].window is None:
             raise EngineError("How far this model's layers see is not known here.")
     if getattr(config, "attention_chunk_size", None):
         raise EngineError("This model's layers see chunks of the text only.")

@@ -38,15 +38,6 @@ class Span:
         return self.start + (self.end - self.begin) if self.positions is None else int(self.positions[-1]) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """One token of the last ones of a sequence, for which `table` has room."""
-
-    token: int
-    position: int
-    table: BlockTable
-
-
 @dataclass(slots=True)
 class Step:
     """What attention needs to know about the batch. `narrow` replaces it between layers."""

@@ -31,19 +31,17 @@ class _Steps(Protocol):
     def trim(self, sequence: int, start: int) -> None: ...
 
 
-def measure_steps(engine: _Steps, recorded: int = 0) -> StepTable | None:
-    """One sequence with more and more rows, as drafts have them. `recorded`: up to so many are quick, and one more
-    is not. `engine` holds nothing, before and after. None where a context is too small for it. Raises
-    EngineError."""
+def measure_steps(engine: _Steps) -> StepTable | None:
+    """One sequence with more and more rows, as drafts have them. `engine` holds nothing, before and after. None
+    where a context is too small for it. Raises EngineError."""
     begin, able = perf_counter(), engine.capabilities
     most = min(able.batch, able.outputs)
-    counts = sorted({*_ROWS, recorded, recorded + 1} - {0})
     times: list[list[float]] = []
     room = able.context - _ROWS[-1]
     depths = [each for each in (_SHALLOW, next((deep for deep in _DEEP if deep <= room), 0)) if 0 < each <= room]
     for depth in depths:
         _fill(engine, depth)
-        rows = [count for count in counts if count <= most][: len(times[0]) if times else None]
+        rows = [count for count in _ROWS if count <= most][: len(times[0]) if times else None]
         line: list[float] = []
         for count in rows:
             line.append(_milliseconds(engine, depth, count))
@@ -55,9 +53,7 @@ def measure_steps(engine: _Steps, recorded: int = 0) -> StepTable | None:
             break
     if not times:
         return None
-    return StepTable(
-        tuple(counts[: len(times[0])]), tuple(depths[: len(times)]), tuple(tuple(line) for line in times)
-    )
+    return StepTable(_ROWS[: len(times[0])], tuple(depths[: len(times)]), tuple(tuple(line) for line in times))
 
 
 def _fill(engine: _Steps, depth: int) -> None:
