@@ -96,9 +96,11 @@ class _Metered(LlamaEngine):
         self.meter.bytes += sum(len(payload) for payload in payloads)
         return payloads
 
-    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+    def import_kv(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
+    ) -> Outcome:
         begin = perf_counter()
-        outcome = super().import_kv(sequence, start, end, payload, payload_start)
+        outcome = super().import_kv(sequence, start, end, payloads, payload_start)
         self.meter.import_s += perf_counter() - begin
         self.meter.imported += end - start
         return outcome

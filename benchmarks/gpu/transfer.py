@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -59,8 +58,7 @@ def _round_trip(rig: Rig, engine: Engine, borders: list[int]) -> tuple[float, fl
 
 
 def _load(engine: Engine, borders: list[int], payloads: list[Payload]) -> None:
-    for (start, end), payload in zip(pairwise(borders), payloads, strict=True):
-        engine.import_kv(1, start, end, payload, start)
+    engine.import_kv(1, borders[0], borders[-1], payloads, borders[0])
 
 
 def _seconds(rig: Rig, action: Callable[[], None]) -> float:

@@ -60,7 +60,7 @@ class Moved:
 
 def move(source: LlamaEngine, target: LlamaEngine, sequence: int) -> None:
     if end := source._cells[sequence].end:
-        assert target.import_kv(sequence, 0, end, exported(source, sequence, 0, end), 0) is Outcome.DONE
+        assert target.import_kv(sequence, 0, end, [exported(source, sequence, 0, end)], 0) is Outcome.DONE
         if source.capabilities.kv_unit.has_snapshots:
             assert target.import_snapshot(sequence, end, source.export_snapshot(sequence)) is Outcome.DONE
 
@@ -273,7 +273,7 @@ def test_copies_that_would_not_fit_beside_each_other_stay(open_engine: Open, kin
 def test_a_sequence_that_waits_for_its_snapshot_is_not_moved(open_engine: Open, kind: str) -> None:
     source, engine = open_engine(kind, flash=True), open_engine(kind, tables=few_with_flash())
     evaluate(source, 0, 0, 60)
-    engine.import_kv(0, 0, 60, exported(source, 0, 0, 60), 0)
+    engine.import_kv(0, 0, 60, [exported(source, 0, 0, 60)], 0)
     evaluate(engine, 1, 0, 20)
     assert is_with(engine)
     engine.import_snapshot(0, 60, source.export_snapshot(0))
@@ -393,7 +393,7 @@ def test_where_no_way_can_be_opened_every_call_is_an_error(
         with pytest.raises(EngineError):
             call(engine)
     with pytest.raises(EngineError):
-        engine.import_kv(0, 0, 30, memoryview(state), 0)
+        engine.import_kv(0, 0, 30, [memoryview(state)], 0)
         engine.import_snapshot(0, 30, memoryview(snapshot))
     assert engine.stats()["flash_attention_changes"] == 0
     engine.close()

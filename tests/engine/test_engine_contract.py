@@ -116,7 +116,7 @@ def test_state_that_went_out_and_in_gives_bit_equal_logits(make):
     evaluate(source, 0, 0, 200)
     payload = exported(source, 0, 0, 200)
     expected = evaluate(source, 0, 200, 208)
-    assert target.import_kv(0, 0, 200, payload, 0) is Outcome.DONE
+    assert target.import_kv(0, 0, 200, [payload], 0) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 200, 208), expected)
 
 
@@ -124,7 +124,7 @@ def test_state_comes_in_by_ranges(make):
     source, target = make(), make()
     evaluate(source, 0, 0, 200)
     for start, end in ((0, 128), (128, 130), (130, 200)):
-        assert target.import_kv(0, start, end, exported(source, 0, start, end), start) is Outcome.DONE
+        assert target.import_kv(0, start, end, [exported(source, 0, start, end)], start) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 200, 201), evaluate(source, 0, 200, 201))
 
 
@@ -163,8 +163,8 @@ def test_a_part_of_a_payload_can_be_imported(make, start, end):
     evaluate(source, 0, 0, 100)
     payload = exported(source, 0, 0, 100)
     if start:
-        target.import_kv(0, 0, start, payload, 0)
-    assert target.import_kv(0, start, end, payload, 0) is Outcome.DONE
+        target.import_kv(0, 0, start, [payload], 0)
+    assert target.import_kv(0, start, end, [payload], 0) is Outcome.DONE
     fresh = make()
     evaluate(fresh, 0, 0, end)
     assert same(target, evaluate(target, 0, end, end + 10), evaluate(fresh, 0, end, end + 10))
@@ -175,7 +175,7 @@ def test_an_import_after_evaluation_continues_it(make):
     evaluate(source, 0, 0, 200)
     payload = exported(source, 0, 64, 192)
     evaluate(target, 0, 0, 100)
-    assert target.import_kv(0, 100, 180, payload, 64) is Outcome.DONE
+    assert target.import_kv(0, 100, 180, [payload], 64) is Outcome.DONE
     fresh = evaluate(make(), 0, 0, 190)
     assert same(target, evaluate(target, 0, 180, 190), fresh)
 
@@ -228,10 +228,10 @@ def test_an_import_without_room_says_so_and_stays_as_it_is(make):
     evaluate(source, 0, 0, 250)
     payload = exported(source, 0, 0, 250)
     evaluate(engine, 0, 0, 200)
-    assert engine.import_kv(1, 0, 250, payload, 0) is Outcome.NO_ROOM
+    assert engine.import_kv(1, 0, 250, [payload], 0) is Outcome.NO_ROOM
     assert same(engine, evaluate(engine, 0, 200, 210), evaluate(make(), 0, 0, 210))
     engine.trim(0, 0)
-    assert engine.import_kv(1, 0, 250, payload, 0) is Outcome.DONE
+    assert engine.import_kv(1, 0, 250, [payload], 0) is Outcome.DONE
 
 
 def test_state_that_lies_scattered_over_the_cells_is_exported_in_order(make):
@@ -242,7 +242,7 @@ def test_state_that_lies_scattered_over_the_cells_is_exported_in_order(make):
     engine.trim(0, 0)
     evaluate(engine, 1, 100, 200)
     for start, end in ((0, 50), (50, 150), (150, 200)):
-        assert target.import_kv(0, start, end, exported(engine, 1, start, end), start) is Outcome.DONE
+        assert target.import_kv(0, start, end, [exported(engine, 1, start, end)], start) is Outcome.DONE
     assert same(target, evaluate(target, 0, 200, 210), evaluate(make(), 0, 0, 210))
 
 
@@ -252,7 +252,7 @@ def test_payloads_of_another_shape_are_refused_and_change_nothing(make):
     evaluate(engine, 0, 0, 20)
     for payload in broken_payloads(exported(source, 0, 20, 100)):
         with pytest.raises(EngineError):
-            engine.import_kv(0, 20, 100, payload, 20)
+            engine.import_kv(0, 20, 100, [payload], 20)
     assert same(engine, evaluate(engine, 0, 20, 30), evaluate(make(), 0, 0, 30))
 
 
@@ -275,7 +275,7 @@ def test_payloads_at_another_place_are_refused_and_change_nothing(make, start, e
     evaluate(source, 0, 0, 100)
     evaluate(engine, 0, 0, 20)
     with pytest.raises(EngineError):
-        engine.import_kv(0, start, end, exported(source, 0, 20, 100), payload_start)
+        engine.import_kv(0, start, end, [exported(source, 0, 20, 100)], payload_start)
     assert same(engine, evaluate(engine, 0, 20, 30), evaluate(make(), 0, 0, 30))
 
 

@@ -81,7 +81,7 @@ def test_a_blended_sequence_goes_on_like_any_other(engine):
 
 
 def evaluate_after_import(engine: Engine) -> np.ndarray:
-    engine.import_kv(1, 0, 50, exported(engine, 3, 0, 50), 0)
+    engine.import_kv(1, 0, 50, [exported(engine, 3, 0, 50)], 0)
     return evaluate(engine, 1, 50, 60)
 
 

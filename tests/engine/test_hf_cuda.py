@@ -102,7 +102,7 @@ def test_state_comes_back_bit_by_bit(opened, dtype):
     borders = [0, 128, 256, 300]
     payloads = engine.export_kv(0, borders)
     for start, end, payload in zip(borders, borders[1:], payloads, strict=False):
-        engine.import_kv(1, start, end, payload, start)
+        engine.import_kv(1, start, end, [payload], start)
     assert [bytes(p) for p in engine.export_kv(1, borders)] == [bytes(p) for p in payloads]
     np.testing.assert_array_equal(*decode(engine, [0, 1], 300))
 
@@ -125,7 +125,7 @@ def test_packed_state_is_nearly_the_same(opened, bits):
     fill(engine, 0, 256)
     exact = decode(engine, [0], 256)[0]
     for start, payload in zip((0, 128), engine.export_kv(0, [0, 128, 256], bits), strict=True):
-        engine.import_kv(1, start, start + 128, payload, start)
+        engine.import_kv(1, start, start + 128, [payload], start)
     packed = decode(engine, [1], 256)[0]
     assert np.corrcoef(exact, packed)[0, 1] > (0.999 if bits == 8 else 0.9)
 

@@ -122,7 +122,7 @@ def test_half_precision_goes_out_and_in_to_the_bit(tmp_path, dtype):
     evaluate(engine, 0, 0, 90)
     payload = exported(engine, 0, 0, 90)
     assert len(payload) == 16 + 90 * engine.capabilities.kv_bytes_per_token
-    engine.import_kv(1, 0, 90, payload, 0)
+    engine.import_kv(1, 0, 90, [payload], 0)
     assert exported(engine, 1, 0, 90) == payload
     assert np.array_equal(evaluate(engine, 1, 90, 91), evaluate(engine, 0, 90, 91))
     assert engine.splice(1, 5, 20, OTHERS[:3]) is Outcome.DONE

@@ -29,7 +29,7 @@ def engine(request, open_hf):
 def refuses(engine: Engine, payload: memoryview) -> None:
     """And sequence 1, which ends where it should go on, stays as it is."""
     with pytest.raises(EngineError):
-        engine.import_kv(1, START, END, payload, START)
+        engine.import_kv(1, START, END, [payload], START)
 
 
 def changed(payload: memoryview, offset: int, flip: int) -> memoryview:
@@ -42,7 +42,7 @@ def changed(payload: memoryview, offset: int, flip: int) -> memoryview:
 def test_whatever_is_done_to_a_payload_it_is_refused_or_data(engine, bits):
     before = exported(engine, 0, 0, START)
     (payload,) = engine.export_kv(0, (START, END), bits)
-    assert engine.import_kv(1, 0, START, before, 0) is Outcome.DONE
+    assert engine.import_kv(1, 0, START, [before], 0) is Outcome.DONE
     random, size = np.random.default_rng(1), len(payload)
     for broken in broken_payloads(payload):
         refuses(engine, broken)
@@ -53,14 +53,14 @@ def test_whatever_is_done_to_a_payload_it_is_refused_or_data(engine, bits):
     assert exported(engine, 1, 0, START) == before
     for offset in {*range(40), *range(size - 20, size), *random.integers(size, size=20).tolist()}:
         with suppress(EngineError):
-            engine.import_kv(1, START, END, changed(payload, offset, int(random.integers(1, 256))), START)
+            engine.import_kv(1, START, END, [changed(payload, offset, int(random.integers(1, 256)))], START)
             engine.trim(1, START)
         assert exported(engine, 1, 0, START) == before
-    assert engine.import_kv(1, START, END, payload, START) is Outcome.DONE
+    assert engine.import_kv(1, START, END, [payload], START) is Outcome.DONE
 
 
 def test_every_bit_of_the_head_counts(engine):
-    assert engine.import_kv(1, 0, START, exported(engine, 0, 0, START), 0) is Outcome.DONE
+    assert engine.import_kv(1, 0, START, [exported(engine, 0, 0, START)], 0) is Outcome.DONE
     payload = exported(engine, 0, START, END)
     for bit in range(8 * HEAD.size):
         refuses(engine, changed(payload, bit // 8, 1 << bit % 8))
@@ -75,7 +75,7 @@ def test_payloads_of_models_of_other_shapes_are_refused(open_hf, family):
         for bits in (16, 8, 4):
             (payload,) = source.export_kv(0, (0, END), bits)
             with pytest.raises(EngineError):
-                engine.import_kv(0, 0, END, payload, 0)
+                engine.import_kv(0, 0, END, [payload], 0)
     assert np.isfinite(evaluate(engine, 0, 0, 20)).all()
 
 
@@ -86,7 +86,7 @@ def test_payloads_of_llama_cpp_are_refused_and_the_other_way_round(open_hf, open
         for bits in (16, 8):
             (payload,) = other.export_kv(0, (0, END), bits)
             with pytest.raises(EngineError):
-                engine.import_kv(1, 0, END, payload, 0)
+                engine.import_kv(1, 0, END, [payload], 0)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -95,7 +95,7 @@ def test_packed_state_goes_on_nearly_as_the_exact_one(open_hf, bits):
     evaluate(source, 0, 0, 130)
     (payload,) = source.export_kv(0, (0, 128), bits)
     assert len(payload) < {8: 0.4, 4: 0.25}[bits] * len(exported(source, 0, 0, 128))
-    assert target.import_kv(0, 0, 128, payload, 0) is Outcome.DONE
+    assert target.import_kv(0, 0, 128, [payload], 0) is Outcome.DONE
     near, exact = evaluate(target, 0, 128, 130), evaluate(source, 1, 0, 130)
     assert 0 < np.abs(near - exact).max() < {8: 0.05, 4: 0.6}[bits] * np.abs(exact).max()
 

@@ -37,7 +37,7 @@ class Case:
     def bring_in(self, payload: memoryview) -> Outcome:
         if self.start == END:
             return self.engine.import_snapshot(1, END, payload)
-        return self.engine.import_kv(1, START, END, payload, START)
+        return self.engine.import_kv(1, START, END, [payload], START)
 
     def refuses(self, payload: memoryview) -> None:
         self.prepare()
@@ -47,7 +47,7 @@ class Case:
     def prepare(self) -> None:
         self.engine.trim(1, 0)
         before = exported(self.engine, 0, 0, self.start)
-        assert self.engine.import_kv(1, 0, self.start, before, 0) is Outcome.DONE
+        assert self.engine.import_kv(1, 0, self.start, [before], 0) is Outcome.DONE
 
 
 @pytest.fixture(params=KINDS)
@@ -136,7 +136,7 @@ def test_payloads_of_other_kinds_of_models_are_refused(open_engine, kind):
         unit = source.capabilities.kv_unit
         if unit.has_ranges:
             with pytest.raises(EngineError):
-                engine.import_kv(0, 0, END, exported(source, 0, 0, END), 0)
+                engine.import_kv(0, 0, END, [exported(source, 0, 0, END)], 0)
         if unit.has_snapshots and not engine.capabilities.kv_unit.has_ranges:
             with pytest.raises(EngineError):
                 engine.import_snapshot(0, END, source.export_snapshot(0))

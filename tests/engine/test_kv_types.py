@@ -63,7 +63,7 @@ def test_state_that_went_out_and_in_gives_bit_equal_logits(pair) -> None:
     source, target = pair
     evaluate(source, 0, 0, 200)
     for start, end in ((0, 64), (64, 66), (66, 200)):
-        assert target.import_kv(0, start, end, exported(source, 0, start, end), start) is Outcome.DONE
+        assert target.import_kv(0, start, end, [exported(source, 0, start, end)], start) is Outcome.DONE
     if source.capabilities.kv_unit.has_snapshots:
         assert target.import_snapshot(0, 200, source.export_snapshot(0)) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 200, 208), evaluate(source, 0, 200, 208))

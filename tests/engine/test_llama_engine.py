@@ -28,7 +28,7 @@ def test_ranges_that_went_out_and_in_give_bit_equal_logits(open_engine, kind):
     evaluate(source, 0, 0, 700)
     borders = (0, 128, 130, 512, 700)
     for start, end, payload in zip(borders, borders[1:], source.export_kv(0, borders), strict=False):
-        assert target.import_kv(0, start, end, payload, start) is Outcome.DONE
+        assert target.import_kv(0, start, end, [payload], start) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 700, 708), evaluate(source, 0, 700, 708))
 
 
@@ -43,7 +43,7 @@ def test_a_cell_that_holds_no_number_spoils_no_other_sequence(open_engine, numbe
         if run.is_key == is_key:
             rows[:] = number
     engine.trim(0, 0)
-    engine.import_kv(0, 0, 20, memoryview(spoiled), 0)
+    engine.import_kv(0, 0, 20, [memoryview(spoiled)], 0)
     step = [Rows(1, 0, TOKENS[:30], outputs=0)]
     if engine._settings.flash:
         engine.evaluate(step)
@@ -96,7 +96,7 @@ def test_a_payload_of_another_model_shape_is_refused(open_engine, tmp_path, monk
     payload = exported(deeper, 0, 0, 30)
     deeper.close()
     with pytest.raises(EngineError):
-        open_engine().import_kv(0, 0, 30, payload, 0)
+        open_engine().import_kv(0, 0, 30, [payload], 0)
 
 
 def test_the_fingerprint_changes_when_the_cells_make_the_model_rotate_differently(open_engine):

@@ -39,8 +39,8 @@ def test_packed_state_goes_on_nearly_as_the_exact_one(open_engine, kind, bits):
     source, target = open_engine(kind, cells=512, sequences=2), open_engine(kind, cells=512, sequences=2)
     evaluate(source, 0, 0, 130)
     payload = packed(source, 0, 128, bits)
-    assert target.import_kv(0, 0, 128, payload, 0) is Outcome.DONE
-    assert target.import_kv(0, 128, 130, exported(source, 0, 128, 130), 128) is Outcome.DONE
+    assert target.import_kv(0, 0, 128, [payload], 0) is Outcome.DONE
+    assert target.import_kv(0, 128, 130, [exported(source, 0, 128, 130)], 128) is Outcome.DONE
     if source.capabilities.kv_unit.has_snapshots:
         assert target.import_snapshot(0, 130, source.export_snapshot(0)) is Outcome.DONE
     difference = np.abs(evaluate(target, 0, 130, 140) - evaluate(source, 0, 130, 140)).max()
@@ -70,7 +70,7 @@ def test_fewer_bits_are_fewer_bytes(open_engine, bits, share):
 def test_state_of_the_fake_engine_is_another_one_after_packing(bits):
     source, target = FakeEngine(), FakeEngine()
     evaluate(source, 0, 0, 128)
-    assert target.import_kv(0, 0, 128, packed(source, 0, 128, bits), 0) is Outcome.DONE
+    assert target.import_kv(0, 0, 128, [packed(source, 0, 128, bits)], 0) is Outcome.DONE
     assert not np.array_equal(evaluate(target, 0, 128, 129), evaluate(source, 0, 128, 129))
 
 
@@ -80,8 +80,8 @@ def test_a_part_of_a_packed_payload_can_be_imported(open_engine, start, end):
     evaluate(source, 0, 0, 128)
     payload = packed(source, 0, 128, 8)
     if start:
-        target.import_kv(0, 0, start, payload, 0)
-    assert target.import_kv(0, start, end, payload, 0) is Outcome.DONE
+        target.import_kv(0, 0, start, [payload], 0)
+    assert target.import_kv(0, start, end, [payload], 0) is Outcome.DONE
     fresh = open_engine()
     evaluate(fresh, 0, 0, end)
     assert np.abs(evaluate(target, 0, end, end + 10) - evaluate(fresh, 0, end, end + 10)).max() < NEAR[8]
@@ -99,10 +99,10 @@ def test_broken_packed_payloads_are_refused(llama, bits):
         payload = packed(engine, 0, 100, bits)
         for broken in broken_payloads(payload):
             with pytest.raises(EngineError):
-                engine.import_kv(1, 0, 100, broken, 0)
+                engine.import_kv(1, 0, 100, [broken], 0)
         with pytest.raises(EngineError):
-            engine.import_kv(1, 0, 99, payload, 1)
-        assert engine.import_kv(1, 0, 100, payload, 0) is Outcome.DONE
+            engine.import_kv(1, 0, 99, [payload], 1)
+        assert engine.import_kv(1, 0, 100, [payload], 0) is Outcome.DONE
 
 
 def test_flipped_bytes_in_a_packed_payload_are_refused_or_data(llama):
@@ -115,6 +115,6 @@ def test_flipped_bytes_in_a_packed_payload_are_refused_or_data(llama):
         data = np.frombuffer(payload, np.uint8).copy()
         data[offset] ^= int(random.integers(1, 256))
         with suppress(EngineError):
-            llama.import_kv(1, 0, 20, memoryview(data), 0)
+            llama.import_kv(1, 0, 20, [memoryview(data)], 0)
         llama.trim(1, 0)
     assert np.isfinite(evaluate(llama, 1, 0, 30, TOKENS)).all()

@@ -66,7 +66,7 @@ def test_restored_state_gives_bit_equal_logits(open_engine):
     for start in range(0, 400, 128):
         end = min(start + 128, 400)
         payload = exported(source, 0, start, end)
-        assert target.import_kv(0, start, end, payload, start) is Outcome.DONE
+        assert target.import_kv(0, start, end, [payload], start) is Outcome.DONE
     rows = Rows(0, 400, more, outputs=1)
     source.evaluate([rows])
     target.evaluate([rows])

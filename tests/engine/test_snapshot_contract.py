@@ -70,7 +70,7 @@ def saved(
 def restore(engine: Engine, sequence: int, save: tuple[list[int], list[memoryview], memoryview]) -> Outcome:
     borders, ranges, snapshot = save
     for (start, end), payload in zip(pairwise(borders), ranges, strict=True):
-        if (outcome := engine.import_kv(sequence, start, end, payload, start)) is not Outcome.DONE:
+        if (outcome := engine.import_kv(sequence, start, end, [payload], start)) is not Outcome.DONE:
             return outcome
     return engine.import_snapshot(sequence, borders[-1], snapshot)
 
@@ -116,7 +116,7 @@ def test_state_saved_turn_by_turn_is_restored_at_the_last_snapshot(make, kind):
         ranges.append((start, end, exported(source, 0, start, end)))
     snapshot = source.export_snapshot(0)
     for start, end, payload in ranges:
-        target.import_kv(0, start, end, payload, start)
+        target.import_kv(0, start, end, [payload], start)
     target.import_snapshot(0, LENGTH, snapshot)
     # After a change a window lies in other cells, and without flash attention sums follow their order.
     slight = 1e-5 if kind.endswith("with both") else 0
@@ -191,7 +191,7 @@ def test_ranges_and_a_snapshot_continue_what_was_evaluated(make):
     evaluate(source, 0, 0, SHORT)
     evaluate(engine, 0, 0, 25)
     payload = exported(source, 0, 10, SHORT)
-    assert engine.import_kv(0, 25, SHORT, payload, 10) is Outcome.DONE
+    assert engine.import_kv(0, 25, SHORT, [payload], 10) is Outcome.DONE
     assert engine.import_snapshot(0, SHORT, source.export_snapshot(0)) is Outcome.DONE
     assert same(engine, evaluate(engine, 0, SHORT, 70), evaluate(source, 0, SHORT, 70))
 
@@ -199,7 +199,7 @@ def test_ranges_and_a_snapshot_continue_what_was_evaluated(make):
 def test_ranges_without_their_snapshot_are_not_evaluated(make):
     source, engine = make(), make()
     evaluate(source, 0, 0, 30)
-    engine.import_kv(0, 0, 30, exported(source, 0, 0, 30), 0)
+    engine.import_kv(0, 0, 30, [exported(source, 0, 0, 30)], 0)
     with pytest.raises(EngineError):
         engine.evaluate([Rows(0, 30, TOKENS[30:40], outputs=1)])
     with pytest.raises(EngineError):
@@ -213,7 +213,7 @@ def test_a_snapshot_of_other_tokens_gives_other_answers(make):
     source, engine = make(), make()
     evaluate(source, 0, 0, 30)
     evaluate(source, 1, 0, 30, OTHER)
-    engine.import_kv(0, 0, 30, exported(source, 0, 0, 30), 0)
+    engine.import_kv(0, 0, 30, [exported(source, 0, 0, 30)], 0)
     engine.import_snapshot(0, 30, source.export_snapshot(1))
     assert not same(engine, evaluate(engine, 0, 30, 31), evaluate(source, 0, 30, 31))
 
@@ -226,7 +226,7 @@ def test_a_snapshot_is_refused_where_it_was_not_taken(make, position):
     source.trim(0, 0)
     evaluate(source, 0, 0, 30)
     if position:
-        engine.import_kv(0, 0, position, payload, 0)
+        engine.import_kv(0, 0, position, [payload], 0)
     with pytest.raises(EngineError):
         engine.import_snapshot(0, position, source.export_snapshot(0))
     engine.trim(0, 0)
@@ -260,7 +260,7 @@ def test_broken_payloads_are_refused_and_change_nothing(make):
     ranges, snapshot = exported(source, 0, 20, 60), source.export_snapshot(0)
     for broken in filter(len, broken_payloads(ranges or snapshot)):
         with pytest.raises(EngineError):
-            engine.import_kv(0, 20, 60, broken, 20)
+            engine.import_kv(0, 20, 60, [broken], 20)
     for broken in [*broken_payloads(snapshot), ranges]:
         with pytest.raises(EngineError):
             engine.import_snapshot(0, 20, broken)

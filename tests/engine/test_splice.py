@@ -166,8 +166,8 @@ def test_an_export_right_after_a_splice_holds_what_was_rotated(make):
     evaluate(engine, 0, 0, 200)
     splice(engine, 0, 20, 120)
     for start, end in ((0, 64), (64, 110)):
-        assert other.import_kv(0, start, end, exported(engine, 0, start, end), start) is Outcome.DONE
-    assert other.import_kv(1, 0, 110, exported(engine, 0, 0, 110), 0) is Outcome.DONE
+        assert other.import_kv(0, start, end, [exported(engine, 0, start, end)], start) is Outcome.DONE
+    assert other.import_kv(1, 0, 110, [exported(engine, 0, 0, 110)], 0) is Outcome.DONE
     expected = evaluate(engine, 0, 110, 120)
     assert same(engine, evaluate(other, 0, 110, 120), expected)
     assert same(engine, evaluate(other, 1, 110, 120), expected)

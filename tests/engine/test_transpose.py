@@ -40,7 +40,7 @@ def now(open_engine: Open, kind: str, flash: bool) -> LlamaEngine:
 
 def bring_in(engine: LlamaEngine, ranges: list[memoryview], snapshot: memoryview | None) -> None:
     for start, end, payload in zip(BORDERS, BORDERS[1:], ranges, strict=False):
-        assert engine.import_kv(0, start, end, payload, start) is Outcome.DONE
+        assert engine.import_kv(0, start, end, [payload], start) is Outcome.DONE
     if snapshot is not None:
         assert engine.import_snapshot(0, END, snapshot) is Outcome.DONE
 
@@ -132,8 +132,8 @@ def test_it_goes_on_as_it_would_have(open_engine: Open, kind: str, source_flash:
 def test_a_part_of_a_range_of_the_other_way_can_be_imported(open_engine: Open, source_flash: bool) -> None:
     source, other = open_engine(flash=source_flash), now(open_engine, "dense", not source_flash)
     evaluate(source, 0, 0, END)
-    assert other.import_kv(0, 0, 30, exported(source, 0, 0, END), 0) is Outcome.DONE
-    assert other.import_kv(0, 30, 70, exported(source, 0, 20, END), 20) is Outcome.DONE
+    assert other.import_kv(0, 0, 30, [exported(source, 0, 0, END)], 0) is Outcome.DONE
+    assert other.import_kv(0, 30, 70, [exported(source, 0, 20, END)], 20) is Outcome.DONE
     assert have_same_numbers(other, exported(other, 0, 0, 70), exported(source, 0, 0, 70))
 
 
@@ -142,7 +142,7 @@ def test_rearranging_leaves_what_it_was_given_as_it_is(open_engine: Open, source
     evaluate(source, 0, 0, END)
     payload = exported(source, 0, 0, END)
     before = bytes(payload)
-    other.import_kv(0, 0, END, payload, 0)
+    other.import_kv(0, 0, END, [payload], 0)
     assert bytes(payload) == before
 
 
@@ -159,7 +159,7 @@ def test_packed_state_has_the_same_rows_in_both_ways(
     (payload,) = source.export_kv(0, (0, END), bits)
     same_way, other = open_engine(kind, flash=source_flash), now(open_engine, kind, not source_flash)
     for engine in (same_way, other):
-        assert engine.import_kv(0, 0, END, payload, 0) is Outcome.DONE
+        assert engine.import_kv(0, 0, END, [payload], 0) is Outcome.DONE
     assert have_same_numbers(other, exported(other, 0, 0, END), exported(same_way, 0, 0, END))
 
 
@@ -173,7 +173,7 @@ def test_state_of_the_other_way_is_refused_without_a_choice(
     source, fixed = open_engine(kind, flash=source_flash), open_engine(kind, flash=not source_flash)
     evaluate(source, 0, 0, END)
     with pytest.raises(EngineError, match="another model layout"):
-        fixed.import_kv(0, 0, END, exported(source, 0, 0, END), 0)
+        fixed.import_kv(0, 0, END, [exported(source, 0, 0, END)], 0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WITH_VALUES if kind != "hybrid window"])
@@ -186,7 +186,7 @@ def test_a_range_that_claims_to_be_of_the_other_way_is_refused(
     payload = np.frombuffer(exported(source, 0, 0, END), np.uint8).copy()
     payload[HEAD_BYTES + 8 + END * source._layout.ranges[0].cell_bytes] ^= 1
     with pytest.raises(EngineError, match="another model layout"):
-        target.import_kv(0, 0, END, memoryview(payload), 0)
+        target.import_kv(0, 0, END, [memoryview(payload)], 0)
 
 
 @pytest.mark.parametrize("kind", ["sliding window", "hybrid window"])
@@ -198,7 +198,7 @@ def test_a_snapshot_that_claims_to_be_of_the_other_way_is_refused(
     snapshot = np.frombuffer(source.export_snapshot(0), np.uint8).copy()
     cells = cell_count(snapshot[HEAD_BYTES:])
     snapshot[HEAD_BYTES + 8 + cells * source._layout.windows[0].cell_bytes] ^= 1
-    target.import_kv(0, 0, END, exported(source, 0, 0, END), 0)
+    target.import_kv(0, 0, END, [exported(source, 0, 0, END)], 0)
     with pytest.raises(EngineError, match="another model layout"):
         target.import_snapshot(0, END, memoryview(snapshot))
 
@@ -211,7 +211,7 @@ def test_anything_at_all_is_of_one_way_or_the_other(open_engine: Open, source_fl
         for state in (random.integers(256, size=length), np.zeros(length), np.full(length, 255)):
             assert layouts.of(state.astype(np.uint8)) in (layouts.own, layouts.other)
             with suppress(EngineError):
-                engine.import_kv(0, 0, 1, memoryview(state.astype(np.uint8)), 0)
+                engine.import_kv(0, 0, 1, [memoryview(state.astype(np.uint8))], 0)
                 pytest.fail("was imported")
 
 

@@ -209,11 +209,14 @@ class Engine(Protocol):
     def export_snapshot(self, sequence: int) -> Payload:
         """A copy of what is not by range, as it is after everything evaluated so far. Raises EngineError."""
 
-    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+    def import_kv(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
+    ) -> Outcome:
         """Append positions [start, end) to `sequence`, whose state must end at `start`.
 
-        `payload` holds a range that begins at `payload_start <= start` and reaches to `end` or beyond.
-        Raises EngineError, with the sequence unchanged, when the payload does not have this engine's shape.
+        `payloads` hold ranges that follow each other, the first of which begins at `payload_start <= start`; the
+        last reaches to `end` or beyond. Raises EngineError, with the sequence unchanged, when one of them does not
+        have this engine's shape.
         """
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:

@@ -232,9 +232,13 @@ class FakeEngine:
             raise EngineError(f"Sequence {sequence} has nothing that could be kept as a snapshot.")
         return memoryview(_SNAPSHOT.pack(_MAGIC, state.end, state.rest))
 
-    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+    def import_kv(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
+    ) -> Outcome:
         state = self._state(sequence)
-        table = self._table(payload, payload_start)
+        table: list[tuple[int, int]] = []
+        for payload in payloads:
+            table += self._table(payload, payload_start + len(table))
         payload_end = payload_start + len(table) if self._unit.has_ranges else end
         if not payload_start <= start < end <= payload_end:
             raise EngineError("A stored KV payload does not hold the positions asked for.")

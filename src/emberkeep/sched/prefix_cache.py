@@ -14,6 +14,7 @@ end of its stable prefix, the ends of messages) and at the end of every turn.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Set
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -114,11 +115,10 @@ class PrefixCache:
         """Import what has arrived, in order; ends the loading phase when all is in, has failed or is late."""
         is_late = monotonic() > sequence.patience_ends
         while sequence.loads:
-            load = sequence.loads[0]
-            if load.fetch.state is FetchState.PENDING and not is_late:
+            if sequence.loads[0].fetch.state is FetchState.PENDING and not is_late:
                 return
-            sequence.loads.popleft()
-            if not self._import(sequence, load):
+            loads = _take_together(sequence.loads)
+            if not self._import(sequence, loads) and not self._import_singly(sequence, loads):
                 self._give_up_loading(sequence)
         if not sequence.pieces or self.blend.has_arrived(sequence, is_late=is_late):
             self._finish(sequence)
@@ -241,36 +241,43 @@ class PrefixCache:
         sequence.reuse.reason = MissReason.CHEAPER
         return []
 
-    def _import(self, sequence: Sequence, load: Load) -> bool:
-        payload = load.chunk.payload
-        if load.fetch.state is not FetchState.READY or payload is None:
-            is_damaged = load.fetch.state is FetchState.DAMAGED
+    def _import_singly(self, sequence: Sequence, loads: Items[Load]) -> bool:
+        """So that it is clear which of several cannot be imported."""
+        return len(loads) > 1 and all(self._import(sequence, [load]) for load in loads)
+
+    def _import(self, sequence: Sequence, loads: Items[Load]) -> bool:
+        """Chunks that follow each other, or anything alone."""
+        first, last = loads[0], loads[-1]
+        payloads = [load.chunk.payload for load in loads if load.chunk.payload is not None]
+        if first.fetch.state is not FetchState.READY or len(payloads) < len(loads):
+            is_damaged = first.fetch.state is FetchState.DAMAGED
             sequence.reuse.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
             return False
         begin = perf_counter()
         try:
             while (
-                outcome := self._into_engine(sequence, load, payload)
+                outcome := self._into_engine(sequence, first.chunk, last.end, payloads)
             ) is Outcome.NO_ROOM and self._slots.free_cells():
                 pass
         except StepFailed as error:
             log.warning("stored state was not loaded: %s", error)
             return False
         except EngineError:
-            self._store.reject(load.chunk)
-            sequence.reuse.reason = MissReason.CORRUPT
+            if len(loads) == 1:
+                self._store.reject(first.chunk)
+                sequence.reuse.reason = MissReason.CORRUPT
             return False
         if outcome is Outcome.NO_ROOM:
             return False
-        self._store.was_imported(len(payload), perf_counter() - begin)
-        sequence.loaded(load)
+        self._store.was_imported(sum(map(len, payloads)), perf_counter() - begin)
+        for load in loads:
+            sequence.loaded(load)
         return True
 
-    def _into_engine(self, sequence: Sequence, load: Load, payload: memoryview) -> Outcome:
-        chunk = load.chunk
+    def _into_engine(self, sequence: Sequence, chunk: Chunk, end: int, payloads: Items[Payload]) -> Outcome:
         if chunk.is_snapshot:
-            return self._engine.import_snapshot(sequence.slot, chunk.start, payload)
-        return self._engine.import_kv(sequence.slot, sequence.computed, load.end, payload, chunk.start)
+            return self._engine.import_snapshot(sequence.slot, chunk.start, payloads[0])
+        return self._engine.import_kv(sequence.slot, sequence.computed, end, payloads, chunk.start)
 
     def _give_up_loading(self, sequence: Sequence) -> None:
         """What was loaded so far stays, unless it is of no use without the rest."""
@@ -333,13 +340,20 @@ class PrefixCache:
 
         With snapshots nothing is stored between them: no lookup could use it.
         """
-        if not self._keeps(sequence):
+        if not self.has_to_commit(sequence):
             return
         if self._has_snapshots:
-            if sequence.computed in sequence.prompt.borders:
-                self.commit_all(sequence)
-        elif sequence.unsaved >= CHUNK_TOKENS:
+            self.commit_all(sequence)
+        else:
             self._store_up_to(sequence, sequence.computed, tail=False, fork=False)
+
+    def has_to_commit(self, sequence: Sequence) -> bool:
+        """Whether `commit` would store something."""
+        if not self._keeps(sequence):
+            return False
+        if self._has_snapshots:
+            return sequence.computed in sequence.prompt.borders
+        return sequence.unsaved >= CHUNK_TOKENS
 
     def commit_all(self, sequence: Sequence) -> None:
         """Store everything computed, with a tail chunk for what does not fill one."""
@@ -425,6 +439,20 @@ def _borders(begin: int, end: int, *, tail: bool) -> list[int]:
     """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail."""
     borders = list(range(begin, end + 1, CHUNK_TOKENS))
     return [*borders, end] if tail and borders[-1] < end else borders
+
+
+def _take_together(loads: deque[Load]) -> list[Load]:
+    """The first, and what follows it without a gap and is there too."""
+    together = [loads.popleft()]
+    while loads and _follows(loads[0], together[-1]):
+        together.append(loads.popleft())
+    return together
+
+
+def _follows(load: Load, before: Load) -> bool:
+    is_there = load.fetch.state is before.fetch.state is FetchState.READY
+    is_range = not load.chunk.is_snapshot and not before.chunk.is_snapshot
+    return is_there and is_range and load.chunk.start == before.end == before.chunk.end
 
 
 def _after(hot: HotMatch) -> TokenArray:

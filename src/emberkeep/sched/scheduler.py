@@ -332,6 +332,7 @@ class Scheduler:
         batch = self._schedule()
         if batch and self._execute(batch):
             self._process_outputs(batch)
+            self._store_computed(batch)
         self._blend()
         if self._draft is not None and not batch:
             self._draft.advance()
@@ -456,10 +457,22 @@ class Scheduler:
             with self._only(planned.sequence):
                 self._process_output(planned, index)
 
+    def _store_computed(self, batch: list[Planned]) -> None:
+        """Once everyone has what is new: storing a long prompt takes as long as some tokens."""
+        storing = []
+        for sequence in (each.sequence for each in batch if each.sequence.is_active):
+            with self._only(sequence):
+                if self._cache.has_to_commit(sequence):
+                    storing.append(sequence)
+        if storing:
+            self._flush()
+        for sequence in storing:
+            with self._only(sequence):
+                self._cache.commit(sequence)
+
     def _process_output(self, planned: Planned, index: int) -> None:
         sequence, drafted = planned.sequence, planned.draft.count if planned.draft else 0
         sequence.evaluated(len(planned.rows.tokens) - drafted, self._engine.capabilities.wide_rows)
-        self._cache.commit(sequence)
         if planned.is_scored:
             self._score(planned, index)
         if planned.rows.outputs and not planned.is_scored:
@@ -522,7 +535,6 @@ class Scheduler:
         if accepted < draft.count:
             self._engine.trim(sequence.slot, sequence.computed)
         self._speculation.settle(sequence, draft, accepted)
-        self._cache.commit(sequence)
 
     # ── a full context ──
 

@@ -174,10 +174,12 @@ class HfEngine:
         raise EngineError("This model's state has nothing that could be kept as a snapshot.")
 
     @torch.no_grad()
-    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
+    def import_kv(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
+    ) -> Outcome:
         with translate_errors():
-            rows = self._transfer.rows(payload, payload_start)
-        if not payload_start <= start < end <= payload_start + rows[0].shape[1]:
+            payload_end = self._transfer.check(payloads, payload_start)
+        if not payload_start <= start < end <= payload_end:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         table = self._tables[sequence]
         if table.length != start:
@@ -185,8 +187,7 @@ class HfEngine:
         with self._grow([table], [end]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
-            wanted = [part[:, start - payload_start : end - payload_start] for part in rows]
-            self._transfer.write(table, start, end, wanted)
+            self._transfer.load(table, start, end, payloads, payload_start)
         return Outcome.DONE
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:

@@ -75,6 +75,21 @@ class Transfer:
             target.copy_(given, non_blocking=True)
         return memoryview(buffer)
 
+    def check(self, payloads: Sequence[Payload], start: int) -> int:
+        """Where payloads end that follow each other from `start` on. Raises EngineError."""
+        for payload in payloads:
+            start += self._packing.check(payload, start) if is_packed(payload) else self._check(payload, start)
+        return start
+
+    def load(self, table: BlockTable, start: int, end: int, payloads: Sequence[Payload], at: int) -> None:
+        """Put [start, end) of payloads that begin at `at`, and were checked, where the table has room for it."""
+        for payload in payloads:
+            rows = self.rows(payload, at)
+            begin, at = at, at + rows[0].shape[1]
+            first, last = max(start, begin), min(end, at)
+            if first < last:
+                self.write(table, first, last, [part[:, first - begin : last - begin] for part in rows])
+
     def rows(self, payload: Payload, start: int) -> list[torch.Tensor]:
         """The rows of a payload that begins at `start`, one tensor per group, on the device. Raises EngineError.
 
@@ -82,11 +97,15 @@ class Transfer:
         """
         if is_packed(payload):
             return self._packing.unpack(payload, start)
+        tokens = self._check(payload, start)
+        data = as_tensor(payload, self._memory.dtype, HEAD.size)
+        return rows_of(self._to_device(data, payload), self._memory.groups, tokens)
+
+    def _check(self, payload: Payload, start: int) -> int:
         tokens = read_head(payload, start)
         if len(payload) != self._size(tokens):
             raise EngineError("A stored KV payload has another size than its number of tokens says.")
-        data = as_tensor(payload, self._memory.dtype, HEAD.size)
-        return rows_of(self._to_device(data, payload), self._memory.groups, tokens)
+        return tokens
 
     def _to_device(self, data: torch.Tensor, payload: Payload) -> torch.Tensor:
         """Valid until the next call. On CUDA nothing is waited for, and the device does it all in order."""
@@ -181,15 +200,23 @@ class Packing:
 
     def unpack(self, payload: Payload, start: int) -> list[torch.Tensor]:
         """The rows of every group. Raises EngineError."""
-        form = Form.read(payload, self._streams)
-        if len(payload) != form.end + HEAD.size or read_head(payload[form.end :], start) != form.tokens:
-            raise EngineError("A stored KV payload has another size than its number of tokens says.")
+        form = self._form(payload, start)
         sections = form.sections(np.frombuffer(payload, np.uint8))
         parts = [
             _decode(section, streams, form.bits, self._memory)
             for section, streams in zip(sections, self._streams, strict=True)
         ]
         return self._join(parts)
+
+    def check(self, payload: Payload, start: int) -> int:
+        """How many tokens it has. Raises EngineError."""
+        return self._form(payload, start).tokens
+
+    def _form(self, payload: Payload, start: int) -> Form:
+        form = Form.read(payload, self._streams)
+        if len(payload) != form.end + HEAD.size or read_head(payload[form.end :], start) != form.tokens:
+            raise EngineError("A stored KV payload has another size than its number of tokens says.")
+        return form
 
     def _split(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
         """Keys and values of every group apart, as `[count, tokens, channels]`."""

@@ -110,8 +110,10 @@ class HfWholeEngine:
             raise EngineError(f"Sequence {sequence} has nothing that could be kept as a snapshot.")
         return write_cache(state.cache, state.end)
 
-    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
-        if len(payload):
+    def import_kv(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
+    ) -> Outcome:
+        if any(len(payload) for payload in payloads):
             raise EngineError("A stored KV payload is of another kind.")
         if not self._end(sequence) == start < end:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")

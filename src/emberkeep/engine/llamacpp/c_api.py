@@ -281,6 +281,10 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_threadpool_params_default": (ThreadPoolParams, (c_int,)),
     "ggml_backend_dev_type": (c_int, (c_void_p,)),
     "ggml_backend_dev_get_props": (None, (c_void_p, POINTER(DeviceProps))),
+    "ggml_backend_dev_host_buffer_type": (c_void_p, (c_void_p,)),
+    "ggml_backend_buft_alloc_buffer": (c_void_p, (c_void_p, c_size_t)),
+    "ggml_backend_buffer_get_base": (c_void_p, (c_void_p,)),
+    "ggml_backend_buffer_free": (None, (c_void_p,)),
     "ggml_backend_cpu_buffer_type": (c_void_p, ()),
     "ggml_backend_tensor_get": (None, (c_void_p, c_void_p, c_size_t, c_size_t)),
 }

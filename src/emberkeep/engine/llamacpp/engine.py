@@ -54,9 +54,10 @@ from emberkeep.engine.llamacpp.kv_state import (
     share_range,
     write_state,
 )
-from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel, gpus
 from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama, take_errors
+from emberkeep.engine.llamacpp.staging import Staging
 from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
 from emberkeep.engine.packing import is_packed
 from emberkeep.errors import EngineError, StepFailed
@@ -111,6 +112,7 @@ class LlamaEngine:
         self._changes = 0
         self.experts = ExpertCounter.of(model, self._reopen)
         self._threads = ThreadPool()
+        self._staging: Staging | None = None
         self._opened: Handle = 0
         self._cells = CellMap()
         self._batch = BatchBuffer(settings.batch)
@@ -126,6 +128,8 @@ class LlamaEngine:
             # Before another context is opened, which does not stay.
             self.footprint = footprint_of(model, settings, self._row_bytes(), self._switch.has_choice)
             self._learn_other_layout()
+            if model.offloads and self._layout is not None and self._unit.has_ranges:
+                self._staging = Staging(gpus()[0].handle)
             self.capabilities = self._learn_capabilities()
             self.fingerprint = fingerprint(
                 model, weights_digest, settings, self._context, self._layout, either=self._switch.has_choice
@@ -267,21 +271,25 @@ class LlamaEngine:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if self._layout is None or not self._unit.has_ranges:
             return [memoryview(b"")] * (len(borders) - 1)
-        # Cut outside of the library where an export brings the windows with it: once is enough.
-        spans = pairwise(borders) if self._unit is KvUnit.RANGE else [borders]
-        payloads = [payload for span in spans for payload in self._export_ranges(self._layout, sequence, span)]
+        payloads = self._export_ranges(self._layout, sequence, borders)
         if bits == 16:
             return payloads
         ranges = zip(payloads, pairwise(borders), strict=True)
         return [pack_range(self._layout, payload, end - start, bits) for payload, (start, end) in ranges]
 
     def _export_ranges(self, layout: Layout, sequence: int, borders: Sequence[int]) -> list[Payload]:
-        with share_range(self._memory, sequence + 1, _SCRATCH, borders[0], borders[-1]):
-            if layout.recurrent:
-                # Takes the recurrent state, which may be large, out of the copy.
-                write_state(self._context, _SCRATCH, layout.empty_snapshot, PARTIAL)
-            state = read_state(self._context, _SCRATCH)
-        return layout.split(state, borders)
+        def read(start: int, end: int, into: Bytes | None = None) -> Bytes:
+            with share_range(self._memory, sequence + 1, _SCRATCH, start, end):
+                if layout.recurrent:
+                    # Takes the recurrent state, which may be large, out of the copy.
+                    write_state(self._context, _SCRATCH, layout.empty_snapshot, PARTIAL)
+                return read_state(self._context, _SCRATCH, into=into)
+
+        if self._staging is not None and len(borders) > 2:
+            return self._staging.export(layout, borders, read)
+        # Cut outside of the library where an export brings the windows with it: once is enough.
+        spans = pairwise(borders) if self._unit is KvUnit.RANGE else [borders]
+        return [payload for span in spans for payload in layout.split(read(span[0], span[-1]), span)]
 
     def export_snapshot(self, sequence: int) -> Payload:
         layout, end = self._snapshot_layout(), self._cells[sequence].end
@@ -290,27 +298,54 @@ class LlamaEngine:
         layout.check_snapshot(memoryview(state), end)
         return memoryview(state)
 
-    def import_kv(self, sequence: int, start: int, end: int, payload: Payload, payload_start: int) -> Outcome:
-        if self._layout is not None and self._unit.has_ranges and not self._layout.begins(payload):
-            payload = unpack_range(self._layouts, payload) if is_packed(payload) else payload
-        if not payload_start <= start < end <= self._payload_end(payload, payload_start, end):
+    def import_kv(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
+    ) -> Outcome:
+        payloads = [self._unpacked(payload) for payload in payloads]
+        ends = self._payload_ends(payloads, payload_start, end)
+        if not payload_start <= start < end <= ends[-1]:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         held = self._cells[sequence]
         if held.end != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        state = np.frombuffer(payload, np.uint8)
-        if self._unit.has_ranges and not self._import_range(sequence, start, end, state):
+        if self._unit.has_ranges and not self._import_ranges(sequence, start, end, payloads, ends):
+            # A part of it may be there.
+            llama().llama_memory_seq_rm(self._memory, sequence + 1, start, -1)
             return Outcome.NO_ROOM
         self._cells.grow(sequence, end)
         held.is_whole = not self._unit.has_snapshots
         return Outcome.DONE
 
-    def _payload_end(self, payload: Payload, start: int, end: int) -> int:
+    def _unpacked(self, payload: Payload) -> Payload:
+        if self._layout is None or not self._unit.has_ranges or self._layout.begins(payload):
+            return payload
+        return unpack_range(self._layouts, payload) if is_packed(payload) else payload
+
+    def _payload_ends(self, payloads: Sequence[Payload], start: int, end: int) -> list[int]:
         if self._layout is not None and self._unit.has_ranges:
-            return self._layouts.of(np.frombuffer(payload, np.uint8)).check_range(payload, start)
-        if len(payload):
+            ends = [start]
+            for payload in payloads:
+                ends.append(self._layouts.of(np.frombuffer(payload, np.uint8)).check_range(payload, ends[-1]))
+            return ends[1:]
+        if any(len(payload) for payload in payloads):
             raise EngineError("A stored KV payload holds ranges, and this model's state has none.")
-        return end
+        return [end]
+
+    def _import_ranges(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], ends: Sequence[int]
+    ) -> bool:
+        """They were checked. False: there is no room for all of them."""
+        states = [np.frombuffer(payload, np.uint8) for payload in payloads]
+
+        def write(until: int, state: Bytes) -> bool:
+            nonlocal start
+            begin, start = start, min(until, end)
+            return begin >= start or self._import_range(sequence, begin, start, state)
+
+        if self._staging is not None and len(states) > 1:
+            own = [self._layouts.rearrange(state) for state in states]
+            return self._staging.load(self._layouts.own, own, ends, write)
+        return all(write(until, state) for until, state in zip(ends, states, strict=True))
 
     def _import_range(self, sequence: int, start: int, end: int, state: Bytes) -> bool:
         """`state` was checked. False: there is no room, and nothing has changed."""
@@ -507,6 +542,9 @@ class LlamaEngine:
         }
 
     def close(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
         self._free()
         self._threads.close()
         self._model.close()

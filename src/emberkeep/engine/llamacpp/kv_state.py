@@ -35,11 +35,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, pairwise, product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,10 +84,10 @@ PARTIAL = 1
 """Without what can be taken apart by range."""
 
 
-def read_state(context: Handle, sequence: int, flags: int = WHOLE) -> Bytes:
-    """A copy. Raises EngineError."""
+def read_state(context: Handle, sequence: int, flags: int = WHOLE, into: Bytes | None = None) -> Bytes:
+    """A copy, in the memory of `into` if that is large enough. Raises EngineError."""
     size = llama().llama_state_seq_get_size_ext(context, sequence, flags)
-    state = np.empty(size, np.uint8)
+    state = np.empty(size, np.uint8) if into is None or len(into) < size else into[:size]
     written = llama().llama_state_seq_get_data_ext(context, _bytes_pointer(state), size, sequence, flags)
     if written != size:
         raise EngineError(f"llama.cpp exported {written} bytes instead of {size}.")
@@ -176,7 +177,41 @@ class Layout:
         orders = self._orders(state, begin, cells)
         if len(borders) == 2 and not self.nothing and all(order is None for order in orders):
             return [memoryview(state)]
-        return [self._pick(state, cells, orders, start - begin, end - begin) for start, end in pairwise(borders)]
+        return [pick() for pick in self._picks(state, cells, orders, borders)]
+
+    def splitting(self, state: Bytes, borders: Sequence[int]) -> list[Callable[[], Payload]]:
+        """What `split` does, left to be done by any threads while `state` stays as it is. Raises EngineError."""
+        cells = borders[-1] - borders[0]
+        return self._picks(state, cells, self._orders(state, borders[0], cells), borders)
+
+    def joining(self, states: Sequence[Bytes], into: Bytes) -> tuple[Bytes, list[Callable[[], None]]]:
+        """One state, in the memory of `into`, of ranges that were checked and follow each other; it is whole when
+        everything was called that comes with it, by any threads."""
+        counts = [cell_count(state[HEAD_BYTES:]) for state in states]
+        total = sum(counts)
+        joined = into[: self.range_bytes(total)]
+        joined[:HEAD_BYTES] = np.frombuffer(self.head, np.uint8)
+        joined[len(joined) - len(self.nothing) :] = np.frombuffer(self.nothing, np.uint8)
+        to = HEAD_BYTES
+        for part in self.ranges:
+            part.write_skeleton(joined[to:], total)
+            to += part.size(total)
+        begins = np.cumsum([0, *counts])[:-1].tolist()
+        puts = zip(states, counts, begins, strict=True)
+        return joined, [partial(self._put, state, count, joined, total, at) for state, count, at in puts]
+
+    def _put(self, state: Bytes, cells: int, joined: Bytes, total: int, at: int) -> None:
+        offset = to = HEAD_BYTES
+        for part in self.ranges:
+            part.copy_cells(state[offset:], cells, 0, joined[to:], total, at, cells)
+            offset += part.size(cells)
+            to += part.size(total)
+
+    def _picks(
+        self, state: Bytes, cells: int, orders: list[Order], borders: Sequence[int]
+    ) -> list[Callable[[], Payload]]:
+        ranges = ((start - borders[0], end - borders[0]) for start, end in pairwise(borders))
+        return [partial(self._pick, state, cells, orders, start, end) for start, end in ranges]
 
     def renumbered(self, state: Bytes, start: int) -> Bytes:
         """A copy of the state of a range whose positions begin at `start`; nothing in it is rotated."""
@@ -297,6 +332,14 @@ class LayerRun:
         """From one layer to the next, in a part with so many cells."""
         return _TENSOR.size + cells * self.tensor.row_bytes
 
+    def rows(self, part: Bytes, begin: int, cells: int, first: int, count: int) -> npt.NDArray[Any]:
+        """A view of `count` cells of every layer, from `first` on, in which the run's first row is at `begin`."""
+        size, stride, each = self.tensor.row_bytes, self.stride(cells), self.tensor.number_bytes
+        if each is None:
+            return np.ndarray((self.count, count * size), np.uint8, part.data, begin + first * size, (stride, 1))
+        shape, strides = (self.count, size // each, count), (stride, cells * each, each)
+        return np.ndarray(shape, f"<u{each}", part.data, begin + first * each, strides)
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:
@@ -380,8 +423,27 @@ class Attention:
         table = part[_PAIR.size : _PAIR.size + cells * self.cell_bytes].reshape(cells, self.cell_bytes)
         table[:, :4] = np.arange(start, start + cells, dtype="<i4").view(np.uint8).reshape(cells, 4)
 
+    def write_skeleton(self, part: Bytes, cells: int) -> None:
+        offsets, skeleton = skeleton_of(self, cells)
+        part[offsets] = skeleton
+
+    def copy_cells(
+        self, part: Bytes, cells: int, first: int, target: Bytes, target_cells: int, at: int, count: int
+    ) -> None:
+        """`count` cells of `part`, from `first` on, to `target`, from `at` on."""
+        size = self.cell_bytes
+        table, to = part[_PAIR.size :], target[_PAIR.size :]
+        to[at * size : (at + count) * size] = table[first * size : (first + count) * size]
+        for (begin, run), (target_begin, _) in zip(self.runs(cells), self.runs(target_cells), strict=True):
+            taken = run.rows(target, target_begin, target_cells, at, count)
+            taken[:] = run.rows(part, begin, cells, first, count)
+
     def pick(self, part: Bytes, cells: int, chosen: _Chosen, target: Bytes, count: int) -> None:
         """Make `target` a part with only the `count` `chosen` rows of `part`, which has `cells`."""
+        if isinstance(chosen, slice):
+            self.write_skeleton(target, count)
+            self.copy_cells(part, cells, chosen.start, target, count, 0, count)
+            return
         for (skeleton, rows), (to, picked) in zip(
             self._blocks(part, cells), self._blocks(target, count), strict=True
         ):

@@ -1,0 +1,115 @@
+"""State in long ranges, as it leaves and enters a GPU: here through plain memory, and in small stages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emberkeep.engine.base import KvUnit, Outcome
+from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.staging import PinnedBuffer, Staging
+from emberkeep.errors import EngineError
+from helpers.engines import KINDS, evaluate
+
+END = 600
+BORDERS = (*range(0, END, 64), END)
+OTHER_CELLS_FIRST = 90
+
+
+@pytest.fixture(params=[True, False], ids=["flash", "no flash"])
+def flash(request) -> bool:
+    return request.param
+
+
+@pytest.fixture(params=[1, 3, 100], ids=["a chunk each", "three chunks", "all at once"])
+def stage(request) -> int:
+    """How many chunks a stage holds."""
+    return request.param
+
+
+def staged(engine, chunks: int):
+    engine._staging = Staging(None, engine._layout.range_bytes(64 * chunks) + 1)
+    return engine
+
+
+def ranged(kinds):
+    return [kind for kind in kinds if kind != "recurrent"]
+
+
+@pytest.mark.parametrize("kind", ranged(KINDS))
+def test_what_leaves_in_stages_is_what_leaves_chunk_by_chunk(open_engine, kind, stage):
+    engine = open_engine(kind)
+    evaluate(engine, 0, 0, END)
+    expected = [bytes(payload) for payload in engine.export_kv(0, BORDERS)]
+    assert [bytes(payload) for payload in staged(engine, stage).export_kv(0, BORDERS)] == expected
+
+
+@pytest.mark.parametrize("kind", ranged(KINDS))
+def test_what_enters_in_stages_is_what_enters_chunk_by_chunk(open_engine, kind, stage):
+    source, plain, target = open_engine(kind), open_engine(kind), staged(open_engine(kind), stage)
+    evaluate(source, 0, 0, END)
+    payloads = source.export_kv(0, BORDERS)
+    for engine in (plain, target):
+        assert engine.import_kv(0, 0, END, payloads, 0) is Outcome.DONE
+        if engine.capabilities.kv_unit is KvUnit.BOTH:
+            assert engine.import_snapshot(0, END, source.export_snapshot(0)) is Outcome.DONE
+    assert np.array_equal(evaluate(target, 0, END, END + 8), evaluate(plain, 0, END, END + 8))
+
+
+def test_rows_that_lie_out_of_order_leave_in_order(open_engine, stage):
+    engine, tidy = open_engine(), open_engine()
+    evaluate(engine, 1, 0, OTHER_CELLS_FIRST)
+    evaluate(engine, 0, 0, 64)
+    engine.trim(1, 0)  # the next ones lie in front
+    evaluate(tidy, 0, 0, END)
+    payloads = tidy.export_kv(0, BORDERS)
+    assert engine.import_kv(0, 64, END, payloads[1:], 64) is Outcome.DONE
+    again = staged(engine, stage).export_kv(0, BORDERS)
+    assert [bytes(payload) for payload in again[1:]] == [bytes(payload) for payload in payloads[1:]]
+
+
+def test_a_part_of_the_first_and_of_the_last_is_enough(open_engine, stage):
+    source, target = open_engine(), staged(open_engine(), stage)
+    evaluate(source, 0, 0, END)
+    payloads = source.export_kv(0, BORDERS)
+    evaluate(target, 0, 0, 70)
+    assert target.import_kv(0, 70, 590, payloads[1:], 64) is Outcome.DONE
+    whole = b"".join(bytes(p) for p in target.export_kv(0, (128, 192, 256)))
+    assert whole == b"".join(bytes(p) for p in payloads[2:4])
+    source.trim(0, 590)
+    evaluate(target, 0, 590, 600)
+
+
+def test_one_bad_payload_refuses_all_and_changes_nothing(open_engine, stage):
+    source, target = open_engine(), staged(open_engine(), stage)
+    evaluate(source, 0, 0, END)
+    payloads = source.export_kv(0, BORDERS)
+    with pytest.raises(EngineError):
+        target.import_kv(0, 0, END, [*payloads[:4], payloads[5], *payloads[5:]], 0)
+    assert target.import_kv(0, 0, END, payloads, 0) is Outcome.DONE
+
+
+def test_without_room_for_all_there_is_none_of_it(open_engine, stage):
+    source, target = open_engine(), staged(open_engine(cells=512), stage)
+    evaluate(source, 0, 0, END)
+    payloads = source.export_kv(0, BORDERS)
+    evaluate(target, 1, 0, 40)
+    assert target.import_kv(0, 0, END, payloads, 0) is Outcome.NO_ROOM
+    assert target.import_kv(0, 0, 448, payloads[:7], 0) is Outcome.DONE
+    assert np.array_equal(evaluate(target, 1, 40, 48), _alone(open_engine))
+
+
+def _alone(open_engine) -> np.ndarray:
+    engine = open_engine(cells=512)
+    evaluate(engine, 1, 0, 40)
+    return evaluate(engine, 1, 40, 48)
+
+
+def test_memory_of_a_device_without_any_of_its_own_is_plain():
+    cpu = llama().ggml_backend_dev_by_type(0)
+    buffer = PinnedBuffer(cpu, 4096)
+    buffer.memory[:] = 7
+    assert buffer.memory.sum() == 7 * 4096
+    buffer.close()
+    buffer.close()
+    assert not len(buffer.memory)
