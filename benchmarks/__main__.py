@@ -30,6 +30,7 @@ class PartsFlags(Flags):
     turns: Annotated[int | None, Option("--turns", min=100, help="Archived turns.")] = None
     searches: Annotated[int | None, Option("--searches", min=4, help="Searches that are timed.")] = None
     writes: Annotated[int | None, Option("--writes", min=1, help="Archived turns that are timed.")] = None
+    engine: Annotated[str | None, Option("--engine", help="Of the random model: hf or llamacpp.")] = None
     device: Annotated[str | None, setting("device")] = None
     layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
     hidden: Annotated[int | None, Option("--hidden", min=8, help="Width of its layers.")] = None
@@ -128,9 +129,9 @@ PARTS = (
     ),
     Benchmark(
         "gpu",
-        "The Hugging Face engine with random weights, against eager transformers and the device's own limits.",
+        "An engine with random weights, against eager transformers and the device's own limits.",
         "benchmarks.gpu",
-        ("device", "layers", "hidden", "sizes", "repeat"),
+        ("engine", "device", "layers", "hidden", "sizes", "repeat"),
         Needs.FOLDER,
         _require_hf,
     ),

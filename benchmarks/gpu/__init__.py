@@ -1,4 +1,4 @@
-"""`gpu`: the Hugging Face engine with random weights, against eager transformers and against the device's limits.
+"""`gpu`: an engine with random weights, against eager transformers and against the device's limits.
 
     rig          the engine with a scheduler and a store around it
     memory       what was predicted of a request's memory, against what it took
@@ -51,6 +51,8 @@ def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[BenchResult]
     tables: list[Table] = []
     with open_rig(plan) as rig:
         for name in plan.parts:
+            if name == "speculation" and plan.engine != "hf":
+                continue  # a pair of models that agree is made of a model of transformers
             say(name)
             for table in _PARTS[name](rig, plan):
                 tables.append(table)

@@ -16,6 +16,7 @@ from benchmarks.gpu.workload import PARTS
 def main() -> None:
     parser = ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS])
+    parser.add_argument("--engine", choices=["hf", "llamacpp"])
     parser.add_argument("--device")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)

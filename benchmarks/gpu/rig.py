@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import numpy as np
@@ -43,9 +45,7 @@ class Answer:
 class Rig:
     """Every method blocks. What is asked leaves its state in the engine and in RAM, as it does in a server."""
 
-    def __init__(
-        self, shape: Shape, engine: HfEngine, loop: Scheduler, limits: DeviceLimits, weights: int
-    ) -> None:
+    def __init__(self, shape: Shape, engine: Engine, loop: Scheduler, limits: DeviceLimits, weights: int) -> None:
         self.shape = shape
         self.engine = engine
         self.limits = limits
@@ -56,10 +56,9 @@ class Rig:
     @property
     def about(self) -> str:
         """The model and what computes it, for people."""
-        attention, bytes_ = self.engine.attention.tier, self.weights_bytes
-        return (
-            f"{self.shape.layers} layers of {self.shape.hidden:,}, {bytes_ / 1e9:.2f} GB, attention: {attention}."
-        )
+        shape, attention = self.shape, self.engine.attention
+        computed = f"attention: {attention.tier}" if attention else "by llama.cpp"
+        return f"{shape.layers} layers of {shape.hidden:,}, {self.weights_bytes / 1e9:.2f} GB, {computed}."
 
     def prompt(self, tokens: int) -> TokenArray:
         """Different from every other one."""
@@ -80,7 +79,7 @@ class Rig:
         """Let nothing rest in the engine: the store has it."""
         self._loop.forget({""}).result()
 
-    def alone(self, action: Callable[[HfEngine], T]) -> T:
+    def alone(self, action: Callable[[Engine], T]) -> T:
         """Something on the engine's thread, while the engine holds nothing."""
         return self._loop.when_idle(lambda: action(self.engine)).result()
 
@@ -89,17 +88,36 @@ class Rig:
 def open_rig(plan: Workload) -> Iterator[Rig]:
     """Raises EngineError."""
     shape = Shape(plan.layers, plan.hidden, plan.longest)
-    settings = HfSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
     thread = EngineThread()
-    model = thread.submit(lambda: random_model(shape, plan.device)).result()
-    engine = thread.submit(lambda: HfEngine(model, settings, "random")).result()
+    opened = thread.submit(
+        lambda: _open_llamacpp(plan, shape) if plan.engine == "llamacpp" else _open_hf(plan, shape)
+    )
+    engine, weights_bytes = opened.result()
     store = KvStore(engine.fingerprint, Budgets(_STORED))
     loop = Scheduler(engine, store, SchedulerSettings(parallel=8, prefill_slice=plan.slice), thread=thread)
     try:
-        yield Rig(shape, engine, loop, DeviceLimits(plan.device), model.weights_bytes)
+        yield Rig(shape, engine, loop, DeviceLimits(plan.device), weights_bytes)
     finally:
         loop.close()
         store.close()
+
+
+def _open_hf(plan: Workload, shape: Shape) -> tuple[Engine, int]:
+    settings = HfSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
+    model = random_model(shape, plan.device)
+    return HfEngine(model, settings, "random"), model.weights_bytes
+
+
+def _open_llamacpp(plan: Workload, shape: Shape) -> tuple[Engine, int]:
+    """Everything on the GPU, if there is one."""
+    from benchmarks.gpu.random_gguf import write_random_gguf
+    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Placement
+
+    settings = LlamaSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
+    with TemporaryDirectory() as folder:
+        path = write_random_gguf(Path(folder) / "random.gguf", shape)
+        placement = Placement(shape.layers, 0 if plan.device == "cpu" else shape.layers + 1)
+        return LlamaEngine(LlamaModel(path, placement=placement), settings, "random"), path.stat().st_size
 
 
 # ── without a scheduler, on the engine's thread ──

@@ -10,6 +10,8 @@ PARTS = ("memory", "prompts", "transfer", "turns", "decode", "speculation")
 @dataclass(frozen=True, slots=True)
 class Workload:
     parts: tuple[str, ...] = PARTS
+    engine: str = "hf"
+    """`hf` or `llamacpp`."""
     device: str = "auto"
     layers: int = 36
     hidden: int = 2048
@@ -28,7 +30,7 @@ class Workload:
     answer_tokens: int = 32
     requests: int = 40
     """Of different lengths, whose memory is predicted."""
-    slice: int = 2048
+    slice: int = 4096
     """Most prompt tokens in one step."""
     repeat: int = 5
 
