@@ -25,7 +25,7 @@ from emberkeep.engine.hf.kernels import (
     paged_attention,
     store_rows,
 )
-from emberkeep.engine.hf.layer_kernels import HeadNorms, rms_norm, rotate_and_store, silu_gate
+from emberkeep.engine.hf.layer_kernels import HeadNorms, few_rows_product, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.step import Span
@@ -112,6 +112,25 @@ def test_norms_and_gates(width):
     torch.testing.assert_close(silu_gate(pairs), torch.nn.functional.silu(pairs[:, :width]) * pairs[:, width:])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize(("width", "outputs"), [(64, 48), (300, 40)])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "with a bias", "gated", "added"])
+def test_products_of_few_rows(rows, width, outputs, has_norm, kind):
+    x, norm = torch.randn(rows, width), torch.randn(width)
+    weight = torch.randn(2 * outputs if kind == "gated" else outputs, width) / width**0.5
+    bias = torch.randn(outputs) if kind == "with a bias" else None
+    before = torch.randn(rows, outputs) if kind == "added" else None
+    expected = torch.nn.functional.linear(rms_norm(x, norm, 1e-6) if has_norm else x, weight, bias)
+    expected = silu_gate(expected) if kind == "gated" else expected
+    expected = expected + before if before is not None else expected
+    result = few_rows_product(
+        x, weight, bias, norm=(norm, 1e-6) if has_norm else None, is_gated=kind == "gated", add_to=before
+    )
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    assert before is None or result is before
+
+
 @pytest.mark.parametrize("rotated", [32, 16])
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_queries_and_keys_are_rotated_and_stored(rotated, has_norms):
@@ -142,7 +161,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 @pytest.mark.parametrize(
     ("family", "is_usual"), [("llama", True), ("qwen2", True), ("qwen3", True), ("gemma2", False)]
 )
-def test_fused_layers_compute_what_layers_of_the_usual_make_compute(family, is_usual, tmp_path):
+@pytest.mark.parametrize("count", [16, 17])
+def test_fused_layers_compute_what_layers_of_the_usual_make_compute(family, is_usual, count, tmp_path):
     source = HfSource(tiny_hf.write(tmp_path, family))
     network = Network(load_model(source, device=DEVICE, dtype="float32", attention="emberkeep").network)
     with torch.no_grad():
@@ -152,8 +172,8 @@ def test_fused_layers_compute_what_layers_of_the_usual_make_compute(family, is_u
         assert bool(fused) is is_usual
         if fused is None:
             return
-        rows = torch.arange(16)
-        step = PoolStep(memory, [Span(0, 16, BlockTable([0], 16), 0)], rows, tier=AttentionTier.PLAIN)
+        rows = torch.arange(count)
+        step = PoolStep(memory, [Span(0, count, BlockTable([0], count), 0)], rows, tier=AttentionTier.PLAIN)
         assert agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1]))
         before = network.layers[0].mlp.down_proj.forward
         network.layers[0].mlp.down_proj.forward = lambda x: -before(x)

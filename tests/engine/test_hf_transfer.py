@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -106,3 +107,31 @@ def test_bits_that_are_not_offered_are_refused(open_hf):
     assert engine.capabilities.packs == {16, 8, 4}
     with pytest.raises(EngineError, match="5 bits"):
         engine.export_kv(0, (0, 20), 5)
+
+
+@pytest.mark.parametrize("gathers", [True, False], ids=["as on a GPU", "as on a CPU"])
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("borders", [(0, 16, 32, 48, 64, 80, 90), (0, 64, 90), tuple(range(0, 91, 3))])
+def test_many_payloads_at_once_are_what_they_are_one_by_one(open_hf, family, borders, gathers):
+    engine = open_hf(family, cells=512, sequences=3)
+    evaluate(engine, 0, 0, 90)
+    singly = [bytes(exported(engine, 0, *place)) for place in pairwise(borders)]
+    engine._transfer._gathers = gathers
+    payloads = engine.export_kv(0, borders)
+    assert [bytes(payload) for payload in payloads] == singly
+    assert engine.import_kv(1, 0, 90, payloads, 0) is Outcome.DONE
+    assert [bytes(payload) for payload in engine.export_kv(1, borders)] == singly
+    # From the middle of one to the middle of another, into blocks that lie apart.
+    evaluate(engine, 2, 0, 5)
+    assert engine.import_kv(2, 5, 85, payloads, 0) is Outcome.DONE
+    assert bytes(exported(engine, 2, 5, 85)) == bytes(exported(engine, 0, 5, 85))
+
+
+def test_one_that_does_not_fit_among_many_changes_nothing(open_hf):
+    engine = open_hf("llama", cells=512, sequences=2)
+    evaluate(engine, 0, 0, 90)
+    first, second, third = engine.export_kv(0, (0, 30, 60, 90))
+    for wrong in ([first, third], [first, second[:-1], third], [first, second]):
+        with pytest.raises(EngineError):
+            engine.import_kv(1, 0, 90, wrong, 0)
+    assert engine.import_kv(1, 0, 90, [first, second, third], 0) is Outcome.DONE

@@ -60,6 +60,8 @@ class StepBatch:
         self.tokens, self.positions, self.cells, self.wanted, tiles = self._inputs.split(counts)
         self._tiles = tiles.view(-1, _TILE_NUMBERS)
         self._views = [part.numpy() for part in self._host.split(counts)]
+        self._views[-1] = self._views[-1].reshape(-1, _TILE_NUMBERS)
+        self._table_views = self._host_tables.numpy()
         programs = size.rows // self._shape.tokens * heads
         self._splits = choose_splits(max(programs, heads), device.multi_processor_count)
         self.layer = -1
@@ -69,20 +71,22 @@ class StepBatch:
         """Nothing of the latest step may still be running."""
         self._host.zero_()
         tokens, positions, cells, wanted, tiles = self._views
-        host_tables = self._host_tables.numpy()
         end = outputs = tile = 0
-        tiles = tiles.reshape(-1, _TILE_NUMBERS)
         each = self._shape.tokens
         for index, (rows, table) in enumerate(zip(batch, tables, strict=True)):
             begin, end = end, end + len(rows.tokens)
-            last = rows.start + end - begin
             tokens[begin:end] = rows.tokens
-            positions[begin:end] = np.arange(rows.start, last)
-            host_tables[index, : len(table.blocks)] = table.blocks
-            at = positions[begin:end]
-            cells[begin:end] = host_tables[index, at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK
-            wanted[outputs : outputs + rows.outputs] = np.arange(end - rows.outputs, end)
+            self._table_views[index, : len(table.blocks)] = table.blocks
+            wanted[outputs : outputs + rows.outputs] = range(end - rows.outputs, end)
             outputs += rows.outputs
+            if end - begin == 1:
+                positions[begin] = at = rows.start
+                cells[begin] = table.blocks[at // BLOCK] * BLOCK + at % BLOCK
+                tiles[tile] = (begin, 1, index, at)
+                tile += 1
+                continue
+            positions[begin:end] = np.arange(rows.start, rows.start + end - begin)
+            cells[begin:end] = table.cells(rows.start, rows.start + end - begin)
             first = np.arange(0, end - begin, each)
             part = tiles[tile : tile + len(first)]
             part[:, 0], part[:, 2], part[:, 3] = begin + first, index, rows.start + first

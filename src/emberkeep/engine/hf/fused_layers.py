@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn.functional import linear
 
 from emberkeep.engine.hf.attention import AttentionOptions
-from emberkeep.engine.hf.layer_kernels import HeadNorms, rms_norm, rotate_and_store, silu_gate
+from emberkeep.engine.hf.layer_kernels import (
+    FEW_ROWS,
+    HeadNorms,
+    few_rows_product,
+    rms_norm,
+    rotate_and_store,
+    silu_gate,
+)
 from emberkeep.engine.hf.pool import KvMemory
 
 Forward = Callable[..., torch.Tensor]
@@ -60,18 +67,28 @@ class FusedLayer:
     def __call__(
         self, hidden_states: torch.Tensor, *_: Any, past_key_values: Any, position_embeddings: Any, **__: Any
     ) -> torch.Tensor:
-        """As the layer's own `forward`, of a batch of one."""
+        """As the layer's own `forward`, of a batch of one. Changes `hidden_states`."""
         step: PooledStep = past_key_values.step
         step.layer = self._index
         keys, values = step.memory.keys[self._index], step.memory.values[self._index]
         rotation = position_embeddings[0][0], position_embeddings[1][0]
         residual = hidden_states[0]
-        product = linear(rms_norm(residual, *self._norms[0]), *self._heads)
+        is_few = len(residual) <= FEW_ROWS
+        product = self._few(residual, 0, *self._heads) if is_few else self._many(residual, 0, *self._heads)
         query = rotate_and_store(product, rotation, self._head_norms, step.cells, keys, values)
         mixed = step.attend_pool(query.transpose(0, 1)[None], self._options).flatten(1)
         residual = _add_product(residual, mixed, self._mixed)
-        gates = linear(rms_norm(residual, *self._norms[1]), *self._gates)
-        return _add_product(residual, silu_gate(gates), self._down)[None]
+        if is_few and self._gates[1] is None:
+            opened = few_rows_product(residual, self._gates[0], norm=self._norms[1], is_gated=True)
+        else:
+            opened = silu_gate(self._many(residual, 1, *self._gates))
+        return _add_product(residual, opened, self._down)[None]
+
+    def _few(self, x: torch.Tensor, norm: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return few_rows_product(x, weight, bias, norm=self._norms[norm])
+
+    def _many(self, x: torch.Tensor, norm: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(rms_norm(x, *self._norms[norm]), weight, bias)
 
 
 def is_usual(layer: nn.Module, options: AttentionOptions) -> bool:
@@ -117,7 +134,7 @@ def agree(layers: Sequence[nn.Module], fused: Sequence[FusedLayer], run: Callabl
     if len(seen) != len(fused):
         return False
     return all(
-        isinstance(result, torch.Tensor) and _is_close(hidden, result, own(hidden, **named))
+        isinstance(result, torch.Tensor) and _is_close(hidden, result, own(hidden.clone(), **named))
         for own, (hidden, named, result) in zip(fused, seen, strict=True)
     )
 
@@ -159,6 +176,9 @@ def _bias(product: nn.Linear) -> torch.Tensor:
 
 
 def _add_product(residual: torch.Tensor, x: torch.Tensor, product: nn.Linear) -> torch.Tensor:
+    """Changes `residual`."""
+    if len(x) <= FEW_ROWS:
+        return few_rows_product(x, product.weight, product.bias, add_to=residual)
     if product.bias is not None:
-        return residual + linear(x, product.weight, product.bias)
-    return torch.addmm(residual, x, product.weight.t())
+        return residual.add_(linear(x, product.weight, product.bias))
+    return residual.addmm_(x, product.weight.t())

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 _ELEMENTS = 1024
+_PRODUCTS, _INPUTS = 16, 256
+"""Outputs of a program of a product of few rows, and inputs that it reads at once."""
 
 
 @triton.jit
@@ -162,3 +164,111 @@ def rotate_and_store(
         HAS_NORM=norms is not None,
     )
     return query
+
+
+@triton.jit
+def _few_rows_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    rows,
+    WIDTH: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
+    is_row, is_product = row < rows, product < OUTPUTS
+    dtype = out_ptr.dtype.element_ty
+    shrink = tl.zeros([ROWS], tl.float32)
+    if HAS_NORM:
+        for begin in range(0, WIDTH, EACH):
+            at = begin + tl.arange(0, EACH)
+            x = tl.load(
+                x_ptr + row[:, None] * WIDTH + at[None, :], mask=is_row[:, None] & (at[None, :] < WIDTH), other=0.0
+            ).to(tl.float32)
+            shrink += tl.sum(x * x, 1)
+        shrink = tl.rsqrt(shrink / WIDTH + eps)
+    total = tl.zeros([ROWS, PRODUCTS], tl.float32)
+    gate = tl.zeros([ROWS, PRODUCTS], tl.float32)
+    for begin in range(0, WIDTH, EACH):
+        at = begin + tl.arange(0, EACH)
+        is_there = at < WIDTH
+        x = tl.load(
+            x_ptr + row[:, None] * WIDTH + at[None, :], mask=is_row[:, None] & is_there[None, :], other=0.0
+        )
+        if HAS_NORM:
+            weight = tl.load(norm_ptr + at, mask=is_there, other=0.0).to(tl.float32)
+            normal = (x.to(tl.float32) * shrink[:, None]).to(dtype).to(tl.float32)
+            x = (normal * weight[None, :]).to(dtype)
+        place = product[None, :].to(tl.int64) * WIDTH + at[:, None]
+        is_weight = is_product[None, :] & is_there[:, None]
+        if HAS_GATE:
+            opened = tl.load(weight_ptr + place, mask=is_weight, other=0.0, eviction_policy="evict_first")
+            gate = tl.dot(x, opened, gate, input_precision="ieee")
+            place += OUTPUTS * WIDTH
+        read = tl.load(weight_ptr + place, mask=is_weight, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(x, read, total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + product, mask=is_product, other=0.0).to(tl.float32)[None, :]
+    target = out_ptr + row[:, None] * OUTPUTS + product[None, :]
+    is_target = is_row[:, None] & is_product[None, :]
+    if HAS_GATE:
+        gate = gate.to(dtype).to(tl.float32)
+        total = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32) * total.to(dtype).to(tl.float32)
+    if ADDS:
+        total += tl.load(target, mask=is_target, other=0.0).to(tl.float32)
+    tl.store(target, total.to(dtype), mask=is_target)
+
+
+FEW_ROWS = 16
+"""Up to so many, a product takes as long as reading its weights does."""
+
+
+def few_rows_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    is_gated: bool = False,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T`, for at most `FEW_ROWS` rows; all contiguous.
+
+    `norm`: of the input, as in `rms_norm`. `is_gated`: as `silu_gate` of it, and there is no bias. `add_to` is
+    changed, and returned.
+    """
+    rows, width = x.shape
+    outputs = len(weight) // 2 if is_gated else len(weight)
+    out = x.new_empty((rows, outputs)) if add_to is None else add_to
+    _few_rows_kernel[(triton.cdiv(outputs, _PRODUCTS),)](
+        x,
+        norm[0] if norm else x,
+        weight,
+        bias if bias is not None else x,
+        out,
+        norm[1] if norm else 0.0,
+        rows,
+        WIDTH=width,
+        PRODUCTS=_PRODUCTS,
+        OUTPUTS=outputs,
+        ROWS=FEW_ROWS,
+        EACH=min(_INPUTS, triton.next_power_of_2(width)),
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        HAS_GATE=is_gated,
+        ADDS=add_to is not None,
+        num_warps=4,
+        num_stages=4,
+    )
+    return out

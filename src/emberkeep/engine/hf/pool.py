@@ -14,7 +14,8 @@ for all layers of a usual model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,13 +40,15 @@ class Copy:
 class BlockTable:
     """The blocks of one sequence, of which the first `length` cells are in use."""
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: MutableSequence[int] = field(default_factory=lambda: array("i"))
+    """An array: NumPy reads it without looking at every number."""
     length: int = 0
 
     def cells(self, start: int, end: int) -> Cells:
         """Where the positions [start, end) are."""
-        positions = np.arange(start, end)
-        return np.array(self.blocks, np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
+        positions, first = np.arange(start, end), start // BLOCK
+        blocks = np.array(self.blocks[first : -(-end // BLOCK)], np.int64)
+        return blocks[positions // BLOCK - first] * BLOCK + positions % BLOCK
 
     def run(self, start: int, end: int) -> int | None:
         """The first cell of [start, end), if these lie one after the other."""
@@ -53,7 +56,7 @@ class BlockTable:
         begin = self.blocks[first]
         if self.blocks[last] - begin != last - first:
             return None
-        if any(self.blocks[i + 1] != self.blocks[i] + 1 for i in range(first, last)):
+        if (np.diff(np.array(self.blocks[first : last + 1])) != 1).any():
             return None
         return begin * BLOCK + start % BLOCK
 

@@ -16,7 +16,7 @@ import ctypes
 import struct
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +30,8 @@ from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Strea
 from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
+Rows = list[torch.Tensor]
+"""Of a range: one `[streams, tokens, heads, width]` per group."""
 
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
@@ -37,6 +39,8 @@ _MAGIC = b"EKHF"
 _SLAB = 256 << 20
 _PINNED = 4 << 30
 """Most bytes of such memory: it cannot be swapped out."""
+_TOGETHER = 16
+"""Payloads that are gathered or put into place at once, of one length."""
 _CHUNK = 128
 """Tokens of the payloads that there are most of: their memory is prepared for fast copies."""
 
@@ -48,6 +52,8 @@ class Transfer:
         self._memory = memory
         self._bytes_per_token = memory.bytes_per_token
         self._is_cuda = memory.device.type == "cuda"
+        self._gathers = self._is_cuda
+        """Whether several payloads are put together on the device: elsewhere that is only one copy more."""
         self._packing = Packing(memory)
         self._slots = PinnedSlots(self._size(_CHUNK)) if self._is_cuda else None
         self._staging = torch.empty(0, dtype=memory.dtype, device=memory.device)
@@ -59,36 +65,87 @@ class Transfer:
 
     def export(self, table: BlockTable, borders: Sequence[int], bits: int) -> list[Payload]:
         """The ranges between `borders`. Blocks until their bytes are there."""
-        payloads = [self._export(table, start, end, bits) for start, end in pairwise(borders)]
+        payloads: list[Payload] = []
+        for span in _alike(borders):
+            payloads += self._pack(table, span, bits) if bits != 16 else self._export(table, span)
         if self._is_cuda:
             torch.cuda.current_stream(self._memory.device).synchronize()
         return payloads
 
-    def _export(self, table: BlockTable, start: int, end: int, bits: int) -> Payload:
-        rows = self._memory.read(self._locate(table, start, end))
-        if bits != 16:
-            return self._packing.pack(rows, start, bits)
-        buffer = self._buffer(end - start)
-        write_head(memoryview(buffer), start, end - start)
-        data = torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype)
-        for target, given in zip(rows_of(data, self._memory.groups, end - start), rows, strict=True):
-            target.copy_(given, non_blocking=True)
-        return memoryview(buffer)
+    def _pack(self, table: BlockTable, borders: Sequence[int], bits: int) -> list[Payload]:
+        return [
+            self._packing.pack(self._memory.read(self._locate(table, start, end)), start, bits)
+            for start, end in pairwise(borders)
+        ]
+
+    def _export(self, table: BlockTable, borders: Sequence[int]) -> list[Payload]:
+        """Of ranges of one length: gathered where they are, so that each is one copy."""
+        count, tokens = len(borders) - 1, borders[1] - borders[0]
+        buffers = [self._buffer(tokens) for _ in range(count)]
+        targets = [torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype) for buffer in buffers]
+        staged = self._staged(count, tokens) if self._gathers else None
+        rows = self._memory.read(self._locate(table, borders[0], borders[-1]))
+        for index, (buffer, target) in enumerate(zip(buffers, targets, strict=True)):
+            write_head(memoryview(buffer), borders[index], tokens)
+            if staged is None:
+                first = index * tokens
+                for into, given in zip(rows_of(target, self._memory.groups, tokens), rows, strict=True):
+                    into.copy_(given[:, first : first + tokens])
+        if staged is not None:
+            for into, given in zip(rows_of(staged, self._memory.groups, tokens), rows, strict=True):
+                into.copy_(given.unflatten(1, (count, tokens)).transpose(0, 1))
+            for target, given in zip(targets, staged, strict=True):
+                target.copy_(given, non_blocking=True)
+        return [memoryview(buffer) for buffer in buffers]
 
     def check(self, payloads: Sequence[Payload], start: int) -> int:
         """Where payloads end that follow each other from `start` on. Raises EngineError."""
         for payload in payloads:
-            start += self._packing.check(payload, start) if is_packed(payload) else self._check(payload, start)
+            start += self._tokens(payload, start)
         return start
+
+    def _tokens(self, payload: Payload, start: int) -> int:
+        return self._packing.check(payload, start) if is_packed(payload) else self._check(payload, start)
 
     def load(self, table: BlockTable, start: int, end: int, payloads: Sequence[Payload], at: int) -> None:
         """Put [start, end) of payloads that begin at `at`, and were checked, where the table has room for it."""
+        borders = [at]
         for payload in payloads:
-            rows = self.rows(payload, at)
-            begin, at = at, at + rows[0].shape[1]
-            first, last = max(start, begin), min(end, at)
-            if first < last:
-                self.write(table, first, last, [part[:, first - begin : last - begin] for part in rows])
+            borders.append(borders[-1] + self._tokens(payload, borders[-1]))
+        index = 0
+        for span in _alike(borders):
+            given = payloads[index : index + len(span) - 1]
+            index += len(given)
+            first, last = max(start, span[0]), min(end, span[-1])
+            is_together = self._gathers and len(given) > 1 and not any(is_packed(payload) for payload in given)
+            if is_together and first < last:
+                self.write(table, first, last, self._together(given, span, first, last))
+                continue
+            for payload, (begin, until) in zip(given, pairwise(span), strict=True):
+                first, last = max(start, begin), min(end, until)
+                if first < last:
+                    rows = self.rows(payload, begin)
+                    self.write(table, first, last, [part[:, first - begin : last - begin] for part in rows])
+
+    def _together(self, payloads: Sequence[Payload], borders: Sequence[int], first: int, last: int) -> Rows:
+        """The rows of [first, last) of payloads of one length, on the device: valid until the next call."""
+        tokens = borders[1] - borders[0]
+        staged = self._staged(len(payloads), tokens)
+        for there, payload in zip(staged, payloads, strict=True):
+            there.copy_(as_tensor(payload, self._memory.dtype, HEAD.size), non_blocking=True)
+        self._in_flight += payloads
+        begin = borders[0]
+        return [
+            part.transpose(0, 1).flatten(1, 2)[:, first - begin : last - begin]
+            for part in rows_of(staged, self._memory.groups, tokens)
+        ]
+
+    def _staged(self, count: int, tokens: int) -> torch.Tensor:
+        """Memory of the device for so many payloads without their heads. The device uses it in order."""
+        size = tokens * self._bytes_per_token // self._memory.dtype.itemsize
+        if len(self._staging) < count * size:
+            self._staging = torch.empty(count * size, dtype=self._memory.dtype, device=self._memory.device)
+        return self._staging[: count * size].view(count, size)
 
     def rows(self, payload: Payload, start: int) -> list[torch.Tensor]:
         """The rows of a payload that begins at `start`, one tensor per group, on the device. Raises EngineError.
@@ -112,9 +169,7 @@ class Transfer:
         if not self._is_cuda:
             return data.to(self._memory.device)
         self._in_flight.append(payload)
-        if len(self._staging) < len(data):
-            self._staging = torch.empty_like(data, device=self._memory.device)
-        there = self._staging[: len(data)]
+        (there,) = self._staged(1, len(data) * data.element_size() // self._bytes_per_token)
         there.copy_(data, non_blocking=True)
         return there
 
@@ -315,11 +370,28 @@ def as_tensor(payload: Payload, dtype: torch.dtype, offset: int = 0) -> torch.Te
     return torch.frombuffer(payload, dtype=dtype, offset=offset)
 
 
-def rows_of(data: torch.Tensor, groups: Sequence[StreamGroup], tokens: int) -> list[torch.Tensor]:
-    """Views of a range's rows, one `[streams, tokens, heads, width]` per group, of flat `data` without a head."""
+def rows_of(data: torch.Tensor, groups: Sequence[StreamGroup], tokens: int) -> Rows:
+    """Views of a range's rows, one `[streams, tokens, heads, width]` per group, of flat `data` without a head; of
+    several ranges, if `data` has a dimension for them, that comes first."""
     rows, offset = [], 0
     for g in groups:
         size = len(g.streams) * tokens * g.shape.channels
-        rows.append(data[offset : offset + size].view(len(g.streams), tokens, g.shape.heads, g.shape.width))
+        shape = (len(g.streams), tokens, g.shape.heads, g.shape.width)
+        rows.append(data[..., offset : offset + size].unflatten(-1, shape))
         offset += size
     return rows
+
+
+def _alike(borders: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Neighbouring ranges of one length, at most `_TOGETHER`."""
+    first = 0
+    while first < len(borders) - 1:
+        last = first + 1
+        while (
+            last < len(borders) - 1
+            and last - first < _TOGETHER
+            and borders[last + 1] - borders[last] == borders[first + 1] - borders[first]
+        ):
+            last += 1
+        yield borders[first : last + 1]
+        first = last
