@@ -69,6 +69,7 @@ from emberkeep.types.models import (
     ModelState,
     ModelStatus,
     RemoteModel,
+    Residency,
     Vocab,
 )
 from emberkeep.types.request import (
@@ -192,6 +193,7 @@ __all__ = [
     "Repair",
     "Request",
     "RerankRequest",
+    "Residency",
     "Role",
     "Sampling",
     "SavedConversation",

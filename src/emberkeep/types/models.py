@@ -41,6 +41,17 @@ class AttentionTier(StrEnum):
     PLAIN = "plain"  # matrix products and a softmax: any device, any model
 
 
+class Residency(StrEnum):
+    """Which weights of a Hugging Face model stay on its GPU; others wait in RAM, and pass through it in every
+    step."""
+
+    AUTO = "auto"  # full if it fits, else as much as does
+    FULL = "full"
+    PARTIAL = "partial"  # the first layers and the last ones
+    FFN = "ffn"  # everything but the feed-forward parts
+    STREAM = "stream"  # what is no layer
+
+
 class ModelState(StrEnum):
     """Of a model that is loaded on demand."""
 

@@ -41,6 +41,15 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+_FOR_THE_REST = 0.25
+"""Of a GPU's free memory: for state and for what a step has in hand."""
+
+
+def weights_budget(device: torch.device) -> int:
+    """Bytes of a GPU that weights may take."""
+    return int(torch.cuda.mem_get_info(device)[0] * (1 - _FOR_THE_REST))
+
+
 class DeviceLimits:
     """How fast a device moves bytes when nothing else is to be done, and how much of its memory is in use.
 

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,7 +100,8 @@ class HfEngine:
             packs=self._transfer.packs,
         )
         self._check_against_reference()
-        if self._network.device.type == "cuda":
+        self._stream = model.stream
+        if self._network.device.type == "cuda" and self._stream is None:
             self._graphs = _record_steps(self._network, self._memory, self.capabilities, learned)
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         layout = [str(learned.dtype), shapes]
@@ -317,11 +319,14 @@ class HfEngine:
         return peak_bytes(self._network.device)
 
     def stats(self) -> dict[str, Json]:
-        return {"pool": self._pool.stats()}
+        streaming: dict[str, Json] = {"streaming": self._stream.stats()} if self._stream else {}
+        return {"pool": self._pool.stats(), **streaming}
 
     def close(self) -> None:
         self._tables.clear()
         self._graphs = None
+        if self._stream is not None:
+            self._stream.close()
         self._transfer = None  # type: ignore[assignment]
         self._memory = None  # type: ignore[assignment]
         self._network = None  # type: ignore[assignment]
@@ -382,7 +387,9 @@ def _fuse_layers(network: Network, memory: KvMemory, learned: LearningStep) -> l
     from emberkeep.engine.hf.fused_layers import agree, fuse
 
     fused = fuse(network.layers, [learned.options[layer] for layer in range(len(learned.options))])
-    if fused and all(agree(network.layers, fused, lambda n=n: _run_few(network, memory, n)) for n in _COMPARED):
+    if fused and all(
+        agree(network.layers, fused, partial(_run_few, network, memory, count)) for count in _COMPARED
+    ):
         return fused
     return None
 

@@ -17,10 +17,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from emberkeep.engine.hf.device import choose_device, choose_dtype
+from emberkeep.engine.hf.awq_loader import awq_format, load_awq
+from emberkeep.engine.hf.device import choose_device, choose_dtype, weights_budget
+from emberkeep.engine.hf.int4 import int4_count, weights_bytes
+from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
-from emberkeep.types import AttentionTier, Json
+from emberkeep.types import AttentionTier, Json, Residency
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -56,6 +59,19 @@ class HfModel:
     """As the configuration says, 0 where it does not; the engine knows better once it runs."""
     dtype: str
     device: str
+    stream: LayerStream | None = None
+    """What brings the weights that do not stay on the device; None: all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Which weights may be where."""
+
+    residency: Residency = Residency.AUTO
+    keep_first: int | None = None
+    keep_last: int | None = None
+    device_bytes: int | None = None
+    """Of the device, for weights; None: what is free, but for what steps and state need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,9 @@ class HfSettings:
     threads: int | None = None
 
 
-def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> HfModel:
+def load_model(
+    source: HfSource, *, device: str, dtype: str, attention: str, placing: Placing | None = None
+) -> HfModel:
     """`attention` is the name that an implementation is registered under with transformers.
 
     Blocks. Raises ModelBroken for what cannot be loaded, EngineError for what this machine does not have.
@@ -82,7 +100,7 @@ def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> 
     target = choose_device(device)
     with translate_errors(source, target), quiet(), _read_quickly(source):
         config = AutoConfig.from_pretrained(source.folder, **local_files(source))
-        network = _network(source, config, target, dtype, attention)
+        network, stream = _placed_network(source, config, target, dtype, attention, placing or Placing())
         tokenizer = _tokenizer(source)
         vocab = _vocab(source, tokenizer, network)
         text = network.config.get_text_config(decoder=True)
@@ -92,11 +110,12 @@ def load_model(source: HfSource, *, device: str, dtype: str, attention: str) -> 
         chat_template=_template(tokenizer),
         context_length=_context_length(text),
         architecture=str(network.config.model_type),
-        parameters=sum(weight.numel() for weight in network.parameters()),
-        weights_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
+        parameters=sum(weight.numel() for weight in network.parameters()) + int4_count(network),
+        weights_bytes=weights_bytes(network),
         kv_bytes_per_token=_kv_bytes_per_token(text, network.dtype),
         dtype=str(network.dtype).removeprefix("torch."),
         device=str(target),
+        stream=stream,
     )
 
 
@@ -104,6 +123,35 @@ def local_files(source: HfSource) -> dict[str, Any]:
     """Only what lies in the folder, and none of it is run."""
     files = {"local_files_only": True, "trust_remote_code": False}
     return files | {"gguf_file": source.gguf} if source.gguf else files
+
+
+def _placed_network(
+    source: HfSource, config: Any, device: torch.device, dtype: str, attention: str, placing: Placing
+) -> tuple[Any, LayerStream | None]:
+    """Straight to the device if everything is sure to fit there, else by way of RAM."""
+    form = None if source.gguf else awq_format(config)
+    if form is not None:
+        chosen = choose_dtype(dtype, device, own_dtype(source, config))
+        network = load_awq(source.folder, config, form, chosen, attention, device)
+        return network, place_layers(network, device, placing)
+    in_files = sum(path.stat().st_size for path in source.folder.glob("*.safetensors"))
+    if _stays(device, placing, in_files):
+        return _network(source, config, device, dtype, attention), None
+    network = _network(source, config, torch.device("cpu"), _dtype_name(dtype, device, source, config), attention)
+    return network, place_layers(network, device, placing)
+
+
+def _stays(device: torch.device, placing: Placing, size: int) -> bool:
+    if placing.residency not in (Residency.AUTO, Residency.FULL) or placing.keep_first or placing.keep_last:
+        return False
+    if device.type != "cuda":
+        return True
+    budget = placing.device_bytes
+    return size <= (weights_budget(device) if budget is None else budget)
+
+
+def _dtype_name(dtype: str, device: torch.device, source: HfSource, config: Any) -> str:
+    return str(choose_dtype(dtype, device, own_dtype(source, config))).removeprefix("torch.")
 
 
 def _network(source: HfSource, config: Any, device: torch.device, dtype: str, attention: str) -> Any:

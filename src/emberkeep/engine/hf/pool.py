@@ -109,7 +109,7 @@ class BlockPool:
             table.blocks[-1] = own
         more = -(-end // BLOCK) - len(table.blocks)
         if more > 0:
-            table.blocks += self._take(more, near=table.blocks[-1] if table.blocks else 0)
+            table.blocks.extend(self._take(more, near=table.blocks[-1] if table.blocks else 0))
         table.length = end
         return copies
 

@@ -1,0 +1,135 @@
+"""Weights in four bits, as AWQ checkpoints have them, and the products with them.
+
+A checkpoint holds, for each matrix, codes of four bits, eight to an int32, with a scale and a zero point for every
+group of inputs: `weight = (code - zero) * scale`. There are two layouts of it:
+
+    gemm  codes [inputs, outputs / 8], in an order of their own; zeros and scales by [group, output]
+    gemv  codes [outputs, inputs / 8]; zeros and scales by [output, group], padded
+
+Here there is one: codes by [output, inputs / 2], where a byte of a group of 128 inputs holds number n and number
+n + 64 of them, so that both halves of a group are read as they lie; scales and zeros by [output, group].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from emberkeep.errors import ModelBroken
+
+_PER_WORD = 8
+_GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight outputs the lowest four bits of a word belong to, the next four, ..."""
+_TENSORS = ("qweight", "qzeros", "scales")
+
+
+@dataclass(frozen=True, slots=True)
+class AwqFormat:
+    group: int
+    """Inputs that share a scale; -1: all."""
+    is_gemv: bool
+    has_zeros: bool = True
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> AwqFormat:
+        """From a configuration's `quantization_config`. Raises ModelBroken."""
+        bits, version = said.get("bits", said.get("w_bit", 4)), str(said.get("version", "gemm")).lower()
+        if bits != 4 or version not in ("gemm", "gemv"):
+            raise ModelBroken(
+                f"This model's weights are in AWQ's layout {version} with {bits} bits, and only gemm and gemv "
+                "with 4 are known here: choose another file of it."
+            )
+        group = int(said.get("group_size", said.get("q_group_size", 128)))
+        return cls(group, version == "gemv", bool(said.get("zero_point", True)))
+
+
+class Int4Linear(nn.Module):
+    """In place of an `nn.Linear`. Its codes are never changed."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.register_buffer("zeros", zeros)
+        self.register_buffer("bias", bias)
+        self.out_features, self.in_features = len(codes), 2 * codes.shape[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.dequantized(), self.bias)
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight as it was, `[outputs, inputs]`, in the dtype of the scales."""
+        groups = self.scales.shape[1]
+        pairs = self.codes.unflatten(1, (groups, -1))
+        numbers = torch.cat([pairs & 15, pairs >> 4], dim=-1).to(self.scales.dtype)
+        return ((numbers - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, groups={self.scales.shape[1]}"
+
+
+def from_awq(
+    tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, form: AwqFormat, dtype: torch.dtype
+) -> Int4Linear:
+    """Of one matrix's `qweight`, `qzeros` and `scales`, on the device that these are on. Raises ModelBroken."""
+    codes, zeros, scales = (tensors[name] for name in _TENSORS)
+    numbers, zero_points, scales = (
+        _of_gemv(codes, zeros, scales, form) if form.is_gemv else _of_gemm(codes, zeros, scales, form)
+    )
+    outputs, inputs = numbers.shape
+    groups = scales.shape[1]
+    if scales.shape != zero_points.shape or len(scales) != outputs or inputs % groups or inputs // groups % 2:
+        raise ModelBroken("The shapes of this model's quantised weights do not belong together: pull it again.")
+    if not form.has_zeros:
+        zero_points = torch.full_like(zero_points, 8)
+    halves = numbers.unflatten(1, (groups, 2, -1))
+    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    scales, zero_points = (part.to(dtype).contiguous() for part in (scales, zero_points))
+    return Int4Linear(packed.contiguous(), scales, zero_points, bias if bias is None else bias.to(dtype))
+
+
+def _of_gemm(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, form: AwqFormat
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes by output and input, zeros and scales by output and group."""
+    numbers, zero_points = (_unpack(words, _GEMM_ORDER).T for words in (codes, zeros))
+    return numbers, zero_points, scales.T
+
+
+def _of_gemv(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, form: AwqFormat
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    numbers = _unpack(codes, range(_PER_WORD))
+    groups = 1 if form.group == -1 else numbers.shape[1] // form.group
+    return numbers, _unpack(zeros, range(_PER_WORD))[:, :groups], scales[:, :groups]
+
+
+def _unpack(words: torch.Tensor, order: Any) -> torch.Tensor:
+    """`[rows, words]` of int32 as `[rows, 8 * words]` numbers below 16."""
+    places = [list(order).index(number) for number in range(_PER_WORD)]
+    parts = [(words >> 4 * place & 15).to(torch.uint8) for place in places]
+    return torch.stack(parts, dim=-1).flatten(1)
+
+
+def int4_count(network: nn.Module) -> int:
+    """How many weights are in four bits."""
+    return sum(2 * part.codes.numel() for part in network.modules() if isinstance(part, Int4Linear))
+
+
+def weights_bytes(network: nn.Module) -> int:
+    buffers = (
+        b for part in network.modules() if isinstance(part, Int4Linear) for b in part.buffers(recurse=False)
+    )
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*network.parameters(), *buffers))

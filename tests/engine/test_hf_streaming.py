@@ -1,0 +1,173 @@
+"""Weights in four bits, and weights that pass through a device: the answers are those of weights that stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from emberkeep.engine.base import Outcome, Rows
+from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model
+from emberkeep.engine.hf.streaming import LayerBytes, plan_residency
+from emberkeep.errors import EngineError, ModelBroken
+from emberkeep.types import Residency
+from helpers import tiny_hf
+from helpers.awq import quantise
+
+pytestmark = pytest.mark.slow
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS = np.random.default_rng(3).integers(40, 120, 200, dtype=np.int32)
+LAYERS = 6
+MODES = [
+    Placing(Residency.STREAM),
+    Placing(Residency.FFN),
+    Placing(Residency.PARTIAL, keep_first=1, keep_last=2),
+    Placing(Residency.PARTIAL, keep_first=LAYERS - 1),
+    Placing(keep_last=2),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_hf.write(tmp_path_factory.mktemp("llama"), "llama", layers=LAYERS)
+
+
+@pytest.fixture
+def opened():
+    engines = []
+
+    def make(folder: Path, placing: Placing | None = None) -> HfEngine:
+        model = load_model(
+            HfSource(folder), device=DEVICE, dtype="float32", attention="emberkeep", placing=placing
+        )
+        engines.append(HfEngine(model, HfSettings(context=512, cells=1024, sequences=4, batch=64), "digest"))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def answer(engine: HfEngine, count: int = 12) -> tuple[list[int], np.ndarray]:
+    """Greedy, after a prompt in slices and beside another sequence; and the last logits."""
+    for sequence, prompt in enumerate((TOKENS[:100], TOKENS[100:140])):
+        for start in range(0, len(prompt), 64):
+            rows = Rows(sequence, start, prompt[start : start + 64], outputs=1)
+            assert engine.evaluate([rows]) is Outcome.DONE
+        engine.logits(0)
+    tokens = [int(TOKENS[150])]
+    for step in range(count):
+        last = np.array(tokens[-1:], np.int32)
+        engine.evaluate([Rows(0, 100 + step, last, outputs=1), Rows(1, 40 + step, last, outputs=1)])
+        tokens.append(int(engine.logits(0).argmax()))
+    return tokens, engine.logits(0).copy()
+
+
+@pytest.mark.parametrize("placing", MODES, ids=lambda placing: f"{placing.residency} {placing.keep_first}")
+def test_weights_that_pass_give_the_same_answers(folder, opened, placing):
+    resident, streamed = answer(opened(folder)), answer(opened(folder, placing))
+    assert streamed[0] == resident[0]
+    np.testing.assert_allclose(streamed[1], resident[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_passes_is_told(folder, opened):
+    engine = opened(folder, Placing(Residency.STREAM))
+    before = engine.stats()["streaming"]
+    engine.evaluate([Rows(0, 0, TOKENS[:1], outputs=1)])
+    told = engine.stats()["streaming"]
+    assert told["residency"] == "stream"
+    assert told["streamed_units"] == LAYERS
+    assert told["copied_bytes"] - before["copied_bytes"] == told["passing_bytes"]
+    assert told["missed_units"] == before["missed_units"]  # each was on its way when it was wanted
+    assert "streaming" not in opened(folder).stats()
+
+
+def test_a_step_that_fails_in_the_middle_does_not_spoil_the_next(folder, opened):
+    engine, expected = opened(folder, Placing(Residency.STREAM)), answer(opened(folder))
+    hook = engine._network.layers[3].register_forward_pre_hook(_fail)
+    with pytest.raises(EngineError):
+        engine.evaluate([Rows(0, 0, TOKENS[:5], outputs=1)])
+    hook.remove()
+    engine.trim(0, 0)
+    assert answer(engine)[0] == expected[0]
+
+
+def _fail(*_):
+    raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize("version", ["gemm", "gemv"])
+@pytest.mark.parametrize("group", [32, 16])
+@pytest.mark.parametrize("placing", [None, Placing(Residency.STREAM), Placing(Residency.FFN)])
+def test_four_bits_give_the_answers_of_the_same_numbers_in_full(folder, opened, tmp_path, version, group, placing):
+    if version == "gemv" and group == 16:
+        pytest.skip("there is no such layout")
+    packed, whole = quantise(folder, tmp_path, group=group, version=version)
+    given, expected = answer(opened(packed, placing)), answer(opened(whole))
+    assert given[0] == expected[0]
+    np.testing.assert_allclose(given[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_other_kinds_of_quantised_weights_are_refused_with_a_sentence(folder, tmp_path):
+    packed, _ = quantise(folder, tmp_path, group=32)
+    config = json.loads((packed / "config.json").read_text())
+    for said in ({"bits": 3}, {"version": "marlin"}):
+        changed = {**config, "quantization_config": config["quantization_config"] | said}
+        (packed / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ModelBroken, match="choose another"):
+            load_model(HfSource(packed), device="cpu", dtype="float32", attention="emberkeep")
+
+
+def test_a_checkpoint_in_four_bits_that_lacks_something_is_refused(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    packed, _ = quantise(folder, tmp_path, group=32)
+    tensors = load_file(packed / "model.safetensors")
+    for gone in ("model.layers.2.mlp.up_proj.scales", "model.norm.weight"):
+        save_file({n: t for n, t in tensors.items() if n != gone}, packed / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelBroken, match="pull a complete model"):
+            load_model(HfSource(packed), device="cpu", dtype="float32", attention="emberkeep")
+
+
+# ── what stays ──
+
+EVEN = [LayerBytes(10, 30)] * 8
+
+
+def test_everything_stays_where_it_fits():
+    plan = plan_residency(EVEN, rest=20, budget=340)
+    assert (plan.mode, plan.streamed, plan.device_bytes) == (Residency.FULL, (), 340)
+
+
+def test_as_much_stays_as_fits_beside_the_slots():
+    plan = plan_residency(EVEN, rest=20, budget=265)
+    assert plan.mode is Residency.PARTIAL
+    assert plan.streamed == (2, 3, 4, 5)
+    assert plan.device_bytes == 20 + 4 * 40 + 2 * 40 <= 265
+    assert plan.passing_bytes == 160
+
+
+def test_nothing_but_the_rest_stays_where_no_layer_fits():
+    plan = plan_residency(EVEN, rest=20, budget=110)
+    assert (plan.mode, len(plan.streamed), plan.device_bytes) == (Residency.STREAM, 8, 100)
+
+
+def test_feed_forward_parts_pass_alone():
+    plan = plan_residency(EVEN, rest=20, budget=200, wanted=Residency.FFN)
+    assert (plan.resident_bytes, plan.slot_bytes, plan.passing_bytes) == (100, 60, 240)
+
+
+@pytest.mark.parametrize("wanted", list(Residency))
+def test_what_does_not_fit_is_refused_with_a_sentence(wanted):
+    with pytest.raises(EngineError, match="choose"):
+        plan_residency(EVEN, rest=20, budget=60, wanted=wanted)
+
+
+def test_layers_that_are_to_stay_do():
+    plan = plan_residency(EVEN, rest=20, budget=1000, keep_first=3, keep_last=1)
+    assert plan.streamed == (3, 4, 5, 6)
+    assert plan_residency(EVEN, rest=20, budget=1000, keep_first=99).streamed == ()
