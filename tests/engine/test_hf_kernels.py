@@ -25,7 +25,7 @@ from emberkeep.engine.hf.kernels import (
     paged_attention,
     store_rows,
 )
-from emberkeep.engine.hf.layer_kernels import HeadNorms, few_rows_product, rms_norm, rotate_and_store, silu_gate
+from emberkeep.engine.hf.layer_kernels import HeadNorms, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.step import Span
@@ -110,25 +110,6 @@ def test_norms_and_gates(width):
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), normal * weight)
     pairs = torch.randn(3, 2 * width)
     torch.testing.assert_close(silu_gate(pairs), torch.nn.functional.silu(pairs[:, :width]) * pairs[:, width:])
-
-
-@pytest.mark.parametrize("rows", [1, 5, 16])
-@pytest.mark.parametrize(("width", "outputs"), [(64, 48), (300, 40)])
-@pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "with a bias", "gated", "added"])
-def test_products_of_few_rows(rows, width, outputs, has_norm, kind):
-    x, norm = torch.randn(rows, width), torch.randn(width)
-    weight = torch.randn(2 * outputs if kind == "gated" else outputs, width) / width**0.5
-    bias = torch.randn(outputs) if kind == "with a bias" else None
-    before = torch.randn(rows, outputs) if kind == "added" else None
-    expected = torch.nn.functional.linear(rms_norm(x, norm, 1e-6) if has_norm else x, weight, bias)
-    expected = silu_gate(expected) if kind == "gated" else expected
-    expected = expected + before if before is not None else expected
-    result = few_rows_product(
-        x, weight, bias, norm=(norm, 1e-6) if has_norm else None, is_gated=kind == "gated", add_to=before
-    )
-    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
-    assert before is None or result is before
 
 
 @pytest.mark.parametrize("rotated", [32, 16])

@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,8 +48,8 @@ from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 log = logging.getLogger("emberkeep.engine")
 
-_COMPARED = (8, 24)
-"""Tokens of which layers are computed in two ways: few rows take kernels of their own."""
+_COMPARED = 16
+"""Tokens of which layers are computed in two ways."""
 
 
 class HfEngine:
@@ -387,18 +386,11 @@ def _fuse_layers(network: Network, memory: KvMemory, learned: LearningStep) -> l
     from emberkeep.engine.hf.fused_layers import agree, fuse
 
     fused = fuse(network.layers, [learned.options[layer] for layer in range(len(learned.options))])
-    if fused and all(
-        agree(network.layers, fused, partial(_run_few, network, memory, count)) for count in _COMPARED
-    ):
+    rows = torch.arange(_COMPARED, device=network.device)
+    step = PoolStep(memory, [Span(0, _COMPARED, BlockTable([0], _COMPARED), 0)], rows, tier=AttentionTier.PLAIN)
+    if fused and agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1])):
         return fused
     return None
-
-
-def _run_few(network: Network, memory: KvMemory, count: int) -> None:
-    """So many tokens, in the block that no sequence owns."""
-    rows = torch.arange(count, device=network.device)
-    step = PoolStep(memory, [Span(0, count, BlockTable([0], count), 0)], rows, tier=AttentionTier.PLAIN)
-    network.run(step, rows, rows, rows[:1])
 
 
 @contextmanager

@@ -14,14 +14,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from emberkeep.engine.hf.attention import AttentionOptions
-from emberkeep.engine.hf.layer_kernels import (
-    FEW_ROWS,
-    HeadNorms,
-    few_rows_product,
-    rms_norm,
-    rotate_and_store,
-    silu_gate,
-)
+from emberkeep.engine.hf.layer_kernels import HeadNorms, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.pool import KvMemory
 
 Forward = Callable[..., torch.Tensor]
@@ -73,22 +66,12 @@ class FusedLayer:
         keys, values = step.memory.keys[self._index], step.memory.values[self._index]
         rotation = position_embeddings[0][0], position_embeddings[1][0]
         residual = hidden_states[0]
-        is_few = len(residual) <= FEW_ROWS
-        product = self._few(residual, 0, *self._heads) if is_few else self._many(residual, 0, *self._heads)
+        product = linear(rms_norm(residual, *self._norms[0]), *self._heads)
         query = rotate_and_store(product, rotation, self._head_norms, step.cells, keys, values)
         mixed = step.attend_pool(query.transpose(0, 1)[None], self._options).flatten(1)
         residual = _add_product(residual, mixed, self._mixed)
-        if is_few and self._gates[1] is None:
-            opened = few_rows_product(residual, self._gates[0], norm=self._norms[1], is_gated=True)
-        else:
-            opened = silu_gate(self._many(residual, 1, *self._gates))
-        return _add_product(residual, opened, self._down)[None]
-
-    def _few(self, x: torch.Tensor, norm: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return few_rows_product(x, weight, bias, norm=self._norms[norm])
-
-    def _many(self, x: torch.Tensor, norm: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear(rms_norm(x, *self._norms[norm]), weight, bias)
+        gates = linear(rms_norm(residual, *self._norms[1]), *self._gates)
+        return _add_product(residual, silu_gate(gates), self._down)[None]
 
 
 def is_usual(layer: nn.Module, options: AttentionOptions) -> bool:
@@ -177,8 +160,6 @@ def _bias(product: nn.Linear) -> torch.Tensor:
 
 def _add_product(residual: torch.Tensor, x: torch.Tensor, product: nn.Linear) -> torch.Tensor:
     """Changes `residual`."""
-    if len(x) <= FEW_ROWS:
-        return few_rows_product(x, product.weight, product.bias, add_to=residual)
     if product.bias is not None:
         return residual.add_(linear(x, product.weight, product.bias))
     return residual.addmm_(x, product.weight.t())
