@@ -157,17 +157,17 @@ def test_nothing_but_the_rest_stays_where_no_layer_fits():
 
 
 def test_feed_forward_parts_pass_alone():
-    plan = plan_residency(EVEN, rest=20, budget=200, wanted=Residency.FFN)
+    plan = plan_residency(EVEN, rest=20, budget=200, placing=Placing(Residency.FFN))
     assert (plan.resident_bytes, plan.slot_bytes, plan.passing_bytes) == (100, 60, 240)
 
 
 @pytest.mark.parametrize("wanted", list(Residency))
 def test_what_does_not_fit_is_refused_with_a_sentence(wanted):
     with pytest.raises(EngineError, match="choose"):
-        plan_residency(EVEN, rest=20, budget=60, wanted=wanted)
+        plan_residency(EVEN, rest=20, budget=60, placing=Placing(wanted))
 
 
 def test_layers_that_are_to_stay_do():
-    plan = plan_residency(EVEN, rest=20, budget=1000, keep_first=3, keep_last=1)
+    plan = plan_residency(EVEN, rest=20, budget=1000, placing=Placing(keep_first=3, keep_last=1))
     assert plan.streamed == (3, 4, 5, 6)
-    assert plan_residency(EVEN, rest=20, budget=1000, keep_first=99).streamed == ()
+    assert plan_residency(EVEN, rest=20, budget=1000, placing=Placing(keep_first=99)).streamed == ()

@@ -39,7 +39,7 @@ from emberkeep.config.kinds import (
 from emberkeep.config.machine import total_ram
 from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
 from emberkeep.errors import ConfigError
-from emberkeep.types import AttentionTier, HygieneRule, Json, Recall, RemoteModel, Repair, Ttl
+from emberkeep.types import AttentionTier, HygieneRule, Json, Recall, RemoteModel, Repair, Residency, Ttl
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
@@ -149,6 +149,20 @@ class Config:
     )
     attention: str = _setting(
         "auto", one_of("auto", *AttentionTier), "How the hf engine computes attention; auto takes the fastest."
+    )
+    residency: str = _setting(
+        str(Residency.AUTO),
+        one_of(*Residency),
+        "Which weights the hf engine keeps on a GPU; others wait in RAM and pass through it; auto: what fits.",
+    )
+    keep_first: int | None = _setting(
+        None, or_word(layers(), "auto"), "So many of the first layers stay on the GPU; auto: as many as fit."
+    )
+    keep_last: int | None = _setting(
+        None, or_word(layers(), "auto"), "So many of the last layers stay on the GPU; auto: as many as fit."
+    )
+    gpu_memory: int | None = _setting(
+        None, or_word(BYTES, "auto"), "Most memory of a GPU that the hf engine uses; auto: what is free."
     )
     prefill_slice: int | None = _setting(
         None,

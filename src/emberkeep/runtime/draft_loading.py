@@ -8,7 +8,7 @@ from pathlib import Path
 from emberkeep.config import Config
 from emberkeep.engine.base import Engine
 from emberkeep.errors import ConfigError, EngineError
-from emberkeep.types import Vocab
+from emberkeep.types import Residency, Vocab
 
 _SHOWN = 24
 """Bytes of a token in an error."""
@@ -24,6 +24,9 @@ def config_of_draft(config: Config, draft: str) -> Config:
         gpu_layers=None,
         cpu_moe=0,
         tensor_split=None,
+        residency=str(Residency.AUTO),
+        keep_first=None,
+        keep_last=None,
         pooling="auto",
     )
 

@@ -43,7 +43,16 @@ from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.types import EXACT_BITS, Approximation, AttentionTier, Json, Lineages, ReasoningFormat, Repair
+from emberkeep.types import (
+    EXACT_BITS,
+    Approximation,
+    AttentionTier,
+    Json,
+    Lineages,
+    ReasoningFormat,
+    Repair,
+    Residency,
+)
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource
@@ -309,9 +318,11 @@ def _open_hf_draft(model: ModelFile, config: Config, digests: Path) -> _Opened:
 
 def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False) -> _Opened:
     """A draft model leaves most of a GPU's memory to the other one."""
-    from emberkeep.engine.hf import HfSettings, cells_of_share, load_model, open_engine
+    from emberkeep.engine.hf import HfSettings, Placing, cells_of_share, load_model, open_engine
 
-    loaded = load_model(_hf_source(model), device=config.device, dtype=config.dtype, attention="eager")
+    placing = Placing(Residency(config.residency), config.keep_first, config.keep_last, config.gpu_memory)
+    source = _hf_source(model)
+    loaded = load_model(source, device=config.device, dtype=config.dtype, attention="eager", placing=placing)
     # Beyond it there are no positions, or other ones than what is stored was computed with.
     context = min(_context(config, loaded.context_length), loaded.context_length)
     on_cpu = loaded.device == "cpu"
@@ -325,6 +336,7 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
         batch=max(slice_tokens(config, on_gpu=not on_cpu), 2 * config.parallel),
         attention=None if config.attention == "auto" else AttentionTier(config.attention),
         threads=config.threads,
+        gpu_memory=config.gpu_memory,
     )
     digest = model_digest(model.path, digests)
     engine = open_engine(loaded, settings, digest)

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from emberkeep.engine.hf.embedding_engine import HfEmbeddingEngine, HfEmbeddingSettings
     from emberkeep.engine.hf.engine import HfEngine, open_engine
     from emberkeep.engine.hf.footprint import cells_of_share
-    from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, Placing, load_model
+    from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
+    from emberkeep.engine.hf.streaming import Placing
     from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 __all__ = [
@@ -34,7 +35,7 @@ _HOMES = {
     "HfSettings": "model_loader",
     "HfSource": "model_loader",
     "HfWholeEngine": "whole_engine",
-    "Placing": "model_loader",
+    "Placing": "streaming",
     "cells_of_share": "footprint",
     "load_model": "model_loader",
     "open_engine": "engine",

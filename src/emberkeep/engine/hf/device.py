@@ -41,13 +41,19 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-_FOR_THE_REST = 0.25
-"""Of a GPU's free memory: for state and for what a step has in hand."""
+_FOR_STEPS, _FOR_STATE = 1 << 30, 0.08
+"""Of a GPU's free memory, which weights leave: bytes for what a step has in hand, and a share for state."""
 
 
-def weights_budget(device: torch.device) -> int:
+def free_bytes(device: torch.device, limit: int | None) -> int:
+    """What may still be allocated on a GPU, of which at most `limit` is used in all."""
+    free = int(torch.cuda.mem_get_info(device)[0])
+    return free if limit is None else min(free, limit - torch.cuda.memory_allocated(device))
+
+
+def weights_budget(device: torch.device, limit: int | None) -> int:
     """Bytes of a GPU that weights may take."""
-    return int(torch.cuda.mem_get_info(device)[0] * (1 - _FOR_THE_REST))
+    return max(int(free_bytes(device, limit) * (1 - _FOR_STATE)) - _FOR_STEPS, 0)
 
 
 class DeviceLimits:

@@ -66,14 +66,7 @@ class HfEngine:
         learned = learn(self._network)
         layers = [learned.shapes[index] for index in range(len(learned.shapes))]
         self._rotations = learn_rotations(self._network)
-        cells = settings.cells or affordable_cells(
-            model,
-            layers,
-            learned.dtype,
-            sequences=settings.sequences,
-            context=settings.context,
-            batch=settings.batch,
-        )
+        cells = settings.cells or affordable_cells(model, layers, learned.dtype, settings)
         # A block more for each sequence, whose last one is not full: `cells` tokens then always fit.
         self._pool = BlockPool(cells + settings.sequences * BLOCK)
         self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
@@ -108,7 +101,7 @@ class HfEngine:
             tier: fingerprint(model, layout, weights_digest, tier, is_recorded=self._graphs is not None)
             for tier in self.attention.available
         }
-        self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings.batch)
+        self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)
         self._step_table = measure_steps(self)
 
     # ── evaluating ──

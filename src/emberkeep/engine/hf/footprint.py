@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from emberkeep.engine.base import Footprint, Outcome, Rows
-from emberkeep.engine.hf.model_loader import HfModel
+from emberkeep.engine.hf.device import free_bytes
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
 
 _RESERVE = 1 << 30
@@ -29,15 +30,16 @@ class _Steps(Protocol):
 
 
 def affordable_cells(
-    model: HfModel, layers: Sequence[LayerShape], dtype: torch.dtype, *, sequences: int, context: int, batch: int
+    model: HfModel, layers: Sequence[LayerShape], dtype: torch.dtype, settings: HfSettings
 ) -> int:
     """Token cells for all sequences, if the device has room; at least enough to answer something."""
     device = model.network.device
+    sequences, context = settings.sequences, settings.context
     if device.type != "cuda":
         return context
     per_token = sum(layer.keys.channels + layer.values.channels for layer in layers) * dtype.itemsize
-    steps = batch * _per_step_token(model, dtype) + sequences * _per_logits_row(model, dtype)
-    free = (torch.cuda.mem_get_info(device)[0] - _RESERVE - steps) * _SHARE
+    steps = settings.batch * _per_step_token(model, dtype) + sequences * _per_logits_row(model, dtype)
+    free = (free_bytes(device, settings.gpu_memory) - _RESERVE - steps) * _SHARE
     return max(min(sequences * context, int(free / per_token)), 128)
 
 
@@ -49,12 +51,12 @@ def cells_of_share(model: HfModel, share: float) -> int:
 
 
 def footprint(
-    model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], engine: _Steps, batch: int
+    model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], engine: _Steps, settings: HfSettings
 ) -> Footprint:
     """`engine` is idle; on CUDA it evaluates a few prompts."""
     row = max(layer.keys.channels + layer.values.channels for layer in layers) * memory.dtype.itemsize
     if memory.device.type == "cuda":
-        return _measure(model, memory, row, engine, batch)
+        return _measure(model, memory, row, engine, settings)
     from emberkeep.config import resident_ram, total_ram
 
     return Footprint(
@@ -78,17 +80,18 @@ def peak_bytes(device: torch.device) -> int | None:
     return resident_ram()
 
 
-def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, batch: int) -> Footprint:
+def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, settings: HfSettings) -> Footprint:
     device = memory.device
-    small, large = (min(tokens, batch) for tokens in _PROBES)
+    small, large = (min(tokens, settings.batch) for tokens in _PROBES)
     _peak_of(engine, device, small, 0)  # libraries allocate their workspaces once
     base = torch.cuda.memory_allocated(device)
     peaks = [_peak_of(engine, device, tokens, 0) - base for tokens in (small, large)]
     behind = _peak_of(engine, device, small, large) - base
+    capacity = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     each = max((peaks[1] - peaks[0]) / max(large - small, 1), peaks[1] / large)
     return Footprint(
         device=str(device),
-        capacity=torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device),
+        capacity=min(capacity, settings.gpu_memory or capacity),
         fixed=base,
         per_step_token=each,
         per_context_token=row,  # read together where a sequence's blocks lie apart

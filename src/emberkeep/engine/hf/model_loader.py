@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from emberkeep.engine.hf.awq_loader import awq_format, load_awq
 from emberkeep.engine.hf.device import choose_device, choose_dtype, weights_budget
 from emberkeep.engine.hf.int4 import int4_count, weights_bytes
-from emberkeep.engine.hf.streaming import LayerStream, place_layers
+from emberkeep.engine.hf.streaming import LayerStream, Placing, place_layers
 from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
 from emberkeep.types import AttentionTier, Json, Residency
@@ -64,17 +64,6 @@ class HfModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
-    """Which weights may be where."""
-
-    residency: Residency = Residency.AUTO
-    keep_first: int | None = None
-    keep_last: int | None = None
-    device_bytes: int | None = None
-    """Of the device, for weights; None: what is free, but for what steps and state need."""
-
-
-@dataclass(frozen=True, slots=True)
 class HfSettings:
     """How an engine over a model is set up."""
 
@@ -88,6 +77,8 @@ class HfSettings:
     attention: AttentionTier | None = None
     """None: the fastest that there is."""
     threads: int | None = None
+    gpu_memory: int | None = None
+    """Most bytes of a GPU; None: what is free."""
 
 
 def load_model(
@@ -146,8 +137,7 @@ def _stays(device: torch.device, placing: Placing, size: int) -> bool:
         return False
     if device.type != "cuda":
         return True
-    budget = placing.device_bytes
-    return size <= (weights_budget(device) if budget is None else budget)
+    return size <= weights_budget(device, placing.gpu_memory)
 
 
 def _dtype_name(dtype: str, device: torch.device, source: HfSource, config: Any) -> str:

@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +34,17 @@ _GB = 1e9
 
 
 # ── what stays and what passes ──
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Which weights may be where."""
+
+    residency: Residency = Residency.AUTO
+    keep_first: int | None = None
+    keep_last: int | None = None
+    gpu_memory: int | None = None
+    """Most bytes of the device that are used in all; None: what is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +76,39 @@ class ResidencyPlan:
 
 
 def plan_residency(
-    layers: Sequence[LayerBytes],
-    rest: int,
-    budget: int,
-    wanted: Residency = Residency.AUTO,
-    keep_first: int | None = None,
-    keep_last: int | None = None,
+    layers: Sequence[LayerBytes], rest: int, budget: int, placing: Placing | None = None
 ) -> ResidencyPlan:
     """`rest`: bytes of what is no layer, which stays. `budget`: for weights, on the device. Pure.
 
     Raises EngineError for what does not fit.
     """
-    if wanted is Residency.AUTO and (keep_first is not None or keep_last is not None):
-        wanted = Residency.PARTIAL
+    placing = placing or Placing()
+    wanted, has_kept = placing.residency, placing.keep_first is not None or placing.keep_last is not None
     if wanted is Residency.AUTO:
-        wanted = Residency.FULL if rest + sum(each.all for each in layers) <= budget else Residency.PARTIAL
-    if wanted is Residency.FULL:
-        plan = _plan(wanted, layers, rest, ())
-    elif wanted is Residency.FFN or wanted is Residency.STREAM:
-        plan = _plan(wanted, layers, rest, tuple(range(len(layers))))
+        fits = rest + sum(each.all for each in layers) <= budget
+        wanted = Residency.FULL if fits and not has_kept else Residency.PARTIAL
+    if wanted is not Residency.PARTIAL:
+        streamed = () if wanted is Residency.FULL else tuple(range(len(layers)))
+        plan = _plan(wanted, layers, rest, streamed)
+    elif has_kept:
+        first, last = placing.keep_first or 0, len(layers) - (placing.keep_last or 0)
+        plan = _plan(wanted, layers, rest, tuple(range(first, last)))
     else:
-        plan = _plan_partial(layers, rest, budget, keep_first, keep_last)
+        plan = _plan_partial(layers, rest, budget)
     if plan.device_bytes > budget:
         raise EngineError(
             f"The weights need {plan.device_bytes / _GB:.1f} GB of the device with --residency {plan.mode}, and "
-            f"{max(budget, 0) / _GB:.1f} GB are free for them: choose --residency auto, or a smaller model."
+            f"{max(budget, 0) / _GB:.1f} GB are there for them: choose {_way_out(placing)}a smaller model."
         )
     return plan
 
 
-def _plan_partial(
-    layers: Sequence[LayerBytes], rest: int, budget: int, keep_first: int | None, keep_last: int | None
-) -> ResidencyPlan:
-    """As many layers stay as fit, half of them the first ones and half the last, unless it was said how many."""
-    if keep_first is not None or keep_last is not None:
-        first, last = min(keep_first or 0, len(layers)), min(keep_last or 0, len(layers))
-        return _plan(Residency.PARTIAL, layers, rest, tuple(range(first, max(len(layers) - last, first))))
+def _way_out(placing: Placing) -> str:
+    return "" if placing.residency in (Residency.AUTO, Residency.STREAM) else "--residency auto, or "
+
+
+def _plan_partial(layers: Sequence[LayerBytes], rest: int, budget: int) -> ResidencyPlan:
+    """As many layers stay as fit, half of them the first ones and half the last."""
     plan = _plan(Residency.STREAM, layers, rest, tuple(range(len(layers))))
     for kept in range(1, len(layers)):
         first = -(-kept // 2)
@@ -119,13 +127,9 @@ def _plan(mode: Residency, layers: Sequence[LayerBytes], rest: int, streamed: tu
 
 
 def layer_bytes(layers: Sequence[nn.Module]) -> list[LayerBytes]:
-    """Raises EngineError for a layer whose feed-forward part is not known."""
-    found = []
-    for layer in layers:
-        inner = feed_forward_of(layer)
-        within = sum(_flat_bytes([tensor]) for *_, tensor in _tensors(inner)) if inner is not None else 0
-        found.append(LayerBytes(sum(_flat_bytes([tensor]) for *_, tensor in _tensors(layer)) - within, within))
-    return found
+    inner = [feed_forward_of(layer) for layer in layers]
+    within = [0 if part is None else _module_bytes(part) for part in inner]
+    return [LayerBytes(_module_bytes(layer) - part, part) for layer, part in zip(layers, within, strict=True)]
 
 
 def feed_forward_of(layer: nn.Module) -> nn.Module | None:
@@ -136,34 +140,16 @@ def feed_forward_of(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-class Wish(Protocol):
-    """What was asked for."""
-
-    @property
-    def residency(self) -> Residency: ...
-
-    @property
-    def keep_first(self) -> int | None: ...
-
-    @property
-    def keep_last(self) -> int | None: ...
-
-    @property
-    def device_bytes(self) -> int | None: ...
-
-
-def place_layers(network: Any, device: torch.device, wish: Wish) -> LayerStream | None:
+def place_layers(network: Any, device: torch.device, placing: Placing) -> LayerStream | None:
     """Bring a network that is in RAM to its device, as much of it as may be there. Raises EngineError."""
     count = network.config.get_text_config(decoder=True).num_hidden_layers
     layers = next(
         (list(m) for m in network.modules() if isinstance(m, nn.ModuleList) and len(m) == count), list[nn.Module]()
     )
     sizes = layer_bytes(layers)
-    rest = sum(_flat_bytes([tensor]) for *_, tensor in _tensors(network)) - sum(each.all for each in sizes)
-    budget = wish.device_bytes
-    if budget is None:
-        budget = weights_budget(device) if device.type == "cuda" else sys.maxsize
-    plan = plan_residency(sizes, rest, budget, wish.residency, wish.keep_first, wish.keep_last)
+    rest = _module_bytes(network) - sum(each.all for each in sizes)
+    budget = weights_budget(device, placing.gpu_memory) if device.type == "cuda" else sys.maxsize
+    plan = plan_residency(sizes, rest, budget, placing)
     stream = LayerStream(plan, layers, device) if plan.streamed else None
     network.to(device)
     return stream
@@ -236,13 +222,13 @@ class LayerStream:
 
     def _take(self, module: nn.Module) -> _Unit:
         places = list(_tensors(module))
-        host = self._host_memory(_flat_bytes([tensor for *_, tensor in places]))
+        host = self._host_memory(_module_bytes(module))
         unit, offset = _Unit(host, []), 0
         for owner, name, tensor in places:
             place = _Place(owner, name, offset, tensor.dtype, tensor.shape)
             place.view(host).copy_(tensor)
             unit.places.append(place)
-            offset += _flat_bytes([tensor])
+            offset += _flat_bytes(tensor)
         return unit
 
     def _host_memory(self, size: int) -> torch.Tensor:
@@ -348,5 +334,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
                 yield owner, name, tensor
 
 
-def _flat_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(-(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED for tensor in tensors)
+def _flat_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
+
+
+def _module_bytes(module: nn.Module) -> int:
+    return sum(_flat_bytes(tensor) for *_, tensor in _tensors(module))
