@@ -28,7 +28,7 @@ def stage(request) -> int:
 
 
 def staged(engine, chunks: int):
-    engine._staging = Staging(None, engine._layout.range_bytes(64 * chunks) + 1)
+    engine._staging = Staging(None, engine._layout.range_bytes(64), engine._layout.range_bytes(64 * chunks) + 1)
     return engine
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -23,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from emberkeep.config import total_ram
 from emberkeep.engine.base import Payload
 from emberkeep.engine.hf.pool import BlockTable, KvMemory, StreamGroup
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
+from emberkeep.engine.payload_memory import SLAB, PayloadMemory, slab_count
 from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,9 +34,6 @@ Rows = list[torch.Tensor]
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
 
-_SLAB = 256 << 20
-_PINNED = 4 << 30
-"""Most bytes of such memory: it cannot be swapped out."""
 _TOGETHER = 16
 """Payloads that are gathered or put into place at once, of one length."""
 _CHUNK = 128
@@ -55,7 +50,9 @@ class Transfer:
         self._gathers = self._is_cuda
         """Whether several payloads are put together on the device: elsewhere that is only one copy more."""
         self._packing = Packing(memory)
-        self._slots = PinnedSlots(self._size(_CHUNK)) if self._is_cuda else None
+        self._payloads = PayloadMemory(self._size(_CHUNK))
+        if self._is_cuda:
+            _prepare(self._payloads)
         self._staging = torch.empty(0, dtype=memory.dtype, device=memory.device)
         self._in_flight: list[Payload] = []
 
@@ -81,7 +78,7 @@ class Transfer:
     def _export(self, table: BlockTable, borders: Sequence[int]) -> list[Payload]:
         """Of ranges of one length: gathered where they are, so that each is one copy."""
         count, tokens = len(borders) - 1, borders[1] - borders[0]
-        buffers = [self._buffer(tokens) for _ in range(count)]
+        buffers = [self._payloads.take(self._size(tokens)) for _ in range(count)]
         targets = [torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype) for buffer in buffers]
         staged = self._staged(count, tokens) if self._gathers else None
         rows = self._memory.read(self._locate(table, borders[0], borders[-1]))
@@ -194,35 +191,12 @@ class Transfer:
     def _size(self, tokens: int) -> int:
         return HEAD.size + tokens * self._bytes_per_token
 
-    def _buffer(self, tokens: int) -> Bytes:
-        prepared = self._slots.take() if self._slots is not None and tokens == _CHUNK else None
-        return np.empty(self._size(tokens), np.uint8) if prepared is None else prepared
 
-
-class PinnedSlots:
-    """Host memory that a device copies from at full speed, in pieces of one size.
-
-    It is made once: making it takes a third of a second per gigabyte and holds up everything else on the device. A
-    piece that is no longer held is used again.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._free: deque[Bytes] = deque()  # filled by finalizers, which run on any thread
-        stride = size + -size % 64
-        for _ in range(min(_PINNED, total_ram() // 16) // _SLAB):
-            # In slabs of a power of two: torch would round every single piece up to one.
-            slab = torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True).numpy()
-            self._free.extend(slab[i : i + size] for i in range(0, _SLAB - size + 1, stride))
-
-    def take(self) -> Bytes | None:
-        """None when all are in use."""
-        try:
-            memory = self._free.popleft()
-        except IndexError:
-            return None
-        piece = memory[:]
-        weakref.finalize(piece, self._free.append, memory)
-        return piece
+def _prepare(memory: PayloadMemory) -> None:
+    """Pinned: made once, since making it holds up everything else on the device."""
+    for _ in range(slab_count()):
+        # In slabs of a power of two: torch would round every single piece up to one.
+        memory.add(torch.empty(SLAB, dtype=torch.uint8, pin_memory=True).numpy())
 
 
 class Packing:

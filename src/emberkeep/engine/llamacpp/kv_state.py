@@ -48,6 +48,7 @@ import numpy.typing as npt
 from emberkeep.engine.base import KvUnit, Payload, Rows
 from emberkeep.engine.llamacpp.c_api import Batch, Handle
 from emberkeep.engine.llamacpp.shared_library import llama, take_errors
+from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
@@ -177,12 +178,14 @@ class Layout:
         orders = self._orders(state, begin, cells)
         if len(borders) == 2 and not self.nothing and all(order is None for order in orders):
             return [memoryview(state)]
-        return [pick() for pick in self._picks(state, cells, orders, borders)]
+        return [pick() for pick in self._picks(state, cells, orders, borders, _new)]
 
-    def splitting(self, state: Bytes, borders: Sequence[int]) -> list[Callable[[], Payload]]:
+    def splitting(
+        self, state: Bytes, borders: Sequence[int], memory: PayloadMemory
+    ) -> list[Callable[[], Payload]]:
         """What `split` does, left to be done by any threads while `state` stays as it is. Raises EngineError."""
         cells = borders[-1] - borders[0]
-        return self._picks(state, cells, self._orders(state, borders[0], cells), borders)
+        return self._picks(state, cells, self._orders(state, borders[0], cells), borders, memory.take)
 
     def joining(self, states: Sequence[Bytes], into: Bytes) -> tuple[Bytes, list[Callable[[], None]]]:
         """One state, in the memory of `into`, of ranges that were checked and follow each other; it is whole when
@@ -208,10 +211,15 @@ class Layout:
             to += part.size(total)
 
     def _picks(
-        self, state: Bytes, cells: int, orders: list[Order], borders: Sequence[int]
+        self,
+        state: Bytes,
+        cells: int,
+        orders: list[Order],
+        borders: Sequence[int],
+        allocate: Callable[[int], Bytes],
     ) -> list[Callable[[], Payload]]:
         ranges = ((start - borders[0], end - borders[0]) for start, end in pairwise(borders))
-        return [partial(self._pick, state, cells, orders, start, end) for start, end in ranges]
+        return [partial(self._pick, state, cells, orders, start, end, allocate) for start, end in ranges]
 
     def renumbered(self, state: Bytes, start: int) -> Bytes:
         """A copy of the state of a range whose positions begin at `start`; nothing in it is rotated."""
@@ -272,8 +280,16 @@ class Layout:
             offset += part.size(cells)
         return orders
 
-    def _pick(self, state: Bytes, cells: int, orders: list[Order], start: int, end: int) -> Payload:
-        payload = np.empty(self.range_bytes(end - start), np.uint8)
+    def _pick(
+        self,
+        state: Bytes,
+        cells: int,
+        orders: list[Order],
+        start: int,
+        end: int,
+        allocate: Callable[[int], Bytes],
+    ) -> Payload:
+        payload = allocate(self.range_bytes(end - start))
         payload[:HEAD_BYTES] = np.frombuffer(self.head, np.uint8)
         offset = to = HEAD_BYTES
         for part, order in zip(self.ranges, orders, strict=True):
@@ -524,6 +540,10 @@ class Recurrent:
             offset += _TENSOR.size + tensor[1]
         if not good:
             raise EngineError("A stored snapshot comes from another model layout.")
+
+
+def _new(size: int) -> Bytes:
+    return np.empty(size, np.uint8)
 
 
 def cell_count(part: Bytes) -> int:

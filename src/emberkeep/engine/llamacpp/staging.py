@@ -14,6 +14,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event, Thread
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from emberkeep.engine.base import Payload
 from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.kv_state import Bytes, Layout
 from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.payload_memory import SLAB, PayloadMemory, slab_count
 
 T = TypeVar("T")
 
@@ -32,10 +34,17 @@ _MOST_THREADS = 8
 
 
 class Staging:
-    """Belongs to the engine's thread. `device` is one of ggml's; None: memory is not pinned."""
+    """Belongs to the engine's thread. `device` is one of ggml's; None: memory is not pinned.
 
-    def __init__(self, device: Handle | None, stage_bytes: int = _STAGE) -> None:
+    Memory for chunks of `chunk_bytes` is prepared by a thread of its own.
+    """
+
+    def __init__(self, device: Handle | None, chunk_bytes: int, stage_bytes: int = _STAGE) -> None:
         self._stage_bytes = stage_bytes
+        self._payloads = PayloadMemory(chunk_bytes)
+        self._is_closed = Event()
+        if device:
+            Thread(target=self._prepare, name="emberkeep-payloads", daemon=True).start()
         self._pinned = [PinnedBuffer(device, stage_bytes) for _ in range(_STAGES)] if device else []
         self._stages = [each.memory for each in self._pinned] or [
             np.empty(stage_bytes, np.uint8) for _ in range(_STAGES)
@@ -53,7 +62,8 @@ class Staging:
                 if number >= _STAGES:
                     _results(cut[number - _STAGES])  # it is read from until then
                 state = read(span[0], span[-1], self._stages[number % _STAGES])
-                cut.append([self._threads.submit(task) for task in layout.splitting(state, span)])
+                tasks = layout.splitting(state, span, self._payloads)
+                cut.append([self._threads.submit(task) for task in tasks])
         finally:
             payloads = [payload for tasks in cut for payload in _results(tasks)]
         return payloads
@@ -76,10 +86,19 @@ class Staging:
         return True
 
     def close(self) -> None:
+        self._is_closed.set()
         self._threads.shutdown()
         self._stages.clear()
         for pinned in self._pinned:
             pinned.close()
+
+    def _prepare(self) -> None:
+        for _ in range(slab_count()):
+            if self._is_closed.is_set():
+                return
+            slab = np.empty(SLAB, np.uint8)
+            slab.fill(0)
+            self._payloads.add(slab)
 
     def _spans(self, layout: Layout, borders: Sequence[int]) -> Iterator[Sequence[int]]:
         """Neighbouring ranges whose state together fits a stage, and at least one."""
