@@ -56,4 +56,4 @@ def test_what_is_continued_was_loaded_and_not_evaluated(tmp_path: Path, monkeypa
     monkeypatch.setattr(LlamaEngine, "import_kv", counted)
     with open_stage(tiny_gguf.dense(tmp_path / "tiny.gguf"), tmp_path / "data", lambda what: None) as stage:
         asyncio.run(run(stage, Workload(prompts=1, chunks=2, answer=4)))
-    assert loaded == [(0, 128), (128, 256)] * 6  # twice per number of bits
+    assert loaded == [(0, 256)] * 6  # both chunks at once, twice per number of bits

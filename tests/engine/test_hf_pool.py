@@ -57,7 +57,7 @@ class Sharing(RuleBasedStateMachine):
         copies = self.pool.grow(table, table.length + count)
         assert (copies is None) == (needed > free)
         if copies is None:
-            assert (table.blocks, table.length) == before
+            assert (list(table.blocks), table.length) == before
             return
         assert self.pool.free == free - needed
         self.memory.copy(copies)
@@ -71,7 +71,7 @@ class Sharing(RuleBasedStateMachine):
         before, free = (list(table.blocks), table.length), self.pool.free
         copies = self.pool.regrow(table, start, start + count)
         if copies is None:
-            assert (table.blocks, table.length, self.pool.free) == (*before, free)
+            assert (list(table.blocks), table.length, self.pool.free) == (*before, free)
             return
         self.memory.copy(copies)
         del self.content(table)[start:]
