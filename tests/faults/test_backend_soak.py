@@ -14,6 +14,7 @@ from emberkeep.kv.entries import Ghosts
 from emberkeep.types import Completed, Message, Request, Sampling, private_namespace
 from helpers.fake_backend import fake_backend
 from helpers.growth import descriptors, sizes_below, threads
+from helpers.waiting import eventually
 
 USERS = int(os.environ.get("EMBERKEEP_TEST_REQUESTS", "160"))
 REMEMBERED = USERS // 8
@@ -54,6 +55,7 @@ def test_requests_of_users_who_come_once_leave_nothing_that_grows(tmp_path: Path
             [*_, last] = [event async for event in backend.generate(asked(number))]
             assert isinstance(last, Completed)
         backend._store.flush()  # what is being written at the moment has not grown
+        assert eventually(backend._store.corpus._jobs.empty)
 
     asyncio.run(visit(range(USERS // 2)))
     half, open_files, running = sizes_below(backend), descriptors(), threads()
