@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +354,21 @@ FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Config
 def slice_tokens(config: Config, *, on_gpu: bool = False) -> int:
     """Most prompt tokens per step. A GPU takes as long for 500 tokens as for thousands."""
     return config.prefill_slice or (4096 if on_gpu else 512)
+
+
+def placed_by_itself(config: Config) -> Config:
+    """For another model: what is said of adapters, drafts and layers is said of the first one."""
+    return replace(
+        config,
+        lora=(),
+        draft_model=None,
+        gpu_layers=None,
+        cpu_moe=0,
+        tensor_split=None,
+        residency=str(Residency.AUTO),
+        keep_first=None,
+        keep_last=None,
+    )
 
 
 def ttls(config: Config) -> dict[Ttl, float]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from emberkeep.config import Config
+from emberkeep.config import Config, placed_by_itself
 from emberkeep.engine.base import Engine
 from emberkeep.errors import ConfigError, EngineError
-from emberkeep.types import Residency, Vocab
+from emberkeep.types import Vocab
 
 _SHOWN = 24
 """Bytes of a token in an error."""
@@ -16,19 +16,7 @@ _SHOWN = 24
 
 def config_of_draft(config: Config, draft: str) -> Config:
     """What a draft model is opened with: no adapters, and placed by itself, whatever is said of the other one."""
-    return replace(
-        config,
-        model=draft,
-        draft_model=None,
-        lora=(),
-        gpu_layers=None,
-        cpu_moe=0,
-        tensor_split=None,
-        residency=str(Residency.AUTO),
-        keep_first=None,
-        keep_last=None,
-        pooling="auto",
-    )
+    return replace(placed_by_itself(config), model=draft, pooling="auto")
 
 
 def check_files(model: Path, draft: Path) -> None:

@@ -15,7 +15,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.models import Models
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
-from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.config import DEFAULT_MODEL, Config, placed_by_itself
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
 from emberkeep.models.remotes import Remotes
@@ -25,7 +25,7 @@ from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memor
 from emberkeep.runtime.parts import SharedParts
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
-from emberkeep.types import Json, RemoteModel, Removed, Residency
+from emberkeep.types import Json, RemoteModel, Removed
 
 log = logging.getLogger("emberkeep")
 
@@ -90,18 +90,7 @@ class ServedModels:
 
     def __init__(self, config: Config, parts: SharedParts, pool: ModelPool, default: str) -> None:
         """`default`: the name of the one that is no other."""
-        # What is said of adapters, drafts and layers is said of the first model.
-        self._config = replace(
-            config,
-            lora=(),
-            draft_model=None,
-            gpu_layers=None,
-            cpu_moe=0,
-            tensor_split=None,
-            residency=str(Residency.AUTO),
-            keep_first=None,
-            keep_last=None,
-        )
+        self._config = placed_by_itself(config)
         self._parts = parts
         self._pool = pool
         self._default = default

@@ -172,8 +172,8 @@ class HfEngine:
         self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
     ) -> Outcome:
         with translate_errors():
-            payload_end = self._transfer.check(payloads, payload_start)
-        if not payload_start <= start < end <= payload_end:
+            borders = self._transfer.check(payloads, payload_start)
+        if not payload_start <= start < end <= borders[-1]:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         table = self._tables[sequence]
         if table.length != start:
@@ -181,7 +181,7 @@ class HfEngine:
         with self._grow([table], [end]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
-            self._transfer.load(table, start, end, payloads, payload_start)
+            self._transfer.load(table, start, end, payloads, borders)
         return Outcome.DONE
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:

@@ -95,20 +95,19 @@ class Transfer:
                 target.copy_(given, non_blocking=True)
         return [memoryview(buffer) for buffer in buffers]
 
-    def check(self, payloads: Sequence[Payload], start: int) -> int:
-        """Where payloads end that follow each other from `start` on. Raises EngineError."""
+    def check(self, payloads: Sequence[Payload], start: int) -> list[int]:
+        """Where payloads begin that follow each other from `start` on, and where the last ends. Raises
+        EngineError."""
+        borders = [start]
         for payload in payloads:
-            start += self._tokens(payload, start)
-        return start
+            check = self._packing.check if is_packed(payload) else self._check
+            borders.append(borders[-1] + check(payload, borders[-1]))
+        return borders
 
-    def _tokens(self, payload: Payload, start: int) -> int:
-        return self._packing.check(payload, start) if is_packed(payload) else self._check(payload, start)
-
-    def load(self, table: BlockTable, start: int, end: int, payloads: Sequence[Payload], at: int) -> None:
-        """Put [start, end) of payloads that begin at `at`, and were checked, where the table has room for it."""
-        borders = [at]
-        for payload in payloads:
-            borders.append(borders[-1] + self._tokens(payload, borders[-1]))
+    def load(
+        self, table: BlockTable, start: int, end: int, payloads: Sequence[Payload], borders: Sequence[int]
+    ) -> None:
+        """Put [start, end) of payloads, for which `check` gave `borders`, where the table has room for it."""
         index = 0
         for span in _alike(borders):
             given = payloads[index : index + len(span) - 1]
