@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from emberkeep.engine.hf import HfSource, load_model
 from emberkeep.engine.hf.attention import AttentionOptions, PoolStep, attend_plain
 from emberkeep.engine.hf.fused_layers import agree, fuse
+from emberkeep.engine.hf.int4 import Int4Linear
 from emberkeep.engine.hf.kernels import (
     PagedKv,
     TileShape,
@@ -25,9 +26,10 @@ from emberkeep.engine.hf.kernels import (
     paged_attention,
     store_rows,
 )
-from emberkeep.engine.hf.layer_kernels import HeadNorms, rms_norm, rotate_and_store, silu_gate
+from emberkeep.engine.hf.layer_kernels import HeadNorms, add_norm, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
+from emberkeep.engine.hf.product_kernels import Parts, dequantise, int4_product, join, product
 from emberkeep.engine.hf.step import Span
 from emberkeep.types import AttentionTier
 from helpers import tiny_hf
@@ -103,23 +105,75 @@ def test_rows_go_into_their_cells():
     assert keys.count_nonzero() == k.count_nonzero()
 
 
+@pytest.mark.parametrize(("splits", "has_bias"), [(1, False), (3, True)])
 @pytest.mark.parametrize("width", [64, 100])
-def test_norms_and_gates(width):
+def test_norms_and_gates(width, splits, has_bias):
     x, weight = torch.randn(3, width), torch.randn(width)
-    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6), normal * weight)
-    pairs = torch.randn(3, 2 * width)
-    torch.testing.assert_close(silu_gate(pairs), torch.nn.functional.silu(pairs[:, :width]) * pairs[:, width:])
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), _normal(x) * weight)
+    added = Parts(torch.randn(splits, 3, width), torch.randn(width) if has_bias else None)
+    residual = x.clone()
+    normed = add_norm(residual, added, weight, 1e-6)
+    torch.testing.assert_close(residual, x + _whole(added))
+    torch.testing.assert_close(normed, _normal(x + _whole(added)) * weight)
+    pairs = Parts(torch.randn(splits, 3, 2 * width), torch.randn(2 * width) if has_bias else None)
+    gate, up = _whole(pairs).split(width, 1)
+    torch.testing.assert_close(silu_gate(pairs, torch.float32), torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(join(pairs, torch.float32), _whole(pairs))
+
+
+def _normal(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _whole(given: Parts) -> torch.Tensor:
+    return given.parts.sum(0) + (0 if given.bias is None else given.bias)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 200), (64, 1024), (200, 72)])
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_of_few_rows(rows, outputs, inputs, has_bias):
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    bias = torch.randn(outputs) if has_bias else None
+    found = join(product(x, weight, bias), torch.float32)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("outputs", "groups", "group"), [(100, 3, 64), (64, 2, 128), (72, 5, 32)])
+@pytest.mark.parametrize("rows", [1, 7, 33])
+def test_products_with_weights_in_four_bits(rows, outputs, groups, group):
+    codes = torch.randint(0, 256, (outputs, groups * group // 2), dtype=torch.uint8)
+    scales, zeros = torch.rand(groups, outputs) + 0.1, torch.randint(0, 16, (groups, outputs)).float()
+    module = Int4Linear(codes, scales, zeros, torch.randn(outputs))
+    weight = module.dequantized()
+    torch.testing.assert_close(dequantise(codes, scales, zeros), weight)
+    x = torch.randn(rows, groups * group)
+    found = join(int4_product(x, codes, scales, zeros, module.bias), torch.float32)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, module.bias), rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no bfloat16 as a GPU has it")
+@pytest.mark.parametrize("rows", [1, 16, 64, 65])
+def test_four_bits_in_half_precision_are_the_same_numbers(rows):
+    codes = torch.randint(0, 256, (192, 256), dtype=torch.uint8)
+    scales, zeros = torch.rand(4, 192).bfloat16() * 0.01, torch.randint(0, 16, (4, 192)).bfloat16()
+    module = Int4Linear(codes, scales, zeros, None)
+    assert torch.equal(dequantise(codes, scales, zeros), module.dequantized())
+    x = torch.randn(rows, 512).bfloat16()
+    expected = x.float() @ module.dequantized().float().T
+    torch.testing.assert_close(module(x).float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("rotated", [32, 16])
-@pytest.mark.parametrize("has_norms", [True, False])
-def test_queries_and_keys_are_rotated_and_stored(rotated, has_norms):
+@pytest.mark.parametrize(("splits", "has_norms"), [(1, True), (3, False)])
+def test_queries_and_keys_are_rotated_and_stored(rotated, splits, has_norms):
     rows, queries, heads, width = 5, 3, 2, 32
-    product, angles = torch.randn(rows, (queries + 2 * heads) * width), torch.randn(rows, rotated // 2)
+    channels = (queries + 2 * heads) * width
+    given = Parts(torch.randn(splits, rows, channels), torch.randn(channels) if splits > 1 else None)
+    angles = torch.randn(rows, rotated // 2)
     cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
     norms = HeadNorms(torch.randn(width), torch.randn(width), 1e-6) if has_norms else None
-    q, k, v = product.view(rows, -1, width).split([queries, heads, heads], 1)
+    q, k, v = _whole(given).view(rows, -1, width).split([queries, heads, heads], 1)
     if norms:
         q, k = (
             rms_norm(x.reshape(-1, width), w, 1e-6).view_as(x) for x, w in ((q, norms.queries), (k, norms.keys))
@@ -127,7 +181,7 @@ def test_queries_and_keys_are_rotated_and_stored(rotated, has_norms):
     q, k = (_rotate(x, cos[:, None], sin[:, None]) for x in (q, k))
     cells = torch.tensor([7, 3, 40, 41, 0])
     keys, values = torch.zeros(64, heads, width), torch.zeros(64, heads, width)
-    query = rotate_and_store(product, (cos, sin), norms, cells, keys, values)
+    query = rotate_and_store(given, (cos, sin), norms, cells, keys, values)
     torch.testing.assert_close(query, q)
     torch.testing.assert_close(keys[cells], k)
     torch.testing.assert_close(values[cells], v)

@@ -66,6 +66,8 @@ class StepBatch:
         self._splits = choose_splits(max(programs, heads), device.multi_processor_count)
         self.layer = -1
         """The one that attention is computed in."""
+        self.normed: torch.Tensor | None = None
+        """What the layer before has computed of the next one."""
 
     def fill(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
         """Nothing of the latest step may still be running."""

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 from emberkeep.engine.hf.attention import AttentionOptions
-from emberkeep.engine.hf.layer_kernels import HeadNorms, rms_norm, rotate_and_store, silu_gate
+from emberkeep.engine.hf.int4 import Int4Linear, has_kernels
+from emberkeep.engine.hf.layer_kernels import HeadNorms, add_norm, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.pool import KvMemory
+from emberkeep.engine.hf.product_kernels import FEW_INT4_ROWS, FEW_ROWS, Parts, dequantise, int4_product, product
 
 Forward = Callable[..., torch.Tensor]
 
@@ -33,29 +35,32 @@ class PooledStep(Protocol):
     memory: KvMemory
     cells: torch.Tensor
     layer: int
+    normed: torch.Tensor | None
 
     def attend_pool(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor: ...
 
 
 class FusedLayer:
-    """Shares the layer's weights, which from then on are parts of larger ones."""
+    """Shares the layer's weights, which from then on are parts of larger ones.
 
-    def __init__(self, layer: Any, index: int, options: AttentionOptions) -> None:
-        """Only for a layer that `is_usual`."""
+    The norm that the next layer begins with comes with the residual that this one ends with: `step.normed`.
+    """
+
+    def __init__(self, layer: Any, index: int, options: AttentionOptions, following: Any | None) -> None:
+        """Only for a layer that `is_usual`, and for a layer `following` it that is so too."""
         attention, feed_forward = layer.self_attn, layer.mlp
         self._index, self._options = index, options
-        self._norms = [
-            (norm.weight, norm.variance_epsilon)
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        ]
+        self._first_norm = _norm(layer.input_layernorm)
+        self._second_norm = _norm(layer.post_attention_layernorm)
+        self._next_norm = _norm(following.input_layernorm) if following is not None else None
         self._head_norms: HeadNorms | None = None
         if hasattr(attention, "q_norm"):
             self._head_norms = HeadNorms(
                 attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
             )
-        self._heads = _join([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gates = _join([feed_forward.gate_proj, feed_forward.up_proj])
-        self._mixed, self._down = attention.o_proj, feed_forward.down_proj
+        self._heads = Product([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._gates = Product([feed_forward.gate_proj, feed_forward.up_proj])
+        self._mixed, self._down = Product([attention.o_proj]), Product([feed_forward.down_proj])
 
     def __call__(
         self, hidden_states: torch.Tensor, *_: Any, past_key_values: Any, position_embeddings: Any, **__: Any
@@ -66,12 +71,50 @@ class FusedLayer:
         keys, values = step.memory.keys[self._index], step.memory.values[self._index]
         rotation = position_embeddings[0][0], position_embeddings[1][0]
         residual = hidden_states[0]
-        product = linear(rms_norm(residual, *self._norms[0]), *self._heads)
-        query = rotate_and_store(product, rotation, self._head_norms, step.cells, keys, values)
+        normed = rms_norm(residual, *self._first_norm) if step.normed is None else step.normed
+        heads = self._heads(normed)
+        query = rotate_and_store(heads, rotation, self._head_norms, step.cells, keys, values)
         mixed = step.attend_pool(query.transpose(0, 1)[None], self._options).flatten(1)
-        residual = _add_product(residual, mixed, self._mixed)
-        gates = linear(rms_norm(residual, *self._norms[1]), *self._gates)
-        return _add_product(residual, silu_gate(gates), self._down)[None]
+        normed = self._mixed.add_to(residual, mixed, self._second_norm)
+        opened = silu_gate(self._gates(normed), residual.dtype)
+        step.normed = self._down.add_to(residual, opened, self._next_norm)
+        return hidden_states
+
+
+class Product:
+    """With the weights of some linear parts, which become views of one weight. The kind of kernel that computes it
+    depends on the number of rows."""
+
+    def __init__(self, parts: Sequence[nn.Linear] | Sequence[Int4Linear]) -> None:
+        self._bias = _join_bias(parts)
+        self._codes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if isinstance(parts[0], Int4Linear):
+            self._codes = _join_codes([each for each in parts if isinstance(each, Int4Linear)])
+        else:
+            self._weight = _join_weights([each for each in parts if isinstance(each, nn.Linear)])
+
+    def __call__(self, x: torch.Tensor) -> Parts:
+        if self._codes is not None and len(x) <= FEW_INT4_ROWS:
+            return int4_product(x, *self._codes, self._bias)
+        if self._codes is None and len(x) <= FEW_ROWS:
+            return product(x, self._weight, self._bias)
+        return Parts(linear(x, self._whole(), self._bias)[None])
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None
+    ) -> torch.Tensor | None:
+        """Changes `residual`. Its norm, if one is wanted."""
+        few = FEW_ROWS if self._codes is None else FEW_INT4_ROWS
+        if norm is not None and (len(x) <= few or self._bias is not None):
+            return add_norm(residual, self(x), *norm)
+        if self._bias is not None:
+            residual.add_(linear(x, self._whole(), self._bias))
+        else:
+            residual.addmm_(x, self._whole().t())
+        return None if norm is None else rms_norm(residual, *norm)
+
+    def _whole(self) -> torch.Tensor:
+        return self._weight if self._codes is None else dequantise(*self._codes)
 
 
 def is_usual(layer: nn.Module, options: AttentionOptions) -> bool:
@@ -87,7 +130,7 @@ def is_usual(layer: nn.Module, options: AttentionOptions) -> bool:
         _names(attention) in (_ATTENTION, _ATTENTION | _HEAD_NORMS)
         and _names(feed_forward) == _FEED_FORWARD
         and isinstance(getattr(feed_forward, "act_fn", None), nn.SiLU | _silu_class())
-        and all(type(product) is nn.Linear for product in products)
+        and _are_alike(products)
         and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
         and attention.k_proj.out_features == attention.v_proj.out_features
     )
@@ -97,7 +140,11 @@ def fuse(layers: Sequence[nn.Module], options: Sequence[AttentionOptions]) -> li
     """None unless all of them are usual; whether they compute the same is for `agree` to say."""
     if not layers or not all(is_usual(layer, each) for layer, each in zip(layers, options, strict=True)):
         return None
-    return [FusedLayer(layer, i, each) for i, (layer, each) in enumerate(zip(layers, options, strict=True))]
+    following = [*layers[1:], None]
+    return [
+        FusedLayer(layer, index, each, after)
+        for index, (layer, each, after) in enumerate(zip(layers, options, following, strict=True))
+    ]
 
 
 def agree(layers: Sequence[nn.Module], fused: Sequence[FusedLayer], run: Callable[[], object]) -> bool:
@@ -116,10 +163,12 @@ def agree(layers: Sequence[nn.Module], fused: Sequence[FusedLayer], run: Callabl
             hook.remove()
     if len(seen) != len(fused):
         return False
-    return all(
-        isinstance(result, torch.Tensor) and _is_close(hidden, result, own(hidden.clone(), **named))
-        for own, (hidden, named, result) in zip(fused, seen, strict=True)
-    )
+    for own, (hidden, named, result) in zip(fused, seen, strict=True):
+        step: PooledStep = named["past_key_values"].step
+        step.normed = None  # each begins with what it was given
+        if not isinstance(result, torch.Tensor) or not _is_close(hidden, result, own(hidden.clone(), **named)):
+            return False
+    return True
 
 
 def _is_close(before: torch.Tensor, result: torch.Tensor, own: torch.Tensor) -> bool:
@@ -138,28 +187,51 @@ def _silu_class() -> type:
     return found if isinstance(found, type) else nn.SiLU
 
 
-def _join(products: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and one bias for all of them, of which theirs become views."""
-    weight = torch.cat([each.weight.data for each in products])
-    bias = None
-    if any(each.bias is not None for each in products):
-        bias = torch.cat([_bias(each) for each in products])
-    begin = 0
+def _are_alike(products: Sequence[nn.Module]) -> bool:
+    """Whether one kernel can compute several of them."""
+    if all(isinstance(each, Int4Linear) for each in products):
+        groups = {(each.codes.device, each.group) for each in products if isinstance(each, Int4Linear)}
+        return all(has_kernels(*each) for each in groups)
+    return all(type(each) is nn.Linear for each in products)
+
+
+def _norm(module: Any) -> tuple[torch.Tensor, float]:
+    return module.weight, module.variance_epsilon
+
+
+def _join_weights(products: Sequence[nn.Linear]) -> torch.Tensor:
+    if len(products) == 1:
+        return products[0].weight.data
+    weight, begin = torch.cat([each.weight.data for each in products]), 0
+    for each in products:
+        each.weight.data = weight[begin : begin + each.out_features]
+        begin += each.out_features
+    return weight
+
+
+def _join_codes(products: Sequence[Int4Linear]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, begin = torch.cat([each.codes for each in products]), 0
+    scales, zeros = (torch.cat([getattr(each, name) for each in products], dim=1) for name in ("scales", "zeros"))
     for each in products:
         end = begin + each.out_features
-        each.weight.data = weight[begin:end]
-        if each.bias is not None and bias is not None:
-            each.bias.data = bias[begin:end]
+        each.codes, each.scales, each.zeros = codes[begin:end], scales[:, begin:end], zeros[:, begin:end]
         begin = end
-    return weight, bias
+    return codes, scales, zeros
 
 
-def _bias(product: nn.Linear) -> torch.Tensor:
-    return product.weight.new_zeros(product.out_features) if product.bias is None else product.bias.data
+def _join_bias(products: Sequence[nn.Linear] | Sequence[Int4Linear]) -> torch.Tensor | None:
+    if all(each.bias is None for each in products):
+        return None
+    bias, begin = torch.cat([_bias(each) for each in products]), 0
+    for each in products:
+        if each.bias is not None:
+            each.bias.data = bias[begin : begin + each.out_features]
+        begin += each.out_features
+    return bias
 
 
-def _add_product(residual: torch.Tensor, x: torch.Tensor, product: nn.Linear) -> torch.Tensor:
-    """Changes `residual`."""
+def _bias(product: nn.Linear | Int4Linear) -> torch.Tensor:
     if product.bias is not None:
-        return residual.add_(linear(x, product.weight, product.bias))
-    return residual.addmm_(x, product.weight.t())
+        return product.bias.data
+    weight = product.scales if isinstance(product, Int4Linear) else product.weight
+    return weight.new_zeros(product.out_features)

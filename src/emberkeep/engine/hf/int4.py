@@ -7,13 +7,15 @@ group of inputs: `weight = (code - zero) * scale`. There are two layouts of it:
     gemv  codes [outputs, inputs / 8]; zeros and scales by [output, group], padded
 
 Here there is one: codes by [output, inputs / 2], where a byte of a group of 128 inputs holds number n and number
-n + 64 of them, so that both halves of a group are read as they lie; scales and zeros by [output, group].
+n + 64 of them, so that both halves of a group are read as they lie; scales and zeros by [group, output].
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -67,17 +69,43 @@ class Int4Linear(nn.Module):
         self.out_features, self.in_features = len(codes), 2 * codes.shape[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.dequantized(), self.bias)
+        if not has_kernels(self.codes.device, self.group):
+            return linear(x, self.dequantized(), self.bias)
+        # Needs Triton, which comes with torch for CUDA only.
+        from emberkeep.engine.hf.product_kernels import FEW_INT4_ROWS, dequantise, int4_product, join
+
+        rows = x.flatten(0, -2)
+        if len(rows) > FEW_INT4_ROWS:
+            return linear(x, dequantise(self.codes, self.scales, self.zeros), self.bias)
+        found = int4_product(rows.contiguous(), self.codes, self.scales, self.zeros, self.bias)
+        return join(found, x.dtype).view(*x.shape[:-1], self.out_features)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.in_features // len(self.scales)
 
     def dequantized(self) -> torch.Tensor:
         """The weight as it was, `[outputs, inputs]`, in the dtype of the scales."""
-        groups = self.scales.shape[1]
-        pairs = self.codes.unflatten(1, (groups, -1))
+        pairs = self.codes.unflatten(1, (len(self.scales), -1))
         numbers = torch.cat([pairs & 15, pairs >> 4], dim=-1).to(self.scales.dtype)
-        return ((numbers - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
+        return ((numbers - self.zeros.T[..., None]) * self.scales.T[..., None]).flatten(1)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, groups={self.scales.shape[1]}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, groups={len(self.scales)}"
+
+
+_KERNEL_GROUPS = (32, 64, 128, 256)
+
+
+def has_kernels(device: torch.device, group: int) -> bool:
+    """Whether products with such weights have kernels of their own; else they are made whole for every product."""
+    return device.type == "cuda" and group in _KERNEL_GROUPS and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def from_awq(
@@ -96,7 +124,7 @@ def from_awq(
         zero_points = torch.full_like(zero_points, 8)
     halves = numbers.unflatten(1, (groups, 2, -1))
     packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    scales, zero_points = (part.to(dtype).contiguous() for part in (scales, zero_points))
+    scales, zero_points = (part.T.to(dtype).contiguous() for part in (scales, zero_points))
     return Int4Linear(packed.contiguous(), scales, zero_points, bias if bias is None else bias.to(dtype))
 
 

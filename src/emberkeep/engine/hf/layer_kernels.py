@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from emberkeep.engine.hf.product_kernels import Parts, load_sum
+
 _ELEMENTS = 1024
 
 
@@ -34,26 +36,93 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
-def _gate_kernel(x_ptr, out_ptr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
-    gate = tl.load(x_ptr + row * 2 * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+def _add_norm_kernel(
+    x_ptr,
+    bias_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    part,
+    eps,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PAD)
+    is_there, place = at < WIDTH, row * WIDTH + at
     dtype = out_ptr.dtype.element_ty
+    added = load_sum(x_ptr, bias_ptr, place, at, is_there, part, dtype, SPLITS, HAS_BIAS)
+    x = (tl.load(residual_ptr + place, mask=is_there, other=0.0).to(tl.float32) + added).to(dtype).to(tl.float32)
+    tl.store(residual_ptr + place, x.to(dtype), mask=is_there)
+    weight = tl.load(weight_ptr + at, mask=is_there, other=0.0).to(tl.float32)
+    normal = (x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + place, (normal * weight).to(dtype), mask=is_there)
+
+
+def add_norm(residual: torch.Tensor, added: Parts, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Changes `residual`, `[rows, width]` and contiguous: `added` is added to it. Its norm is returned."""
+    rows, width = residual.shape
+    out = torch.empty_like(residual)
+    padded = triton.next_power_of_2(width)
+    _add_norm_kernel[(rows,)](
+        added.parts,
+        added.parts if added.bias is None else added.bias,
+        residual,
+        weight,
+        out,
+        residual.numel(),
+        eps,
+        WIDTH=width,
+        WIDTH_PAD=padded,
+        SPLITS=len(added.parts),
+        HAS_BIAS=added.bias is not None,
+        num_warps=min(max(padded // 512, 1), 16),
+    )
+    return out
+
+
+@triton.jit
+def _gate_kernel(
+    x_ptr,
+    bias_ptr,
+    out_ptr,
+    part,
+    WIDTH: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    dtype = out_ptr.dtype.element_ty
+    place, is_there = row * 2 * WIDTH + at, at < WIDTH
+    gate = load_sum(x_ptr, bias_ptr, place, at, is_there, part, dtype, SPLITS, HAS_BIAS)
+    up = load_sum(x_ptr, bias_ptr, place + WIDTH, at + WIDTH, is_there, part, dtype, SPLITS, HAS_BIAS)
     opened = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + at, (opened * up).to(dtype), mask=at < WIDTH)
+    tl.store(out_ptr + row * WIDTH + at, (opened * up).to(dtype), mask=is_there)
 
 
-def silu_gate(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Of `[rows, 2 * width]`, contiguous: SiLU of the first half times the second."""
-    rows, width = gate_and_up.shape[0], gate_and_up.shape[1] // 2
-    out = gate_and_up.new_empty((rows, width))
-    _gate_kernel[(rows, triton.cdiv(width, _ELEMENTS))](gate_and_up, out, WIDTH=width, ELEMENTS=_ELEMENTS)
+def silu_gate(gate_and_up: Parts, dtype: torch.dtype) -> torch.Tensor:
+    """Of a product of `2 * width` outputs: SiLU of the first half times the second."""
+    rows, width = gate_and_up.rows, gate_and_up.outputs // 2
+    out = gate_and_up.parts.new_empty((rows, width), dtype=dtype)
+    _gate_kernel[(rows, triton.cdiv(width, _ELEMENTS))](
+        gate_and_up.parts,
+        gate_and_up.parts if gate_and_up.bias is None else gate_and_up.bias,
+        out,
+        2 * out.numel(),
+        WIDTH=width,
+        ELEMENTS=_ELEMENTS,
+        SPLITS=len(gate_and_up.parts),
+        HAS_BIAS=gate_and_up.bias is not None,
+    )
     return out
 
 
 @triton.jit
 def _rotate_kernel(
     x_ptr,
+    bias_ptr,
     cos_ptr,
     sin_ptr,
     q_norm_ptr,
@@ -64,6 +133,7 @@ def _rotate_kernel(
     values_ptr,
     eps,
     cos_row,
+    part,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -71,17 +141,20 @@ def _rotate_kernel(
     HEADS_PAD: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head, at = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, WIDTH_PAD)[None, :]
     is_there = (head < QUERIES + 2 * HEADS) & (at < WIDTH)
     half: tl.constexpr = ROTATED // 2
     other = tl.where(at < half, at + half, tl.where(at < ROTATED, at - half, at))
-    begin = x_ptr + row * (QUERIES + 2 * HEADS) * WIDTH + head * WIDTH
-    x = tl.load(begin + at, mask=is_there, other=0.0).to(tl.float32)
-    partner = tl.load(begin + other, mask=is_there, other=0.0).to(tl.float32)
+    begin = row * (QUERIES + 2 * HEADS) * WIDTH
+    own, paired = head * WIDTH + at, head * WIDTH + other
+    dtype = query_ptr.dtype.element_ty
+    x = load_sum(x_ptr, bias_ptr, begin + own, own, is_there, part, dtype, SPLITS, HAS_BIAS)
+    partner = load_sum(x_ptr, bias_ptr, begin + paired, paired, is_there, part, dtype, SPLITS, HAS_BIAS)
     if HAS_NORM:
-        dtype = keys_ptr.dtype.element_ty
         shrink = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
         is_query, is_normed = head < QUERIES, head < QUERIES + HEADS
         weight = tl.where(
@@ -100,7 +173,6 @@ def _rotate_kernel(
     sin = tl.load(sin_ptr + row * cos_row + at, mask=at < ROTATED, other=0.0).to(tl.float32)
     turned = x * cos + tl.where(at < half, -partner, partner) * sin
     cell = tl.load(cell_ptr + row)
-    dtype = query_ptr.dtype.element_ty
     tl.store(
         query_ptr + row * QUERIES * WIDTH + head * WIDTH + at,
         turned.to(dtype),
@@ -127,22 +199,23 @@ class HeadNorms:
 
 
 def rotate_and_store(
-    product: torch.Tensor,
+    product: Parts,
     rotation: tuple[torch.Tensor, torch.Tensor],
     norms: HeadNorms | None,
     cells: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Of `[rows, (queries + 2 * heads) * width]`, contiguous: the rotated queries, as `[rows, queries, width]`.
+    """Of a product of `(queries + 2 * heads) * width` outputs: the rotated queries, as `[rows, queries, width]`.
     Keys, rotated, and values go into their cells. `rotation`: cosines and sines, `[rows, rotated]` with one
     stride."""
-    (rows, channels), (_, heads, width) = product.shape, keys.shape
-    queries = channels // width - 2 * heads
-    query = product.new_empty((rows, queries, width))
+    rows, (_, heads, width) = product.rows, keys.shape
+    queries = product.outputs // width - 2 * heads
+    query = keys.new_empty((rows, queries, width))
     cos, sin = rotation
     _rotate_kernel[(rows,)](
-        product,
+        product.parts,
+        product.parts if product.bias is None else product.bias,
         cos,
         sin,
         norms.queries if norms else cos,
@@ -153,6 +226,7 @@ def rotate_and_store(
         values,
         norms.eps if norms else 0.0,
         cos.stride(0),
+        rows * product.outputs,
         QUERIES=queries,
         HEADS=heads,
         WIDTH=width,
@@ -160,5 +234,7 @@ def rotate_and_store(
         HEADS_PAD=triton.next_power_of_2(queries + 2 * heads),
         WIDTH_PAD=triton.next_power_of_2(width),
         HAS_NORM=norms is not None,
+        SPLITS=len(product.parts),
+        HAS_BIAS=product.bias is not None,
     )
     return query

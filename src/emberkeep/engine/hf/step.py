@@ -48,6 +48,8 @@ class Step:
     """Where each row's keys and values go."""
     layer: int = -1
     """The one that attention is computed in: its keys and values have just been written."""
+    normed: torch.Tensor | None = None
+    """What the layer before has computed of the next one, if it has (`fused_layers`)."""
     _located: dict[tuple[int, int], slice | torch.Tensor] = field(default_factory=dict)
     """Where the cells of a span are, by its first row and the first position wanted: the same in most layers."""
 
