@@ -11,7 +11,8 @@ import torch
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model
-from emberkeep.engine.hf.streaming import LayerBytes, plan_residency
+from emberkeep.engine.hf.checkpoint import Checkpoint
+from emberkeep.engine.hf.residency import LayerBytes, plan_residency
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types import Residency
 from helpers import tiny_hf
@@ -74,6 +75,15 @@ def test_weights_that_pass_give_the_same_answers(folder, opened, placing):
     np.testing.assert_allclose(streamed[1], resident[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_weights_that_come_layer_by_layer_give_the_same_answers(opened, tmp_path, family):
+    folder = tiny_hf.write(tmp_path / family, family)
+    size = Checkpoint(folder).size(torch.float32)
+    given, expected = answer(opened(folder, Placing(Residency.STREAM, ram=size - 1))), answer(opened(folder))
+    assert given[0] == expected[0]
+    np.testing.assert_allclose(given[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
 def test_what_passes_is_told(folder, opened):
     engine = opened(folder, Placing(Residency.STREAM))
     before = engine.stats()["streaming"]
@@ -108,6 +118,14 @@ def test_four_bits_give_the_answers_of_the_same_numbers_in_full(folder, opened, 
         pytest.skip("there is no such layout")
     packed, whole = quantise(folder, tmp_path, group=group, version=version)
     given, expected = answer(opened(packed, placing)), answer(opened(whole))
+    assert given[0] == expected[0]
+    np.testing.assert_allclose(given[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_four_bits_with_biases_and_tied_weights_give_the_same_answers(opened, tmp_path, family):
+    packed, whole = quantise(tiny_hf.write(tmp_path / family, family), tmp_path, group=32)
+    given, expected = answer(opened(packed, Placing(Residency.STREAM))), answer(opened(whole))
     assert given[0] == expected[0]
     np.testing.assert_allclose(given[1], expected[1], rtol=1e-3, atol=1e-3)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from emberkeep.engine.hf.engine import HfEngine, open_engine
     from emberkeep.engine.hf.footprint import cells_of_share
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
-    from emberkeep.engine.hf.streaming import Placing
+    from emberkeep.engine.hf.residency import Placing
     from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 __all__ = [
@@ -35,7 +35,7 @@ _HOMES = {
     "HfSettings": "model_loader",
     "HfSource": "model_loader",
     "HfWholeEngine": "whole_engine",
-    "Placing": "streaming",
+    "Placing": "residency",
     "cells_of_share": "footprint",
     "load_model": "model_loader",
     "open_engine": "engine",

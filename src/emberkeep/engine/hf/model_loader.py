@@ -17,10 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from emberkeep.engine.hf.awq_loader import awq_format, load_awq
+from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format
 from emberkeep.engine.hf.device import choose_device, choose_dtype, weights_budget
 from emberkeep.engine.hf.int4 import int4_count, weights_bytes
-from emberkeep.engine.hf.streaming import LayerStream, Placing, place_layers
+from emberkeep.engine.hf.residency import Placing
+from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
 from emberkeep.types import AttentionTier, Json, Residency
@@ -119,17 +120,19 @@ def local_files(source: HfSource) -> dict[str, Any]:
 def _placed_network(
     source: HfSource, config: Any, device: torch.device, dtype: str, attention: str, placing: Placing
 ) -> tuple[Any, LayerStream | None]:
-    """Straight to the device if everything is sure to fit there, else by way of RAM."""
+    """Straight to the device if everything is sure to fit there, else by way of RAM, at once or layer by layer."""
     form = None if source.gguf else awq_format(config)
-    if form is not None:
-        chosen = choose_dtype(dtype, device, own_dtype(source, config))
-        network = load_awq(source.folder, config, form, chosen, attention, device)
+    chosen = choose_dtype(dtype, device, own_dtype(source, config))
+    checkpoint = None if source.gguf else Checkpoint(source.folder, form)
+    size = checkpoint.size(chosen) if checkpoint else 0
+    if form is None and _stays(device, placing, size):
+        return _network(source, config, device, chosen, attention), None
+    if checkpoint is None or (form is None and size <= placing.ram_for_weights):
+        # transformers knows weights by former names, too, and puts together what files have apart.
+        network = _network(source, config, torch.device("cpu"), chosen, attention)
         return network, place_layers(network, device, placing)
-    in_files = sum(path.stat().st_size for path in source.folder.glob("*.safetensors"))
-    if _stays(device, placing, in_files):
-        return _network(source, config, device, dtype, attention), None
-    network = _network(source, config, torch.device("cpu"), _dtype_name(dtype, device, source, config), attention)
-    return network, place_layers(network, device, placing)
+    network = checkpoint.build(config, chosen, attention)
+    return network, place_layers(network, device, placing, checkpoint)
 
 
 def _stays(device: torch.device, placing: Placing, size: int) -> bool:
@@ -140,11 +143,7 @@ def _stays(device: torch.device, placing: Placing, size: int) -> bool:
     return size <= weights_budget(device, placing.gpu_memory)
 
 
-def _dtype_name(dtype: str, device: torch.device, source: HfSource, config: Any) -> str:
-    return str(choose_dtype(dtype, device, own_dtype(source, config))).removeprefix("torch.")
-
-
-def _network(source: HfSource, config: Any, device: torch.device, dtype: str, attention: str) -> Any:
+def _network(source: HfSource, config: Any, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
     try:
         return _with_weights(source, config, device, dtype, attention)
     except KeyError as unknown:
@@ -154,11 +153,11 @@ def _network(source: HfSource, config: Any, device: torch.device, dtype: str, at
         return _with_weights(source, config, device, dtype, "eager")
 
 
-def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: str, attention: str) -> Any:
+def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
     network, report = AutoModelForCausalLM.from_pretrained(
         source.folder,
         config=config,
-        dtype=choose_dtype(dtype, device, own_dtype(source, config)),
+        dtype=dtype,
         # Straight to where they are used: the weights are never in RAM as a whole.
         device_map=None if device.type == "cpu" else {"": device},
         attn_implementation=attention,

@@ -21,109 +21,58 @@ from typing import Any
 import torch
 from torch import nn
 
+from emberkeep.engine.hf.checkpoint import Checkpoint
 from emberkeep.engine.hf.device import weights_budget
+from emberkeep.engine.hf.residency import LayerBytes, Placing, ResidencyPlan, plan_residency
 from emberkeep.errors import EngineError
 from emberkeep.types import Json, Residency
 
 log = logging.getLogger("emberkeep.engine")
 
-SLOTS = 2
 _ALIGNED = 256
 """Bytes: where a tensor begins within its unit."""
-_GB = 1e9
 
 
-# ── what stays and what passes ──
+# ── from where they are to where they belong ──
 
 
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """Which weights may be where."""
+def place_layers(
+    network: Any, device: torch.device, placing: Placing, checkpoint: Checkpoint | None = None
+) -> LayerStream | None:
+    """Bring a network to its device, as much of it as may be there.
 
-    residency: Residency = Residency.AUTO
-    keep_first: int | None = None
-    keep_last: int | None = None
-    gpu_memory: int | None = None
-    """Most bytes of the device that are used in all; None: what is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerBytes:
-    attention: int
-    """And whatever else of the layer is not its feed-forward part."""
-    feed_forward: int
-
-    @property
-    def all(self) -> int:
-        return self.attention + self.feed_forward
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyPlan:
-    mode: Residency
-    streamed: tuple[int, ...]
-    """Numbers of the layers that pass, or whose feed-forward parts do."""
-    resident_bytes: int
-    """Of weights that stay on the device."""
-    slot_bytes: int
-    """Of the slots together."""
-    passing_bytes: int
-    """That one step copies."""
-
-    @property
-    def device_bytes(self) -> int:
-        return self.resident_bytes + self.slot_bytes
-
-
-def plan_residency(
-    layers: Sequence[LayerBytes], rest: int, budget: int, placing: Placing | None = None
-) -> ResidencyPlan:
-    """`rest`: bytes of what is no layer, which stays. `budget`: for weights, on the device. Pure.
-
-    Raises EngineError for what does not fit.
+    With a checkpoint nothing of the network is in RAM yet: it comes layer by layer. Blocks. Raises EngineError.
     """
-    placing = placing or Placing()
-    wanted, has_kept = placing.residency, placing.keep_first is not None or placing.keep_last is not None
-    if wanted is Residency.AUTO:
-        fits = rest + sum(each.all for each in layers) <= budget
-        wanted = Residency.FULL if fits and not has_kept else Residency.PARTIAL
-    if wanted is not Residency.PARTIAL:
-        streamed = () if wanted is Residency.FULL else tuple(range(len(layers)))
-        plan = _plan(wanted, layers, rest, streamed)
-    elif has_kept:
-        first, last = placing.keep_first or 0, len(layers) - (placing.keep_last or 0)
-        plan = _plan(wanted, layers, rest, tuple(range(first, last)))
-    else:
-        plan = _plan_partial(layers, rest, budget)
-    if plan.device_bytes > budget:
-        raise EngineError(
-            f"The weights need {plan.device_bytes / _GB:.1f} GB of the device with --residency {plan.mode}, and "
-            f"{max(budget, 0) / _GB:.1f} GB are there for them: choose {_way_out(placing)}a smaller model."
-        )
-    return plan
+    prefix, layers = _layers(network)
+    budget = weights_budget(device, placing.gpu_memory) if device.type == "cuda" else sys.maxsize
+    plan = plan_residency(layer_bytes(layers), _rest_bytes(network, layers), budget, placing)
+    stream = LayerStream(plan, device) if plan.streamed else None
+    for index, layer in enumerate(layers):
+        if checkpoint is not None:
+            checkpoint.fill(layer.named_modules(prefix=f"{prefix}.{index}"), device)
+        if stream is not None and index in plan.streamed:
+            stream.take(layer)
+        layer.to(device)
+    if checkpoint is not None:
+        # Last: until then the device has room for what is in hand while weights are converted.
+        inside = f"{prefix}."
+        checkpoint.fill(((n, m) for n, m in network.named_modules() if not n.startswith(inside)), device)
+        checkpoint.tie(network)
+    network.to(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # others look at what is free
+    if stream is not None:
+        stream.start()
+    return stream
 
 
-def _way_out(placing: Placing) -> str:
-    return "" if placing.residency in (Residency.AUTO, Residency.STREAM) else "--residency auto, or "
-
-
-def _plan_partial(layers: Sequence[LayerBytes], rest: int, budget: int) -> ResidencyPlan:
-    """As many layers stay as fit, half of them the first ones and half the last."""
-    plan = _plan(Residency.STREAM, layers, rest, tuple(range(len(layers))))
-    for kept in range(1, len(layers)):
-        first = -(-kept // 2)
-        longer = _plan(Residency.PARTIAL, layers, rest, tuple(range(first, len(layers) - (kept - first))))
-        if longer.device_bytes > budget:
-            break
-        plan = longer
-    return plan
-
-
-def _plan(mode: Residency, layers: Sequence[LayerBytes], rest: int, streamed: tuple[int, ...]) -> ResidencyPlan:
-    passing = [layers[i].feed_forward if mode is Residency.FFN else layers[i].all for i in streamed]
-    resident = rest + sum(each.all for each in layers) - sum(passing)
-    slots = min(SLOTS, len(passing)) * max(passing, default=0)
-    return ResidencyPlan(mode, streamed, resident, slots, sum(passing))
+def _layers(network: Any) -> tuple[str, list[nn.Module]]:
+    """And what their names begin with."""
+    count = network.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in network.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, list(module)
+    return "", []
 
 
 def layer_bytes(layers: Sequence[nn.Module]) -> list[LayerBytes]:
@@ -140,21 +89,6 @@ def feed_forward_of(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-def place_layers(network: Any, device: torch.device, placing: Placing) -> LayerStream | None:
-    """Bring a network that is in RAM to its device, as much of it as may be there. Raises EngineError."""
-    count = network.config.get_text_config(decoder=True).num_hidden_layers
-    layers = next(
-        (list(m) for m in network.modules() if isinstance(m, nn.ModuleList) and len(m) == count), list[nn.Module]()
-    )
-    sizes = layer_bytes(layers)
-    rest = _module_bytes(network) - sum(each.all for each in sizes)
-    budget = weights_budget(device, placing.gpu_memory) if device.type == "cuda" else sys.maxsize
-    plan = plan_residency(sizes, rest, budget, placing)
-    stream = LayerStream(plan, layers, device) if plan.streamed else None
-    network.to(device)
-    return stream
-
-
 # ── how it passes ──
 
 
@@ -165,16 +99,12 @@ class LayerStream:
     to tests only.
     """
 
-    def __init__(self, plan: ResidencyPlan, layers: Sequence[nn.Module], device: torch.device) -> None:
-        """Takes the weights out of `layers`. Blocks while it copies them. Raises EngineError."""
+    def __init__(self, plan: ResidencyPlan, device: torch.device) -> None:
         self.plan = plan
         self._device = device
         self.is_pinned = device.type == "cuda"
-        modules = [self._module(layers[index]) for index in plan.streamed]
-        self._units = [self._take(module) for module in modules]
-        most = max(len(unit.host) for unit in self._units)
-        count = min(SLOTS, len(self._units))
-        self._slots = [_Slot(torch.empty(most, dtype=torch.uint8, device=device)) for _ in range(count)]
+        self._units: list[_Unit] = []
+        self._slots = [_Slot(torch.empty(size, dtype=torch.uint8, device=device)) for size in plan.slots]
         self._where: dict[int, int] = {}
         """In which slot each unit is, or is on its way to."""
         self._next = 0
@@ -182,17 +112,22 @@ class LayerStream:
         self.copied_bytes = 0
         self.missed = 0
         """Units that were not on their way when they were wanted."""
-        self._hooks = [
-            hook
-            for index, module in enumerate(modules)
-            for hook in (
-                module.register_forward_pre_hook(lambda *_, index=index: self._enter(index)),
-                module.register_forward_hook(lambda *_, index=index: self._leave(index)),
-            )
+        self._hooks: list[Any] = []
+
+    def take(self, layer: nn.Module) -> None:
+        """The next layer of those that pass: its weights, or those of its feed-forward part, are held here from
+        now on, and nothing of them is left in it. Blocks. Raises EngineError."""
+        module, index = self._module(layer), len(self._units)
+        self._units.append(self._take(module))
+        self._bind(index, 0)
+        self._hooks += [
+            module.register_forward_pre_hook(lambda *_: self._enter(index)),
+            module.register_forward_hook(lambda *_: self._leave(index)),
         ]
+
+    def start(self) -> None:
+        """Once everything was taken."""
         self._start_from(0)
-        for index in range(len(self._units)):
-            self._bind(index, 0)  # nothing of the originals is held any more
 
     def stats(self) -> dict[str, Json]:
         return {
@@ -340,3 +275,10 @@ def _flat_bytes(tensor: torch.Tensor) -> int:
 
 def _module_bytes(module: nn.Module) -> int:
     return sum(_flat_bytes(tensor) for *_, tensor in _tensors(module))
+
+
+def _rest_bytes(network: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """Of what is no layer; what is tied counts once."""
+    inside = {id(tensor) for layer in layers for *_, tensor in _tensors(layer)}
+    sizes = {id(tensor): _flat_bytes(tensor) for *_, tensor in _tensors(network)}
+    return sum(size for tensor, size in sizes.items() if tensor not in inside)
