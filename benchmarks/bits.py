@@ -23,7 +23,7 @@ from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import Stage
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.config import Config, slice_tokens
-from emberkeep.engine.base import Outcome, Payload
+from emberkeep.engine.base import Exported, Outcome, Payload
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
 from emberkeep.kv.store import CHUNK_TOKENS
 from emberkeep.runtime import open_store
@@ -88,13 +88,13 @@ class _Meter:
 class _Metered(LlamaEngine):
     meter = _Meter()
 
-    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = EXACT_BITS) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = EXACT_BITS) -> Exported:
         begin = perf_counter()
-        payloads = super().export_kv(sequence, borders, bits)
+        payloads = super().export_kv(sequence, borders, bits).payloads()
         self.meter.export_s += perf_counter() - begin
         self.meter.exported += borders[-1] - borders[0]
         self.meter.bytes += sum(len(payload) for payload in payloads)
-        return payloads
+        return Exported(payloads)
 
     def import_kv(
         self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int

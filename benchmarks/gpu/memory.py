@@ -65,7 +65,7 @@ def _answer(engine: Engine, prompt: TokenArray, slice_: int, count: int) -> None
         chosen = decode(engine, [len(prompt) + done], chosen)
     length = len(prompt) + count
     for start in range(0, length, CHUNK_TOKENS):
-        engine.export_kv(0, (start, min(start + CHUNK_TOKENS, length)))
+        engine.export_kv(0, (start, min(start + CHUNK_TOKENS, length))).payloads()
     engine.trim(0, 0)
 
 

@@ -48,7 +48,7 @@ def _transfers(rig: Rig, plan: Workload, size: int) -> Table:
 def _round_trip(rig: Rig, engine: Engine, borders: list[int]) -> tuple[float, float, float]:
     """GB/s of a plain copy of the same size, of loading sequence 0's state into another, and of exporting it."""
     payloads: list[Payload] = []
-    export = _seconds(rig, lambda: payloads.extend(engine.export_kv(0, borders)))
+    export = _seconds(rig, lambda: payloads.extend(engine.export_kv(0, borders).payloads()))
     load = _seconds(rig, lambda: _load(engine, borders, payloads))
     # Engines may hold payloads until the next step: as in a request, one follows.
     step(engine, [Rows(1, borders[-1], np.zeros(1, np.int32), outputs=1)])

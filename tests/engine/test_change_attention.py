@@ -368,7 +368,7 @@ CALLS: dict[str, Callable[[LlamaEngine], object]] = {
     "evaluate": lambda engine: engine.evaluate([Rows(0, 0, TOKENS[:5], outputs=1)]),
     "go on": lambda engine: engine.evaluate([Rows(0, 30, TOKENS[:5], outputs=1)]),
     "logits": lambda engine: engine.logits(0),
-    "export": lambda engine: engine.export_kv(0, (0, 30)),
+    "export": lambda engine: engine.export_kv(0, (0, 30)).payloads(),
     "snapshot": lambda engine: engine.export_snapshot(0),
     "copy": lambda engine: engine.copy_kv(0, 1, 0),
     "copy all": lambda engine: engine.copy_kv(0, 1, 30),
@@ -435,7 +435,7 @@ def test_what_cannot_be_put_back_is_gone_and_everyone_learns_it(
         with pytest.raises(EngineError):
             engine.evaluate([Rows(sequence, 60, TOKENS[60:70], outputs=1)])
         with pytest.raises(EngineError):
-            engine.export_kv(sequence, (0, 60))
+            engine.export_kv(sequence, (0, 60)).payloads()
     fresh = open_engine(kind, cells=256, flash=False)
     assert np.array_equal(evaluate(engine, 0, 0, 250), evaluate(fresh, 0, 0, 250))
     assert whole(engine, 0) == whole(fresh, 0)

@@ -100,10 +100,10 @@ def test_state_comes_back_bit_by_bit(opened, dtype):
     engine = opened(dtype=dtype)
     fill(engine, 0, 300)
     borders = [0, 128, 256, 300]
-    payloads = engine.export_kv(0, borders)
+    payloads = engine.export_kv(0, borders).payloads()
     for start, end, payload in zip(borders, borders[1:], payloads, strict=False):
         engine.import_kv(1, start, end, [payload], start)
-    assert [bytes(p) for p in engine.export_kv(1, borders)] == [bytes(p) for p in payloads]
+    assert [bytes(p) for p in engine.export_kv(1, borders).payloads()] == [bytes(p) for p in payloads]
     np.testing.assert_array_equal(*decode(engine, [0, 1], 300))
 
 
@@ -112,10 +112,10 @@ def test_memory_that_is_not_held_is_used_again(opened):
     fill(engine, 0, 128)
     addresses = set()
     for _ in range(3):
-        (payload,) = engine.export_kv(0, [0, 128])
+        (payload,) = engine.export_kv(0, [0, 128]).payloads()
         addresses.add(np.frombuffer(payload, np.uint8).ctypes.data)
         del payload
-    held = [engine.export_kv(0, [0, 128])[0] for _ in range(3)]
+    held = [engine.export_kv(0, [0, 128]).payloads()[0] for _ in range(3)]
     assert len({np.frombuffer(p, np.uint8).ctypes.data for p in held}) == 3
 
 
@@ -124,7 +124,7 @@ def test_packed_state_is_nearly_the_same(opened, bits):
     engine = opened()
     fill(engine, 0, 256)
     exact = decode(engine, [0], 256)[0]
-    for start, payload in zip((0, 128), engine.export_kv(0, [0, 128, 256], bits), strict=True):
+    for start, payload in zip((0, 128), engine.export_kv(0, [0, 128, 256], bits).payloads(), strict=True):
         engine.import_kv(1, start, start + 128, [payload], start)
     packed = decode(engine, [1], 256)[0]
     assert np.corrcoef(exact, packed)[0, 1] > (0.999 if bits == 8 else 0.9)
@@ -141,7 +141,7 @@ def test_blending_works_as_on_a_cpu(opened, folders, ratio):
     answers = []
     for engine in (on_gpu, on_cpu):
         fill(engine, 0, 300)
-        (payload,) = engine.export_kv(0, [0, 300])
+        (payload,) = engine.export_kv(0, [0, 300]).payloads()
         prompt = np.concatenate([TOKENS[500:540], TOKENS[100:260], TOKENS[600:640]])
         engine.blend(Rows(1, 0, prompt[:239], False), [Piece(40, 200, payload, 0, 100)], ratio)
         engine.evaluate([Rows(1, 239, prompt[239:], True)])

@@ -69,7 +69,7 @@ def test_a_batch_without_room_for_all_of_it_extends_no_sequence(open_hf):
     assert engine.evaluate(batch) is Outcome.NO_ROOM
     assert pool(engine)["used_blocks"] == used
     with pytest.raises(EngineError):
-        engine.export_kv(0, (0, 41))
+        engine.export_kv(0, (0, 41)).payloads()
 
 
 def test_a_closed_engine_holds_no_memory(open_hf):

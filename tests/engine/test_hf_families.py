@@ -93,10 +93,10 @@ def test_slices_beside_other_sequences_give_what_the_model_itself_gives(engine, 
 def test_state_that_went_out_and_in_is_the_same_to_the_bit(engine):
     evaluate(engine, 0, 0, LENGTH)
     borders = (0, 32, 33, LENGTH)
-    payloads = engine.export_kv(0, borders)
+    payloads = engine.export_kv(0, borders).payloads()
     for start, end, payload in zip(borders, borders[1:], payloads, strict=False):
         assert engine.import_kv(1, start, end, [payload], start) is Outcome.DONE
-    assert engine.export_kv(1, borders) == payloads
+    assert engine.export_kv(1, borders).payloads() == payloads
     assert np.array_equal(evaluate(engine, 1, LENGTH, LENGTH + 4), evaluate(engine, 0, LENGTH, LENGTH + 4))
 
 

@@ -42,7 +42,7 @@ def changed(payload: memoryview, offset: int, flip: int) -> memoryview:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_whatever_is_done_to_a_payload_it_is_refused_or_data(engine, bits):
     before = exported(engine, 0, 0, START)
-    (payload,) = engine.export_kv(0, (START, END), bits)
+    (payload,) = engine.export_kv(0, (START, END), bits).payloads()
     assert engine.import_kv(1, 0, START, [before], 0) is Outcome.DONE
     random, size = np.random.default_rng(1), len(payload)
     for broken in broken_payloads(payload):
@@ -74,7 +74,7 @@ def test_payloads_of_models_of_other_shapes_are_refused(open_hf, family):
         source = open_hf(other)
         evaluate(source, 0, 0, END)
         for bits in (16, 8, 4):
-            (payload,) = source.export_kv(0, (0, END), bits)
+            (payload,) = source.export_kv(0, (0, END), bits).payloads()
             with pytest.raises(EngineError):
                 engine.import_kv(0, 0, END, [payload], 0)
     assert np.isfinite(evaluate(engine, 0, 0, 20)).all()
@@ -85,7 +85,7 @@ def test_payloads_of_llama_cpp_are_refused_and_the_other_way_round(open_hf, open
     for engine, other in ((ours, theirs), (theirs, ours)):
         evaluate(other, 0, 0, END)
         for bits in (16, 8):
-            (payload,) = other.export_kv(0, (0, END), bits)
+            (payload,) = other.export_kv(0, (0, END), bits).payloads()
             with pytest.raises(EngineError):
                 engine.import_kv(1, 0, END, [payload], 0)
 
@@ -94,7 +94,7 @@ def test_payloads_of_llama_cpp_are_refused_and_the_other_way_round(open_hf, open
 def test_packed_state_goes_on_nearly_as_the_exact_one(open_hf, bits):
     source, target = open_hf(), open_hf()
     evaluate(source, 0, 0, 130)
-    (payload,) = source.export_kv(0, (0, 128), bits)
+    (payload,) = source.export_kv(0, (0, 128), bits).payloads()
     assert len(payload) < {8: 0.4, 4: 0.25}[bits] * len(exported(source, 0, 0, 128))
     assert target.import_kv(0, 0, 128, [payload], 0) is Outcome.DONE
     near, exact = evaluate(target, 0, 128, 130), evaluate(source, 1, 0, 130)
@@ -106,7 +106,7 @@ def test_bits_that_are_not_offered_are_refused(open_hf):
     evaluate(engine, 0, 0, 20)
     assert engine.capabilities.packs == {16, 8, 4}
     with pytest.raises(EngineError, match="5 bits"):
-        engine.export_kv(0, (0, 20), 5)
+        engine.export_kv(0, (0, 20), 5).payloads()
 
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["as on a GPU", "as on a CPU"])
@@ -117,10 +117,10 @@ def test_many_payloads_at_once_are_what_they_are_one_by_one(open_hf, family, bor
     evaluate(engine, 0, 0, 90)
     singly = [bytes(exported(engine, 0, *place)) for place in pairwise(borders)]
     engine._transfer._gathers = gathers
-    payloads = engine.export_kv(0, borders)
+    payloads = engine.export_kv(0, borders).payloads()
     assert [bytes(payload) for payload in payloads] == singly
     assert engine.import_kv(1, 0, 90, payloads, 0) is Outcome.DONE
-    assert [bytes(payload) for payload in engine.export_kv(1, borders)] == singly
+    assert [bytes(payload) for payload in engine.export_kv(1, borders).payloads()] == singly
     # From the middle of one to the middle of another, into blocks that lie apart.
     evaluate(engine, 2, 0, 5)
     assert engine.import_kv(2, 5, 85, payloads, 0) is Outcome.DONE
@@ -130,7 +130,7 @@ def test_many_payloads_at_once_are_what_they_are_one_by_one(open_hf, family, bor
 def test_one_that_does_not_fit_among_many_changes_nothing(open_hf):
     engine = open_hf("llama", cells=512, sequences=2)
     evaluate(engine, 0, 0, 90)
-    first, second, third = engine.export_kv(0, (0, 30, 60, 90))
+    first, second, third = engine.export_kv(0, (0, 30, 60, 90)).payloads()
     for wrong in ([first, third], [first, second[:-1], third], [first, second]):
         with pytest.raises(EngineError):
             engine.import_kv(1, 0, 90, wrong, 0)

@@ -27,7 +27,7 @@ def test_ranges_that_went_out_and_in_give_bit_equal_logits(open_engine, kind):
     source, target = open_engine(kind), open_engine(kind)
     evaluate(source, 0, 0, 700)
     borders = (0, 128, 130, 512, 700)
-    for start, end, payload in zip(borders, borders[1:], source.export_kv(0, borders), strict=False):
+    for start, end, payload in zip(borders, borders[1:], source.export_kv(0, borders).payloads(), strict=False):
         assert target.import_kv(0, start, end, [payload], start) is Outcome.DONE
     assert np.array_equal(evaluate(target, 0, 700, 708), evaluate(source, 0, 700, 708))
 

@@ -112,7 +112,7 @@ def computed(engine: LlamaEngine, slices: list[int]) -> bytes:
     for count in slices:
         engine.evaluate([Rows(0, start, TOKENS[start : start + count], outputs=0)])
         start += count
-    state = b"".join(bytes(part) for part in engine.export_kv(0, [0, 100, start]))
+    state = b"".join(bytes(part) for part in engine.export_kv(0, [0, 100, start]).payloads())
     if engine.capabilities.kv_unit.has_snapshots:
         state += bytes(engine.export_snapshot(0))
     engine.trim(0, 0)

@@ -40,15 +40,15 @@ def ranged(kinds):
 def test_what_leaves_in_stages_is_what_leaves_chunk_by_chunk(open_engine, kind, stage):
     engine = open_engine(kind)
     evaluate(engine, 0, 0, END)
-    expected = [bytes(payload) for payload in engine.export_kv(0, BORDERS)]
-    assert [bytes(payload) for payload in staged(engine, stage).export_kv(0, BORDERS)] == expected
+    expected = [bytes(payload) for payload in engine.export_kv(0, BORDERS).payloads()]
+    assert [bytes(payload) for payload in staged(engine, stage).export_kv(0, BORDERS).payloads()] == expected
 
 
 @pytest.mark.parametrize("kind", ranged(KINDS))
 def test_what_enters_in_stages_is_what_enters_chunk_by_chunk(open_engine, kind, stage):
     source, plain, target = open_engine(kind), open_engine(kind), staged(open_engine(kind), stage)
     evaluate(source, 0, 0, END)
-    payloads = source.export_kv(0, BORDERS)
+    payloads = source.export_kv(0, BORDERS).payloads()
     for engine in (plain, target):
         assert engine.import_kv(0, 0, END, payloads, 0) is Outcome.DONE
         if engine.capabilities.kv_unit is KvUnit.BOTH:
@@ -62,19 +62,19 @@ def test_rows_that_lie_out_of_order_leave_in_order(open_engine, stage):
     evaluate(engine, 0, 0, 64)
     engine.trim(1, 0)  # the next ones lie in front
     evaluate(tidy, 0, 0, END)
-    payloads = tidy.export_kv(0, BORDERS)
+    payloads = tidy.export_kv(0, BORDERS).payloads()
     assert engine.import_kv(0, 64, END, payloads[1:], 64) is Outcome.DONE
-    again = staged(engine, stage).export_kv(0, BORDERS)
+    again = staged(engine, stage).export_kv(0, BORDERS).payloads()
     assert [bytes(payload) for payload in again[1:]] == [bytes(payload) for payload in payloads[1:]]
 
 
 def test_a_part_of_the_first_and_of_the_last_is_enough(open_engine, stage):
     source, target = open_engine(), staged(open_engine(), stage)
     evaluate(source, 0, 0, END)
-    payloads = source.export_kv(0, BORDERS)
+    payloads = source.export_kv(0, BORDERS).payloads()
     evaluate(target, 0, 0, 70)
     assert target.import_kv(0, 70, 590, payloads[1:], 64) is Outcome.DONE
-    whole = b"".join(bytes(p) for p in target.export_kv(0, (128, 192, 256)))
+    whole = b"".join(bytes(p) for p in target.export_kv(0, (128, 192, 256)).payloads())
     assert whole == b"".join(bytes(p) for p in payloads[2:4])
     source.trim(0, 590)
     evaluate(target, 0, 590, 600)
@@ -83,7 +83,7 @@ def test_a_part_of_the_first_and_of_the_last_is_enough(open_engine, stage):
 def test_one_bad_payload_refuses_all_and_changes_nothing(open_engine, stage):
     source, target = open_engine(), staged(open_engine(), stage)
     evaluate(source, 0, 0, END)
-    payloads = source.export_kv(0, BORDERS)
+    payloads = source.export_kv(0, BORDERS).payloads()
     with pytest.raises(EngineError):
         target.import_kv(0, 0, END, [*payloads[:4], payloads[5], *payloads[5:]], 0)
     assert target.import_kv(0, 0, END, payloads, 0) is Outcome.DONE
@@ -92,7 +92,7 @@ def test_one_bad_payload_refuses_all_and_changes_nothing(open_engine, stage):
 def test_without_room_for_all_there_is_none_of_it(open_engine, stage):
     source, target = open_engine(), staged(open_engine(cells=512), stage)
     evaluate(source, 0, 0, END)
-    payloads = source.export_kv(0, BORDERS)
+    payloads = source.export_kv(0, BORDERS).payloads()
     evaluate(target, 1, 0, 40)
     assert target.import_kv(0, 0, END, payloads, 0) is Outcome.NO_ROOM
     assert target.import_kv(0, 0, 448, payloads[:7], 0) is Outcome.DONE

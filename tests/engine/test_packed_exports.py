@@ -26,7 +26,7 @@ def open_engine(open_either_way):
 
 
 def packed(engine: Engine, start: int, end: int, bits: int) -> memoryview:
-    (payload,) = engine.export_kv(0, (start, end), bits)
+    (payload,) = engine.export_kv(0, (start, end), bits).payloads()
     return payload
 
 

@@ -64,7 +64,7 @@ def saved(
 ) -> tuple[list[int], list[memoryview], memoryview]:
     """Everything that restores [start, end) of a sequence that ends there."""
     borders = [*range(start, end, 128), end]
-    return borders, engine.export_kv(sequence, borders), engine.export_snapshot(sequence)
+    return borders, engine.export_kv(sequence, borders).payloads(), engine.export_snapshot(sequence)
 
 
 def restore(engine: Engine, sequence: int, save: tuple[list[int], list[memoryview], memoryview]) -> Outcome:
@@ -82,7 +82,7 @@ def test_capabilities_tell_ranges_from_snapshots(engine, kind):
     size, promised = len(engine.export_snapshot(0)), engine.capabilities.snapshot_bytes
     assert 0 < size <= promised
     assert size == promised or kind == "hf"  # which cannot know how large a state can become
-    ranges = engine.export_kv(0, (0, 128, LENGTH))
+    ranges = engine.export_kv(0, (0, 128, LENGTH)).payloads()
     if not engine.capabilities.kv_unit.has_ranges:
         assert [len(payload) for payload in ranges] == [0, 0]
         assert engine.capabilities.kv_bytes_per_token == 0
@@ -140,9 +140,9 @@ def test_one_export_gives_the_ranges_between_many_borders(engine):
     engine.trim(1, 0)
     evaluate(engine, 0, 150, LENGTH)
     borders = (10, 74, 75, 160, LENGTH)
-    assert engine.export_kv(0, borders) == [exported(engine, 0, *span) for span in pairwise(borders)]
+    assert engine.export_kv(0, borders).payloads() == [exported(engine, 0, *span) for span in pairwise(borders)]
     with pytest.raises(EngineError):
-        engine.export_kv(0, (0, LENGTH + 1))
+        engine.export_kv(0, (0, LENGTH + 1)).payloads()
 
 
 def test_branches_go_on_from_one_snapshot(make):

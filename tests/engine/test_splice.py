@@ -128,9 +128,9 @@ def test_one_layer_can_be_spliced_again_and_again(make_shallow):
 def test_a_spliced_sequence_ends_where_it_should(engine):
     evaluate(engine, 0, 0, 200)
     splice(engine, 0, 20, 120)
-    engine.export_kv(0, (0, 110))
+    engine.export_kv(0, (0, 110)).payloads()
     with pytest.raises(EngineError):
-        engine.export_kv(0, (0, 111))
+        engine.export_kv(0, (0, 111)).payloads()
     with pytest.raises(EngineError):
         engine.evaluate([Rows(0, 200, TOKENS[:1], outputs=0)])
     assert np.isfinite(evaluate(engine, 0, 110, 120)).all()

@@ -47,7 +47,7 @@ def bring_in(engine: LlamaEngine, ranges: list[memoryview], snapshot: memoryview
 
 def taken_out(engine: LlamaEngine) -> tuple[list[memoryview], memoryview | None]:
     has_snapshots = engine.capabilities.kv_unit.has_snapshots
-    return engine.export_kv(0, BORDERS), engine.export_snapshot(0) if has_snapshots else None
+    return engine.export_kv(0, BORDERS).payloads(), engine.export_snapshot(0) if has_snapshots else None
 
 
 def carried_over(
@@ -156,7 +156,7 @@ def test_packed_state_has_the_same_rows_in_both_ways(
 ) -> None:
     source = open_engine(kind, flash=source_flash)
     evaluate(source, 0, 0, END)
-    (payload,) = source.export_kv(0, (0, END), bits)
+    (payload,) = source.export_kv(0, (0, END), bits).payloads()
     same_way, other = open_engine(kind, flash=source_flash), now(open_engine, kind, not source_flash)
     for engine in (same_way, other):
         assert engine.import_kv(0, 0, END, [payload], 0) is Outcome.DONE

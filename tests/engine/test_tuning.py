@@ -317,7 +317,7 @@ def state_after(engine: LlamaEngine, slices: list[int]) -> bytes:
     for count in slices:
         engine.evaluate([Rows(0, start, TOKENS[start : start + count], outputs=0)])
         start += count
-    state = b"".join(bytes(part) for part in engine.export_kv(0, [0, start]))
+    state = b"".join(bytes(part) for part in engine.export_kv(0, [0, start]).payloads())
     engine.trim(0, 0)
     return state
 

@@ -66,7 +66,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def exported(engine: Engine, sequence: int, start: int, end: int) -> Payload:
-    (payload,) = engine.export_kv(sequence, (start, end))
+    (payload,) = engine.export_kv(sequence, (start, end)).payloads()
     return payload
 
 

@@ -37,7 +37,7 @@ def exported(tokens: TokenArray, start: int, end: int) -> memoryview:
     """The payload of [start, end) of a sequence that begins with `tokens`."""
     engine = FakeEngine(cells=1 << 20, context=1 << 20)
     engine.evaluate([Rows(0, 0, tokens[:end], outputs=0)])
-    (payload,) = engine.export_kv(0, (start, end))
+    (payload,) = engine.export_kv(0, (start, end)).payloads()
     return payload
 
 

@@ -250,7 +250,7 @@ def test_figures_say_what_was_drafted_by_whom_and_how_much_of_it_was_right(plain
 
 
 def exported(rig: Rig, idle) -> memoryview:
-    (payload,) = rig.engine.export_kv(idle.slot, (0, idle.computed))
+    (payload,) = rig.engine.export_kv(idle.slot, (0, idle.computed)).payloads()
     return payload
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +137,29 @@ class Footprint:
     per_logits_row: int
 
 
+class KvExport(Protocol):
+    """Copies of state on their way out of an engine. Belongs to the engine's thread, and may be dropped at any
+    time."""
+
+    @property
+    def is_done(self) -> bool:
+        """They are there, or will never be: `payloads` does not block. Never raises."""
+
+    def payloads(self) -> list[Payload]:
+        """Blocks until they are there. Raises EngineError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Copies that were made at once. See `KvExport`."""
+
+    copies: list[Payload]
+    is_done: ClassVar[bool] = True
+
+    def payloads(self) -> list[Payload]:
+        return self.copies
+
+
 class ExpertTracking(Protocol):
     """Counts which experts of a mixture are chosen. Off at first, and then it costs nothing."""
 
@@ -199,8 +222,9 @@ class Engine(Protocol):
         A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`.
         """
 
-    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
-        """Copies of the state between consecutive positions of `borders`. The sequence stays as it is.
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
+        """Copies of the state between consecutive positions of `borders`, as it is now: whatever becomes of the
+        sequence and its slot while they are on their way. The sequence stays as it is.
 
         Empty payloads where the state has no ranges. With fewer than 16 `bits` (one of `packs`) they are smaller
         and no longer exact. Raises EngineError.

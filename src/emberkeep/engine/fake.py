@@ -24,6 +24,7 @@ from emberkeep.engine.base import (
     DRAFT_ROWS,
     Blended,
     Capabilities,
+    Exported,
     Footprint,
     KvUnit,
     Logits,
@@ -213,12 +214,12 @@ class FakeEngine:
             logits[self.vocab.specials["<|im_end|>"]] += _END_BOOST
         return logits
 
-    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         state = self._state(sequence)
         if borders[-1] > state.end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         payloads = [self._export(state.cells[start:end], start) for start, end in pairwise(borders)]
-        return payloads if bits == 16 else [_packed(payload, bits) for payload in payloads]
+        return Exported(payloads if bits == 16 else [_packed(payload, bits) for payload in payloads])
 
     def _export(self, cells: list[_Cell], start: int) -> Payload:
         table = np.empty(len(cells), _CELLS)

@@ -23,7 +23,7 @@ from time import monotonic, perf_counter
 
 import numpy as np
 
-from emberkeep.engine.base import Engine, Outcome, Payload
+from emberkeep.engine.base import Engine, KvExport, Outcome, Payload
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry
@@ -34,7 +34,7 @@ from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Match, Segment, Spa
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.sequence import Load, Phase, Sequence
+from emberkeep.sched.sequence import Load, Phase, Save, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT_BITS, Divergence, Lineage, MissReason, Vocab
@@ -132,7 +132,9 @@ class PrefixCache:
         self._finish(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Nothing of the store is held for a sequence any more. Never raises, and asks nothing of the engine."""
+        """Nothing of the store is held for a sequence any more, and nothing of it is on its way there. Never
+        raises, and asks nothing of the engine."""
+        sequence.saving = None
         sequence.loads.clear()
         sequence.pieces.clear()
         held: list[Match | Moved] = [*sequence.moved]
@@ -336,7 +338,8 @@ class PrefixCache:
     # ── commit ──
 
     def commit(self, sequence: Sequence) -> None:
-        """Store every complete chunk. Cheap when there is none.
+        """Store every complete chunk. Cheap when there is none. What the engine does not have at once is stored by
+        the next one.
 
         With snapshots nothing is stored between them: no lookup could use it.
         """
@@ -344,8 +347,10 @@ class PrefixCache:
             return
         if self._has_snapshots:
             self.commit_all(sequence)
-        else:
-            self._store_up_to(sequence, sequence.computed, tail=False, fork=False)
+            return
+        self._finish_save(sequence)
+        if sequence.unsaved >= CHUNK_TOKENS:
+            self._begin_save(sequence, sequence.computed, tail=False, fork=False)
 
     def has_to_commit(self, sequence: Sequence) -> bool:
         """Whether `commit` would store something."""
@@ -353,25 +358,29 @@ class PrefixCache:
             return False
         if self._has_snapshots:
             return sequence.computed in sequence.prompt.borders
-        return sequence.unsaved >= CHUNK_TOKENS
+        return sequence.saving is not None or sequence.unsaved >= CHUNK_TOKENS
 
     def commit_all(self, sequence: Sequence) -> None:
-        """Store everything computed, with a tail chunk for what does not fill one."""
+        """Store everything computed, with a tail chunk for what does not fill one. Blocks until the engine has
+        copied it."""
+        self._finish_save(sequence)
         if not self._keeps(sequence):
             return
         if sequence.unsaved > 0:
-            self._store_up_to(sequence, sequence.computed, tail=True, fork=False)
+            self._save(sequence, sequence.computed, fork=False)
         if self._has_snapshots and sequence.computed:
             self._store_snapshot(sequence)
 
     def commit_fork(self, sequence: Sequence, position: int) -> None:
-        """Store everything up to `position`, where another sequence is about to branch off.
+        """Store everything up to `position`, where another sequence is about to branch off. Blocks until the
+        engine has copied it.
 
         Ending a chunk there keeps the branches from each storing the shared part of it.
         """
+        self._finish_save(sequence)
         is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
         if is_worth_it and self._keeps(sequence) and not self._has_snapshots:
-            self._store_up_to(sequence, position, tail=True, fork=True)
+            self._save(sequence, position, fork=True)
 
     def commit_turn(self, sequence: Sequence) -> Entry | None:
         """Store what is left, and tell the store whose turn this was and which prefix it had in common with
@@ -389,40 +398,64 @@ class PrefixCache:
     def _keeps(self, sequence: Sequence) -> bool:
         return self._can_export and sequence.is_kept and self._store.fits_engine
 
-    def _store_up_to(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
-        tokens = sequence.tokens[:end]
-        sequence.cursor = self._store.advance(sequence.cursor, tokens)
-        begin = self._store.growth_point(sequence.cursor)
-        borders = _borders(begin.position, end, tail=tail)
+    def _save(self, sequence: Sequence, end: int, *, fork: bool) -> None:
+        """Store everything up to `end`. Nothing may be on its way."""
+        self._begin_save(sequence, end, tail=True, fork=fork)
+        self._finish_save(sequence)
+
+    def _begin_save(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
+        """Let the engine copy what is not stored; what it has at once is stored."""
+        sequence.cursor = self._store.advance(sequence.cursor, sequence.tokens[:end])
+        start = self._store.growth_point(sequence.cursor)
+        borders = _borders(start.position, end, tail=tail)
         if sequence.cursor.position >= end or len(borders) < 2:
             return
         try:
-            payloads = self._export(sequence, borders)
+            exports = self._export(sequence, borders)
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
             return
-        cursor = begin
-        for start, stop, payload in zip(borders, borders[1:], payloads, strict=False):
-            cursor = self._store.insert(
-                cursor,
-                tokens[start:stop],
-                payload,
-                sequence.sampled_spans(start, stop),
-                fork=fork and stop == end,
-                made=sequence.made(start, stop),
-            )
-            if cursor.position != stop:
-                break  # a full store takes nothing more: the rest is tried again later
-        sequence.cursor = cursor
+        sequence.saving = Save(start, sequence.new_chunks(borders, fork=fork), exports)
+        if sequence.saving.is_done:
+            self._finish_save(sequence)
 
-    def _export(self, sequence: Sequence, borders: list[int]) -> list[Payload]:
+    def _finish_save(self, sequence: Sequence) -> None:
+        """Store what is on its way, if anything is. Blocks until it is there."""
+        save, sequence.saving = sequence.saving, None
+        if save is None or not self._keeps(sequence):
+            return
+        try:
+            payloads = save.payloads()
+        except EngineError as error:
+            log.warning("what was computed is not kept: %s", error)
+            return
+        if not self._insert(save, payloads):
+            sequence.cursor = self._store.origin(sequence.lineage)
+            return
+        # It may have been cut back, or have become approximate, since the bytes were copied.
+        before = place_at(sequence.cursor, min(save.start.position, sequence.cursor.position))
+        sequence.cursor = self._store.advance(before, sequence.tokens[: sequence.computed])
+
+    def _insert(self, save: Save, payloads: Items[Payload]) -> bool:
+        """False: a full store takes nothing more, and the rest is tried again later."""
+        cursor = save.start
+        for chunk, payload in zip(save.chunks, payloads, strict=True):
+            end = cursor.position + len(chunk.tokens)
+            cursor = self._store.insert(
+                cursor, chunk.tokens, payload, chunk.sampled, fork=chunk.is_fork, made=chunk.made
+            )
+            if cursor.position != end:
+                return False
+        return True
+
+    def _export(self, sequence: Sequence, borders: list[int]) -> list[KvExport]:
         """Full chunks in the bits of their lineage; the newest tokens, whose chunk will grow, as they are."""
         bits = sequence.lineage.bits
         full = [border for border in borders if (border - borders[0]) % CHUNK_TOKENS == 0]
         if bits == EXACT_BITS or len(full) < 2:
-            return self._engine.export_kv(sequence.slot, borders)
-        payloads = self._engine.export_kv(sequence.slot, full, bits)
-        return payloads + (self._engine.export_kv(sequence.slot, borders[-2:]) if full[-1] < borders[-1] else [])
+            return [self._engine.export_kv(sequence.slot, borders)]
+        exports = [self._engine.export_kv(sequence.slot, full, bits)]
+        return exports + ([self._engine.export_kv(sequence.slot, borders[-2:])] if full[-1] < borders[-1] else [])
 
     def _store_snapshot(self, sequence: Sequence) -> None:
         cursor = sequence.cursor

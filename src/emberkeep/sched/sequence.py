@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
+from itertools import islice, pairwise
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt, Splice, Stable, label_of
+from emberkeep.engine.base import KvExport, Payload
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry, EntryId
@@ -110,6 +111,35 @@ class Load:
     chunk: Chunk
     end: int
     fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class NewChunk:
+    """What the store is told about a chunk besides its bytes."""
+
+    tokens: TokenArray
+    sampled: tuple[Span, ...]
+    made: Made
+    is_fork: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Chunks on their way into the store, as they were when they were exported: the sequence may have gone on, and
+    even have become another, since then."""
+
+    start: Cursor
+    chunks: list[NewChunk]
+    exports: list[KvExport]
+
+    @property
+    def is_done(self) -> bool:
+        """`payloads` does not block."""
+        return all(export.is_done for export in self.exports)
+
+    def payloads(self) -> list[Payload]:
+        """One for each chunk. Blocks until they are there. Raises EngineError."""
+        return [payload for export in self.exports for payload in export.payloads()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +255,9 @@ class Sequence:
         self.approximate_from: int | None = None
         """Where state begins that was moved there, now or before it was stored."""
         self.cursor: Cursor
-        """How far the store holds this sequence. From `occupy` on."""
+        """How far the store is known to hold this sequence. From `occupy` on."""
+        self.saving: Save | None = None
+        """What is on its way into the store: `cursor` does not count it yet."""
         self.reuse = Reuse()
         self.match: Match | None = None
         self.loads: deque[Load] = deque()
@@ -344,6 +376,7 @@ class Sequence:
     def forget(self) -> None:
         """Of its user nothing may be left: it is answered, and leaves nothing behind."""
         self.is_kept, self.label, self.stable = False, None, None
+        self.saving = None
 
     # ── beginning ──
 
@@ -608,6 +641,18 @@ class Sequence:
         """How the positions [start, end) came about."""
         is_given = self.prompt.tokenized.is_given
         return self.shapes.within(start, end) | (Made.GIVEN if is_given else Made.UNKNOWN)
+
+    def new_chunks(self, borders: list[int], *, fork: bool) -> list[NewChunk]:
+        """What lies between consecutive `borders`; `fork`: another sequence branches off at the last one."""
+        return [
+            NewChunk(
+                self.tokens[start:end].copy(),
+                self.sampled_spans(start, end),
+                self.made(start, end),
+                is_fork=fork and end == borders[-1],
+            )
+            for start, end in pairwise(borders)
+        ]
 
     def sampled_spans(self, start: int, end: int) -> tuple[Span, ...]:
         """Which of the positions [start, end) were sampled here, relative to `start`."""

@@ -17,7 +17,9 @@ from emberkeep.engine.base import (
     DRAFT_ROWS,
     Blended,
     Capabilities,
+    Exported,
     Footprint,
+    KvExport,
     KvUnit,
     Logits,
     Outcome,
@@ -155,14 +157,14 @@ class HfEngine:
     # ── moving state in and out ──
 
     @torch.no_grad()
-    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         table = self._tables[sequence]
         if borders[-1] > table.length:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if bits not in self.capabilities.packs:
             raise EngineError(f"This model's state cannot be stored in {bits} bits.")
         with translate_errors():
-            return self._transfer.export(table, borders, bits)
+            return Exported(self._transfer.export(table, borders, bits))
 
     def export_snapshot(self, sequence: int) -> Payload:
         raise EngineError("This model's state has nothing that could be kept as a snapshot.")

@@ -27,7 +27,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from emberkeep.engine.base import Blended, Capabilities, Footprint, KvUnit, Logits, Outcome, Payload, Piece, Rows
+from emberkeep.engine.base import (
+    Blended,
+    Capabilities,
+    Exported,
+    Footprint,
+    KvUnit,
+    Logits,
+    Outcome,
+    Payload,
+    Piece,
+    Rows,
+)
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import peak_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
@@ -99,10 +110,10 @@ class HfWholeEngine:
     def logits(self, index: int, row: int = 0) -> Logits:
         return self._logits_of[index]
 
-    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         if borders[-1] > self._end(sequence):
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
-        return [memoryview(b"") for _ in borders[1:]]
+        return Exported([memoryview(b"") for _ in borders[1:]])
 
     def export_snapshot(self, sequence: int) -> Payload:
         state = self._states.get(sequence)

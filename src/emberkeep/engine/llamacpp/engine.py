@@ -18,6 +18,8 @@ from emberkeep.config import free_ram, resident_ram
 from emberkeep.engine.base import (
     Blended,
     Capabilities,
+    Exported,
+    KvExport,
     KvUnit,
     Logits,
     Outcome,
@@ -268,16 +270,16 @@ class LlamaEngine:
 
     # ── state ──
 
-    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> list[Payload]:
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         if borders[-1] > self._cells[sequence].end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if self._layout is None or not self._unit.has_ranges:
-            return [memoryview(b"")] * (len(borders) - 1)
+            return Exported([memoryview(b"")] * (len(borders) - 1))
         payloads = self._export_ranges(self._layout, sequence, borders)
         if bits == 16:
-            return payloads
+            return Exported(payloads)
         ranges = zip(payloads, pairwise(borders), strict=True)
-        return [pack_range(self._layout, payload, end - start, bits) for payload, (start, end) in ranges]
+        return Exported([pack_range(self._layout, payload, end - start, bits) for payload, (start, end) in ranges])
 
     def _export_ranges(self, layout: Layout, sequence: int, borders: Sequence[int]) -> list[Payload]:
         def read(start: int, end: int, into: Bytes | None = None) -> Bytes:
