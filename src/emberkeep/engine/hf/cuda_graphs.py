@@ -62,8 +62,8 @@ class StepBatch:
         self._views = [part.numpy() for part in self._host.split(counts)]
         self._views[-1] = self._views[-1].reshape(-1, _TILE_NUMBERS)
         self._table_views = self._host_tables.numpy()
-        programs = size.rows // self._shape.tokens * heads
-        self._splits = choose_splits(max(programs, heads), device.multi_processor_count)
+        programs = max(size.rows // self._shape.tokens, min(size.rows, size.sequences)) * heads
+        self._splits = choose_splits(programs, device.multi_processor_count)
         self.layer = -1
         """The one that attention is computed in."""
         self.normed: torch.Tensor | None = None

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from emberkeep.engine.hf.attention import AttentionOptions
+from emberkeep.engine.hf.early_launch import early, wait_for_previous
 from emberkeep.engine.hf.pool import BLOCK
 
 _MOST_SPLITS = 64
@@ -129,7 +130,9 @@ def _tile_kernel(
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     # The last tiles of a prompt see most: they begin first.
     number, head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(tile_ptr + number * 4)
@@ -206,7 +209,9 @@ def _join_kernel(
     VALUE_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     row, query = tl.program_id(0), tl.program_id(1)
     splits, value = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)
     place = (row * QUERIES + query) * SPLITS + splits
@@ -380,8 +385,11 @@ def paged_attention(
         num_warps=shape.warps,
         num_stages=shape.stages,
         **of_values,
+        **early(query.device),
     )
     if splits > 1:
         sink_scores = sinks if sinks is not None else out
-        _join_kernel[(rows, queries)](parts, stats, sink_scores, out, QUERIES=queries, **of_values)
+        _join_kernel[(rows, queries)](
+            parts, stats, sink_scores, out, QUERIES=queries, **of_values, **early(query.device)
+        )
     return out

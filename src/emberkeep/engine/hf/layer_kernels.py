@@ -8,13 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
-from emberkeep.engine.hf.product_kernels import Parts, load_sum
+from emberkeep.engine.hf.early_launch import early, wait_for_previous
+from emberkeep.engine.hf.product_kernels import FEW_ROWS, Parts, load_sum
 
 _ELEMENTS = 1024
 
 
 @triton.jit
-def _norm_kernel(x_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+def _norm_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, IS_EARLY: tl.constexpr
+):
+    wait_for_previous(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH_PAD)
     x = tl.load(x_ptr + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
@@ -30,9 +34,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     padded = triton.next_power_of_2(width)
     _norm_kernel[(rows,)](
-        x, weight, out, eps, WIDTH=width, WIDTH_PAD=padded, num_warps=min(max(padded // 512, 1), 16)
+        x, weight, out, eps, WIDTH=width, WIDTH_PAD=padded, num_warps=_norm_warps(rows, padded), **early(x.device)
     )
     return out
+
+
+def _norm_warps(rows: int, width: int) -> int:
+    """Few rows leave most of a device alone: each takes as many warps as have something to do."""
+    each = 128 if rows <= FEW_ROWS else 512
+    return min(max(width // each, 1), 16)
 
 
 @triton.jit
@@ -48,7 +58,9 @@ def _add_norm_kernel(
     WIDTH_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PAD)
     is_there, place = at < WIDTH, row * WIDTH + at
     dtype = out_ptr.dtype.element_ty
@@ -77,7 +89,8 @@ def add_norm(residual: torch.Tensor, added: Parts, weight: torch.Tensor, eps: fl
         WIDTH_PAD=padded,
         SPLITS=len(added.parts),
         HAS_BIAS=added.bias is not None,
-        num_warps=min(max(padded // 512, 1), 16),
+        num_warps=_norm_warps(rows, padded),
+        **early(out.device),
     )
     return out
 
@@ -92,7 +105,9 @@ def _gate_kernel(
     ELEMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     dtype = out_ptr.dtype.element_ty
     place, is_there = row * 2 * WIDTH + at, at < WIDTH
@@ -115,6 +130,7 @@ def silu_gate(gate_and_up: Parts, dtype: torch.dtype) -> torch.Tensor:
         ELEMENTS=_ELEMENTS,
         SPLITS=len(gate_and_up.parts),
         HAS_BIAS=gate_and_up.bias is not None,
+        **early(out.device),
     )
     return out
 
@@ -143,7 +159,9 @@ def _rotate_kernel(
     HAS_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     head, at = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, WIDTH_PAD)[None, :]
     is_there = (head < QUERIES + 2 * HEADS) & (at < WIDTH)
@@ -236,5 +254,6 @@ def rotate_and_store(
         HAS_NORM=norms is not None,
         SPLITS=len(product.parts),
         HAS_BIAS=product.bias is not None,
+        **early(query.device),
     )
     return query

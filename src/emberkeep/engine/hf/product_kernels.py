@@ -18,15 +18,18 @@ import torch
 import triton
 import triton.language as tl
 
+from emberkeep.engine.hf.early_launch import early, wait_for_previous
+
 FEW_ROWS = 16
 """Up to so many, a product with a plain weight is faster here than in a library."""
 FEW_INT4_ROWS = 64
 _OUTPUTS, _INPUTS = 64, 64
 """Of a program at once."""
 _ROW_INPUTS = 1024
+_MANY_OUTPUTS = 8192
 _PER_PROCESSOR = 2
 """Programs that a multiprocessor should have at least."""
-_MOST_SPLITS = 8
+_MOST_SPLITS, _MOST_INT4_SPLITS = 4, 8
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -74,7 +77,9 @@ def _rows_kernel(
     PRODUCTS: tl.constexpr,
     EACH: tl.constexpr,
     ROWS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     split = tl.program_id(1)
     product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
     row = tl.arange(0, ROWS)
@@ -106,7 +111,9 @@ def _row_kernel(
     INPUTS: tl.constexpr,
     PRODUCTS: tl.constexpr,
     EACH: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
     is_product = product < OUTPUTS
     total = tl.zeros([PRODUCTS, EACH], tl.float32)
@@ -130,12 +137,22 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     if rows == 1:
         parts = x.new_empty((1, 1, outputs), dtype=torch.float32)
         each = min(_ROW_INPUTS, triton.next_power_of_2(inputs))
-        wide = 4 if outputs > _ROW_INPUTS * _MOST_SPLITS else 1
+        wide = 4 if outputs > _MANY_OUTPUTS else 1
         _row_kernel[(triton.cdiv(outputs, wide),)](
-            x, weight, parts, OUTPUTS=outputs, INPUTS=inputs, PRODUCTS=wide, EACH=each, num_warps=4, num_stages=3
+            x,
+            weight,
+            parts,
+            OUTPUTS=outputs,
+            INPUTS=inputs,
+            PRODUCTS=wide,
+            EACH=each,
+            num_warps=4,
+            num_stages=3,
+            **early(x.device),
         )
         return Parts(parts, bias)
-    splits = _splits(triton.cdiv(outputs, _OUTPUTS), triton.cdiv(inputs, _INPUTS), x.device)
+    steps = min(triton.cdiv(inputs, _INPUTS), _MOST_SPLITS)
+    splits = _splits(triton.cdiv(outputs, _OUTPUTS), steps, x.device)
     parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
     _rows_kernel[(triton.cdiv(outputs, _OUTPUTS), splits)](
         x,
@@ -150,12 +167,13 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         ROWS=FEW_ROWS,
         num_warps=4,
         num_stages=6 if x.dtype.itemsize == 2 else 3,
+        **early(x.device),
     )
     return Parts(parts, bias)
 
 
-def _splits(programs: int, steps: int, device: torch.device) -> int:
-    return max(min(triton.cdiv(_PER_PROCESSOR * _processors(device), programs), _MOST_SPLITS, steps), 1)
+def _splits(programs: int, most: int, device: torch.device) -> int:
+    return max(min(triton.cdiv(_PER_PROCESSOR * _processors(device), programs), most), 1)
 
 
 @cache
@@ -214,7 +232,9 @@ def _int4_kernel(
     PRODUCTS: tl.constexpr,
     ROWS: tl.constexpr,
     IS_ASM: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     split = tl.program_id(1)
     product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
     half: tl.constexpr = GROUP // 2
@@ -248,7 +268,7 @@ def int4_product(
 ) -> Parts:
     """As `product`, of at most `FEW_INT4_ROWS` rows. `scales` and `zeros` have one stride: `[groups, outputs]`."""
     (rows, inputs), outputs, groups = x.shape, len(codes), len(scales)
-    splits = _splits(triton.cdiv(outputs, _OUTPUTS), groups, x.device)
+    splits = _splits(triton.cdiv(outputs, _OUTPUTS), min(groups, _MOST_INT4_SPLITS), x.device)
     parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
     _int4_kernel[(triton.cdiv(outputs, _OUTPUTS), splits)](
         x,
@@ -267,6 +287,7 @@ def int4_product(
         IS_ASM=_is_asm(x),
         num_warps=4,
         num_stages=3,
+        **early(x.device),
     )
     return Parts(parts, bias)
 
@@ -338,7 +359,9 @@ def _join_kernel(
     ELEMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
     dtype = out_ptr.dtype.element_ty
     place = row * OUTPUTS + at
@@ -358,5 +381,6 @@ def join(given: Parts, dtype: torch.dtype) -> torch.Tensor:
         ELEMENTS=_ROW_INPUTS,
         SPLITS=len(given.parts),
         HAS_BIAS=given.bias is not None,
+        **early(out.device),
     )
     return out
