@@ -198,7 +198,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 )
 @pytest.mark.parametrize("count", [16, 17])
 def test_fused_layers_compute_what_layers_of_the_usual_make_compute(family, is_usual, count, tmp_path):
-    source = HfSource(tiny_hf.write(tmp_path, family))
+    with torch.device("cpu"):
+        source = HfSource(tiny_hf.write(tmp_path, family))
     network = Network(load_model(source, device=DEVICE, dtype="float32", attention="emberkeep").network)
     with torch.no_grad():
         learned = learn(network)
