@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Event, get_native_id
+
 import numpy as np
 import pytest
 
@@ -9,7 +15,7 @@ from emberkeep.engine.base import KvUnit, Outcome
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.staging import PinnedBuffer, Staging
 from emberkeep.errors import EngineError
-from helpers.engines import KINDS, evaluate
+from helpers.engines import KINDS, TOKENS, evaluate
 
 END = 600
 BORDERS = (*range(0, END, 64), END)
@@ -113,3 +119,106 @@ def test_memory_of_a_device_without_any_of_its_own_is_plain():
     buffer.close()
     buffer.close()
     assert not len(buffer.memory)
+
+
+# ── while it is cut out ──
+
+
+class HeldThreads:
+    """Threads that begin nothing before they are let go."""
+
+    def __init__(self, engine) -> None:
+        self._threads = engine._staging._threads
+        self._held: list = []
+        engine._staging._threads = self
+
+    def submit(self, work):
+        begin = Event()
+        self._held.append(begin)
+
+        def run():
+            assert begin.wait(60)
+            return work()
+
+        return self._threads.submit(run)
+
+    def let_go(self) -> None:
+        for begin in self._held:
+            begin.set()
+
+    def shutdown(self) -> None:
+        self.let_go()
+        self._threads.shutdown()
+
+
+def replaced(engine) -> None:
+    """Other state lies where the exported one lay."""
+    engine.trim(0, 0)
+    evaluate(engine, 0, 0, END, TOKENS[::-1].copy())
+
+
+def gone_on(engine) -> None:
+    evaluate(engine, 0, END, END + 30)
+
+
+def spliced(engine) -> None:
+    assert engine.splice(0, 20, 200, TOKENS[:4]) is Outcome.DONE
+
+
+@pytest.mark.parametrize("meanwhile", [replaced, gone_on, spliced])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_is_cut_out_late_is_what_was_there(open_engine, meanwhile, bits):
+    engine = open_engine()
+    evaluate(engine, 0, 0, END)
+    expected = [bytes(payload) for payload in engine.export_kv(0, BORDERS, bits).payloads()]
+    threads = HeldThreads(staged(engine, 3))
+    export = engine.export_kv(0, BORDERS, bits)
+    assert not export.is_done
+    meanwhile(engine)
+    threads.let_go()
+    assert [bytes(payload) for payload in export.payloads()] == expected
+    assert export.is_done
+
+
+def test_a_stage_is_used_again_only_when_it_was_cut_up(open_engine):
+    """What is exported here takes as many stages as there are."""
+    engine = staged(open_engine(cells=2048), 3)
+    evaluate(engine, 0, 0, END)
+    evaluate(engine, 1, 0, END, TOKENS[::-1].copy())
+    expected = [[bytes(p) for p in engine.export_kv(s, BORDERS).payloads()] for s in (0, 1)]
+    threads = HeldThreads(engine)
+    first = engine.export_kv(0, BORDERS)
+    with ThreadPoolExecutor(1) as other:
+        following = other.submit(engine.export_kv, 1, BORDERS)
+        assert not wait([following], timeout=0.2).done
+        threads.let_go()
+        second = following.result()
+        threads.let_go()
+    assert [[bytes(p) for p in export.payloads()] for export in (first, second)] == expected
+
+
+def test_what_is_not_asked_for_does_no_harm(open_engine):
+    engine = staged(open_engine(), 3)
+    evaluate(engine, 0, 0, END)
+    expected = [bytes(payload) for payload in engine.export_kv(0, BORDERS).payloads()]
+    for _ in range(20):
+        engine.export_kv(0, BORDERS)
+    assert [bytes(payload) for payload in engine.export_kv(0, BORDERS).payloads()] == expected
+    left = engine.export_kv(0, BORDERS)
+    engine.close()
+    assert [bytes(payload) for payload in left.payloads()] == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_threads_run_on_any_core_although_the_engine_has_one_of_its_own():
+    def look() -> tuple[set[int], str]:
+        name = Path(f"/proc/self/task/{get_native_id()}/comm").read_text().strip()
+        return os.sched_getaffinity(0), name
+
+    everything = os.sched_getaffinity(0)
+    with ThreadPoolExecutor(1) as engine_thread:
+        staging = engine_thread.submit(Staging, None, 64, 64).result()
+        engine_thread.submit(os.sched_setaffinity, 0, {min(everything)}).result()
+        cores, name = engine_thread.submit(lambda: staging._threads.submit(look).result()).result()
+        staging.close()
+    assert (cores, name) == (everything, "staging")

@@ -334,10 +334,11 @@ _own = threading.local()
 
 def available_cores() -> int:
     """Cores that this process may use, also where this thread is bound to one."""
-    return len(_own_cores()) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(own_cores()) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _own_cores() -> set[int]:
+def own_cores() -> set[int]:
+    """Those of `available_cores`; none where they cannot be told apart."""
     cores: set[int] | None = getattr(_own, "cores", None)
     return cores or (os.sched_getaffinity(0) if sys.platform == "linux" else set())
 
@@ -355,7 +356,7 @@ def one_core_each() -> Iterator[None]:
         return
     own = threading.get_native_id()
     # A thread hands its name down to those that it starts, which is how its workers are found again.
-    name, cores = f"engine-{own}", _own_cores()
+    name, cores = f"engine-{own}", own_cores()
     with suppress(OSError):
         (_TASKS / str(own) / "comm").write_text(name)
         os.sched_setaffinity(own, cores)

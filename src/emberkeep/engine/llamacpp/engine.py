@@ -275,13 +275,9 @@ class LlamaEngine:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
         if self._layout is None or not self._unit.has_ranges:
             return Exported([memoryview(b"")] * (len(borders) - 1))
-        payloads = self._export_ranges(self._layout, sequence, borders)
-        if bits == 16:
-            return Exported(payloads)
-        ranges = zip(payloads, pairwise(borders), strict=True)
-        return Exported([pack_range(self._layout, payload, end - start, bits) for payload, (start, end) in ranges])
+        return self._export_ranges(self._layout, sequence, borders, bits)
 
-    def _export_ranges(self, layout: Layout, sequence: int, borders: Sequence[int]) -> list[Payload]:
+    def _export_ranges(self, layout: Layout, sequence: int, borders: Sequence[int], bits: int) -> KvExport:
         def read(start: int, end: int, into: Bytes | None = None) -> Bytes:
             with share_range(self._memory, sequence + 1, _SCRATCH, start, end):
                 if layout.recurrent:
@@ -290,10 +286,14 @@ class LlamaEngine:
                 return read_state(self._context, _SCRATCH, into=into)
 
         if self._staging is not None and len(borders) > 2:
-            return self._staging.export(layout, borders, read)
+            return self._staging.export(layout, borders, read, bits)
         # Cut outside of the library where an export brings the windows with it: once is enough.
         spans = pairwise(borders) if self._unit is KvUnit.RANGE else [borders]
-        return [payload for span in spans for payload in layout.split(read(span[0], span[-1]), span)]
+        payloads = [payload for span in spans for payload in layout.split(read(span[0], span[-1]), span)]
+        if bits == 16:
+            return Exported(payloads)
+        ranges = zip(payloads, pairwise(borders), strict=True)
+        return Exported([pack_range(layout, payload, end - start, bits) for payload, (start, end) in ranges])
 
     def export_snapshot(self, sequence: int) -> Payload:
         layout, end = self._snapshot_layout(), self._cells[sequence].end

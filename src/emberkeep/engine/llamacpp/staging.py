@@ -2,9 +2,9 @@
 
 llama.cpp copies the rows of one layer after the other, and waits for each copy. For a chunk alone that is
 thousands of small copies; so a range of many chunks leaves and enters the library as one state. What has to be cut
-out of it, or put together, other threads do while the next one is on its way:
+out of it, or put together, other threads do while the next one is on its way, and while the engine goes on:
 
-    GPU      | range 0 | range 1 | range 2 |
+    GPU      | range 0 | range 1 | range 2 | the next step
     threads            | cut 0   | cut 1   | cut 2 |
 """
 
@@ -12,25 +12,69 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event, Thread
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, pairwise
+from pathlib import Path
+from threading import Event, Thread, get_native_id
+from typing import Any, TypeVar
 
 import numpy as np
 
 from emberkeep.engine.base import Payload
 from emberkeep.engine.llamacpp.c_api import Handle
+from emberkeep.engine.llamacpp.context import own_cores
+from emberkeep.engine.llamacpp.kv_packing import pack_range
 from emberkeep.engine.llamacpp.kv_state import Bytes, Layout
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.payload_memory import SLAB, PayloadMemory, slab_count
 
 T = TypeVar("T")
 
-_STAGE = 128 << 20
+_STAGE = 64 << 20
 """Bytes that are on their way at once: a copy of a layer's rows is then large enough for the full speed."""
-_STAGES = 2
-_MOST_THREADS = 8
+_STAGES = 4
+_MOST_THREADS = 16
+
+
+@dataclass(slots=True)
+class Stage:
+    """Memory that a state passes through, and what threads still do with it."""
+
+    memory: Bytes
+    _running: set[Future[Any]] = field(default_factory=set)
+
+    def free(self) -> Bytes:
+        """Its memory, once they are done with it."""
+        wait(tuple(self._running))
+        return self.memory
+
+    def submit(self, threads: Executor, work: Sequence[Callable[[], T]]) -> list[Future[T]]:
+        """Let threads do this with its memory."""
+        tasks = [threads.submit(part) for part in work]
+        self._running.update(tasks)
+        for task in tasks:
+            # Not held for longer: its result is a payload.
+            task.add_done_callback(self._running.discard)
+        return tasks
+
+
+@dataclass(frozen=True, slots=True)
+class StagedExport:
+    """Payloads that threads cut out. See `KvExport`."""
+
+    tasks: list[Future[Payload]]
+
+    @property
+    def is_done(self) -> bool:
+        return all(task.done() for task in self.tasks)
+
+    def payloads(self) -> list[Payload]:
+        return _results(self.tasks)
 
 
 class Staging:
@@ -43,30 +87,36 @@ class Staging:
         self._stage_bytes = stage_bytes
         self._payloads = PayloadMemory(chunk_bytes)
         self._is_closed = Event()
-        if device:
-            Thread(target=self._prepare, name="emberkeep-payloads", daemon=True).start()
         self._pinned = [PinnedBuffer(device, stage_bytes) for _ in range(_STAGES)] if device else []
-        self._stages = [each.memory for each in self._pinned] or [
-            np.empty(stage_bytes, np.uint8) for _ in range(_STAGES)
-        ]
-        self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "emberkeep-staging")
+        memory = [each.memory for each in self._pinned]
+        memory = memory or [np.empty(stage_bytes, np.uint8) for _ in range(_STAGES)]
+        self._stages = cycle([Stage(each) for each in memory])
+        """The next one is the one that was used longest ago."""
+        run_anywhere = _any_core()
+        self._threads = ThreadPoolExecutor(
+            min(os.cpu_count() or 1, _MOST_THREADS), "emberkeep-staging", initializer=run_anywhere
+        )
+        if device:
+            is_apart = Event()
+            prepare = partial(self._prepare, run_anywhere, is_apart)
+            Thread(target=prepare, name="emberkeep-payloads", daemon=True).start()
+            is_apart.wait()
 
     def export(
-        self, layout: Layout, borders: Sequence[int], read: Callable[[int, int, Bytes], Bytes]
-    ) -> list[Payload]:
+        self, layout: Layout, borders: Sequence[int], read: Callable[[int, int, Bytes], Bytes], bits: int = 16
+    ) -> StagedExport:
         """The ranges between `borders`. `read` brings the state of a range into memory that it is given, or into
-        memory of its own where that is too small. Raises EngineError."""
-        cut: list[list[Future[Payload]]] = []
-        try:
-            for number, span in enumerate(self._spans(layout, borders)):
-                if number >= _STAGES:
-                    _results(cut[number - _STAGES])  # it is read from until then
-                state = read(span[0], span[-1], self._stages[number % _STAGES])
-                tasks = layout.splitting(state, span, self._payloads)
-                cut.append([self._threads.submit(task) for task in tasks])
-        finally:
-            payloads = [payload for tasks in cut for payload in _results(tasks)]
-        return payloads
+        memory of its own where that is too small; when this returns, it is not called any more. Raises
+        EngineError."""
+        exported: list[Future[Payload]] = []
+        for span in self._spans(layout, borders):
+            stage = next(self._stages)
+            cuts = layout.splitting(read(span[0], span[-1], stage.free()), span, self._payloads)
+            if bits != 16:
+                sizes = (end - start for start, end in pairwise(span))
+                cuts = [partial(_pack, layout, cut, cells, bits) for cut, cells in zip(cuts, sizes, strict=True)]
+            exported += stage.submit(self._threads, cuts)
+        return StagedExport(exported)
 
     def load(
         self, layout: Layout, states: Sequence[Bytes], ends: Sequence[int], write: Callable[[int, Bytes], bool]
@@ -74,25 +124,28 @@ class Staging:
         """Put ranges together that follow each other, and `write` them: it is told where each ends, and says
         whether there was room. What was written stays when it says no."""
         groups = list(self._groups(states, ends))
-        putting = self._join(layout, groups[0][0], 0)
+        putting = self._join(layout, groups[0][0])
         for number, (_, end) in enumerate(groups):
             state, tasks = putting
             _results(tasks)
             if number + 1 < len(groups):
-                putting = self._join(layout, groups[number + 1][0], number + 1)
+                putting = self._join(layout, groups[number + 1][0])
             if not write(end, state):
                 _results(putting[1])
                 return False
         return True
 
     def close(self) -> None:
+        """What is still cut out is cut out first."""
         self._is_closed.set()
         self._threads.shutdown()
-        self._stages.clear()
+        self._stages = cycle(())
         for pinned in self._pinned:
             pinned.close()
 
-    def _prepare(self) -> None:
+    def _prepare(self, run_anywhere: Callable[[], None], is_apart: Event) -> None:
+        run_anywhere()
+        is_apart.set()
         for _ in range(slab_count()):
             if self._is_closed.is_set():
                 return
@@ -121,11 +174,12 @@ class Staging:
                 yield group, end
                 group = []
 
-    def _join(self, layout: Layout, states: list[Bytes], number: int) -> tuple[Bytes, list[Future[None]]]:
+    def _join(self, layout: Layout, states: list[Bytes]) -> tuple[Bytes, list[Future[None]]]:
         if len(states) == 1:
             return states[0], []
-        joined, tasks = layout.joining(states, self._stages[number % _STAGES])
-        return joined, [self._threads.submit(task) for task in tasks]
+        stage = next(self._stages)
+        joined, puts = layout.joining(states, stage.free())
+        return joined, stage.submit(self._threads, puts)
 
 
 class PinnedBuffer:
@@ -153,3 +207,24 @@ class PinnedBuffer:
 def _results(tasks: Sequence[Future[T]]) -> list[T]:
     """Blocks until all are done. Raises what they raised."""
     return [task.result() for task in tasks]
+
+
+def _pack(layout: Layout, cut: Callable[[], Payload], cells: int, bits: int) -> Payload:
+    return pack_range(layout, cut(), cells, bits)
+
+
+def _any_core() -> Callable[[], None]:
+    """What a thread does first that this one starts: it may run on any core of the process.
+
+    This one may have a core of its own, and it tells its workers by their name (`one_core_each`); a thread has
+    both from the one that starts it.
+    """
+    cores = own_cores()
+
+    def run_anywhere() -> None:
+        if sys.platform == "linux":
+            with suppress(OSError):
+                Path(f"/proc/self/task/{get_native_id()}/comm").write_text("staging")
+                os.sched_setaffinity(0, cores)
+
+    return run_anywhere
