@@ -25,20 +25,6 @@ def wait_for_previous(IS_EARLY: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def prefetch(address, IS_EARLY: tl.constexpr):
-    """Bring the lines at these addresses nearer, which no kernel writes to: before waiting for anything."""
-    if IS_EARLY:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [address.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @cache
 def early(device: torch.device) -> dict[str, Any]:
     """How a kernel that calls `wait_for_previous` is launched."""

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from emberkeep.engine.hf.early_launch import early, prefetch, wait_for_previous
+from emberkeep.engine.hf.early_launch import early, wait_for_previous
 
 FEW_ROWS = 16
 """Up to so many, a product with a plain weight is faster here than in a library."""
@@ -62,17 +62,6 @@ def load_sum(x_ptr, bias_ptr, place, at, mask, part, dtype, SPLITS: tl.constexpr
     return total.to(dtype).to(tl.float32)
 
 
-@triton.jit
-def _prefetch_rows(
-    weight_ptr, product, begin, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, IS_EARLY: tl.constexpr
-):
-    """The first of what a program will read of a weight's rows."""
-    line: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    at = tl.minimum(begin + tl.arange(0, 16) * line, INPUTS - 1)
-    row = tl.minimum(product, OUTPUTS - 1).to(tl.int64) * INPUTS
-    prefetch(weight_ptr + row[:, None] + at[None, :], IS_EARLY)
-
-
 # ── plain weights ──
 
 
@@ -90,10 +79,9 @@ def _rows_kernel(
     ROWS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     split = tl.program_id(1)
     product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
-    _prefetch_rows(weight_ptr, product, split * SPLIT, OUTPUTS, INPUTS, IS_EARLY)
-    wait_for_previous(IS_EARLY)
     row = tl.arange(0, ROWS)
     is_product, is_row = product < OUTPUTS, row < rows
     total = tl.zeros([PRODUCTS, ROWS], tl.float32)
@@ -125,9 +113,8 @@ def _row_kernel(
     EACH: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
-    product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
-    _prefetch_rows(weight_ptr, product, 0, OUTPUTS, INPUTS, IS_EARLY)
     wait_for_previous(IS_EARLY)
+    product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
     is_product = product < OUTPUTS
     total = tl.zeros([PRODUCTS, EACH], tl.float32)
     for begin in range(0, INPUTS, EACH):
@@ -247,11 +234,10 @@ def _int4_kernel(
     IS_ASM: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
+    wait_for_previous(IS_EARLY)
     split = tl.program_id(1)
     product = tl.program_id(0) * PRODUCTS + tl.arange(0, PRODUCTS)
     half: tl.constexpr = GROUP // 2
-    _prefetch_rows(code_ptr, product, split * SPLIT * half, OUTPUTS, INPUTS // 2, IS_EARLY)
-    wait_for_previous(IS_EARLY)
     row, at = tl.arange(0, ROWS), tl.arange(0, half)
     is_product, is_row = product < OUTPUTS, row < rows
     dtype = x_ptr.dtype.element_ty
