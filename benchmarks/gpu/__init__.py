@@ -6,6 +6,7 @@
     transfer     moving state between RAM and the device, against copying pinned bytes
     decode       a decode step, against transformers and against reading the weights once
     speculation  decoding with a draft model, against plain decoding
+    streaming    a model larger than its share of the device: its steps against the link, and with drafts
 
 Of the package's dependencies it needs only those of the engine, the scheduler and the store, so that
 `python -m benchmarks.gpu` also runs where little is installed.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.gpu import decode, memory, speculation, transfer, ttft
+from benchmarks.gpu import decode, memory, speculation, streaming, transfer, ttft
 from benchmarks.gpu.rig import Rig, open_rig
 from benchmarks.gpu.workload import Workload
 from emberkeep.bench.report import BenchResult, Table
@@ -49,8 +50,16 @@ async def run(place: Folder, plan: Workload) -> BenchResult:
 def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[BenchResult]:
     """Everything that is known, again after every table. Blocks. Raises EngineError."""
     tables: list[Table] = []
+    with_rig = [name for name in plan.parts if name in _PARTS]
+    if "streaming" in plan.parts and plan.engine == "hf":
+        say("streaming")  # alone on the device
+        for table in streaming.measure(plan):
+            tables.append(table)
+            yield BenchResult("gpu", tuple(tables), _NOTES)
+    if not with_rig:
+        return
     with open_rig(plan) as rig:
-        for name in plan.parts:
+        for name in with_rig:
             if name == "speculation" and plan.engine != "hf":
                 continue  # a pair of models that agree is made of a model of transformers
             say(name)

@@ -44,9 +44,9 @@ def _row(rig: Rig, loop: Scheduler, plan: Workload, batch: int, *, agrees: bool)
     plain, drafted, per_step = [], [], []
     for _ in range(1 + plan.repeat):
         prompts = [rig.prompt(plan.decoded_after) for _ in range(batch)]
-        plain.append(_tokens_per_second(_answers(loop, plan, prompts, speculation=False)))
-        endings = _answers(loop, plan, prompts, speculation=True)
-        drafted.append(_tokens_per_second(endings))
+        plain.append(tokens_per_second(answers(loop, plan.drafted_for, prompts, speculation=False)))
+        endings = answers(loop, plan.drafted_for, prompts, speculation=True)
+        drafted.append(tokens_per_second(endings))
         tokens = sum(ending.sampled_tokens for ending in endings)
         per_step.append(tokens / (tokens - sum(ending.accepted_tokens for ending in endings)))
     without, with_drafts = series(plain[1:], "tokens/s"), series(drafted[1:], "tokens/s")
@@ -61,16 +61,16 @@ def _row(rig: Rig, loop: Scheduler, plan: Workload, batch: int, *, agrees: bool)
     )
 
 
-def _answers(loop: Scheduler, plan: Workload, prompts: list[TokenArray], *, speculation: bool) -> list[Ending]:
+def answers(loop: Scheduler, count: int, prompts: list[TokenArray], *, speculation: bool) -> list[Ending]:
     listeners = [Listener() for _ in prompts]
     request = Request(use_cache=False, is_kept=False, speculation=None if speculation else False)
     for prompt, listener in zip(prompts, listeners, strict=True):
-        ids = prompt_of_ids(prompt, max_new=plan.drafted_for)
+        ids = prompt_of_ids(prompt, max_new=count)
         loop.submit(Sequence(ids, request, Sampler(_NEVER_TWICE), listener))
     return [listener.ending.result() for listener in listeners]
 
 
-def _tokens_per_second(endings: list[Ending]) -> float:
+def tokens_per_second(endings: list[Ending]) -> float:
     """Of all together, from each one's first token on."""
     return sum(1e3 * (ending.sampled_tokens - 1) / ending.decode_ms for ending in endings)
 

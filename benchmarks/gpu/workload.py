@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-PARTS = ("memory", "prompts", "transfer", "turns", "decode", "speculation")
+PARTS = ("memory", "prompts", "transfer", "turns", "decode", "speculation", "streaming")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,15 @@ class Workload:
     draft_layers: int = 4
     drafted_for: int = 256
     """Tokens of an answer with a draft model."""
+    streamed_layers: int = 64
+    streamed_hidden: int = 5120
+    """Of a model in four bits, and what it may take of the device in all."""
+    streamed_memory: int = 12_000_000_000
+    streamed_steps: int = 16
+    streamed_tokens: int = 96
+    streamed_repeat: int = 2
+    draft_right: float = 0.8
+    """Of the tokens that a draft model says: 40% of long drafts are accepted then."""
     turns: int = 8
     first_tokens: int = 4096
     turn_tokens: int = 256
@@ -49,6 +58,11 @@ class Workload:
             decoded_after=64,
             steps=4,
             draft_layers=1,
+            streamed_layers=4,
+            streamed_hidden=256,
+            streamed_steps=2,
+            streamed_tokens=8,
+            streamed_repeat=1,
             drafted_for=32,
             turns=3,
             first_tokens=256,

@@ -5,20 +5,26 @@ Random weights of a given shape are made on the device: speed does not depend on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, cast
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from accelerate import init_empty_weights
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.engine.hf.attention import NAME
 from emberkeep.engine.hf.device import choose_device, synchronize
+from emberkeep.engine.hf.int4 import Int4Linear, int4_count, weights_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSource, load_model
+from emberkeep.engine.hf.residency import Placing
+from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab
 
 Tokens = npt.NDArray[np.int32]
@@ -91,6 +97,8 @@ class Shape:
     hidden: int
     context: int
     vocab: int = 151_936
+    is_tied: bool = True
+    """Whether the same weights are the first and the last of it."""
 
     @property
     def heads(self) -> int:
@@ -105,7 +113,7 @@ class Shape:
             num_attention_heads=self.heads,
             num_key_value_heads=max(self.heads // _HEADS_PER_KV_HEAD, 1),
             max_position_embeddings=self.context,
-            tie_word_embeddings=True,
+            tie_word_embeddings=self.is_tied,
         )
 
 
@@ -131,7 +139,10 @@ def random_network(shape: Shape, device: torch.device, attention: str) -> Any:
 def random_model(shape: Shape, device: str) -> HfModel:
     """What an engine takes. Raises EngineError for a device that is not here."""
     target = choose_device(device)
-    network = random_network(shape, target, NAME)
+    return _model(random_network(shape, target, NAME), shape, target)
+
+
+def _model(network: Any, shape: Shape, target: torch.device, stream: LayerStream | None = None) -> HfModel:
     config = network.config
     width = 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
     return HfModel(
@@ -140,12 +151,89 @@ def random_model(shape: Shape, device: str) -> HfModel:
         chat_template=None,
         context_length=shape.context,
         architecture=config.model_type,
-        parameters=sum(weight.numel() for weight in network.parameters()),
-        weights_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
+        parameters=sum(weight.numel() for weight in network.parameters()) + int4_count(network),
+        weights_bytes=weights_bytes(network),
         kv_bytes_per_token=shape.layers * width * network.dtype.itemsize,
         dtype=str(network.dtype).removeprefix("torch."),
         device=str(target),
+        stream=stream,
     )
+
+
+# ── weights in four bits ──
+
+_GROUPS = (128, 64, 32)
+"""Weights that share a scale: as many as the shape allows."""
+_WEIGHT = 0.02
+"""About how large a weight is."""
+
+
+def random_int4_model(shape: Shape, device: str, placing: Placing, quiet_from: int | None = None) -> HfModel:
+    """Weights of layers in four bits, placed as `placing` says: equal names have equal weights in all of them.
+
+    Layers from `quiet_from` on add next to nothing. Blocks. Raises EngineError.
+    """
+    target = choose_device(device)
+    dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
+    with init_empty_weights(include_buffers=False):
+        network = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=NAME)
+    network.eval().requires_grad_(False)
+    for layer in network.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, module in list(part.named_children()):
+                if isinstance(module, nn.Linear):
+                    setattr(part, name, _empty_int4(module, dtype))
+    stream = place_layers(network, target, placing, RandomWeights(quiet_from))
+    return _model(network, shape, target, stream)
+
+
+def _empty_int4(module: nn.Linear, dtype: torch.dtype) -> Int4Linear:
+    outputs, inputs = module.out_features, module.in_features
+    codes = torch.empty((outputs, inputs // 2), dtype=torch.uint8, device="meta")
+    groups = inputs // next(group for group in _GROUPS if inputs % group == 0)
+    scales = torch.empty((groups, outputs), dtype=dtype, device="meta")
+    zeros = torch.empty_like(scales)
+    return Int4Linear(codes, scales, zeros, None if module.bias is None else module.bias.data)
+
+
+class RandomWeights:
+    """In place of a checkpoint."""
+
+    def __init__(self, quiet_from: int | None) -> None:
+        self._quiet_from = quiet_from
+
+    def fill(self, modules: Iterable[tuple[str, nn.Module]], converting: torch.device) -> None:
+        for name, module in modules:
+            random = torch.Generator(converting).manual_seed(crc32(name.encode()))
+            for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or not tensor.is_meta:
+                    continue
+                made = _random_like(own, tensor, random)
+                if own == "scales" and self._is_quiet(name):
+                    made *= _NEXT_TO_NOTHING
+                if own in module._parameters:
+                    module._parameters[own] = nn.Parameter(made, requires_grad=False)
+                else:
+                    module._buffers[own] = made
+
+    def tie(self, network: Any) -> None:
+        network.tie_weights()
+
+    def _is_quiet(self, name: str) -> bool:
+        number = int(next((part for part in name.split(".") if part.isdigit()), -1))
+        is_last = name.endswith(("o_proj", "down_proj"))
+        return self._quiet_from is not None and number >= self._quiet_from and is_last
+
+
+def _random_like(name: str, tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    made = torch.empty_like(tensor, device=random.device)
+    if name == "codes":
+        return made.random_(0, 256, generator=random)
+    if name in ("scales", "zeros"):
+        return made.fill_(_WEIGHT / 4 if name == "scales" else 8)
+    if tensor.ndim == 1:
+        return made.fill_(float(name == "weight"))
+    return made.normal_(0, _WEIGHT, generator=random)
 
 
 @torch.no_grad()
