@@ -119,6 +119,43 @@ def test_memory_that_is_not_held_is_used_again(opened):
     assert len({np.frombuffer(p, np.uint8).ctypes.data for p in held}) == 3
 
 
+def test_what_is_still_being_copied_is_not_overwritten(opened):
+    """Neither by steps nor by what is loaded; and what is dropped on its way does no harm."""
+    engine, borders = opened(), [*range(0, 897, 128), 1000]
+    for tokens in (TOKENS, TOKENS[::-1].copy()):
+        fill(engine, 0, 500, tokens)
+        engine.evaluate([Rows(0, 500, tokens[500:], outputs=1)])
+        expected = [bytes(payload) for payload in engine.export_kv(0, borders).payloads()]
+        for _ in range(20):
+            export = engine.export_kv(0, borders)
+            engine.trim(0, 0)
+            for sequence in range(4):
+                fill(engine, sequence, 500, TOKENS[100:])
+            for sequence in range(4):
+                engine.trim(sequence, 0)
+            payloads = export.payloads()
+            assert [bytes(payload) for payload in payloads] == expected
+            engine.import_kv(0, 0, 1000, payloads, 0)
+            engine.export_kv(0, borders)
+        engine.trim(0, 0)
+
+
+def test_a_load_beside_steps_of_others_changes_neither(opened):
+    engine, borders = opened(), [*range(0, 897, 128), 1000]
+    fill(engine, 0, 500)
+    engine.evaluate([Rows(0, 500, TOKENS[500:], outputs=1)])
+    payloads = engine.export_kv(0, borders).payloads()
+    expected = [bytes(payload) for payload in payloads]
+    fill(engine, 1, 100)
+    alone = decode(engine, [1], 100)
+    for _ in range(20):
+        engine.trim(1, 100)
+        engine.import_kv(2, 0, 1000, payloads, 0)
+        np.testing.assert_array_equal(decode(engine, [1], 100), alone)
+        assert [bytes(payload) for payload in engine.export_kv(2, borders).payloads()] == expected
+        engine.trim(2, 0)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_state_is_nearly_the_same(opened, bits):
     engine = opened()

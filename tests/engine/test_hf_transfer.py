@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
-from emberkeep.engine.base import Engine, Outcome
+from emberkeep.engine.base import Engine, Outcome, Piece, Rows
+from emberkeep.engine.hf.side_stream import SideStream
 from emberkeep.engine.hf.transfer import HEAD
 from emberkeep.errors import EngineError
-from helpers.engines import broken_payloads, evaluate, exported
+from helpers.engines import TOKENS, broken_payloads, evaluate, exported
 
 pytestmark = pytest.mark.slow
 
@@ -135,3 +139,153 @@ def test_one_that_does_not_fit_among_many_changes_nothing(open_hf):
         with pytest.raises(EngineError):
             engine.import_kv(1, 0, 90, wrong, 0)
     assert engine.import_kv(1, 0, 90, [first, second, third], 0) is Outcome.DONE
+
+
+# ── beside the steps ──
+
+
+class LateMark:
+    def __init__(self, stream: LateStream, work) -> None:
+        self._stream = stream
+        self.work = work
+        self.has_passed = False
+
+    def wait(self) -> None:
+        self._stream.finish(self)
+
+    def hold_back(self) -> None:
+        self._stream.finish(self)
+
+
+class LateStream:
+    """As a stream of a GPU that is as slow as can be: it does nothing before something waits for it."""
+
+    def __init__(self) -> None:
+        self._todo: deque[LateMark] = deque()
+
+    def run(self, work, held) -> LateMark:
+        self._todo.append(mark := LateMark(self, work))
+        return mark
+
+    def finish(self, mark: LateMark) -> None:
+        while not mark.has_passed:
+            following = self._todo.popleft()
+            following.work()
+            following.has_passed = True
+
+    def let_go(self) -> None:
+        pass
+
+    def close(self) -> None:
+        while self._todo:
+            self.finish(self._todo[0])
+
+
+def late(engine, gathers: bool = True):
+    engine._transfer._stores, engine._transfer._loads = LateStream(), LateStream()
+    engine._transfer._gathers = gathers
+    return engine
+
+
+OTHER = TOKENS[::-1].copy()
+
+
+def trimmed(engine) -> None:
+    engine.trim(0, 30)
+    evaluate(engine, 0, 30, 90, OTHER)
+
+
+def dropped(engine) -> None:
+    engine.trim(0, 0)
+    evaluate(engine, 1, 0, 90, OTHER)
+    evaluate(engine, 0, 0, 90, OTHER)
+
+
+def given_to_a_load(engine) -> None:
+    evaluate(engine, 1, 0, 90, OTHER)
+    payloads = engine.export_kv(1, (0, 90)).payloads()
+    engine.trim(0, 0)
+    assert engine.import_kv(0, 0, 90, payloads, 0) is Outcome.DONE
+    evaluate(engine, 0, 90, 91)
+
+
+def given_up_by_the_last_who_shared_it(engine) -> None:
+    engine.copy_kv(0, 1, 70)
+    engine.trim(0, 0)
+    evaluate(engine, 1, 70, 90, OTHER)
+    engine.trim(1, 0)
+    dropped(engine)
+
+
+def cut_out(engine) -> None:
+    assert engine.splice(0, 10, 50, TOKENS[:3]) is Outcome.DONE
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [trimmed, dropped, given_to_a_load, given_up_by_the_last_who_shared_it, cut_out]
+)
+@pytest.mark.parametrize("gathers", [True, False], ids=["as on a GPU", "as on a CPU"])
+def test_what_is_copied_late_is_what_was_there(open_hf, meanwhile, gathers):
+    engine = open_hf("llama", cells=192, sequences=2)
+    evaluate(engine, 0, 0, 90)
+    expected = [bytes(payload) for payload in engine.export_kv(0, (0, 40, 80, 90)).payloads()]
+    export = late(engine, gathers).export_kv(0, (0, 40, 80, 90))
+    assert not export.is_done
+    meanwhile(engine)
+    assert [bytes(payload) for payload in export.payloads()] == expected
+    assert export.is_done
+
+
+def test_a_step_waits_for_what_its_own_sequences_load_and_for_nothing_else(open_hf):
+    engine, plain = late(open_hf("llama", cells=512, sequences=3)), open_hf("llama", cells=512, sequences=3)
+    evaluate(plain, 0, 0, 90)
+    payloads = plain.export_kv(0, (0, 40, 80, 90)).payloads()
+    assert engine.import_kv(0, 0, 90, payloads, 0) is Outcome.DONE
+    (loading,) = engine._loading.values()
+    assert np.array_equal(evaluate(engine, 1, 0, 50), evaluate(plain, 1, 0, 50))
+    assert not loading.has_passed
+    assert np.array_equal(evaluate(engine, 0, 90, 91), evaluate(plain, 0, 90, 91))
+    assert loading.has_passed
+
+
+def shared(engine) -> None:
+    engine.copy_kv(0, 1, 85)
+    evaluate(engine, 1, 85, 88, OTHER)
+
+
+def one_more(engine) -> None:
+    evaluate(engine, 0, 90, 91)
+
+
+def blended(engine) -> None:
+    evaluate(engine, 1, 0, 40)
+    piece = Piece(90, 130, exported(engine, 1, 0, 40), 0, 0)
+    engine.blend(Rows(0, 90, OTHER[:41], outputs=1), [piece], 0.2)
+
+
+@pytest.mark.parametrize("meanwhile", [shared, one_more, trimmed, dropped, cut_out, blended])
+def test_what_is_loaded_late_is_there_for_all_who_need_it(open_hf, meanwhile):
+    engine, plain = late(open_hf("llama", cells=512, sequences=2)), open_hf("llama", cells=512, sequences=2)
+    evaluate(plain, 0, 0, 90)
+    payloads = plain.export_kv(0, (0, 40, 80, 90)).payloads()
+    for each in (engine, plain):
+        each.trim(0, 0)
+        assert each.import_kv(0, 0, 30, payloads[:1], 0) is Outcome.DONE
+        assert each.import_kv(0, 30, 90, payloads, 0) is Outcome.DONE
+        meanwhile(each)
+    for sequence in (0, 1):
+        if end := plain._tables[sequence].length:
+            assert bytes(exported(engine, sequence, 0, end)) == bytes(exported(plain, sequence, 0, end))
+
+
+def test_memory_is_held_until_it_was_copied():
+    """Also that of payloads which nothing asks for any more."""
+    stream, memory = SideStream(torch.device("cpu")), np.zeros(10, np.uint8)
+    gone = weakref.ref(memory)
+    stream._held.append((mark := LateMark(LateStream(), None), memory))
+    del memory
+    stream.run(lambda: None, held=None)
+    assert gone() is not None
+    mark.has_passed = True
+    stream.let_go()
+    assert gone() is None

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from emberkeep.engine.base import (
     DRAFT_ROWS,
     Blended,
     Capabilities,
-    Exported,
     Footprint,
     KvExport,
     KvUnit,
@@ -36,6 +36,7 @@ from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.network import LearningStep, Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.rope import learn_rotations
+from emberkeep.engine.hf.side_stream import Mark
 from emberkeep.engine.hf.step import Span
 from emberkeep.engine.hf.step_timing import measure_steps
 from emberkeep.engine.hf.transfer import Transfer
@@ -75,6 +76,8 @@ class HfEngine:
         self._transfer = Transfer(self._memory)
         self._graphs: StepGraphs | None = None
         self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
+        self._loading: dict[int, Mark] = {}
+        """When the state of a sequence is there that the device was told to load."""
         self._host_logits = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
         self._logits_of: list[Logits] = []
         """Of each of the latest batch's rows: of each of their outputs."""
@@ -114,6 +117,7 @@ class HfEngine:
         for rows, table in zip(batch, tables, strict=True):
             if table.length != rows.start:
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
+        self._settle(*(rows.sequence for rows in batch))
         with self._grow(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
@@ -145,7 +149,7 @@ class HfEngine:
         """`outputs`: how many rows of `logits` each of the batch has. Blocks until everything before it is
         done."""
         rows = self._host_logits.take(logits)
-        self._transfer.finish_loads()
+        self._transfer.let_go()
         for count in outputs:
             self._logits_of.append(rows[:count])
             rows = rows[count:]
@@ -164,7 +168,8 @@ class HfEngine:
         if bits not in self.capabilities.packs:
             raise EngineError(f"This model's state cannot be stored in {bits} bits.")
         with translate_errors():
-            return Exported(self._transfer.export(table, borders, bits))
+            self._settle(sequence)
+            return DeviceExport(*self._transfer.export(table, borders, bits))
 
     def export_snapshot(self, sequence: int) -> Payload:
         raise EngineError("This model's state has nothing that could be kept as a snapshot.")
@@ -183,7 +188,7 @@ class HfEngine:
         with self._grow([table], [end]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
-            self._transfer.load(table, start, end, payloads, borders)
+            self._loading[sequence] = self._transfer.load(table, start, end, payloads, borders)
         return Outcome.DONE
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
@@ -198,6 +203,7 @@ class HfEngine:
         table, end = self._tables[rows.sequence], rows.start + len(rows.tokens)
         if table.length != rows.start:
             raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
+        self._settle(rows.sequence)
         with self._grow([table], [end]) as has_room:
             if not has_room:
                 return Blended(Outcome.NO_ROOM)
@@ -248,9 +254,12 @@ class HfEngine:
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
         assert not self._tables[target].length
+        self._settle(source)
         self._tables[target] = self._pool.share(self._tables[source], end)
 
     def trim(self, sequence: int, start: int) -> None:
+        self._settle(sequence)
+        self._transfer.before_overwriting(self._tables[sequence], start)
         self._pool.trim(self._tables[sequence], start)
         if start == 0:
             del self._tables[sequence]
@@ -260,8 +269,10 @@ class HfEngine:
         """Should the model fail in the middle of it, the sequence is emptied and StepFailed is raised."""
         table, stop = self._tables[sequence], start + len(insert)
         check_splice(self.capabilities, table.length, start, end, insert)
+        self._settle(sequence)
         with translate_errors():
             followers = self._followers(table, end, by=stop - end)
+        self._transfer.before_overwriting(table, start)
         copies = self._pool.regrow(table, start, table.length + stop - end)
         if copies is None:
             return Outcome.NO_ROOM
@@ -317,13 +328,23 @@ class HfEngine:
         return {"pool": self._pool.stats(), **streaming}
 
     def close(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
         self._tables.clear()
+        self._loading.clear()
         self._graphs = None
         if self._stream is not None:
             self._stream.close()
         self._transfer = None  # type: ignore[assignment]
         self._memory = None  # type: ignore[assignment]
         self._network = None  # type: ignore[assignment]
+
+    def _settle(self, *sequences: int) -> None:
+        """What the device is told next waits for state of these that is still being loaded."""
+        for sequence in sequences:
+            mark = self._loading.pop(sequence, None)
+            if mark is not None:
+                mark.hold_back()
 
     @contextmanager
     def _grow(self, tables: Sequence[BlockTable], ends: Sequence[int]) -> Iterator[bool]:
@@ -420,6 +441,26 @@ def _open_whole(attention: str, model: HfModel, settings: HfSettings, weights_di
     if has_choice(model.network):
         model.network.set_attn_implementation(attention)
     return HfWholeEngine(model, settings, weights_digest)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExport:
+    """Payloads that the device fills beside its steps. See `KvExport`."""
+
+    copies: list[Payload]
+    mark: Mark
+
+    @property
+    def is_done(self) -> bool:
+        try:
+            return self.mark.has_passed
+        except Exception:  # the device has failed, as `payloads` will say
+            return True
+
+    def payloads(self) -> list[Payload]:
+        with translate_errors():
+            self.mark.wait()
+        return self.copies
 
 
 class HostLogits:

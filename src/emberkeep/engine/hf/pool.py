@@ -47,8 +47,16 @@ class BlockTable:
     def cells(self, start: int, end: int) -> Cells:
         """Where the positions [start, end) are."""
         positions, first = np.arange(start, end), start // BLOCK
-        blocks = np.array(self.blocks[first : -(-end // BLOCK)], np.int64)
+        blocks = np.array(self.blocks_of(start, end), np.int64)
         return blocks[positions // BLOCK - first] * BLOCK + positions % BLOCK
+
+    def blocks_of(self, start: int, end: int) -> Sequence[int]:
+        return self.blocks[start // BLOCK : -(-end // BLOCK)]
+
+    def place(self, start: int, end: int) -> slice | Cells:
+        """Where the positions [start, end) are: as a slice, if these lie one after the other."""
+        begin = self.run(start, end)
+        return self.cells(start, end) if begin is None else slice(begin, begin + end - start)
 
     def run(self, start: int, end: int) -> int | None:
         """The first cell of [start, end), if these lie one after the other."""
@@ -247,6 +255,14 @@ class KvMemory:
         if isinstance(cells, slice):
             return [tensor[:, cells] for tensor in self._tensors]
         return [tensor.index_select(1, cells) for tensor in self._tensors]
+
+    def read_into(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
+        """Copies, in memory that is there."""
+        for tensor, target in zip(self._tensors, rows, strict=True):
+            if isinstance(cells, slice):
+                target.copy_(tensor[:, cells])
+            else:
+                torch.index_select(tensor, 1, cells, out=target)
 
     def write(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
         for tensor, given in zip(self._tensors, rows, strict=True):

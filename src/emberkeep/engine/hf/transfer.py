@@ -15,14 +15,17 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Payload
-from emberkeep.engine.hf.pool import BlockTable, KvMemory, StreamGroup
+from emberkeep.engine.hf.pool import BLOCK, BlockTable, Cells, KvMemory, StreamGroup
+from emberkeep.engine.hf.side_stream import Mark, SideStream
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
 from emberkeep.engine.payload_memory import SLAB, PayloadMemory, slab_count
 from emberkeep.errors import EngineError
@@ -34,66 +37,90 @@ Rows = list[torch.Tensor]
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
 
-_TOGETHER = 16
-"""Payloads that are gathered or put into place at once, of one length."""
+_TOGETHER = 8
+"""Payloads that are gathered, or put into place, between copies to the host or from it; of one length."""
 _CHUNK = 128
 """Tokens of the payloads that there are most of: their memory is prepared for fast copies."""
 
+_Place = slice | Cells
+"""Where a range is in the pool: as cells that lie one after the other, or anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Blocks of the pool that are read until `mark`."""
+
+    mark: Mark
+    blocks: frozenset[int]
+
 
 class Transfer:
-    """Belongs to the engine's thread."""
+    """Belongs to the engine's thread. What moves does so beside the device's steps (`SideStream`): who uses state
+    that is loaded, or cells that are given back, has to wait for it."""
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
         self._bytes_per_token = memory.bytes_per_token
-        self._is_cuda = memory.device.type == "cuda"
-        self._gathers = self._is_cuda
-        """Whether several payloads are put together on the device: elsewhere that is only one copy more."""
+        self._gathers = memory.device.type == "cuda"
+        """Whether payloads are put together on the device: elsewhere that is only one copy more."""
         self._packing = Packing(memory)
         self._payloads = PayloadMemory(self._size(_CHUNK))
-        if self._is_cuda:
+        if memory.device.type == "cuda":
             _prepare(self._payloads)
-        self._staging = torch.empty(0, dtype=memory.dtype, device=memory.device)
-        self._in_flight: list[Payload] = []
+        self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
+        # Each is used by one stream only, in order.
+        self._outgoing, self._incoming = _Staging(memory), _Staging(memory)
+        self._readings: list[_Reading] = []
 
     @property
     def packs(self) -> frozenset[int]:
         return frozenset({16, *self._packing.bits})
 
-    def export(self, table: BlockTable, borders: Sequence[int], bits: int) -> list[Payload]:
-        """The ranges between `borders`. Blocks until their bytes are there."""
-        payloads: list[Payload] = []
+    def export(self, table: BlockTable, borders: Sequence[int], bits: int) -> tuple[list[Payload], Mark]:
+        """The ranges between `borders`, and when their bytes are there."""
+        if bits != 16:
+            return [self._pack(table, start, end, bits) for start, end in pairwise(borders)], Mark()
+        buffers = [self._new_payload(start, end - start) for start, end in pairwise(borders)]
+        place = table.place(borders[0], borders[-1])
+        mark = self._stores.run(partial(self._gather, place, borders, buffers), held=buffers)
+        if not mark.has_passed:
+            self._readings.append(_Reading(mark, frozenset(table.blocks_of(borders[0], borders[-1]))))
+        return [memoryview(buffer) for buffer in buffers], mark
+
+    def _pack(self, table: BlockTable, start: int, end: int, bits: int) -> Payload:
+        return self._packing.pack(self._memory.read(self._cells(table.place(start, end))), start, bits)
+
+    def _new_payload(self, start: int, tokens: int) -> Bytes:
+        buffer = self._payloads.take(self._size(tokens))
+        write_head(memoryview(buffer), start, tokens)
+        return buffer
+
+    def _gather(self, place: _Place, borders: Sequence[int], buffers: Sequence[Bytes]) -> None:
+        """Copy what is at `place` into payloads: on a GPU it is put together there, so that each is one copy."""
+        cells, left, groups = self._cells(place), iter(buffers), self._memory.groups
         for span in _alike(borders):
-            payloads += self._pack(table, span, bits) if bits != 16 else self._export(table, span)
-        if self._is_cuda:
-            torch.cuda.current_stream(self._memory.device).synchronize()
-        return payloads
+            tokens, targets = span[1] - span[0], [self._body(buffer) for buffer in islice(left, len(span) - 1)]
+            gathered = self._outgoing.take(len(targets), tokens) if self._gathers else targets
+            for start, data in zip(span, gathered, strict=False):
+                first = start - borders[0]
+                self._memory.read_into(_part(cells, first, first + tokens), rows_of(data, groups, tokens))
+            if self._gathers:
+                for target, data in zip(targets, gathered, strict=True):
+                    target.copy_(data, non_blocking=True)
 
-    def _pack(self, table: BlockTable, borders: Sequence[int], bits: int) -> list[Payload]:
-        return [
-            self._packing.pack(self._memory.read(self._locate(table, start, end)), start, bits)
-            for start, end in pairwise(borders)
-        ]
+    def _body(self, buffer: Bytes) -> torch.Tensor:
+        return torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype)
 
-    def _export(self, table: BlockTable, borders: Sequence[int]) -> list[Payload]:
-        """Of ranges of one length: gathered where they are, so that each is one copy."""
-        count, tokens = len(borders) - 1, borders[1] - borders[0]
-        buffers = [self._payloads.take(self._size(tokens)) for _ in range(count)]
-        targets = [torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype) for buffer in buffers]
-        staged = self._staged(count, tokens) if self._gathers else None
-        rows = self._memory.read(self._locate(table, borders[0], borders[-1]))
-        for index, (buffer, target) in enumerate(zip(buffers, targets, strict=True)):
-            write_head(memoryview(buffer), borders[index], tokens)
-            if staged is None:
-                first = index * tokens
-                for into, given in zip(rows_of(target, self._memory.groups, tokens), rows, strict=True):
-                    into.copy_(given[:, first : first + tokens])
-        if staged is not None:
-            for into, given in zip(rows_of(staged, self._memory.groups, tokens), rows, strict=True):
-                into.copy_(given.unflatten(1, (count, tokens)).transpose(0, 1))
-            for target, given in zip(targets, staged, strict=True):
-                target.copy_(given, non_blocking=True)
-        return [memoryview(buffer) for buffer in buffers]
+    def before_overwriting(self, table: BlockTable, start: int) -> None:
+        """The table's cells from `start` on are given back: what the device is told next waits for exports that
+        still read them."""
+        if not self._readings:
+            return
+        lost = frozenset(table.blocks[start // BLOCK :])
+        for reading in self._readings:
+            if lost & reading.blocks:
+                reading.mark.hold_back()
+        self._readings = [r for r in self._readings if not lost & r.blocks and not r.mark.has_passed]
 
     def check(self, payloads: Sequence[Payload], start: int) -> list[int]:
         """Where payloads begin that follow each other from `start` on, and where the last ends. Raises
@@ -106,53 +133,45 @@ class Transfer:
 
     def load(
         self, table: BlockTable, start: int, end: int, payloads: Sequence[Payload], borders: Sequence[int]
+    ) -> Mark:
+        """Put [start, end) of payloads, for which `check` gave `borders`, where the table has room for it; returns
+        when it is there."""
+        place = table.place(start, end)
+        return self._loads.run(partial(self._scatter, place, start, end, payloads, borders), held=payloads)
+
+    def _scatter(
+        self, place: _Place, start: int, end: int, payloads: Sequence[Payload], borders: Sequence[int]
     ) -> None:
-        """Put [start, end) of payloads, for which `check` gave `borders`, where the table has room for it."""
-        index = 0
+        cells, left = self._cells(place), iter(payloads)
         for span in _alike(borders):
-            given = payloads[index : index + len(span) - 1]
-            index += len(given)
-            first, last = max(start, span[0]), min(end, span[-1])
-            is_together = self._gathers and len(given) > 1 and not any(is_packed(payload) for payload in given)
-            if is_together and first < last:
-                self.write(table, first, last, self._together(given, span, first, last))
-                continue
-            for payload, (begin, until) in zip(given, pairwise(span), strict=True):
+            given = list(islice(left, len(span) - 1))
+            for (begin, until), rows in zip(pairwise(span), self._all_rows(given, span), strict=True):
                 first, last = max(start, begin), min(end, until)
                 if first < last:
-                    rows = self.rows(payload, begin)
-                    self.write(table, first, last, [part[:, first - begin : last - begin] for part in rows])
+                    wanted = [part[:, first - begin : last - begin] for part in rows]
+                    self._memory.write(_part(cells, first - start, last - start), wanted)
 
-    def _together(self, payloads: Sequence[Payload], borders: Sequence[int], first: int, last: int) -> Rows:
-        """The rows of [first, last) of payloads of one length, on the device: valid until the next call."""
+    def _all_rows(self, payloads: Sequence[Payload], borders: Sequence[int]) -> Iterator[Rows]:
+        """The rows of each of payloads of one length, on the device."""
+        if not self._gathers or any(is_packed(payload) for payload in payloads):
+            yield from (self.rows(payload, start) for payload, start in zip(payloads, borders, strict=False))
+            return
         tokens = borders[1] - borders[0]
-        staged = self._staged(len(payloads), tokens)
+        staged = self._incoming.take(len(payloads), tokens)
         for there, payload in zip(staged, payloads, strict=True):
             there.copy_(as_tensor(payload, self._memory.dtype, HEAD.size), non_blocking=True)
-        self._in_flight += payloads
-        begin = borders[0]
-        return [
-            part.transpose(0, 1).flatten(1, 2)[:, first - begin : last - begin]
-            for part in rows_of(staged, self._memory.groups, tokens)
-        ]
-
-    def _staged(self, count: int, tokens: int) -> torch.Tensor:
-        """Memory of the device for so many payloads without their heads. The device uses it in order."""
-        size = tokens * self._bytes_per_token // self._memory.dtype.itemsize
-        if len(self._staging) < count * size:
-            self._staging = torch.empty(count * size, dtype=self._memory.dtype, device=self._memory.device)
-        return self._staging[: count * size].view(count, size)
+        yield from (rows_of(there, self._memory.groups, tokens) for there in staged)
 
     def rows(self, payload: Payload, start: int) -> list[torch.Tensor]:
         """The rows of a payload that begins at `start`, one tensor per group, on the device. Raises EngineError.
 
-        They are valid until the next call, and may share the payload's memory, which must not be written.
+        They may share the payload's memory, which must not be written.
         """
         if is_packed(payload):
             return self._packing.unpack(payload, start)
         tokens = self._check(payload, start)
-        data = as_tensor(payload, self._memory.dtype, HEAD.size)
-        return rows_of(self._to_device(data, payload), self._memory.groups, tokens)
+        data = as_tensor(payload, self._memory.dtype, HEAD.size).to(self._memory.device)
+        return rows_of(data, self._memory.groups, tokens)
 
     def _check(self, payload: Payload, start: int) -> int:
         tokens = read_head(payload, start)
@@ -160,35 +179,51 @@ class Transfer:
             raise EngineError("A stored KV payload has another size than its number of tokens says.")
         return tokens
 
-    def _to_device(self, data: torch.Tensor, payload: Payload) -> torch.Tensor:
-        """Valid until the next call. On CUDA nothing is waited for, and the device does it all in order."""
-        if not self._is_cuda:
-            return data.to(self._memory.device)
-        self._in_flight.append(payload)
-        (there,) = self._staged(1, len(data) * data.element_size() // self._bytes_per_token)
-        there.copy_(data, non_blocking=True)
-        return there
+    def let_go(self) -> None:
+        """Of payloads that have arrived."""
+        self._stores.let_go()
+        self._loads.let_go()
 
-    def finish_loads(self) -> None:
-        """Everything that was on its way is there."""
-        self._in_flight.clear()
+    def close(self) -> None:
+        """Blocks until nothing moves any more."""
+        self._stores.close()
+        self._loads.close()
 
     def read(self, table: BlockTable, start: int, end: int) -> list[torch.Tensor]:
         """Copies of the rows of [start, end)."""
-        return [part.clone() for part in self._memory.read(self._locate(table, start, end))]
+        return [part.clone() for part in self._memory.read(self._cells(table.place(start, end)))]
 
     def write(self, table: BlockTable, start: int, end: int, rows: Sequence[torch.Tensor]) -> None:
         """Put rows of [start, end) where the table has room for them."""
-        self._memory.write(self._locate(table, start, end), rows)
+        self._memory.write(self._cells(table.place(start, end)), rows)
 
-    def _locate(self, table: BlockTable, start: int, end: int) -> slice | torch.Tensor:
-        begin = table.run(start, end)
-        if begin is not None:
-            return slice(begin, begin + end - start)
-        return torch.from_numpy(table.cells(start, end)).to(self._memory.device, non_blocking=True)
+    def _cells(self, place: _Place) -> slice | torch.Tensor:
+        """On the device, for the stream that is used now."""
+        if isinstance(place, slice):
+            return place
+        return torch.from_numpy(place).to(self._memory.device, non_blocking=True)
 
     def _size(self, tokens: int) -> int:
         return HEAD.size + tokens * self._bytes_per_token
+
+
+class _Staging:
+    """Memory of the device for payloads without their heads. Used, and so allocated, by one stream."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        self._memory = memory
+        self._data = torch.empty(0, dtype=memory.dtype, device=memory.device)
+
+    def take(self, count: int, tokens: int) -> torch.Tensor:
+        """For so many; what was taken before is overwritten."""
+        size = tokens * self._memory.bytes_per_token // self._memory.dtype.itemsize
+        if len(self._data) < count * size:
+            self._data = torch.empty(count * size, dtype=self._memory.dtype, device=self._memory.device)
+        return self._data[: count * size].view(count, size)
+
+
+def _part(cells: slice | torch.Tensor, start: int, end: int) -> slice | torch.Tensor:
+    return slice(cells.start + start, cells.start + end) if isinstance(cells, slice) else cells[start:end]
 
 
 def _prepare(memory: PayloadMemory) -> None:
