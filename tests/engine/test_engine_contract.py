@@ -141,6 +141,17 @@ def test_one_export_gives_the_ranges_between_many_borders(engine):
     assert engine.export_kv(0, (10, 74, 75, 100)).payloads() == one_by_one
 
 
+def test_an_export_holds_what_was_there_when_it_was_asked_for(engine):
+    evaluate(engine, 0, 0, 100)
+    before = [bytes(payload) for payload in engine.export_kv(0, (0, 64, 100)).payloads()]
+    export, dropped = engine.export_kv(0, (0, 64, 100)), engine.export_kv(0, (0, 64, 100))
+    engine.trim(0, 20)
+    evaluate(engine, 0, 20, 110, TOKENS[::-1].copy())
+    del dropped
+    evaluate(engine, 1, 0, 100, TOKENS[::-1].copy())
+    assert [bytes(payload) for payload in export.payloads()] == before
+
+
 def test_nothing_is_exported_beyond_the_end(engine):
     evaluate(engine, 0, 0, 100)
     with pytest.raises(EngineError):

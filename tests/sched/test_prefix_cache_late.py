@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from emberkeep.chat.prompt import Splice
-from emberkeep.engine.base import Exported, KvExport, Payload
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk
 from emberkeep.types import Lineage, Sampling
 from helpers.kv_building import check_ledger, exported
+from helpers.late_exports import LateEngine
 from helpers.scheduling import (
     CLOSING,
     LONG,
@@ -31,35 +30,6 @@ from helpers.scheduling import (
 
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
 MARKED = Lineage(splice="abc")
-
-
-class LateExport:
-    is_done = False
-
-    def __init__(self, engine: LateEngine, copies: Exported) -> None:
-        self._engine = engine
-        self._copies = copies
-
-    def payloads(self) -> list[Payload]:
-        self._engine.asked += 1
-        if self._engine.asked in self._engine.failing:
-            raise EngineError("the device is gone")
-        return self._copies.payloads()
-
-
-class LateEngine(FakeEngine):
-    """What it copies is never there before it is asked for."""
-
-    def __init__(self, *, failing: Sequence[int] = (), **settings: int) -> None:
-        super().__init__(**{"cells": 1 << 15} | settings)
-        self.failing = failing
-        """Which of the exports that were asked for fail, from 1 on."""
-        self.begun = self.asked = self.copied_tokens = 0
-
-    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
-        self.begun += 1
-        self.copied_tokens += borders[-1] - borders[0]
-        return LateExport(self, super().export_kv(sequence, borders, bits))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
 from helpers.kv_building import check_ledger
+from helpers.late_exports import LateEngine
 from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -39,12 +40,18 @@ actions = st.lists(
 
 
 @settings(max_examples=30, deadline=None)
-@given(actions, st.sampled_from([700, 1 << 15]), st.sampled_from([3_000, 1 << 30]), st.integers(1, 4))
-def test_any_history_gives_the_answers_of_a_fresh_engine(tmp_path_factory, history, cells, warm, parallel):
+@given(
+    actions,
+    st.sampled_from([FakeEngine, LateEngine]),
+    st.sampled_from([700, 1 << 15]),
+    st.sampled_from([3_000, 1 << 30]),
+    st.integers(1, 4),
+)
+def test_any_history_gives_the_answers_of_a_fresh_engine(tmp_path_factory, history, kind, cells, warm, parallel):
     folder = tmp_path_factory.mktemp("kv")
 
     def new_rig() -> Rig:
-        engine = FakeEngine(cells=max(cells, 700), sequences=2 * parallel)
+        engine = kind(cells=max(cells, 700), sequences=2 * parallel)
         return Rig(folder, engine, parallel=parallel, prefill_slice=64, warm=warm)
 
     rig = new_rig()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -71,9 +72,10 @@ class SideStream:
             self._held.popleft()
 
     def close(self) -> None:
-        """Blocks until everything is done."""
+        """Blocks until everything is done. Never raises: a device that has failed does nothing more."""
         while self._held:
-            self._held.popleft()[0].wait()
+            with suppress(RuntimeError):
+                self._held.popleft()[0].wait()
 
     def _mark(self, stream: torch.cuda.Stream, held: object) -> Mark:
         mark = Mark(stream.record_event(), self._device)

@@ -83,8 +83,8 @@ class Transfer:
         buffers = [self._new_payload(start, end - start) for start, end in pairwise(borders)]
         place = table.place(borders[0], borders[-1])
         mark = self._stores.run(partial(self._gather, place, borders, buffers), held=buffers)
-        if not mark.has_passed:
-            self._readings.append(_Reading(mark, frozenset(table.blocks_of(borders[0], borders[-1]))))
+        reading = _Reading(mark, frozenset(table.blocks_of(borders[0], borders[-1])))
+        self._readings = [each for each in (*self._readings, reading) if not each.mark.has_passed]
         return [memoryview(buffer) for buffer in buffers], mark
 
     def _pack(self, table: BlockTable, start: int, end: int, bits: int) -> Payload:
