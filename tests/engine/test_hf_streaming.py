@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model
 from emberkeep.engine.hf.checkpoint import Checkpoint
-from emberkeep.engine.hf.residency import LayerBytes, plan_residency
+from emberkeep.engine.hf.residency import LayerBytes, plan_host, plan_residency
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types import Residency
 from helpers import tiny_hf
@@ -82,6 +83,68 @@ def test_weights_that_come_layer_by_layer_give_the_same_answers(opened, tmp_path
     given, expected = answer(opened(folder, Placing(Residency.STREAM, ram=size - 1))), answer(opened(folder))
     assert given[0] == expected[0]
     np.testing.assert_allclose(given[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def some_ram(
+    opened: Callable[..., HfEngine], folder: Path, share: float, mode: Residency = Residency.STREAM
+) -> int:
+    """For that share of the weights that pass."""
+    return int(share * opened(folder, Placing(mode)).stats()["streaming"]["passing_bytes"])
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7, 0.9])
+@pytest.mark.parametrize("mode", [Residency.STREAM, Residency.FFN])
+def test_weights_on_disk_give_the_same_answers(folder, opened, tmp_path, mode, share):
+    placing = Placing(mode, ram=some_ram(opened, folder, share, mode), spill=tmp_path)
+    engine = opened(folder, placing)
+    given, expected = answer(engine), answer(opened(folder))
+    assert given[0] == expected[0]
+    np.testing.assert_allclose(given[1], expected[1], rtol=1e-4, atol=1e-4)
+    told = engine.stats()["streaming"]
+    assert told["units_on_disk"] > 1
+    assert told["ram_bytes"] <= placing.ram
+    assert told["read_bytes"] > told["disk_bytes"]
+
+
+def test_four_bits_on_disk_give_the_same_answers(folder, opened, tmp_path):
+    packed, whole = quantise(folder, tmp_path, group=32)
+    engine = opened(packed, Placing(Residency.STREAM, ram=75_000, spill=tmp_path))
+    given, expected = answer(engine), answer(opened(whole))
+    assert given[0] == expected[0]
+    assert engine.stats()["streaming"]["units_on_disk"]
+
+
+def test_a_step_that_fails_in_the_middle_does_not_spoil_the_next_from_disk(folder, opened, tmp_path):
+    expected = answer(opened(folder))
+    engine = opened(folder, Placing(Residency.STREAM, ram=some_ram(opened, folder, 0.6), spill=tmp_path))
+    for failing in range(LAYERS):
+        hook = engine._network.layers[failing].register_forward_pre_hook(_fail)
+        with pytest.raises(EngineError):
+            engine.evaluate([Rows(0, 0, TOKENS[:5], outputs=1)])
+        hook.remove()
+    engine.trim(0, 0)
+    assert answer(engine)[0] == expected[0]
+
+
+def test_a_disk_that_fails_fails_the_step_with_a_sentence_and_not_the_next(folder, opened, tmp_path, monkeypatch):
+    expected = answer(opened(folder))
+    engine = opened(folder, Placing(Residency.STREAM, ram=some_ram(opened, folder, 0.6), spill=tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("emberkeep.engine.hf.weights_file.os.preadv", _break_disk)
+        with pytest.raises(EngineError, match="cannot be read from disk"):
+            for start in range(3):  # what was read ahead suffices for some
+                engine.evaluate([Rows(0, start, TOKENS[start : start + 1], outputs=1)])
+    engine.trim(0, 0)
+    assert answer(engine)[0] == expected[0]
+
+
+def _break_disk(*_):
+    raise OSError(5, "Input/output error")
+
+
+def test_what_fits_neither_into_ram_nor_on_disk_is_refused_with_a_sentence(folder, opened):
+    with pytest.raises(EngineError, match=r"GB of RAM and 0.0 GB of disk for them: make room"):
+        opened(folder, Placing(Residency.STREAM, ram=some_ram(opened, folder, 0.6)))
 
 
 def test_what_passes_is_told(folder, opened):
@@ -189,3 +252,24 @@ def test_layers_that_are_to_stay_do():
     plan = plan_residency(EVEN, rest=20, budget=1000, placing=Placing(keep_first=3, keep_last=1))
     assert plan.streamed == (3, 4, 5, 6)
     assert plan_residency(EVEN, rest=20, budget=1000, placing=Placing(keep_first=99)).streamed == ()
+
+
+# ── where what passes waits ──
+
+
+def test_units_wait_in_ram_if_they_fit():
+    plan = plan_host([40] * 8, ram=320, disk=0)
+    assert (plan.on_disk, plan.buffers, plan.ram_bytes, plan.disk_bytes) == ((), (), 320, 0)
+
+
+def test_units_on_disk_are_spread_among_those_in_ram():
+    plan = plan_host([40] * 12, ram=400, disk=1000)
+    assert plan.on_disk == (1, 4, 7, 10)
+    assert plan.ram_bytes == 8 * 40 + sum(plan.buffers) == 400
+    assert plan.disk_bytes == 160
+
+
+@pytest.mark.parametrize(("ram", "disk"), [(79, 10_000), (300, 59)])
+def test_units_that_have_no_room_anywhere_are_refused_with_a_sentence(ram, disk):
+    with pytest.raises(EngineError, match=r"need 0.0 GB to wait in, .* of RAM and .* of disk .*: make room"):
+        plan_host([40] * 12, ram, disk)

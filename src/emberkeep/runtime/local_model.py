@@ -320,7 +320,14 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
     """A draft model leaves most of a GPU's memory to the other one."""
     from emberkeep.engine.hf import HfSettings, Placing, cells_of_share, load_model, open_engine
 
-    placing = Placing(Residency(config.residency), config.keep_first, config.keep_last, config.gpu_memory)
+    placing = Placing(
+        Residency(config.residency),
+        config.keep_first,
+        config.keep_last,
+        config.gpu_memory,
+        spill=config.data_dir,
+        promised_ram=config.ram_budget,
+    )
     source = _hf_source(model)
     loaded = load_model(source, device=config.device, dtype=config.dtype, attention="eager", placing=placing)
     # Beyond it there are no positions, or other ones than what is stored was computed with.
@@ -339,7 +346,11 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
         gpu_memory=config.gpu_memory,
     )
     digest = model_digest(model.path, digests)
-    engine = open_engine(loaded, settings, digest)
+    try:
+        engine = open_engine(loaded, settings, digest)
+    except BaseException:
+        loaded.close()
+        raise
     details = {
         "engine": "hf",
         "architecture": loaded.architecture,

@@ -63,6 +63,11 @@ class HfModel:
     stream: LayerStream | None = None
     """What brings the weights that do not stay on the device; None: all do."""
 
+    def close(self) -> None:
+        """Give back what waits in RAM and on disk. An engine over the model does so when it is closed."""
+        if self.stream is not None:
+            self.stream.close()
+
 
 @dataclass(frozen=True, slots=True)
 class HfSettings:
@@ -92,7 +97,9 @@ def load_model(
     target = choose_device(device)
     with translate_errors(source, target), quiet(), _read_quickly(source):
         config = AutoConfig.from_pretrained(source.folder, **local_files(source))
-        network, stream = _placed_network(source, config, target, dtype, attention, placing or Placing())
+        network, stream = _placed_network(
+            source, config, target, dtype, attention, (placing or Placing()).settled()
+        )
         tokenizer = _tokenizer(source)
         vocab = _vocab(source, tokenizer, network)
         text = network.config.get_text_config(decoder=True)
@@ -127,7 +134,7 @@ def _placed_network(
     size = checkpoint.size(chosen) if checkpoint else 0
     if form is None and _stays(device, placing, size):
         return _network(source, config, device, chosen, attention), None
-    if checkpoint is None or (form is None and size <= placing.ram_for_weights):
+    if checkpoint is None or (form is None and size <= (placing.ram or 0) + placing.promised_ram):
         # transformers knows weights by former names, too, and puts together what files have apart.
         network = _network(source, config, torch.device("cpu"), chosen, attention)
         return network, place_layers(network, device, placing)

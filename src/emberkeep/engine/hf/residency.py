@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from emberkeep.config import free_ram, total_ram
 from emberkeep.errors import EngineError
@@ -11,6 +12,8 @@ from emberkeep.types import Residency
 
 SLOTS = 2
 """Units that passing weights have room for on the device."""
+BUFFERS = 2
+"""Units that are read from disk ahead."""
 _LEAST_RESERVE, _RESERVED_SHARE = 2 << 30, 10
 """Of RAM, what weights leave to others: so many bytes, or one part of so many."""
 _GB = 1e9
@@ -27,13 +30,18 @@ class Placing:
     """Most bytes of the device that are used in all; None: what is free."""
     ram: int | None = None
     """Most bytes of RAM for weights that pass; None: what is free, less a reserve."""
+    spill: Path | None = None
+    """A folder, on whose disk weights may lie that RAM has no room for; None: none may."""
+    promised_ram: int = 0
+    """What others will take of the RAM that is free now."""
 
-    @property
-    def ram_for_weights(self) -> int:
+    def settled(self) -> Placing:
+        """With what is free now, where nothing else was said: to be asked before anything is loaded."""
         if self.ram is not None:
-            return self.ram
+            return self
         total, free = total_ram(), free_ram()
-        return max((total if free is None else free) - max(_LEAST_RESERVE, total // _RESERVED_SHARE), 0)
+        reserve = max(_LEAST_RESERVE, total // _RESERVED_SHARE) + self.promised_ram
+        return replace(self, ram=max((total if free is None else free) - reserve, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +62,18 @@ class ResidencyPlan:
     """Numbers of the layers that pass, or whose feed-forward parts do."""
     resident_bytes: int
     """Of weights that stay on the device."""
-    slots: tuple[int, ...]
-    """Bytes of each."""
-    passing_bytes: int
-    """That one step copies."""
+    units: tuple[int, ...]
+    """Bytes of each of those that pass."""
+
+    @property
+    def passing_bytes(self) -> int:
+        """That one step copies."""
+        return sum(self.units)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Bytes of each."""
+        return (max(self.units, default=0),) * min(SLOTS, len(self.units))
 
     @property
     def slot_bytes(self) -> int:
@@ -113,7 +129,44 @@ def _plan_partial(layers: Sequence[LayerBytes], rest: int, budget: int) -> Resid
 
 
 def _plan(mode: Residency, layers: Sequence[LayerBytes], rest: int, streamed: tuple[int, ...]) -> ResidencyPlan:
-    passing = [layers[i].feed_forward if mode is Residency.FFN else layers[i].all for i in streamed]
-    resident = rest + sum(each.all for each in layers) - sum(passing)
-    slots = (max(passing, default=0),) * min(SLOTS, len(passing))
-    return ResidencyPlan(mode, streamed, resident, slots, sum(passing))
+    units = tuple(layers[i].feed_forward if mode is Residency.FFN else layers[i].all for i in streamed)
+    resident = rest + sum(each.all for each in layers) - sum(units)
+    return ResidencyPlan(mode, streamed, resident, units)
+
+
+# ── where what passes waits ──
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    on_disk: tuple[int, ...]
+    """Numbers of the units that lie in a file."""
+    buffers: tuple[int, ...]
+    """Bytes of each of those that such units are read into."""
+    ram_bytes: int
+    """Of the units in RAM, and the buffers."""
+    disk_bytes: int
+
+
+def plan_host(units: Sequence[int], ram: int, disk: int) -> HostPlan:
+    """Units of these sizes wait in RAM; those that have no room there lie on disk, evenly among the others, so
+    that one is read while others are copied. Pure. Raises EngineError where the disk has no room either."""
+    plan = _host_plan(units, 0)
+    for count in range(1, len(units) + 1):
+        if plan.ram_bytes <= ram:
+            break
+        plan = _host_plan(units, count)
+    if plan.ram_bytes > ram or plan.disk_bytes > disk:
+        raise EngineError(
+            f"The weights that pass through the device need {sum(units) / _GB:.1f} GB to wait in, and there are "
+            f"{ram / _GB:.1f} GB of RAM and {disk / _GB:.1f} GB of disk for them: make room on the disk of the "
+            "data folder, lower ram_budget, or choose a smaller model."
+        )
+    return plan
+
+
+def _host_plan(units: Sequence[int], count: int) -> HostPlan:
+    on_disk = tuple((2 * number + 1) * len(units) // (2 * count) for number in range(count))
+    disk_bytes = sum(units[number] for number in on_disk)
+    buffers = (max((units[number] for number in on_disk), default=0),) * min(BUFFERS, count)
+    return HostPlan(on_disk, buffers, sum(units) - disk_bytes + sum(buffers), disk_bytes)

@@ -13,18 +13,23 @@ computed, with the unit that comes next: after the last one that is the first of
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from emberkeep.engine.hf.checkpoint import Checkpoint
 from emberkeep.engine.hf.device import weights_budget
-from emberkeep.engine.hf.residency import LayerBytes, Placing, ResidencyPlan, plan_residency
+from emberkeep.engine.hf.host_memory import HostMemory
+from emberkeep.engine.hf.residency import LayerBytes, Placing, ResidencyPlan, plan_host, plan_residency
+from emberkeep.engine.hf.weights_file import WeightsFile
 from emberkeep.errors import EngineError
+from emberkeep.files import private_folder
 from emberkeep.types import Json, Residency
 
 log = logging.getLogger("emberkeep.engine")
@@ -36,33 +41,46 @@ _ALIGNED = 256
 # ── from where they are to where they belong ──
 
 
+class Weights(Protocol):
+    """Where weights come from. See `Checkpoint`."""
+
+    def fill(self, modules: Iterable[tuple[str, nn.Module]], converting: torch.device) -> None: ...
+
+    def tie(self, network: Any) -> None: ...
+
+
 def place_layers(
-    network: Any, device: torch.device, placing: Placing, checkpoint: Checkpoint | None = None
+    network: Any, device: torch.device, placing: Placing, weights: Weights | None = None
 ) -> LayerStream | None:
     """Bring a network to its device, as much of it as may be there.
 
-    With a checkpoint nothing of the network is in RAM yet: it comes layer by layer. Blocks. Raises EngineError.
+    With `weights` nothing of the network is in RAM yet: it comes layer by layer. Blocks. Raises EngineError.
     """
     prefix, layers = _layers(network)
     budget = weights_budget(device, placing.gpu_memory) if device.type == "cuda" else sys.maxsize
     plan = plan_residency(layer_bytes(layers), _rest_bytes(network, layers), budget, placing)
-    stream = LayerStream(plan, device) if plan.streamed else None
-    for index, layer in enumerate(layers):
-        if checkpoint is not None:
-            checkpoint.fill(layer.named_modules(prefix=f"{prefix}.{index}"), device)
-        if stream is not None and index in plan.streamed:
-            stream.take(layer)
-        layer.to(device)
-    if checkpoint is not None:
-        # Last: until then the device has room for what is in hand while weights are converted.
-        inside = f"{prefix}."
-        checkpoint.fill(((n, m) for n, m in network.named_modules() if not n.startswith(inside)), device)
-        checkpoint.tie(network)
-    network.to(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # others look at what is free
-    if stream is not None:
-        stream.start()
+    stream = LayerStream(plan, device, placing) if plan.streamed else None
+    try:
+        for index, layer in enumerate(layers):
+            if weights is not None:
+                weights.fill(layer.named_modules(prefix=f"{prefix}.{index}"), device)
+            if stream is not None and index in plan.streamed:
+                stream.take(layer)
+            layer.to(device)
+        if weights is not None:
+            # Last: until then the device has room for what is in hand while weights are converted.
+            inside = f"{prefix}."
+            weights.fill(((n, m) for n, m in network.named_modules() if not n.startswith(inside)), device)
+            weights.tie(network)
+        network.to(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # others look at what is free
+        if stream is not None:
+            stream.start()
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
     return stream
 
 
@@ -95,14 +113,23 @@ def feed_forward_of(layer: nn.Module) -> nn.Module | None:
 class LayerStream:
     """The weights of modules that are computed in this order, in every step. Belongs to the engine's thread.
 
-    They lie in pinned memory if there is enough of it, else in any. On a CPU the slots are RAM too: that is of use
-    to tests only.
+    They lie in pinned memory if there is enough of it, else in any, and on disk where RAM has no room. On a CPU
+    the slots are RAM too: that is of use to tests only.
     """
 
-    def __init__(self, plan: ResidencyPlan, device: torch.device) -> None:
+    def __init__(self, plan: ResidencyPlan, device: torch.device, placing: Placing) -> None:
+        """Raises EngineError where there is no room for what waits."""
         self.plan = plan
         self._device = device
-        self.is_pinned = device.type == "cuda"
+        self._memory = HostMemory(is_pinned=device.type == "cuda")
+        self.host = plan_host(plan.units, placing.settled().ram or 0, _free_disk(placing.spill))
+        self._file: WeightsFile | None = None
+        if self.host.on_disk and placing.spill is not None:
+            buffers = [self._memory.allocate(size) for size in self.host.buffers]
+            self._staging = buffers[0]
+            """Where a unit is put together before it is written."""
+            sizes = [plan.units[number] for number in self.host.on_disk]
+            self._file = WeightsFile(placing.spill, sizes, buffers)
         self._units: list[_Unit] = []
         self._slots = [_Slot(torch.empty(size, dtype=torch.uint8, device=device)) for size in plan.slots]
         self._where: dict[int, int] = {}
@@ -118,7 +145,7 @@ class LayerStream:
         """The next layer of those that pass: its weights, or those of its feed-forward part, are held here from
         now on, and nothing of them is left in it. Blocks. Raises EngineError."""
         module, index = self._module(layer), len(self._units)
-        self._units.append(self._take(module))
+        self._units.append(self._take(module, index))
         self._bind(index, 0)
         self._hooks += [
             module.register_forward_pre_hook(lambda *_: self._enter(index)),
@@ -126,7 +153,9 @@ class LayerStream:
         ]
 
     def start(self) -> None:
-        """Once everything was taken."""
+        """Once everything was taken. Raises EngineError."""
+        if self._file is not None:
+            self._file.start()
         self._start_from(0)
 
     def stats(self) -> dict[str, Json]:
@@ -136,14 +165,23 @@ class LayerStream:
             "resident_bytes": self.plan.resident_bytes,
             "slot_bytes": self.plan.slot_bytes,
             "passing_bytes": self.plan.passing_bytes,
-            "pinned": self.is_pinned,
+            "units_on_disk": len(self.host.on_disk),
+            "ram_bytes": self.host.ram_bytes,
+            "disk_bytes": self.host.disk_bytes,
+            "pinned": self._memory.is_pinned,
             "copied_bytes": self.copied_bytes,
+            "read_bytes": self._file.read_bytes if self._file else 0,
             "missed_units": self.missed,
         }
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._file is not None:
+            self._file.close()
+        if self._copies is not None:
+            with suppress(RuntimeError):
+                self._copies.synchronize()  # they read what is given back here
         self._units.clear()
         self._slots.clear()
 
@@ -155,25 +193,19 @@ class LayerStream:
             raise EngineError("This model's feed-forward parts are not known here: choose another --residency.")
         return part
 
-    def _take(self, module: nn.Module) -> _Unit:
-        places = list(_tensors(module))
-        host = self._host_memory(_module_bytes(module))
-        unit, offset = _Unit(host, []), 0
-        for owner, name, tensor in places:
+    def _take(self, module: nn.Module, index: int) -> _Unit:
+        size = self.plan.units[index]
+        in_file = self.host.on_disk.index(index) if index in self.host.on_disk else None
+        host = self._memory.allocate(size) if in_file is None else self._staging
+        unit, offset = _Unit(size, [], host if in_file is None else None, in_file), 0
+        for owner, name, tensor in _tensors(module):
             place = _Place(owner, name, offset, tensor.dtype, tensor.shape)
             place.view(host).copy_(tensor)
             unit.places.append(place)
             offset += _flat_bytes(tensor)
+        if self._file is not None and in_file is not None:
+            self._file.write(in_file, host[:size])
         return unit
-
-    def _host_memory(self, size: int) -> torch.Tensor:
-        if self.is_pinned:
-            try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                log.warning("weights lie in memory that is not pinned, so copies are slower: %s", error)
-                self.is_pinned = False
-        return torch.empty(size, dtype=torch.uint8)
 
     def _enter(self, index: int) -> None:
         if index not in self._where:
@@ -204,9 +236,22 @@ class LayerStream:
         self._next = (index + len(self._slots)) % len(self._units)
 
     def _start(self, index: int, number: int) -> None:
-        host, slot = self._units[index].host, self._slots[number]
+        unit = self._units[index]
+        if unit.host is not None:
+            self._copy(unit.host, number)
+        elif self._file is not None and unit.in_file is not None:
+            try:
+                buffer = self._file.take(unit.in_file)
+            except EngineError:
+                self._where.clear()  # the next step begins anew
+                raise
+            self._copy(buffer.memory[: unit.size], number)
+            self._file.give_back(buffer, self._slots[number].copied)
         self._where[index] = number
-        self.copied_bytes += len(host)
+        self.copied_bytes += unit.size
+
+    def _copy(self, host: torch.Tensor, number: int) -> None:
+        slot = self._slots[number]
         if self._copies is None:
             slot.memory[: len(host)].copy_(host)
             return
@@ -257,8 +302,18 @@ class _Place:
 
 @dataclass(slots=True)
 class _Unit:
-    host: torch.Tensor
+    size: int
     places: list[_Place]
+    host: torch.Tensor | None
+    """None: it lies in the file."""
+    in_file: int | None
+    """Its number there."""
+
+
+def _free_disk(folder: Path | None) -> int:
+    with suppress(OSError):
+        return shutil.disk_usage(private_folder(folder)).free if folder is not None else 0
+    return 0
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -1,0 +1,46 @@
+"""RAM that weights wait in, so that a GPU can fetch them by itself."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from contextlib import suppress
+
+import torch
+
+log = logging.getLogger("emberkeep.engine")
+
+
+class HostMemory:
+    """Pinned, as long as the system allows it."""
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        self.is_pinned = is_pinned
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Bytes that hold nothing yet. They go back to the system with the tensor."""
+        # Whole pages, which only this tensor is in: a page cannot be pinned twice.
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        if self.is_pinned:
+            try:
+                _pin(memory)
+            except RuntimeError as error:
+                log.warning("weights lie in memory that is not pinned, so copies are slower: %s", error)
+                self.is_pinned = False
+        return memory
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Not by `pin_memory`, which would round its size up to a power of two, and would keep it for itself."""
+    place, runtime = memory.data_ptr(), torch.cuda.cudart()
+    try:
+        torch.cuda.check_error(runtime.cudaHostRegister(place, memory.nbytes, 0))
+    except RuntimeError:
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # CUDA reports an error once more, at the next kernel
+        raise
+    weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
