@@ -159,12 +159,14 @@ class LayerStream:
         self._start_from(0)
 
     def stats(self) -> dict[str, Json]:
+        """May be asked by any thread."""
         return {
             "residency": self.plan.mode,
-            "streamed_units": len(self._units),
             "resident_bytes": self.plan.resident_bytes,
             "slot_bytes": self.plan.slot_bytes,
             "passing_bytes": self.plan.passing_bytes,
+            "streamed_units": len(self.plan.units),
+            "units_in_ram": len(self.plan.units) - len(self.host.on_disk),
             "units_on_disk": len(self.host.on_disk),
             "ram_bytes": self.host.ram_bytes,
             "disk_bytes": self.host.disk_bytes,
