@@ -128,14 +128,14 @@ def fill(engine: Engine, sequence: int, tokens: TokenArray, largest: int) -> int
     for start in range(0, len(tokens), largest):
         end = min(start + largest, len(tokens))
         step(engine, [Rows(sequence, start, tokens[start:end], outputs=end == len(tokens))])
-    return int(engine.logits(0).argmax())
+    return engine.likeliest(0)
 
 
 def decode(engine: Engine, positions: Sequence[int], chosen: Sequence[int]) -> list[int]:
     """Sequences 0, 1, ... go on by one token each; the tokens that follow."""
     placed = enumerate(zip(positions, chosen, strict=True))
     step(engine, [Rows(s, at, np.array([token], np.int32), outputs=1) for s, (at, token) in placed])
-    return [int(engine.logits(index).argmax()) for index in range(len(chosen))]
+    return [engine.likeliest(index) for index in range(len(chosen))]
 
 
 def step(engine: Engine, batch: Sequence[Rows]) -> None:

@@ -54,6 +54,7 @@ def measure(plan: Workload) -> Iterator[Table]:
 
 def _row(plan: Workload, label: str, placing: Placing) -> Row:
     limits = DeviceLimits(plan.device)
+    link = limits.load_speed(_LINK)
     limits.forget_peak()
     engine, about = _open(plan, placing)
     try:
@@ -64,7 +65,7 @@ def _row(plan: Workload, label: str, placing: Placing) -> Row:
     finally:
         engine.close()
         gc.collect()
-    link, step = limits.load_speed(_LINK), median(seconds)
+    step = median(seconds)
     figures: dict[str, Any] = {
         "step": series([1e3 * each for each in seconds], "ms"),
         "tokens/s": f"{1 / step:.2f}",

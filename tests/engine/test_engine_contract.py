@@ -90,6 +90,13 @@ def test_the_last_tokens_of_several_sequences_each_have_logits(engine):
         assert same(engine, engine.logits(2, row).copy(), beside[row])
 
 
+def test_the_likeliest_tokens_are_those_of_the_logits(engine):
+    engine.evaluate([Rows(0, 0, TOKENS[:20], outputs=3), Rows(1, 0, TOKENS[20:50], outputs=1)])
+    for index, rows in ((0, 3), (1, 1)):
+        best = [engine.likeliest(index, row) for row in range(rows)]
+        assert best == [int(engine.logits(index, row).argmax()) for row in range(rows)]
+
+
 def test_a_draft_that_is_taken_back_leaves_nothing(make):
     """The same steps give the same bytes, whether other tokens stood there meanwhile or not."""
     speculative, plain = make(), make()

@@ -73,6 +73,16 @@ def test_greedy_takes_the_first_of_equals():
     assert support(Sampling(temperature=0), np.array([1, 3, 3], np.float32)) == {1}
 
 
+def test_only_a_plain_greedy_sampler_does_without_logits():
+    greedy = Sampling(temperature=0)
+    assert Sampler(greedy).takes_likeliest
+    assert not Sampler(PLAIN).takes_likeliest
+    assert not Sampler(greedy, top_logprobs=0).takes_likeliest
+    assert not Sampler(greedy, forced=[1]).takes_likeliest
+    for settings in ({"logit_bias": {1: 2.0}}, {"frequency_penalty": 1.0}):
+        assert not Sampler(replace(greedy, **settings)).takes_likeliest
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 4, 5, 50])
 def test_top_k_leaves_the_k_most_likely(top_k):
     assert support(replace(PLAIN, top_k=top_k)) == set(range(min(top_k, 5)))

@@ -222,6 +222,10 @@ class Engine(Protocol):
         A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`.
         """
 
+    def likeliest(self, index: int, row: int = 0) -> int:
+        """The token that has the highest of these logits, the first of several: logits need not leave a device for
+        it."""
+
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         """Copies of the state between consecutive positions of `borders`, as it is now: whatever becomes of the
         sequence and its slot while they are on their way. The sequence stays as it is.

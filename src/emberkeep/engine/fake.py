@@ -214,6 +214,9 @@ class FakeEngine:
             logits[self.vocab.specials["<|im_end|>"]] += _END_BOOST
         return logits
 
+    def likeliest(self, index: int, row: int = 0) -> int:
+        return int(self.logits(index, row).argmax())
+
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         state = self._state(sequence)
         if borders[-1] > state.end:

@@ -77,6 +77,12 @@ class Sampler:
         self._temperature = np.float32(settings.temperature)
         self._is_greedy = settings.temperature < GREEDY_BELOW and chain is None
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is the one with the highest logits, and nothing else of them is wanted."""
+        is_plain = self._matcher is None and not len(self._bias) and not self._penalises and not self._forced
+        return self._is_greedy and is_plain and self._top_logprobs is None
+
     def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
         adjusted = self._adjust(logits)

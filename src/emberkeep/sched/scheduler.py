@@ -40,6 +40,7 @@ from emberkeep.sched.engine_thread import (
 )
 from emberkeep.sched.model_drafts import ModelDrafts
 from emberkeep.sched.prefix_cache import PrefixCache, RecentAnswers, StoredText
+from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import EndReason, Output, Phase, Sequence
 from emberkeep.sched.slots import Planned, Planner, Slots, WaitingQueue
 from emberkeep.sched.speculation import Chosen, Speculation
@@ -503,7 +504,7 @@ class Scheduler:
         sequence, end = planned.sequence, None
         draft = planned.rows.tokens[1:].tolist() if planned.draft else []
         for row, drafted in enumerate([*draft, None]):
-            token, logprob = sequence.sampler.sample(self._engine.logits(index, row), self._engine.vocab.pieces)
+            token, logprob = self._choose(sequence.sampler, index, row)
             end = self._take(sequence, token, logprob)
             if end is not None or token != drafted:
                 break
@@ -515,6 +516,11 @@ class Scheduler:
             self._stop(sequence)
         elif end is not None:
             self._end(sequence, end)
+
+    def _choose(self, sampler: Sampler, index: int, row: int) -> tuple[int, TokenLogprob | None]:
+        if sampler.takes_likeliest:
+            return self._engine.likeliest(index, row), None
+        return sampler.sample(self._engine.logits(index, row), self._engine.vocab.pieces)
 
     def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> EndReason | None:
         """A token was sampled; says whether the answer is over."""

@@ -126,28 +126,29 @@ class StepGraphs:
         """`fused`: what computes the layers; None: their own code, in parts compiled. Blocks for seconds while it
         compiles and records. Raises what torch raises where it cannot."""
         self._network = network
-        self._graphs: list[tuple[StepBatch, torch.cuda.CUDAGraph, torch.Tensor]] = []
+        self._graphs: list[tuple[StepBatch, torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = []
         pool = None
         with use_fused(network.layers, fused) if fused else compile_parts(network.layers):
             # The largest first: the others find room in what it has let go of.
             for rows in reversed(_sizes(largest.rows)):
                 outputs, sequences = min(rows, largest.outputs), min(rows, largest.sequences)
                 batch = StepBatch(memory, StepSize(rows, outputs, sequences, largest.blocks), group)
-                graph, logits = self._record(batch, pool)
+                graph, logits, likeliest = self._record(batch, pool)
                 pool = graph.pool()
-                self._graphs.insert(0, (batch, graph, logits))
+                self._graphs.insert(0, (batch, graph, logits, likeliest))
 
-    def run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> torch.Tensor:
-        """Logits of every row that wants them, in float32: valid until the next call."""
+    def run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of every row that wants them, in float32, and the tokens with the highest: valid until the next
+        call."""
         count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
-        step, graph, logits = next(
+        step, graph, logits, likeliest = next(
             entry for entry in self._graphs if entry[0].size.rows >= count and entry[0].size.outputs >= outputs
         )
         step.fill(batch, tables)
         graph.replay()
-        return logits[:outputs]
+        return logits[:outputs], likeliest[:outputs]
 
-    def _record(self, batch: StepBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _record(self, batch: StepBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
         batch.fill([], [])
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -158,7 +159,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted).float()
-        return graph, logits
+            likeliest = logits.argmax(-1)
+        return graph, logits, likeliest
 
 
 def _sizes(most: int) -> list[int]:

@@ -78,9 +78,9 @@ class HfEngine:
         self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
         self._loading: dict[int, Mark] = {}
         """When the state of a sequence is there that the device was told to load."""
-        self._host_logits = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
-        self._logits_of: list[Logits] = []
-        """Of each of the latest batch's rows: of each of their outputs."""
+        self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
+        self._first_outputs: list[int] = []
+        """Of each of the latest batch's rows: where its outputs begin."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -121,12 +121,13 @@ class HfEngine:
         with self._grow(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
-            self._logits_of = []
+            self._first_outputs = []
             if self._graphs is not None and self.attention.tier is AttentionTier.OWN:
-                logits = self._graphs.run(batch, tables)
+                logits, likeliest = self._graphs.run(batch, tables)
             else:
                 logits = self._run(batch, tables)
-            self._take_logits(logits, [rows.outputs for rows in batch])
+                likeliest = logits.argmax(-1)
+            self._take_logits(logits, likeliest, [rows.outputs for rows in batch])
         return Outcome.DONE
 
     def _run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> torch.Tensor:
@@ -145,18 +146,19 @@ class HfEngine:
         last = self._tensor(np.concatenate(wanted).astype(np.int64))
         return self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
 
-    def _take_logits(self, logits: torch.Tensor, outputs: Sequence[int]) -> None:
+    def _take_logits(self, logits: torch.Tensor, likeliest: torch.Tensor, outputs: Sequence[int]) -> None:
         """`outputs`: how many rows of `logits` each of the batch has. Blocks until everything before it is
         done."""
-        rows = self._host_logits.take(logits)
+        self._outputs.take(logits, likeliest)
         self._transfer.let_go()
-        for count in outputs:
-            self._logits_of.append(rows[:count])
-            rows = rows[count:]
+        self._first_outputs = [0, *np.cumsum(outputs).tolist()]
 
     def logits(self, index: int, row: int = 0) -> Logits:
-        taken: Logits = self._logits_of[index][row]
+        taken: Logits = self._outputs.rows()[self._first_outputs[index] + row]
         return taken
+
+    def likeliest(self, index: int, row: int = 0) -> int:
+        return int(self._outputs.likeliest[self._first_outputs[index] + row])
 
     # ── moving state in and out ──
 
@@ -248,8 +250,7 @@ class HfEngine:
             token_layers = kept * layers
         else:
             return Blended(Outcome.DONE)
-        self._logits_of = []
-        self._take_logits(logits, [rows.outputs])
+        self._take_logits(logits, logits.argmax(-1), [rows.outputs])
         return Blended(Outcome.DONE, repaired, token_layers)
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
@@ -293,7 +294,7 @@ class HfEngine:
 
     def _insert(self, rows: Rows, table: BlockTable) -> None:
         """Evaluate `rows` as if they were the last of the table, which has room for them."""
-        self._logits_of = []
+        self._first_outputs = []
         step = self.capabilities.batch
         for begin in range(0, len(rows.tokens), step):
             tokens = rows.tokens[begin : begin + step]
@@ -464,23 +465,39 @@ class DeviceExport:
 
 
 class HostLogits:
-    """Logits on their way from the device to the sampler.
+    """Logits on their way from the device to the sampler: they come when they are asked for, and which of them is
+    the highest comes at once.
 
     Belongs to the engine's thread. What was taken for one step is overwritten by the next.
     """
 
     def __init__(self, device: torch.device, rows: int, width: int) -> None:
-        self._buffer = (
-            torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if device.type == "cuda" else None
-        )
+        is_cuda = device.type == "cuda"
+        self._buffer = torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if is_cuda else None
+        self._best = torch.empty(rows, dtype=torch.int64, pin_memory=is_cuda)
+        self.likeliest: npt.NDArray[np.int64] = self._best.numpy()
+        self._logits: torch.Tensor | None = None
+        self._rows: Logits | None = None
 
-    def take(self, logits: torch.Tensor) -> Logits:
-        """Rows of any dtype as float32. Blocks until they are there."""
-        if self._buffer is None:
-            rows: Logits = logits.float().cpu().numpy()
-            return rows
-        target = self._buffer[: len(logits)]
-        target.copy_(logits, non_blocking=True)
-        torch.cuda.current_stream(logits.device).synchronize()
-        taken: Logits = target.numpy()
-        return taken
+    def take(self, logits: torch.Tensor, likeliest: torch.Tensor) -> None:
+        """Rows of any dtype. Blocks until they are computed."""
+        self._logits, self._rows = logits, None
+        self._best[: len(likeliest)].copy_(likeliest, non_blocking=True)
+        self._wait()
+
+    def rows(self) -> Logits:
+        """Of the latest step, as float32. Blocks until they are there."""
+        if self._rows is None:
+            assert self._logits is not None
+            if self._buffer is None:
+                self._rows = self._logits.float().cpu().numpy()
+            else:
+                self._buffer[: len(self._logits)].copy_(self._logits, non_blocking=True)
+                self._wait()
+                self._rows = self._buffer[: len(self._logits)].numpy()
+            self._logits = None
+        return self._rows
+
+    def _wait(self) -> None:
+        if self._buffer is not None:
+            torch.cuda.current_stream().synchronize()

@@ -268,6 +268,9 @@ class LlamaEngine:
             view.flags.writeable = False
         return view
 
+    def likeliest(self, index: int, row: int = 0) -> int:
+        return int(self.logits(index, row).argmax())
+
     # ── state ──
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
