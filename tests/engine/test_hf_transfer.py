@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import numpy as np
@@ -289,3 +289,67 @@ def test_memory_is_held_until_it_was_copied():
     mark.has_passed = True
     stream.let_go()
     assert gone() is None
+
+
+class RecordedCuda:
+    """Streams and events that write down in which order they were told what."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.told: list[str] = []
+        self.is_reached = False
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordedStream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: RecordedStream(self, "steps"))
+        monkeypatch.setattr(torch.cuda, "stream", self._inside)
+
+    @contextmanager
+    def _inside(self, stream):
+        self.told.append(f"on {stream.name}")
+        yield
+        self.told.append("back")
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.told.append("synchronize")
+
+
+class RecordedStream:
+    def __init__(self, cuda: RecordedCuda, name: str) -> None:
+        self.name = name
+        self._cuda = cuda
+
+    def wait_stream(self, other: RecordedStream) -> None:
+        self._cuda.told.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event) -> None:
+        self._cuda.told.append(f"{self.name} waits for the event")
+
+    def record_event(self) -> RecordedCuda:
+        self._cuda.told.append(f"event on {self.name}")
+        return self._cuda
+
+
+def test_a_side_stream_begins_after_the_steps_so_far_and_says_when_it_is_done(monkeypatch):
+    cuda = RecordedCuda(monkeypatch)
+    stream = SideStream(torch.device("cuda"))
+    mark = stream.run(lambda: cuda.told.append("work"), held=None)
+    assert cuda.told == ["side waits for steps", "on side", "work", "back", "event on side"]
+    assert not mark.has_passed and len(stream._held) == 1
+    mark.hold_back()
+    mark.wait()
+    assert cuda.told[5:] == ["steps waits for the event", "synchronize"]
+    cuda.is_reached = True
+    stream.let_go()
+    assert mark.has_passed and not stream._held
+
+
+def test_work_that_fails_on_its_way_holds_back_the_steps(monkeypatch):
+    cuda = RecordedCuda(monkeypatch)
+    stream = SideStream(torch.device("cuda"))
+    with pytest.raises(ZeroDivisionError):
+        stream.run(lambda: 1 // 0, held=None)
+    assert cuda.told[-2:] == ["event on side", "steps waits for the event"]
+    assert len(stream._held) == 1
+    stream.close()
+    assert not stream._held and cuda.told[-1] == "synchronize"
