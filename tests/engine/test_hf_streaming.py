@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model
 from emberkeep.engine.hf.checkpoint import Checkpoint
+from emberkeep.engine.hf.device import is_unified
 from emberkeep.engine.hf.residency import LayerBytes, plan_host, plan_residency
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types import Residency
@@ -273,3 +275,30 @@ def test_units_on_disk_are_spread_among_those_in_ram():
 def test_units_that_have_no_room_anywhere_are_refused_with_a_sentence(ram, disk):
     with pytest.raises(EngineError, match=r"need 0.0 GB to wait in, .* of RAM and .* of disk .*: make room"):
         plan_host([40] * 12, ram, disk)
+
+
+# ── a GPU that computes from RAM ──
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_integrated", "expected"),
+    [("mps", False, True), ("cuda", True, True), ("cuda", False, False), ("cpu", False, False)],
+)
+def test_which_devices_share_ram(kind, is_integrated, expected):
+    assert is_unified(kind, is_integrated=is_integrated) is expected
+
+
+@pytest.mark.parametrize("asked", [Placing(Residency.STREAM), Placing(Residency.FFN), Placing(keep_first=2)])
+def test_nothing_passes_to_a_device_that_shares_ram_and_who_asks_for_it_is_told(asked, caplog):
+    given = replace(asked, ram=100).in_unified_memory(100)
+    assert (given.residency, given.lets_weights_pass) == (Residency.FULL, False)
+    assert caplog.messages == [
+        "every weight stays where it is, whatever residency says: this GPU computes from RAM"
+    ]
+
+
+def test_what_is_promised_to_others_is_there_for_weights_that_stay_in_ram(caplog):
+    assert Placing(ram=60, promised_ram=40).in_unified_memory(100).residency is Residency.FULL
+    assert caplog.messages == []
+    with pytest.raises(EngineError, match=r"RAM that this GPU shares.*: close other programs"):
+        Placing(ram=60, promised_ram=39).in_unified_memory(100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from time import perf_counter
 
 import torch
@@ -52,8 +53,21 @@ def free_bytes(device: torch.device, limit: int | None) -> int:
 
 
 def weights_budget(device: torch.device, limit: int | None) -> int:
-    """Bytes of a GPU that weights may take."""
+    """Bytes of a GPU that weights may take; without end for a device whose memory is RAM."""
+    if device.type != "cuda" or shares_ram(device):
+        return sys.maxsize
     return max(int(free_bytes(device, limit) * (1 - _FOR_STATE)) - _FOR_STEPS, 0)
+
+
+def shares_ram(device: torch.device) -> bool:
+    """Whether it is a GPU that computes from RAM, so that there is nothing that weights would have to pass to."""
+    is_integrated = device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
+    return is_unified(device.type, is_integrated=is_integrated)
+
+
+def is_unified(kind: str, *, is_integrated: bool) -> bool:
+    """Of a device of torch. Pure."""
+    return kind == "mps" or (kind == "cuda" and is_integrated)
 
 
 class DeviceLimits:

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format
-from emberkeep.engine.hf.device import choose_device, choose_dtype, weights_budget
+from emberkeep.engine.hf.device import choose_device, choose_dtype, shares_ram, weights_budget
 from emberkeep.engine.hf.int4 import int4_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
-from emberkeep.types import AttentionTier, Json, Residency
+from emberkeep.types import AttentionTier, Json
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -132,7 +132,10 @@ def _placed_network(
     chosen = choose_dtype(dtype, device, own_dtype(source, config))
     checkpoint = None if source.gguf else Checkpoint(source.folder, form)
     size = checkpoint.size(chosen) if checkpoint else 0
-    if form is None and _stays(device, placing, size):
+    if shares_ram(device):
+        placing = placing.in_unified_memory(size)
+    fits = size <= weights_budget(device, placing.gpu_memory)
+    if form is None and fits and not placing.lets_weights_pass:
         return _network(source, config, device, chosen, attention), None
     if checkpoint is None or (form is None and size <= (placing.ram or 0) + placing.promised_ram):
         # transformers knows weights by former names, too, and puts together what files have apart.
@@ -140,14 +143,6 @@ def _placed_network(
         return network, place_layers(network, device, placing)
     network = checkpoint.build(config, chosen, attention)
     return network, place_layers(network, device, placing, checkpoint)
-
-
-def _stays(device: torch.device, placing: Placing, size: int) -> bool:
-    if placing.residency not in (Residency.AUTO, Residency.FULL) or placing.keep_first or placing.keep_last:
-        return False
-    if device.type != "cuda":
-        return True
-    return size <= weights_budget(device, placing.gpu_memory)
 
 
 def _network(source: HfSource, config: Any, device: torch.device, dtype: torch.dtype, attention: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ BUFFERS = 2
 _LEAST_RESERVE, _RESERVED_SHARE = 2 << 30, 10
 """Of RAM, what weights leave to others: so many bytes, or one part of so many."""
 _GB = 1e9
+
+log = logging.getLogger("emberkeep.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,24 @@ class Placing:
     """A folder, on whose disk weights may lie that RAM has no room for; None: none may."""
     promised_ram: int = 0
     """What others will take of the RAM that is free now."""
+
+    @property
+    def lets_weights_pass(self) -> bool:
+        """Whether some are to pass although they would fit."""
+        return self.residency not in (Residency.AUTO, Residency.FULL) or bool(self.keep_first or self.keep_last)
+
+    def in_unified_memory(self, size: int) -> Placing:
+        """For a GPU that computes from RAM and weights of `size`: they stay where they are put once, whatever was
+        asked for. Raises EngineError where they do not fit."""
+        if self.lets_weights_pass:
+            log.warning("every weight stays where it is, whatever residency says: this GPU computes from RAM")
+        room = (self.settled().ram or 0) + self.promised_ram
+        if size > room:
+            raise EngineError(
+                f"The weights need {size / _GB:.1f} GB of the RAM that this GPU shares, and {room / _GB:.1f} GB "
+                "are free for them: close other programs, or choose a smaller model."
+            )
+        return replace(self, residency=Residency.FULL, keep_first=None, keep_last=None)
 
     def settled(self) -> Placing:
         """With what is free now, where nothing else was said: to be asked before anything is loaded."""

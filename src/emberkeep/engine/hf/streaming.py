@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ def place_layers(
     With `weights` nothing of the network is in RAM yet: it comes layer by layer. Blocks. Raises EngineError.
     """
     prefix, layers = _layers(network)
-    budget = weights_budget(device, placing.gpu_memory) if device.type == "cuda" else sys.maxsize
+    budget = weights_budget(device, placing.gpu_memory)
     plan = plan_residency(layer_bytes(layers), _rest_bytes(network, layers), budget, placing)
     stream = LayerStream(plan, device, placing) if plan.streamed else None
     try:
