@@ -24,6 +24,11 @@ def private_folder(path: Path) -> Path:
     return path
 
 
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the first above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Put `data` at `path` atomically and durably, with mode 0600. After an OSError nothing has changed."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")

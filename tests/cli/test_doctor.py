@@ -14,7 +14,7 @@ from emberkeep.config import Config, LoraFile, McpServer, total_ram
 from emberkeep.engine import llamacpp
 from emberkeep.models.digest import model_digest
 from emberkeep.types import RemoteModel
-from helpers import tiny_gguf
+from helpers import tiny_gguf, tiny_hf
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +114,17 @@ def test_the_hugging_face_engine_is_told_with_versions_and_device(tmp_path: Path
     found = findings(tmp_path, device="cpu")["hf engine"]
     assert found.level is Level.OK
     assert re.fullmatch(r"torch \S+, transformers \S+, device cpu", found.text)
+
+
+def test_where_the_weights_of_every_model_in_a_folder_go_is_told(tmp_path: Path) -> None:
+    folder = tiny_hf.write(tmp_path / "tiny")
+    found = findings(tmp_path, device="cpu", model=str(folder))["weights"]
+    assert found.level is Level.OK
+    assert re.fullmatch(
+        r"models of transformers run on the CPU, from RAM, which has room for \S+ \w+ of weights; "
+        r"tiny: \S+ KiB of weights, \S+ \w+ for them: they fit into RAM",
+        found.text,
+    )
 
 
 def test_a_machine_without_the_hugging_face_engine_is_fine(

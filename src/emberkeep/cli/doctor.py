@@ -8,6 +8,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -22,6 +23,7 @@ from emberkeep.cli.flags import with_settings
 from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
 from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
+from emberkeep.files import nearest_folder
 
 if TYPE_CHECKING:
     from emberkeep.models.library import ModelFile
@@ -133,6 +135,38 @@ def _hf_engine(config: Config) -> Finding:
         return Finding(Level.WARN, f"torch cannot be loaded ({error}): run `{_REINSTALL_HF}`.")
 
 
+def _weights(config: Config) -> Finding:
+    """Where the hf engine would put the weights of each model in a folder; only headers are read."""
+    if not has_hf():
+        return Finding(Level.OK, "models of transformers need the hf engine")
+    try:
+        from emberkeep.cli.model_fit import fits
+
+        found = list(fits(config, _model_folders(config)))
+    except EngineError as error:
+        return Finding(Level.WARN, str(error))
+    except (ImportError, OSError, RuntimeError) as error:
+        return Finding(Level.WARN, f"not known while torch cannot be used ({error}).")
+    is_good = all(fit.is_good for fit in found)
+    text = "; ".join(fit.text for fit in found) or "no model of transformers is here"
+    return Finding(Level.OK if is_good else Level.WARN, text)
+
+
+def _model_folders(config: Config) -> list[ModelFile]:
+    """The configured model, and all that are installed, as far as they are folders and write."""
+    from emberkeep.models.library import ModelLibrary
+    from emberkeep.runtime.embedding_model import embedding_profile
+
+    library = ModelLibrary(config.data_dir / "models")
+    found: dict[Path, ModelFile] = {}
+    for name in (config.model, config.draft_model, *(model.id for model in library.list())):
+        with suppress(ModelError):
+            model = library.resolve(name) if name else None
+            if model is not None and model.is_folder and embedding_profile(model) is None:
+                found[model.path] = model
+    return list(found.values())
+
+
 def _memory(config: Config) -> Finding:
     total, budget, free = total_ram(), config.ram_budget, free_ram()
     now = "" if free is None else f" ({readable_size(free)} free)"
@@ -143,21 +177,17 @@ def _memory(config: Config) -> Finding:
 
 
 def _disk(config: Config) -> Finding:
-    free = shutil.disk_usage(_nearest_folder(config.data_dir)).free
+    free = shutil.disk_usage(nearest_folder(config.data_dir)).free
     text = f"{readable_size(free)} free, disk_budget is {readable_size(config.disk_budget)}"
     if free < config.disk_budget:
         return Finding(Level.WARN, f"{text}: make room or lower disk_budget.")
     return Finding(Level.OK, text)
 
 
-def _nearest_folder(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
 def _speed(config: Config) -> Finding:
     from emberkeep.sched.probe import probe
 
-    machine = probe(_nearest_folder(config.data_dir))
+    machine = probe(nearest_folder(config.data_dir))
     copies, reads = machine.copy_speed, machine.disk_speed
     said = [f"{readable_size(r.value)}/s{'' if r.measured else ' (assumed)'}" for r in (copies, reads)]
     return Finding(Level.OK, f"RAM is copied at {said[0]}, the data folder read at {said[1]}")
@@ -166,7 +196,7 @@ def _speed(config: Config) -> Finding:
 def _data_dir(config: Config) -> Finding:
     # Asking must not leave anything behind: a folder that is not there yet is not made here.
     try:
-        with tempfile.TemporaryFile(dir=_nearest_folder(config.data_dir)):
+        with tempfile.TemporaryFile(dir=nearest_folder(config.data_dir)):
             pass
     except OSError as error:
         reason = error.strerror or error
@@ -295,6 +325,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "llama.cpp": _llama_cpp,
     "gpu": _gpu,
     "hf engine": _hf_engine,
+    "weights": _weights,
     "memory": _memory,
     "pages": _pages,
     "data dir": _data_dir,

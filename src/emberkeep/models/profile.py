@@ -301,20 +301,30 @@ def _chat_template(folder: Path) -> str | None:
 
 def _tensors(file: Path) -> Counter[str]:
     """How many numbers of each type a safetensors file holds."""
+    counts: Counter[str] = Counter()
+    for kind, count in read_tensor_sizes(file).values():
+        counts[kind] += count
+    return counts
+
+
+def read_tensor_sizes(file: Path) -> dict[str, tuple[str, int]]:
+    """The type of each tensor in a safetensors file, and how many numbers it has. Raises ModelNotFound,
+    ModelBroken."""
     try:
         with file.open("rb") as opened:
             header = _header(opened)
-        counts: Counter[str] = Counter()
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                counts[str(tensor["dtype"])] += math.prod(map(int, tensor["shape"]))
+        sizes = {
+            str(name): (str(tensor["dtype"]), math.prod(map(int, tensor["shape"])))
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        }
     except OSError as error:
         raise ModelNotFound(f"Cannot read {file}: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelBroken(f"{file.name} is not a complete safetensors file; pull the model again.") from error
-    if not counts:
+    if not sizes:
         raise ModelBroken(f"{file.name} holds no weights; pull the model again.")
-    return counts
+    return sizes
 
 
 def _header(file: BinaryIO) -> Json:

@@ -55,7 +55,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
-    from emberkeep.engine.hf import HfSource
+    from emberkeep.engine.hf import HfSource, Placing
     from emberkeep.engine.llamacpp import LlamaModel, Placement
 
 log = logging.getLogger("emberkeep")
@@ -318,18 +318,12 @@ def _open_hf_draft(model: ModelFile, config: Config, digests: Path) -> _Opened:
 
 def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False) -> _Opened:
     """A draft model leaves most of a GPU's memory to the other one."""
-    from emberkeep.engine.hf import HfSettings, Placing, cells_of_share, load_model, open_engine
+    from emberkeep.engine.hf import HfSettings, cells_of_share, load_model, open_engine
 
-    placing = Placing(
-        Residency(config.residency),
-        config.keep_first,
-        config.keep_last,
-        config.gpu_memory,
-        spill=config.data_dir,
-        promised_ram=config.ram_budget,
-    )
     source = _hf_source(model)
-    loaded = load_model(source, device=config.device, dtype=config.dtype, attention="eager", placing=placing)
+    loaded = load_model(
+        source, device=config.device, dtype=config.dtype, attention="eager", placing=placing_of(config)
+    )
     # Beyond it there are no positions, or other ones than what is stored was computed with.
     context = min(_context(config, loaded.context_length), loaded.context_length)
     on_cpu = loaded.device == "cpu"
@@ -363,6 +357,20 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
         "weights_sha256": digest,
     }
     return _Opened(engine, loaded.chat_template, details)
+
+
+def placing_of(config: Config) -> Placing:
+    """Where weights of the hf engine may be."""
+    from emberkeep.engine.hf import Placing
+
+    return Placing(
+        Residency(config.residency),
+        config.keep_first,
+        config.keep_last,
+        config.gpu_memory,
+        spill=config.data_dir,
+        promised_ram=config.ram_budget,
+    )
 
 
 def _refuse_llamacpp_settings(config: Config) -> None:

@@ -11,6 +11,8 @@ from emberkeep.config import free_ram, total_ram
 from emberkeep.errors import EngineError
 from emberkeep.types import Residency
 
+FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+"""What models call that part of a layer."""
 SLOTS = 2
 """Units that passing weights have room for on the device."""
 BUFFERS = 2

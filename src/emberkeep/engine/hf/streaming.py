@@ -7,7 +7,8 @@
     compute              |    3   |    4    |   5    |   6   |
 
 A unit's weights lie together, so that one copy brings them all; a slot is filled again as soon as its unit was
-computed, with the unit that comes next: after the last one that is the first of the next step.
+computed, with the unit that comes next: after the last one that is the first of the next step. Steps are recorded
+with their copies (`cuda_graphs`) where everything waits in pinned memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from torch import nn
 
 from emberkeep.engine.hf.device import weights_budget
 from emberkeep.engine.hf.host_memory import HostMemory
-from emberkeep.engine.hf.residency import LayerBytes, Placing, ResidencyPlan, plan_host, plan_residency
+from emberkeep.engine.hf.residency import (
+    FEED_FORWARD,
+    LayerBytes,
+    Placing,
+    ResidencyPlan,
+    plan_host,
+    plan_residency,
+)
 from emberkeep.engine.hf.weights_file import WeightsFile
 from emberkeep.errors import EngineError
 from emberkeep.files import private_folder
@@ -99,7 +107,7 @@ def layer_bytes(layers: Sequence[nn.Module]) -> list[LayerBytes]:
 
 
 def feed_forward_of(layer: nn.Module) -> nn.Module | None:
-    for name in ("mlp", "feed_forward", "block_sparse_moe", "ffn"):
+    for name in FEED_FORWARD:
         part = getattr(layer, name, None)
         if isinstance(part, nn.Module):
             return part
@@ -175,6 +183,39 @@ class LayerStream:
             "missed_units": self.missed,
         }
 
+    # ── steps that are recorded: each begins and ends with the first units in the slots ──
+
+    @property
+    def can_record(self) -> bool:
+        return self._copies is not None and self._file is None and self._memory.is_pinned
+
+    def rewind(self) -> None:
+        """Before a step is recorded, or a recorded one is replayed: what comes next on the device finds the first
+        units in their slots."""
+        if any(self._where.get(number) != number for number in range(len(self._slots))):
+            self._start_from(0)
+        for slot in self._slots:
+            if slot.copied is not None:
+                torch.cuda.current_stream(self._device).wait_event(slot.copied)
+            slot.copied = slot.computed = None
+
+    def end_recording(self) -> None:
+        """Before the end of what is recorded: it ends when the copies do. Nothing of it has been done."""
+        if self._passes and self._copies is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._copies)
+            self.copied_bytes -= self.plan.passing_bytes
+        for slot in self._slots:
+            slot.copied = slot.computed = None
+
+    def replayed(self) -> None:
+        """A recorded step was told to the device."""
+        if self._passes:
+            self.copied_bytes += self.plan.passing_bytes
+
+    @property
+    def _passes(self) -> bool:
+        return len(self._units) > len(self._slots)
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -219,12 +260,14 @@ class LayerStream:
         self._bind(index, number)
 
     def _leave(self, index: int) -> None:
-        if len(self._units) == len(self._slots):
-            return  # all of them have a slot
+        if not self._passes:
+            return
         number = self._where.pop(index)
         if self._copies is not None:
             self._slots[number].computed = torch.cuda.current_stream(self._device).record_event()
-        self._start(self._next, number)
+        # The first units come into the slots that recorded steps expect them in; a file is read in order.
+        is_first = self._next < len(self._slots) and self._file is None
+        self._start(number if is_first else self._next, number)
         self._next = (self._next + 1) % len(self._units)
 
     def _start_from(self, index: int) -> None:

@@ -1,0 +1,61 @@
+"""How large the layers of a model are, told by the headers of its files: nothing of its weights is read."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberkeep.engine.hf.residency import FEED_FORWARD, LayerBytes
+from emberkeep.models.profile import CONFIG, WEIGHTS, folder_files, profile_of, read_json, read_tensor_sizes
+
+_NUMBERED = re.compile(r"(?P<above>.+?)\.(?P<number>\d+)\.(?P<part>[^.]+)\.")
+_WITH_FRACTION = ("F64", "F32", "F16", "BF16")
+_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+"""Of numbers that stay as they are; of others, one."""
+_BY_NAME = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PACKED_ZEROS, _PER_WORD = ".qzeros", 8
+"""AWQ's zero points, eight in a word, become numbers with a fraction."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    layers: tuple[LayerBytes, ...]
+    rest: int
+    """Bytes of what is no layer."""
+
+    @property
+    def all(self) -> int:
+        return self.rest + sum(layer.all for layer in self.layers)
+
+
+def layer_sizes(folder: Path, dtype: str) -> LayerSizes:
+    """In bytes, where numbers with a fraction become `dtype`; `auto`: the model's own. Raises ModelNotFound,
+    ModelBroken."""
+    width = _BY_NAME.get(_own_dtype(folder) if dtype == "auto" else dtype, 2)
+    count = profile_of(folder).layers
+    sizes: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+    rest = 0
+    for file in folder_files(folder, (WEIGHTS,)):
+        for name, (kind, numbers) in read_tensor_sizes(file).items():
+            found, size = _NUMBERED.match(name), _bytes(name, kind, numbers, width)
+            if found is None:
+                rest += size
+            elif int(found["number"]) < count:  # some models have more, which only train them
+                sizes[int(found["number"])][found["part"] in FEED_FORWARD] += size
+    return LayerSizes(tuple(LayerBytes(*sizes[number]) for number in range(count)), rest)
+
+
+def _own_dtype(folder: Path) -> str:
+    config = read_json(folder / CONFIG)
+    inner = config.get("text_config")
+    both = (config, inner if isinstance(inner, dict) else {})
+    said = (each.get(key) for each in both for key in ("dtype", "torch_dtype"))
+    return next((name for name in said if isinstance(name, str)), "bfloat16")
+
+
+def _bytes(name: str, kind: str, numbers: int, width: int) -> int:
+    if name.endswith(_PACKED_ZEROS):
+        return numbers * _PER_WORD * width
+    return numbers * (width if kind in _WITH_FRACTION else _BYTES.get(kind, 1))
