@@ -21,6 +21,7 @@ from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Output
 from emberkeep.sched.slots import Affinity, Planner
+from emberkeep.types import Sampling
 from helpers.faulty_crowd import (
     ERRORS,
     SHARED,
@@ -170,6 +171,8 @@ def test_who_could_not_be_told_is_told_again(stored) -> None:
 
 def test_a_sampler_that_fails_concerns_its_own_request(stored) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
+        # One that wants to see the logits: what is likeliest the engine tells by itself.
+        crowd.asked[2].sequence.sampler = Sampler(Sampling(temperature=0), top_logprobs=0)
         sampler = Faults(crowd.asked[2].sequence.sampler, methods(Sampler))
         sampler.fail("sample", 2, MemoryError("injected"))
         sampler.is_armed = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from emberkeep.engine.hf.fused_layers import FusedLayer
 from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention, store_rows
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
+from emberkeep.engine.hf.streaming import LayerStream
 
 _WARM_UPS = 3
 _TILE_NUMBERS = 4
@@ -122,13 +123,22 @@ class StepGraphs:
         largest: StepSize,
         group: int,
         fused: Sequence[FusedLayer] | None,
+        stream: LayerStream | None,
     ) -> None:
-        """`fused`: what computes the layers; None: their own code, in parts compiled. Blocks for seconds while it
+        """`fused`: what computes the layers; None: their own code, in parts compiled. `stream`: of weights that
+        pass, which are copied within the recorded steps; nothing is compiled then. Blocks for seconds while it
         compiles and records. Raises what torch raises where it cannot."""
         self._network = network
+        self._stream = stream
         self._graphs: list[tuple[StepBatch, torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = []
         pool = None
-        with use_fused(network.layers, fused) if fused else compile_parts(network.layers):
+        with (
+            nullcontext()
+            if stream
+            else use_fused(network.layers, fused)
+            if fused
+            else compile_parts(network.layers)
+        ):
             # The largest first: the others find room in what it has let go of.
             for rows in reversed(_sizes(largest.rows)):
                 outputs, sequences = min(rows, largest.outputs), min(rows, largest.sequences)
@@ -145,6 +155,9 @@ class StepGraphs:
             entry for entry in self._graphs if entry[0].size.rows >= count and entry[0].size.outputs >= outputs
         )
         step.fill(batch, tables)
+        if self._stream is not None:
+            self._stream.rewind()
+            self._stream.replayed()
         graph.replay()
         return logits[:outputs], likeliest[:outputs]
 
@@ -153,13 +166,17 @@ class StepGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
+            for _ in range(1 if self._stream else _WARM_UPS):
                 self._network.run(batch, batch.tokens, batch.positions, batch.wanted)
         torch.cuda.current_stream().wait_stream(stream)
+        if self._stream is not None:
+            self._stream.rewind()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted).float()
             likeliest = logits.argmax(-1)
+            if self._stream is not None:
+                self._stream.end_recording()
         return graph, logits, likeliest
 
 

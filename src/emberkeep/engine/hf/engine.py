@@ -46,6 +46,7 @@ from emberkeep.types import AttentionTier, Json
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs
     from emberkeep.engine.hf.fused_layers import FusedLayer
+    from emberkeep.engine.hf.streaming import LayerStream
 from emberkeep.engine.hf.network import has_choice
 from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
@@ -98,8 +99,8 @@ class HfEngine:
         )
         self._check_against_reference()
         self._stream = model.stream
-        if self._network.device.type == "cuda" and self._stream is None:
-            self._graphs = _record_steps(self._network, self._memory, self.capabilities, learned)
+        if self._network.device.type == "cuda" and (self._stream is None or self._stream.can_record):
+            self._graphs = _record_steps(self._network, self._memory, self.capabilities, learned, self._stream)
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         layout = [str(learned.dtype), shapes]
         self._fingerprints = {
@@ -383,7 +384,7 @@ class HfEngine:
 
 
 def _record_steps(
-    network: Network, memory: KvMemory, able: Capabilities, learned: LearningStep
+    network: Network, memory: KvMemory, able: Capabilities, learned: LearningStep, stream: LayerStream | None
 ) -> StepGraphs | None:
     """Steps as they are replayed, where this model's can be recorded; else they run as they are, more slowly."""
     # Needs Triton, which comes with torch for CUDA only.
@@ -391,8 +392,8 @@ def _record_steps(
 
     largest = StepSize(able.batch, able.outputs, able.max_sequences, -(-able.context // BLOCK))
     try:
-        fused = _fuse_layers(network, memory, learned)
-        return StepGraphs(network, memory, largest, learned.group, fused)
+        fused = None if stream else _fuse_layers(network, memory, learned)
+        return StepGraphs(network, memory, largest, learned.group, fused, stream)
     except Exception as error:
         log.warning("steps are not recorded and will be slower: %s", str(error).splitlines()[0])
         return None

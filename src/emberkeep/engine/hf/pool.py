@@ -264,6 +264,19 @@ class KvMemory:
             else:
                 torch.index_select(tensor, 1, cells, out=target)
 
+    def read_ranges(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
+        """As `read_into`, of several ranges of one length: `[ranges, streams, tokens, heads, width]`."""
+        for given, target in zip(self.read(cells), rows, strict=True):
+            target.transpose(0, 1).copy_(given.unflatten(1, target.shape[:3:2]))
+
+    def write_ranges(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
+        """As `write`, of several ranges of one length: `[ranges, streams, tokens, heads, width]`."""
+        for tensor, given in zip(self._tensors, rows, strict=True):
+            if isinstance(cells, slice):
+                tensor[:, cells].unflatten(1, given.shape[:3:2]).copy_(given.transpose(0, 1))
+            else:
+                tensor.index_copy_(1, cells, given.transpose(0, 1).flatten(1, 2))
+
     def write(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
         for tensor, given in zip(self._tensors, rows, strict=True):
             if isinstance(cells, slice):

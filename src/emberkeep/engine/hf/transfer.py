@@ -37,7 +37,7 @@ Rows = list[torch.Tensor]
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
 
-_TOGETHER = 8
+_TOGETHER = 16
 """Payloads that are gathered, or put into place, between copies to the host or from it; of one length."""
 _CHUNK = 128
 """Tokens of the payloads that there are most of: their memory is prepared for fast copies."""
@@ -100,13 +100,16 @@ class Transfer:
         cells, left, groups = self._cells(place), iter(buffers), self._memory.groups
         for span in _alike(borders):
             tokens, targets = span[1] - span[0], [self._body(buffer) for buffer in islice(left, len(span) - 1)]
-            gathered = self._outgoing.take(len(targets), tokens) if self._gathers else targets
-            for start, data in zip(span, gathered, strict=False):
-                first = start - borders[0]
-                self._memory.read_into(_part(cells, first, first + tokens), rows_of(data, groups, tokens))
-            if self._gathers:
-                for target, data in zip(targets, gathered, strict=True):
-                    target.copy_(data, non_blocking=True)
+            here = _part(cells, span[0] - borders[0], span[-1] - borders[0])
+            if not self._gathers:
+                for index, target in enumerate(targets):
+                    piece = _part(here, index * tokens, (index + 1) * tokens)
+                    self._memory.read_into(piece, rows_of(target, groups, tokens))
+                continue
+            gathered = self._outgoing.take(len(targets), tokens)
+            self._memory.read_ranges(here, rows_of(gathered, groups, tokens))
+            for target, data in zip(targets, gathered, strict=True):
+                target.copy_(data, non_blocking=True)
 
     def _body(self, buffer: Bytes) -> torch.Tensor:
         return torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype)
@@ -145,22 +148,28 @@ class Transfer:
         cells, left = self._cells(place), iter(payloads)
         for span in _alike(borders):
             given = list(islice(left, len(span) - 1))
-            for (begin, until), rows in zip(pairwise(span), self._all_rows(given, span), strict=True):
+            if not self._gathers or any(is_packed(payload) for payload in given):
+                rows = [self.rows(payload, begin) for payload, begin in zip(given, span, strict=False)]
+            else:
+                staged, tokens = self._stage(given, span[1] - span[0]), span[1] - span[0]
+                if start <= span[0] and span[-1] <= end:
+                    # At once: telling the device about each of them takes as long as it takes to copy it.
+                    here = _part(cells, span[0] - start, span[-1] - start)
+                    self._memory.write_ranges(here, rows_of(staged, self._memory.groups, tokens))
+                    continue
+                rows = [rows_of(there, self._memory.groups, tokens) for there in staged]
+            for (begin, until), parts in zip(pairwise(span), rows, strict=True):
                 first, last = max(start, begin), min(end, until)
                 if first < last:
-                    wanted = [part[:, first - begin : last - begin] for part in rows]
+                    wanted = [part[:, first - begin : last - begin] for part in parts]
                     self._memory.write(_part(cells, first - start, last - start), wanted)
 
-    def _all_rows(self, payloads: Sequence[Payload], borders: Sequence[int]) -> Iterator[Rows]:
-        """The rows of each of payloads of one length, on the device."""
-        if not self._gathers or any(is_packed(payload) for payload in payloads):
-            yield from (self.rows(payload, start) for payload, start in zip(payloads, borders, strict=False))
-            return
-        tokens = borders[1] - borders[0]
+    def _stage(self, payloads: Sequence[Payload], tokens: int) -> torch.Tensor:
+        """What payloads of one length hold, on the device."""
         staged = self._incoming.take(len(payloads), tokens)
         for there, payload in zip(staged, payloads, strict=True):
             there.copy_(as_tensor(payload, self._memory.dtype, HEAD.size), non_blocking=True)
-        yield from (rows_of(there, self._memory.groups, tokens) for there in staged)
+        return staged
 
     def rows(self, payload: Payload, start: int) -> list[torch.Tensor]:
         """The rows of a payload that begins at `start`, one tensor per group, on the device. Raises EngineError.
