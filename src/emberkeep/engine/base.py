@@ -247,6 +247,10 @@ class Engine(Protocol):
         have this engine's shape.
         """
 
+    def is_loading(self, sequence: int) -> bool:
+        """Whether state that was imported is still on its way to the device: a step with this sequence waits for
+        it, and others do not."""
+
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         """Let `sequence`, whose ranges end at `position` (if its state has any), go on from there.
 

@@ -265,6 +265,9 @@ class FakeEngine:
             raise EngineError("A stored KV payload holds other positions than its chunk.")
         return table
 
+    def is_loading(self, sequence: int) -> bool:
+        return False
+
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         state = self._state(sequence)
         if not self._unit.has_snapshots or len(payload) != _SNAPSHOT.size:

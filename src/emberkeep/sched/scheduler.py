@@ -340,13 +340,20 @@ class Scheduler:
 
     def _schedule(self) -> list[Planned]:
         try:
-            return self._planner.plan(self._slots.active)
+            return self._planner.plan(self._loaded())
         except Exception:
             log.exception("a step could not be planned")
         for sequence in self._slots.active:
             with self._only(sequence):
                 self._planner.plan([sequence])
         return self._planner.plan(self._slots.active)
+
+    def _loaded(self) -> list[Sequence]:
+        """Those whose state is in the engine, if any of them can go on: one whose state is still on its way there
+        would hold up the others."""
+        active = self._slots.active
+        loaded = [s for s in active if not self._engine.is_loading(s.slot)]
+        return loaded if any(s.is_runnable for s in loaded) else active
 
     def _flush(self) -> None:
         """Wake the readers of new output. It is tried twice before a failure ends the scheduler."""

@@ -194,6 +194,11 @@ class HfEngine:
             self._loading[sequence] = self._transfer.load(table, start, end, payloads, borders)
         return Outcome.DONE
 
+    def is_loading(self, sequence: int) -> bool:
+        mark = self._loading.get(sequence)
+        with translate_errors():
+            return mark is not None and not mark.has_passed
+
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         raise EngineError("This model's state has nothing that could be restored from a snapshot.")
 

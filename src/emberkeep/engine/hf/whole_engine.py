@@ -134,6 +134,9 @@ class HfWholeEngine:
         self._states[sequence] = _WholeState(None, end)
         return Outcome.DONE
 
+    def is_loading(self, sequence: int) -> bool:
+        return False
+
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         state = self._states.get(sequence)
         if state and (state.cache is not None or state.end != position):

@@ -362,6 +362,9 @@ class LlamaEngine:
         llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
         return has_room
 
+    def is_loading(self, sequence: int) -> bool:
+        return False
+
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         layout, held = self._snapshot_layout(), self._cells[sequence]
         if held.end != position and (self._unit.has_ranges or held.end):
