@@ -129,7 +129,9 @@ class SometimesRight:
 
 
 def _drafted(plan: Workload) -> Row:
-    plain, drafted, per_step, shares = [], [], [], []
+    plain: list[float] = []
+    drafted: list[float] = []
+    per_step, shares = [], []
     with _pair(plan) as loop:
         # The first one is not counted: what is worth drafting is learnt in it.
         answers(loop, plan.streamed_tokens, [_prompt(9)], speculation=True)
@@ -174,7 +176,7 @@ def _pair(plan: Workload) -> Iterator[Scheduler]:
         stores[0],
         SchedulerSettings(parallel=2, prefill_slice=_SLICE, draft_max=24),
         thread=thread,
-        draft=LoadedDraft("small", SometimesRight(draft, plan.draft_right), stores[1]),  # type: ignore[arg-type]
+        draft=LoadedDraft("small", SometimesRight(draft, plan.draft_right), stores[1]),
     )
     try:
         yield loop
