@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Outcome, Rows
-from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model
+from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model, open_engine
 from emberkeep.engine.hf.checkpoint import Checkpoint
 from emberkeep.engine.hf.device import is_unified
 from emberkeep.engine.hf.residency import LayerBytes, plan_host, plan_residency
@@ -159,6 +159,19 @@ def test_what_passes_is_told(folder, opened):
     assert told["copied_bytes"] - before["copied_bytes"] == told["passing_bytes"]
     assert told["missed_units"] == before["missed_units"]  # each was on its way when it was wanted
     assert "streaming" not in opened(folder).stats()
+
+
+def test_weights_of_a_model_whose_state_is_whole_pass_too(tmp_path):
+    folder = tiny_hf.write(tmp_path / "mamba", "mamba")
+    settings, tokens = HfSettings(context=512, cells=1024, sequences=4, batch=64), []
+    for placing in (None, Placing(Residency.STREAM)):
+        model = load_model(HfSource(folder), device=DEVICE, dtype="float32", attention="eager", placing=placing)
+        engine = open_engine(model, settings, "digest")
+        engine.evaluate([Rows(0, 0, TOKENS[:20], outputs=1)])
+        tokens.append(int(engine.logits(0).argmax()))
+        assert ("streaming" in engine.stats()) is (placing is not None)
+        engine.close()
+    assert tokens[0] == tokens[1]
 
 
 def test_a_step_that_fails_in_the_middle_does_not_spoil_the_next(folder, opened):

@@ -164,6 +164,13 @@ class LayerStream:
         if self._file is not None:
             self._file.start()
         self._start_from(0)
+        log.info(
+            "%.1f GB of weights stay on %s, %.1f GB pass through it in every step; %.1f GB of them wait on disk",
+            self.plan.resident_bytes / 1e9,
+            self._device,
+            self.plan.passing_bytes / 1e9,
+            self.host.disk_bytes / 1e9,
+        )
 
     def stats(self) -> dict[str, Json]:
         """May be asked by any thread."""
@@ -289,8 +296,10 @@ class LayerStream:
             except EngineError:
                 self._where.clear()  # the next step begins anew
                 raise
-            self._copy(buffer.memory[: unit.size], number)
-            self._file.give_back(buffer, self._slots[number].copied)
+            try:
+                self._copy(buffer.memory[: unit.size], number)
+            finally:
+                self._file.give_back(buffer, self._slots[number].copied)
         self._where[index] = number
         self.copied_bytes += unit.size
 

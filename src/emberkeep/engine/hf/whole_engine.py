@@ -68,6 +68,7 @@ class HfWholeEngine:
         """Raises EngineError for a model that gives no cache that could be kept."""
         self._model = model.network
         self._device = model.network.device
+        self._stream = model.stream
         self.vocab = model.vocab
         parameters = inspect.signature(self._model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
@@ -173,10 +174,13 @@ class HfWholeEngine:
         return peak_bytes(self._device)
 
     def stats(self) -> dict[str, Json]:
-        return {"sequences": len(self._states)}
+        streaming: dict[str, Json] = {"streaming": self._stream.stats()} if self._stream else {}
+        return {"sequences": len(self._states), **streaming}
 
     def close(self) -> None:
         self._states.clear()
+        if self._stream is not None:
+            self._stream.close()
         self._model = None
 
     def _end(self, sequence: int) -> int:
