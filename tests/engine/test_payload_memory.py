@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from threading import get_ident
 
 import numpy as np
 
-from emberkeep.engine.payload_memory import PayloadMemory, slab_count
+from emberkeep.config import total_ram
+from emberkeep.engine.payload_memory import SLAB, PayloadMemory
+from helpers.waiting import eventually
 
 
 def address(piece: np.ndarray) -> int:
@@ -36,5 +39,32 @@ def test_other_sizes_get_memory_of_their_own():
     assert len(memory.take(5000)) == 5000
 
 
+def test_a_thread_keeps_pieces_ready_until_it_is_closed():
+    memory, made, begun = PayloadMemory(SLAB // 2), [], []
+
+    def make(size: int) -> np.ndarray:
+        made.append(size)
+        return np.empty(size, np.uint8)  # not touched, so it takes no memory
+
+    memory.start(make, begin=lambda: begun.append(get_ident()))
+    assert begun and begun[0] != get_ident()
+    assert eventually(lambda: len(memory._free) * memory.size >= memory._ahead or not memory._ahead)
+    before = len(made)
+    held = [memory.take(SLAB // 2) for _ in range(2 * before)]
+    if before:
+        assert eventually(lambda: len(made) > before)
+    memory.close()
+    held.clear()
+
+
+def test_memory_that_cannot_be_had_is_done_without():
+    def make(size: int) -> np.ndarray:
+        raise MemoryError
+
+    memory = PayloadMemory(1000)
+    memory.start(make)
+    assert len(memory.take(1000)) == 1000
+
+
 def test_only_a_part_of_ram_is_prepared():
-    assert 0 <= slab_count() <= 16
+    assert PayloadMemory(1000)._ahead <= total_ram() // 16

@@ -1,30 +1,33 @@
-"""RAM for payloads of one size: prepared ahead, and used again when a payload is gone.
+"""RAM for payloads of one size: prepared ahead by a thread, and used again when a payload is gone.
 
 Memory that nobody has touched yet takes several times as long to write to as to copy to; memory that a device can
-copy to at full speed takes a third of a second per gigabyte to prepare.
+copy to at full speed has to be pinned before, which takes a third of a second per gigabyte.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
+from collections.abc import Callable
+from threading import Event, Thread
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.config import total_ram
 
+log = logging.getLogger("emberkeep.engine")
+
 Bytes = npt.NDArray[np.uint8]
 
 SLAB = 256 << 20
 """Bytes that are prepared at once."""
-_MOST = 4 << 30
+_AHEAD, _PART_AHEAD = 1 << 30, 16
+"""Bytes that are kept ready, and no more than one part of RAM of so many."""
+_MOST_PART = 4
+"""What is prepared in all is at most one part of RAM of so many: as much as payloads may take by default."""
 _ALIGNED = 64
-
-
-def slab_count() -> int:
-    """How many of them are prepared: up to 4 GiB, and no more than a sixteenth of RAM."""
-    return min(_MOST, total_ram() // 16) // SLAB
 
 
 class PayloadMemory:
@@ -33,6 +36,18 @@ class PayloadMemory:
     def __init__(self, size: int) -> None:
         self.size = size
         self._free: deque[Bytes] = deque()  # also filled by finalizers, which run on any thread
+        self._ahead = min(_AHEAD, total_ram() // _PART_AHEAD)
+        self._is_low, self._is_closed = Event(), False
+
+    def start(self, make: Callable[[int], Bytes], begin: Callable[[], None] = lambda: None) -> None:
+        """From now on a thread keeps pieces ready, in memory that it lets `make`. `begin` is what it does first,
+        and has done when this returns."""
+        if self.size <= SLAB:
+            has_begun = Event()
+            self._is_low.set()
+            arguments = (make, begin, has_begun)
+            Thread(target=self._prepare, args=arguments, name="emberkeep-payloads", daemon=True).start()
+            has_begun.wait()
 
     def add(self, slab: Bytes) -> None:
         stride = self.size + -self.size % _ALIGNED
@@ -44,8 +59,32 @@ class PayloadMemory:
             memory = self._free.popleft() if size == self.size else None
         except IndexError:
             memory = None
+        if len(self._free) * self.size < self._ahead:
+            self._is_low.set()
         if memory is None:
             return np.empty(size, np.uint8)
         piece = memory[:]
         weakref.finalize(piece, self._free.append, memory)
         return piece
+
+    def close(self) -> None:
+        """Nothing more is prepared. What was taken stays."""
+        self._is_closed = True
+        self._is_low.set()
+
+    def _prepare(self, make: Callable[[int], Bytes], begin: Callable[[], None], has_begun: Event) -> None:
+        begin()
+        has_begun.set()
+        left = total_ram() // _MOST_PART // SLAB
+        while left:
+            self._is_low.wait()
+            self._is_low.clear()
+            while left and not self._is_closed and len(self._free) * self.size < self._ahead:
+                try:
+                    self.add(make(SLAB))
+                except (MemoryError, OSError, RuntimeError) as error:
+                    log.info("no more memory is prepared for stored state: %s", error)
+                    return
+                left -= 1
+            if self._is_closed:
+                return

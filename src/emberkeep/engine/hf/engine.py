@@ -109,6 +109,7 @@ class HfEngine:
         }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)
         self._step_table = measure_steps(self)
+        self._transfer.prepare()
 
     # ── evaluating ──
 

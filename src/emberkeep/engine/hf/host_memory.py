@@ -1,4 +1,4 @@
-"""RAM that weights wait in, so that a GPU can fetch them by itself."""
+"""RAM that a GPU can fetch from and bring to by itself: weights wait in it, and stored state."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class HostMemory:
             pages.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         if self.is_pinned:
+            memory.zero_()  # the device is held up while pages are pinned, so they are brought in before
             try:
                 _pin(memory)
             except RuntimeError as error:
-                log.warning("weights lie in memory that is not pinned, so copies are slower: %s", error)
+                log.warning("memory could not be pinned, so copies from RAM are slower: %s", error)
                 self.is_pinned = False
         return memory
 

@@ -24,10 +24,11 @@ import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Payload
+from emberkeep.engine.hf.host_memory import HostMemory
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, Cells, KvMemory, StreamGroup
 from emberkeep.engine.hf.side_stream import Mark, SideStream
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
-from emberkeep.engine.payload_memory import SLAB, PayloadMemory, slab_count
+from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
@@ -65,8 +66,6 @@ class Transfer:
         """Whether payloads are put together on the device: elsewhere that is only one copy more."""
         self._packing = Packing(memory)
         self._payloads = PayloadMemory(self._size(_CHUNK))
-        if memory.device.type == "cuda":
-            _prepare(self._payloads)
         self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
         # Each is used by one stream only, in order.
         self._outgoing, self._incoming = _Staging(memory), _Staging(memory)
@@ -75,6 +74,13 @@ class Transfer:
     @property
     def packs(self) -> frozenset[int]:
         return frozenset({16, *self._packing.bits})
+
+    def prepare(self) -> None:
+        """Begin to make memory ready that payloads are copied to and from at full speed: not before steps are
+        recorded, which that would disturb."""
+        if self._memory.device.type == "cuda":
+            host = HostMemory(is_pinned=True)
+            self._payloads.start(lambda size: host.allocate(size).numpy())
 
     def export(self, table: BlockTable, borders: Sequence[int], bits: int) -> tuple[list[Payload], Mark]:
         """The ranges between `borders`, and when their bytes are there."""
@@ -195,6 +201,7 @@ class Transfer:
 
     def close(self) -> None:
         """Blocks until nothing moves any more."""
+        self._payloads.close()
         self._stores.close()
         self._loads.close()
 
@@ -233,13 +240,6 @@ class _Staging:
 
 def _part(cells: slice | torch.Tensor, start: int, end: int) -> slice | torch.Tensor:
     return slice(cells.start + start, cells.start + end) if isinstance(cells, slice) else cells[start:end]
-
-
-def _prepare(memory: PayloadMemory) -> None:
-    """Pinned: made once, since making it holds up everything else on the device."""
-    for _ in range(slab_count()):
-        # In slabs of a power of two: torch would round every single piece up to one.
-        memory.add(torch.empty(SLAB, dtype=torch.uint8, pin_memory=True).numpy())
 
 
 class Packing:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
-from threading import Event, Thread, get_native_id
+from threading import get_native_id
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,11 +31,11 @@ from emberkeep.engine.llamacpp.context import own_cores
 from emberkeep.engine.llamacpp.kv_packing import pack_range
 from emberkeep.engine.llamacpp.kv_state import Bytes, Layout
 from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.engine.payload_memory import SLAB, PayloadMemory, slab_count
+from emberkeep.engine.payload_memory import PayloadMemory
 
 T = TypeVar("T")
 
-_STAGE = 64 << 20
+_STAGE = 128 << 20
 """Bytes that are on their way at once: a copy of a layer's rows is then large enough for the full speed."""
 _STAGES = 4
 _MOST_THREADS = 16
@@ -86,7 +86,6 @@ class Staging:
     def __init__(self, device: Handle | None, chunk_bytes: int, stage_bytes: int = _STAGE) -> None:
         self._stage_bytes = stage_bytes
         self._payloads = PayloadMemory(chunk_bytes)
-        self._is_closed = Event()
         self._pinned = [PinnedBuffer(device, stage_bytes) for _ in range(_STAGES)] if device else []
         memory = [each.memory for each in self._pinned]
         memory = memory or [np.empty(stage_bytes, np.uint8) for _ in range(_STAGES)]
@@ -97,10 +96,7 @@ class Staging:
             min(os.cpu_count() or 1, _MOST_THREADS), "emberkeep-staging", initializer=run_anywhere
         )
         if device:
-            is_apart = Event()
-            prepare = partial(self._prepare, run_anywhere, is_apart)
-            Thread(target=prepare, name="emberkeep-payloads", daemon=True).start()
-            is_apart.wait()
+            self._payloads.start(_touched, begin=run_anywhere)
 
     def export(
         self, layout: Layout, borders: Sequence[int], read: Callable[[int, int, Bytes], Bytes], bits: int = 16
@@ -137,21 +133,11 @@ class Staging:
 
     def close(self) -> None:
         """What is still cut out is cut out first."""
-        self._is_closed.set()
+        self._payloads.close()
         self._threads.shutdown()
         self._stages = cycle(())
         for pinned in self._pinned:
             pinned.close()
-
-    def _prepare(self, run_anywhere: Callable[[], None], is_apart: Event) -> None:
-        run_anywhere()
-        is_apart.set()
-        for _ in range(slab_count()):
-            if self._is_closed.is_set():
-                return
-            slab = np.empty(SLAB, np.uint8)
-            slab.fill(0)
-            self._payloads.add(slab)
 
     def _spans(self, layout: Layout, borders: Sequence[int]) -> Iterator[Sequence[int]]:
         """Neighbouring ranges whose state together fits a stage, and at least one."""
@@ -211,6 +197,12 @@ def _results(tasks: Sequence[Future[T]]) -> list[T]:
 
 def _pack(layout: Layout, cut: Callable[[], Payload], cells: int, bits: int) -> Payload:
     return pack_range(layout, cut(), cells, bits)
+
+
+def _touched(size: int) -> Bytes:
+    memory = np.empty(size, np.uint8)
+    memory.fill(0)
+    return memory
 
 
 def _any_core() -> Callable[[], None]:
