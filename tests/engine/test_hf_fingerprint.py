@@ -93,7 +93,8 @@ def test_a_gpu_is_known_by_its_name_and_capability(hf_model, monkeypatch):
 def test_recorded_steps_have_a_fingerprint_of_their_own(hf_model):
     model = hf_model("llama")
     plainly = fingerprint(model, [], "digest", AttentionTier.OWN)
-    assert plainly != fingerprint(model, [], "digest", AttentionTier.OWN, is_recorded=True)
+    fused = fingerprint(model, [], "digest", AttentionTier.OWN, layers="fused")
+    assert len({plainly, fused, fingerprint(model, [], "digest", AttentionTier.OWN, layers="plain")}) == 3
 
 
 def test_the_ways_of_a_model_of_its_own_to_compute_attention_are_known(hf_model):

@@ -130,6 +130,8 @@ class StepGraphs:
         compiles and records. Raises what torch raises where it cannot."""
         self._network = network
         self._stream = stream
+        self.layers = "plain" if stream else "fused" if fused else "compiled"
+        """What computes them."""
         self._graphs: list[tuple[StepBatch, torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = []
         pool = None
         with (

@@ -104,7 +104,7 @@ class HfEngine:
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         layout = [str(learned.dtype), shapes]
         self._fingerprints = {
-            tier: fingerprint(model, layout, weights_digest, tier, is_recorded=self._graphs is not None)
+            tier: fingerprint(model, layout, weights_digest, tier, layers=self._graphs and self._graphs.layers)
             for tier in self.attention.available
         }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)

@@ -10,20 +10,25 @@ import torch
 import transformers
 
 from emberkeep.config import cpu_facts
+from emberkeep.engine.hf.int4 import int4_count
 from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.types import Json
 
 _VERSION = 1
-_RECORDED = 2
-"""Of the kernels that steps are recorded with."""
 """Of the payloads: raise it when their bytes change."""
+_RECORDED = 3
+"""Of the kernels that steps are recorded with."""
+_INT4 = 1
+"""Of those for weights in four bits."""
 
 
 def fingerprint(
-    model: HfModel, layout: Json, weights_digest: str, attention: str, *, is_recorded: bool = False
+    model: HfModel, layout: Json, weights_digest: str, attention: str, *, layers: str | None = None
 ) -> bytes:
-    """`attention`: which code computes it. `is_recorded`: with fused kernels."""
+    """`attention`: which code computes it. `layers`: which code computes recorded steps; None: none are
+    recorded."""
     config = model.network.config.get_text_config()
+    has_int4 = model.network.device.type == "cuda" and int4_count(model.network) > 0
     fields = {
         "engine": "hf",
         "version": _VERSION,
@@ -37,8 +42,10 @@ def fingerprint(
         "device": _device(model.network.device),
         "switches": _switches(),
         "attention": attention,
-        "recorded": _RECORDED if is_recorded else False,
+        "recorded": [_RECORDED, layers] if layers else False,
     }
+    if has_int4:
+        fields["int4"] = _INT4
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).digest()
 
 
