@@ -78,8 +78,9 @@ def test_tf32_has_a_fingerprint_of_its_own(hf_model):
 
 def test_a_gpu_is_known_by_its_name_and_capability(hf_model, monkeypatch):
     model = hf_model("llama")
-    config, dtype = model.network.config, model.network.dtype
-    there = replace(model, network=SimpleNamespace(config=config, dtype=dtype, device=torch.device("cuda:0")))
+    config, dtype, modules = model.network.config, model.network.dtype, model.network.modules
+    network = SimpleNamespace(config=config, dtype=dtype, modules=modules, device=torch.device("cuda:0"))
+    there = replace(model, network=network)
 
     def on(name: str, capability: tuple[int, int]) -> bytes:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
