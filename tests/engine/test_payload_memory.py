@@ -17,13 +17,14 @@ def address(piece: np.ndarray) -> int:
 
 
 def test_pieces_of_a_slab_are_used_again_once_nobody_holds_them():
-    memory, slab = PayloadMemory(1000), np.zeros(4000, np.uint8)
+    memory = PayloadMemory(1000)
+    slab = np.zeros(4 * memory.size - 1, np.uint8)
     memory.add(slab)
     pieces = [memory.take(1000) for _ in range(4)]
     inside = [p for p in pieces if address(slab) <= address(p) < address(slab) + len(slab)]
-    assert len(inside) == 3  # each begins where memory is aligned, so a fourth does not fit
+    assert len(inside) == 3
     assert len({address(p) for p in pieces}) == 4
-    held, view = address(pieces[0]), memoryview(pieces[0])
+    held, view = address(pieces[0]), memoryview(pieces[0])[10:20]
     del pieces, inside
     gc.collect()
     assert held not in {address(p) for p in [memory.take(1000) for _ in range(2)]}  # a view of it is left
@@ -32,11 +33,28 @@ def test_pieces_of_a_slab_are_used_again_once_nobody_holds_them():
     assert held in {address(p) for p in [memory.take(1000) for _ in range(3)]}
 
 
+def test_a_file_has_room_for_its_head():
+    memory = PayloadMemory(1000)
+    memory.add(np.zeros(2 * memory.size, np.uint8))
+    whole = memory.take_whole(1000 + 4096)
+    assert whole is not None and len(whole) == memory.size >= 1000 + 8192 and len(whole) % 4096 == 0
+    view, place = memoryview(whole)[:1500], address(whole)
+    del whole
+    gc.collect()
+    other = memory.take_whole(1000)
+    assert other is not None and address(other) != place
+    assert memory.take_whole(1000) is None
+    del view
+    gc.collect()
+    assert memory.take_whole(1000) is not None
+
+
 def test_other_sizes_get_memory_of_their_own():
     memory = PayloadMemory(1000)
-    memory.add(np.zeros(4096, np.uint8))
+    memory.add(np.zeros(2 * memory.size, np.uint8))
     assert len(memory.take(999)) == 999
-    assert len(memory.take(5000)) == 5000
+    assert len(memory.take(50_000)) == 50_000
+    assert memory.take_whole(999) is memory.take_whole(50_000) is None
 
 
 def test_a_thread_keeps_pieces_ready_until_it_is_closed():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,21 @@ def test_prepared_memory_is_given_away_once(tmp_path):
     first, second, third = (contents(path, buffers) for _ in range(3))
     first[:3] = b"abc"
     assert bytes(second) == bytes(third) == path.read_bytes()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_file_goes_into_memory_that_is_better_for_it(any_file, drop):
+    size, given = any_file.stat().st_size, []
+
+    def allocate(wanted: int) -> memoryview | None:
+        given.append(memoryview(mmap.mmap(-1, (wanted // 4096 + 2) * 4096)))
+        return given[-1]
+
+    buffers = Buffers()
+    buffers.allocate = allocate
+    assert contents(any_file, buffers, drop=drop) == any_file.read_bytes()
+    assert len(given) == (size >= MIB)
+    assert all(memory[:size] == any_file.read_bytes() for memory in given)
 
 
 def test_prepared_memory_that_is_too_small_is_not_used(tmp_path):

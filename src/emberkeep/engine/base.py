@@ -247,6 +247,10 @@ class Engine(Protocol):
         have this engine's shape.
         """
 
+    def payload_buffer(self, size: int) -> memoryview | None:
+        """At least `size` bytes, of whole pages, that a payload may be read into: it goes to the device from there
+        at full speed. None: any memory will do. Any thread; never raises."""
+
     def is_loading(self, sequence: int) -> bool:
         """Whether state that was imported is still on its way to the device: a step with this sequence waits for
         it, and others do not."""

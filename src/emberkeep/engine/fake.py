@@ -265,6 +265,9 @@ class FakeEngine:
             raise EngineError("A stored KV payload holds other positions than its chunk.")
         return table
 
+    def payload_buffer(self, size: int) -> memoryview | None:
+        return None
+
     def is_loading(self, sequence: int) -> bool:
         return False
 

@@ -1,4 +1,4 @@
-"""RAM for payloads of one size: prepared ahead by a thread, and used again when a payload is gone.
+"""RAM for payloads of about one size: prepared ahead by a thread, and used again when a payload is gone.
 
 Memory that nobody has touched yet takes several times as long to write to as to copy to; memory that a device can
 copy to at full speed has to be pinned before, which takes a third of a second per gigabyte.
@@ -27,14 +27,18 @@ _AHEAD, _PART_AHEAD = 1 << 30, 16
 """Bytes that are kept ready, and no more than one part of RAM of so many."""
 _MOST_PART = 4
 """What is prepared in all is at most one part of RAM of so many: as much as payloads may take by default."""
-_ALIGNED = 64
+_PAGE = 4096
+_HEAD = 2 * _PAGE
+"""Bytes that a payload may be longer by: its file has a head."""
 
 
 class PayloadMemory:
-    """Pieces may be taken and let go of by any thread."""
+    """Pieces may be taken and let go of by any thread. They are whole pages, if the memory begins with one."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        """`size`: of most payloads."""
+        self._payload = size
+        self.size = -(-(size + _HEAD) // _PAGE) * _PAGE
         self._free: deque[Bytes] = deque()  # also filled by finalizers, which run on any thread
         self._ahead = min(_AHEAD, total_ram() // _PART_AHEAD)
         self._is_low, self._is_closed = Event(), False
@@ -50,20 +54,28 @@ class PayloadMemory:
             has_begun.wait()
 
     def add(self, slab: Bytes) -> None:
-        stride = self.size + -self.size % _ALIGNED
-        self._free.extend(slab[i : i + self.size] for i in range(0, len(slab) - self.size + 1, stride))
+        self._free.extend(slab[i : i + self.size] for i in range(0, len(slab) - self.size + 1, self.size))
 
     def take(self, size: int) -> Bytes:
-        """A prepared piece, if it is of that size and there is one; else new memory."""
+        """So many bytes: of a prepared piece, if there is one for it; else new memory. Hold the array itself, or a
+        memoryview of it: an array that is cut out of it does not hold the piece."""
+        piece = self._take(size, size)
+        return np.empty(size, np.uint8) if piece is None else piece
+
+    def take_whole(self, size: int) -> Bytes | None:
+        """As `take`, with everything behind it that belongs to the piece; None if there is none."""
+        return self._take(size, self.size)
+
+    def _take(self, size: int, length: int) -> Bytes | None:
         try:
-            memory = self._free.popleft() if size == self.size else None
+            memory = self._free.popleft() if self._payload <= size <= self.size else None
         except IndexError:
             memory = None
         if len(self._free) * self.size < self._ahead:
             self._is_low.set()
         if memory is None:
-            return np.empty(size, np.uint8)
-        piece = memory[:]
+            return None
+        piece = memory[:length]
         weakref.finalize(piece, self._free.append, memory)
         return piece
 

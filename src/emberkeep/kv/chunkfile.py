@@ -29,7 +29,7 @@ import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,9 +302,13 @@ class EndsEarly(Exception):
 
 
 class Buffers:
-    """Page-aligned memory, touched in advance. Safe to use from any thread."""
+    """Page-aligned memory, touched in advance. Safe to use from any thread.
+
+    `allocate` gives memory that is better than any other for so many bytes, in whole pages, or None.
+    """
 
     def __init__(self) -> None:
+        self.allocate: Callable[[int], memoryview | None] = lambda size: None
         self._ready: deque[memoryview] = deque()
         self._bounce: deque[memoryview] = deque()
         self._lock = threading.Lock()
@@ -354,6 +358,11 @@ def read_file(descriptor: int, size: int, buffers: Buffers) -> memoryview:
         small = memoryview(np.empty(size, np.uint8))
         _read_rest(descriptor, small, 0)
         return small
+    given = buffers.allocate(size)
+    if given is not None:
+        if _is_cached(descriptor, given, size) or not _read_directly(descriptor, given, size):
+            _read_rest(descriptor, given[:size], 0)
+        return given[:size]
     buffer = buffers.take(size)[:size]
     with buffers.bounce_buffer(size) as bounce:
         if _is_cached(descriptor, bounce, size) or not _read_directly(descriptor, bounce, size):

@@ -99,6 +99,11 @@ class KvStore:
                 raise
         self.catalogue = Catalogue(self.transact, self._remove_files, self._forget)
 
+    def read_into(self, allocate: Callable[[int], memoryview | None]) -> None:
+        """From now on payloads are read from disk into memory that `allocate` gives, where it gives any."""
+        if self._disk is not None:
+            self._disk.files.buffers.allocate = allocate
+
     def _open(
         self, files: ChunkFiles, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]
     ) -> DiskTier:

@@ -184,6 +184,7 @@ def assemble(
     share = _share_of_draft(engine, draft.engine) if draft else 0.0
     parts = parts or OwnParts(config)
     store = parts.store(engine.fingerprint, {"model": card.id}, 1 - share)
+    store.read_into(engine.payload_buffer)
     loaded = None
     if draft is not None:
         its_store = parts.store(draft.engine.fingerprint, {"model": draft.name}, share)

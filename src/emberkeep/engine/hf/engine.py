@@ -103,8 +103,9 @@ class HfEngine:
             self._graphs = _record_steps(self._network, self._memory, self.capabilities, learned, self._stream)
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         layout = [str(learned.dtype), shapes]
+        computed = self._graphs.layers if self._graphs else None
         self._fingerprints = {
-            tier: fingerprint(model, layout, weights_digest, tier, layers=self._graphs and self._graphs.layers)
+            tier: fingerprint(model, layout, weights_digest, tier, layers=computed)
             for tier in self.attention.available
         }
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)
@@ -194,6 +195,10 @@ class HfEngine:
                 return Outcome.NO_ROOM
             self._loading[sequence] = self._transfer.load(table, start, end, payloads, borders)
         return Outcome.DONE
+
+    def payload_buffer(self, size: int) -> memoryview | None:
+        transfer = self._transfer  # the engine may be closed meanwhile
+        return transfer.payload_buffer(size) if transfer is not None else None
 
     def is_loading(self, sequence: int) -> bool:
         mark = self._loading.get(sequence)

@@ -100,12 +100,15 @@ _KERNEL_GROUPS = (32, 64, 128, 256)
 
 def has_kernels(device: torch.device, group: int) -> bool:
     """Whether products with such weights have kernels of their own; else they are made whole for every product."""
-    return device.type == "cuda" and group in _KERNEL_GROUPS and _has_triton()
+    return group in _KERNEL_GROUPS and _runs_kernels(device)
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _runs_kernels(device: torch.device) -> bool:
+    """Before Ampere, devices multiply no bfloat16."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def from_awq(

@@ -82,6 +82,11 @@ class Transfer:
             host = HostMemory(is_pinned=True)
             self._payloads.start(lambda size: host.allocate(size).numpy())
 
+    def payload_buffer(self, size: int) -> memoryview | None:
+        """See `Engine`."""
+        piece = self._payloads.take_whole(size)
+        return None if piece is None else memoryview(piece)
+
     def export(self, table: BlockTable, borders: Sequence[int], bits: int) -> tuple[list[Payload], Mark]:
         """The ranges between `borders`, and when their bytes are there."""
         if bits != 16:

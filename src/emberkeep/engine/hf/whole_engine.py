@@ -135,6 +135,9 @@ class HfWholeEngine:
         self._states[sequence] = _WholeState(None, end)
         return Outcome.DONE
 
+    def payload_buffer(self, size: int) -> memoryview | None:
+        return None
+
     def is_loading(self, sequence: int) -> bool:
         return False
 

@@ -362,6 +362,9 @@ class LlamaEngine:
         llama().llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
         return has_room
 
+    def payload_buffer(self, size: int) -> memoryview | None:
+        return None
+
     def is_loading(self, sequence: int) -> bool:
         return False
 
