@@ -51,9 +51,9 @@ def decode(engine: HfEngine, sequences: list[int], at: int, tokens: np.ndarray =
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
-    engine = opened(family)
-    if family in MIXTURES and engine._graphs is None:
-        pytest.skip("transformers chooses experts in a way that cannot be recorded")
+    # Products of several experts at once are there in half precision only.
+    is_mixture = family in MIXTURES
+    engine = opened(family, "bfloat16" if is_mixture else "float32")
     assert engine.attention.tier is AttentionTier.OWN
     assert engine._graphs is not None
     for count in (1, 3, 4):
@@ -67,7 +67,10 @@ def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
         engine.attention.switch(AttentionTier.OWN)
         for sequence in range(count):
             engine.trim(sequence, 0)
-        np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
+        if is_mixture:
+            assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(recorded, plain, strict=True)) > 0.99
+        else:
+            np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
 
 
 def test_recorded_steps_follow_sequences_of_different_lengths(opened):

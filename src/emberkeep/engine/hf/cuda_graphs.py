@@ -208,8 +208,12 @@ def use_fused(layers: Sequence[torch.nn.Module], fused: Sequence[FusedLayer]) ->
 
 @contextmanager
 def compile_parts(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within it, norms, feed-forward parts and rotations of these layers run compiled."""
+    """Within it, norms, feed-forward parts and rotations of these layers run compiled.
+
+    Mixtures do not: compiled, transformers would ask the device how many tokens each expert has.
+    """
     parts = [part for layer in layers for part in layer.children() if not hasattr(part, "layer_idx")]
+    parts = [part for part in parts if not hasattr(part, "experts")]
     homes = {sys.modules[type(part).__module__] for layer in layers for part in layer.children()}
     replaced: list[tuple[Any, str, Any]] = []
     try:
