@@ -286,11 +286,11 @@ def test_its_state_is_found_again_after_a_restart(tmp_path, plain):
         answer = rig.run(prompt, max_new=30, sampling=ENDLESS).answer
     draft = SmallEngine()
     with Rig(tmp_path, draft=draft) as rig:
-        again = rig.run([*prompt, *answer, *CLOSING, *text(20, seed=8)], max_new=30, sampling=ENDLESS)
+        again = rig.run([*prompt, *answer, *CLOSING, *text(20, seed=8)], max_new=200, sampling=ENDLESS)
         assert again.ending.accepted_tokens > 0
         for store in rig.scheduler.stores:
             check_ledger(store)
-    assert draft.evaluated_tokens < 150
+    assert draft.evaluated_tokens < len(prompt)
 
 
 def test_another_owner_does_not_find_it(tmp_path):
