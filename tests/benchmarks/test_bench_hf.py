@@ -74,7 +74,10 @@ def test_questions_of_a_file_are_asked(folder: Path, tmp_path: Path) -> None:
 
 
 def test_every_part_of_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
-    memory, prompt, state, turns, decode, *_ = bench(tmp_path, "gpu", "--device", "cpu")["tables"]
+    tables = bench(tmp_path, "gpu", "--device", "cpu")["tables"]
+    streamed, drafted, memory, prompt, state, turns, decode, *_ = tables
+    assert [row["label"].split(":")[0] for row in streamed["rows"]][1:3] == ["auto", "ffn"]
+    assert list(drafted["rows"][0])[1:3] == ["plain", "with drafts"]
     alone, stored, hot, ram = prompt["rows"]
     assert alone["reused tokens"] == stored["reused tokens"] == 0
     assert hot["reused tokens"] == ram["reused tokens"] == 511
