@@ -101,6 +101,7 @@ class HfEngine:
         self._stream = model.stream
         if self._network.device.type == "cuda" and (self._stream is None or self._stream.can_record):
             self._graphs = _record_steps(self._network, self._memory, self.capabilities, learned, self._stream)
+            self._check_recorded()
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         layout = [str(learned.dtype), shapes]
         computed = self._graphs.layers if self._graphs else None
@@ -129,7 +130,7 @@ class HfEngine:
                 logits, likeliest = self._graphs.run(batch, tables)
             else:
                 logits = self._run(batch, tables)
-                likeliest = logits.argmax(-1)
+                likeliest = self._find_likeliest(logits)
             self._take_logits(logits, likeliest, [rows.outputs for rows in batch])
         return Outcome.DONE
 
@@ -149,7 +150,11 @@ class HfEngine:
         last = self._tensor(np.concatenate(wanted).astype(np.int64))
         return self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
 
-    def _take_logits(self, logits: torch.Tensor, likeliest: torch.Tensor, outputs: Sequence[int]) -> None:
+    def _find_likeliest(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """None where logits are in RAM, and it can be found when someone asks."""
+        return logits.argmax(-1) if logits.device.type == "cuda" else None
+
+    def _take_logits(self, logits: torch.Tensor, likeliest: torch.Tensor | None, outputs: Sequence[int]) -> None:
         """`outputs`: how many rows of `logits` each of the batch has. Blocks until everything before it is
         done."""
         self._outputs.take(logits, likeliest)
@@ -161,7 +166,8 @@ class HfEngine:
         return taken
 
     def likeliest(self, index: int, row: int = 0) -> int:
-        return int(self._outputs.likeliest[self._first_outputs[index] + row])
+        found = self._outputs.likeliest
+        return int(self.logits(index, row).argmax() if found is None else found[self._first_outputs[index] + row])
 
     # ── moving state in and out ──
 
@@ -262,7 +268,7 @@ class HfEngine:
             token_layers = kept * layers
         else:
             return Blended(Outcome.DONE)
-        self._take_logits(logits, logits.argmax(-1), [rows.outputs])
+        self._take_logits(logits, self._find_likeliest(logits), [rows.outputs])
         return Blended(Outcome.DONE, repaired, token_layers)
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
@@ -379,6 +385,15 @@ class HfEngine:
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._network.device, non_blocking=True)
 
+    def _check_recorded(self) -> None:
+        try:
+            self._check_against_reference()
+        except EngineError as error:
+            log.warning("recorded steps are not used, and steps will be slower: %s", error)
+            self._graphs = None
+            for sequence in (0, 1):
+                self.trim(sequence, 0)
+
     def _check_against_reference(self) -> None:
         """Two prompts, evaluated in slices beside each other, must give what the model's own code gives."""
         count = min(24, self.capabilities.cells // 2)
@@ -407,6 +422,8 @@ def _record_steps(
         return StepGraphs(network, memory, largest, learned.group, fused, stream)
     except Exception as error:
         log.warning("steps are not recorded and will be slower: %s", str(error).splitlines()[0])
+        if stream is not None:
+            stream.give_up_recording()
         return None
 
 
@@ -487,14 +504,17 @@ class HostLogits:
         is_cuda = device.type == "cuda"
         self._buffer = torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if is_cuda else None
         self._best = torch.empty(rows, dtype=torch.int64, pin_memory=is_cuda)
-        self.likeliest: npt.NDArray[np.int64] = self._best.numpy()
+        self.likeliest: npt.NDArray[np.int64] | None = None
+        """Of each row, where it was found on the device."""
         self._logits: torch.Tensor | None = None
         self._rows: Logits | None = None
 
-    def take(self, logits: torch.Tensor, likeliest: torch.Tensor) -> None:
+    def take(self, logits: torch.Tensor, likeliest: torch.Tensor | None) -> None:
         """Rows of any dtype. Blocks until they are computed."""
-        self._logits, self._rows = logits, None
-        self._best[: len(likeliest)].copy_(likeliest, non_blocking=True)
+        self._logits, self._rows, self.likeliest = logits, None, None
+        if likeliest is not None:
+            self._best[: len(likeliest)].copy_(likeliest, non_blocking=True)
+            self.likeliest = self._best.numpy()
         self._wait()
 
     def rows(self) -> Logits:

@@ -214,6 +214,12 @@ class LayerStream:
         for slot in self._slots:
             slot.copied = slot.computed = None
 
+    def give_up_recording(self) -> None:
+        """It failed in the middle: the next step begins anew."""
+        self._where.clear()
+        for slot in self._slots:
+            slot.copied = slot.computed = None
+
     def replayed(self) -> None:
         """A recorded step was told to the device."""
         if self._passes:
