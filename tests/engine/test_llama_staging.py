@@ -132,13 +132,13 @@ class HeldThreads:
         self._held: list = []
         engine._staging._threads = self
 
-    def submit(self, work):
+    def submit(self, do, work):
         begin = Event()
         self._held.append(begin)
 
         def run():
             assert begin.wait(60)
-            return work()
+            return do(work)
 
         return self._threads.submit(run)
 

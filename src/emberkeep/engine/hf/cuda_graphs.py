@@ -8,6 +8,7 @@ recorded; a recorded step does not run Python again, so nothing of the model sta
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -174,12 +175,24 @@ class StepGraphs:
         if self._stream is not None:
             self._stream.rewind()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # Other engines' threads may prepare memory meanwhile; what Python lets go of here may be such memory.
+        with _without_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted).float()
             likeliest = logits.argmax(-1)
             if self._stream is not None:
                 self._stream.end_recording()
         return graph, logits, likeliest
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _sizes(most: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-import weakref
+import sys
 from contextlib import suppress
 
 import torch
@@ -19,29 +19,39 @@ class HostMemory:
         self.is_pinned = is_pinned
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Bytes that hold nothing yet. They go back to the system with the tensor."""
+        """Bytes that hold nothing yet. They go back with the last tensor or array that shows them."""
         # Whole pages, which only this tensor is in: a page cannot be pinned twice.
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(AttributeError, OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         if self.is_pinned:
             memory.zero_()  # the device is held up while pages are pinned, so they are brought in before
             try:
-                _pin(memory)
+                pages.pin(memory.data_ptr(), size)
             except RuntimeError as error:
                 log.warning("memory could not be pinned, so copies from RAM are slower: %s", error)
                 self.is_pinned = False
         return memory
 
 
-def _pin(memory: torch.Tensor) -> None:
-    """Not by `pin_memory`, which would round its size up to a power of two, and would keep it for itself."""
-    place, runtime = memory.data_ptr(), torch.cuda.cudart()
-    try:
-        torch.cuda.check_error(runtime.cudaHostRegister(place, memory.nbytes, 0))
-    except RuntimeError:
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # CUDA reports an error once more, at the next kernel
-        raise
-    weakref.finalize(memory, runtime.cudaHostUnregister, place).atexit = False
+class _Pages(mmap.mmap):
+    """Pinned for as long as they are mapped: tensors come and go that show the same bytes, and hold this."""
+
+    _pinned: int | None = None
+    """Where."""
+
+    def pin(self, place: int, size: int) -> None:
+        """Not by `pin_memory`, which would round its size up to a power of two, and would keep it for itself.
+        Raises RuntimeError."""
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(place, size, 0))
+        except RuntimeError:
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # CUDA reports an error once more, at the next kernel
+            raise
+        self._pinned = place
+
+    def __del__(self) -> None:
+        if self._pinned is not None and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)

@@ -38,7 +38,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import groupby, pairwise, product
 from typing import Any
 
@@ -120,10 +120,14 @@ def _bytes_pointer(state: Bytes) -> object:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """How a context's state is taken apart. Its `repr` is part of the fingerprint, with `Attention`'s and
-    `Recurrent`'s: other names in them would make stored state useless."""
+    `Recurrent`'s: other names in them would make stored state useless.
+
+    What follows from a layout alone is found once: thousands of chunks may be taken apart and put together in a
+    second.
+    """
 
     head: bytes
     ranges: tuple[Attention, ...]
@@ -140,7 +144,7 @@ class Layout:
             return KvUnit.RANGE
         return KvUnit.BOTH if self.ranges else KvUnit.SNAPSHOT
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Of one token, by range."""
         return sum(part.row_bytes for part in self.ranges)
@@ -241,8 +245,7 @@ class Layout:
             raise EngineError("A stored KV payload has another size than its cell count says.")
         offset = HEAD_BYTES
         for part in self.ranges:
-            part.check(state[offset:], cells)
-            if not np.array_equal(part.positions(state[offset:], cells), np.arange(start, start + cells)):
+            if not _are_equal(part.check(state[offset:], cells), _positions(start, cells)):
                 raise EngineError("A stored KV payload holds other positions than its chunk.")
             offset += part.size(cells)
         if bytes(state[offset:]) != self.nothing:
@@ -259,9 +262,8 @@ class Layout:
             raise EngineError("A stored snapshot holds another number of tokens than the model sees.")
         offset = HEAD_BYTES
         for part in self.windows:
-            part.check(state[offset:], cells)
-            positions = np.sort(part.positions(state[offset:], cells))
-            if not np.array_equal(positions, np.arange(position - cells, position)):
+            positions = np.sort(part.check(state[offset:], cells))
+            if not _are_equal(positions, _positions(position - cells, cells)):
                 raise EngineError("A stored snapshot was taken at another position than its place.")
             offset += part.size(cells)
         if self.recurrent:
@@ -357,7 +359,7 @@ class LayerRun:
         return np.ndarray(shape, f"<u{each}", part.data, begin + first * each, strides)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Attention:
     cell_bytes: int
     layers: int
@@ -397,7 +399,7 @@ class Attention:
             return None
         return cls(cell_bytes, layers, tuple(tensors), bool(transposed), bytes(part[begin : begin + extra]))
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return sum(tensor.row_bytes for tensor in self.tensors)
 
@@ -408,11 +410,14 @@ class Attention:
     def runs(self, cells: int) -> Iterator[tuple[int, LayerRun]]:
         """What the rows of a part with `cells` cells consist of, each with where its first row begins."""
         offset = 2 * _PAIR.size + len(self.extra) + cells * self.cell_bytes
-        rows = ((index < self.layers, tensor) for index, tensor in enumerate(self.tensors))
-        for (is_key, tensor), same in groupby(rows):
-            run = LayerRun(is_key, tensor, len(list(same)))
+        for run in self._runs:
             yield offset + _TENSOR.size, run
             offset += run.count * run.stride(cells)
+
+    @cached_property
+    def _runs(self) -> tuple[LayerRun, ...]:
+        rows = ((index < self.layers, tensor) for index, tensor in enumerate(self.tensors))
+        return tuple(LayerRun(is_key, tensor, len(list(same))) for (is_key, tensor), same in groupby(rows))
 
     def size(self, cells: int) -> int:
         skeleton = 2 * _PAIR.size + len(self.extra) + _TENSOR.size * len(self.tensors)
@@ -422,13 +427,16 @@ class Attention:
         """Of V, with what is said of it: the end of a part with `cells` cells."""
         return sum(_TENSOR.size + cells * tensor.row_bytes for tensor in self.tensors[self.layers :])
 
-    def check(self, part: Bytes, cells: int) -> None:
-        """`part` has the size of one with `cells` cells. Raises EngineError unless it is one."""
-        offsets, expected = skeleton_of(self, cells)
-        if not np.array_equal(part[offsets], expected):
+    def check(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
+        """`part` has the size of one with `cells` cells: its positions, in the order of the rows. Raises
+        EngineError unless it is one."""
+        offsets, expected = self.skeleton(cells)
+        if not _are_equal(part[offsets], expected):
             raise EngineError("A stored KV payload comes from another model layout.")
-        if not (self._cells(part, cells)[:, 1] == 1).all():
+        table = self._cells(part, cells)
+        if np.count_nonzero(table[:, 1] == 1) != cells:
             raise EngineError("A stored KV payload belongs to another number of sequences than one.")
+        return table[:, 0]
 
     def positions(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
         """In the order of the rows."""
@@ -439,8 +447,28 @@ class Attention:
         table = part[_PAIR.size : _PAIR.size + cells * self.cell_bytes].reshape(cells, self.cell_bytes)
         table[:, :4] = np.arange(start, start + cells, dtype="<i4").view(np.uint8).reshape(cells, 4)
 
+    @cached_property
+    def skeleton(self) -> Callable[[int], tuple[npt.NDArray[np.intp], Bytes]]:
+        """Where the bytes of the skeleton stand in a part with so many cells, and what they are.
+
+        Found once per number of cells: the check of every chunk that is loaded is then one comparison.
+        """
+        return lru_cache(maxsize=256)(self._find_skeleton)
+
+    def _find_skeleton(self, cells: int) -> tuple[npt.NDArray[np.intp], Bytes]:
+        pieces = [
+            (_PAIR.pack(1, cells), self.cell_bytes),
+            (_PAIR.pack(self.is_transposed, self.layers) + self.extra, 0),
+            *((tensor.head, tensor.row_bytes) for tensor in self.tensors),
+        ]
+        offsets, offset = [], 0
+        for piece, row in pieces:
+            offsets.append(np.arange(offset, offset + len(piece)))
+            offset += len(piece) + cells * row
+        return np.concatenate(offsets), np.frombuffer(b"".join(piece for piece, _ in pieces), np.uint8)
+
     def write_skeleton(self, part: Bytes, cells: int) -> None:
-        offsets, skeleton = skeleton_of(self, cells)
+        offsets, skeleton = self.skeleton(cells)
         part[offsets] = skeleton
 
     def copy_cells(
@@ -487,24 +515,6 @@ class Attention:
             offset = end
 
 
-@lru_cache(maxsize=256)
-def skeleton_of(attention: Attention, cells: int) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Where the bytes of the skeleton stand in a part with so many cells, and what they are.
-
-    Found once per number of cells: the check of every chunk that is loaded is then one comparison.
-    """
-    pieces = [
-        (_PAIR.pack(1, cells), attention.cell_bytes),
-        (_PAIR.pack(attention.is_transposed, attention.layers) + attention.extra, 0),
-        *((tensor.head, tensor.row_bytes) for tensor in attention.tensors),
-    ]
-    offsets, offset = [], 0
-    for piece, row in pieces:
-        offsets.append(np.arange(offset, offset + len(piece)))
-        offset += len(piece) + cells * row
-    return np.concatenate(offsets), np.frombuffer(b"".join(piece for piece, _ in pieces), np.uint8)
-
-
 @dataclass(frozen=True, slots=True)
 class Recurrent:
     layers: int
@@ -549,6 +559,15 @@ def _new(size: int) -> Bytes:
 def cell_count(part: Bytes) -> int:
     """Of the part of attention layers that `part` begins with; 0 when that is cut off."""
     return int(_PAIR.unpack_from(part)[1]) if len(part) >= _PAIR.size else 0
+
+
+def _positions(start: int, count: int) -> npt.NDArray[np.int32]:
+    return np.arange(start, start + count, dtype="<i4")
+
+
+def _are_equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    """For small arrays of one type: in a third of numpy's time."""
+    return one.tobytes() == other.tobytes()
 
 
 def _words(table: Bytes) -> npt.NDArray[np.int32]:

@@ -18,7 +18,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import chain, cycle, pairwise, repeat
 from pathlib import Path
 from threading import get_native_id
 from typing import Any, TypeVar
@@ -37,8 +37,10 @@ T = TypeVar("T")
 
 _STAGE = 128 << 20
 """Bytes that are on their way at once: a copy of a layer's rows is then large enough for the full speed."""
+_FIRST_SHARES = (8, 3)
+"""What is loaded first is one part of a stage of so many, and so on."""
 _STAGES = 4
-_MOST_THREADS = 16
+_MOST_THREADS = 8
 
 
 @dataclass(slots=True)
@@ -53,12 +55,13 @@ class Stage:
         wait(tuple(self._running))
         return self.memory
 
-    def submit(self, threads: Executor, work: Sequence[Callable[[], T]]) -> list[Future[T]]:
-        """Let threads do this with its memory."""
-        tasks = [threads.submit(part) for part in work]
+    def submit(self, threads: Executor, work: Sequence[Callable[[], T]], parts: int) -> list[Future[list[T]]]:
+        """Let threads do this with its memory, in so many parts."""
+        each = -(-len(work) // parts)
+        tasks = [threads.submit(_all, work[first : first + each]) for first in range(0, len(work), each)]
         self._running.update(tasks)
         for task in tasks:
-            # Not held for longer: its result is a payload.
+            # Not held for longer: its results are payloads.
             task.add_done_callback(self._running.discard)
         return tasks
 
@@ -67,14 +70,14 @@ class Stage:
 class StagedExport:
     """Payloads that threads cut out. See `KvExport`."""
 
-    tasks: list[Future[Payload]]
+    tasks: list[Future[list[Payload]]]
 
     @property
     def is_done(self) -> bool:
         return all(task.done() for task in self.tasks)
 
     def payloads(self) -> list[Payload]:
-        return _results(self.tasks)
+        return [payload for payloads in _results(self.tasks) for payload in payloads]
 
 
 class Staging:
@@ -92,9 +95,8 @@ class Staging:
         self._stages = cycle([Stage(each) for each in memory])
         """The next one is the one that was used longest ago."""
         run_anywhere = _any_core()
-        self._threads = ThreadPoolExecutor(
-            min(os.cpu_count() or 1, _MOST_THREADS), "emberkeep-staging", initializer=run_anywhere
-        )
+        self._parts = min(os.cpu_count() or 1, _MOST_THREADS)
+        self._threads = ThreadPoolExecutor(self._parts, "emberkeep-staging", initializer=run_anywhere)
         if device:
             self._payloads.start(_touched, begin=run_anywhere)
 
@@ -104,14 +106,14 @@ class Staging:
         """The ranges between `borders`. `read` brings the state of a range into memory that it is given, or into
         memory of its own where that is too small; when this returns, it is not called any more. Raises
         EngineError."""
-        exported: list[Future[Payload]] = []
+        exported: list[Future[list[Payload]]] = []
         for span in self._spans(layout, borders):
             stage = next(self._stages)
             cuts = layout.splitting(read(span[0], span[-1], stage.free()), span, self._payloads)
             if bits != 16:
                 sizes = (end - start for start, end in pairwise(span))
                 cuts = [partial(_pack, layout, cut, cells, bits) for cut, cells in zip(cuts, sizes, strict=True)]
-            exported += stage.submit(self._threads, cuts)
+            exported += stage.submit(self._threads, cuts, self._parts)
         return StagedExport(exported)
 
     def load(
@@ -153,19 +155,23 @@ class Staging:
             first = last
 
     def _groups(self, states: Sequence[Bytes], ends: Sequence[int]) -> Iterator[tuple[list[Bytes], int]]:
+        """Neighbouring states that together fit a stage, each with where it ends. The first are smaller: the
+        device has nothing to do until the first is put together."""
         group: list[Bytes] = []
+        shares = chain(_FIRST_SHARES, repeat(1))
+        most = self._stage_bytes // next(shares)
         for state, end, following in zip(states, ends, [*states[1:], None], strict=True):
             group.append(state)
-            if following is None or sum(map(len, group)) + len(following) > self._stage_bytes:
+            if following is None or sum(map(len, group)) + len(following) > most:
                 yield group, end
-                group = []
+                group, most = [], self._stage_bytes // next(shares)
 
-    def _join(self, layout: Layout, states: list[Bytes]) -> tuple[Bytes, list[Future[None]]]:
+    def _join(self, layout: Layout, states: list[Bytes]) -> tuple[Bytes, list[Future[list[None]]]]:
         if len(states) == 1:
             return states[0], []
         stage = next(self._stages)
         joined, puts = layout.joining(states, stage.free())
-        return joined, stage.submit(self._threads, puts)
+        return joined, stage.submit(self._threads, puts, self._parts)
 
 
 class PinnedBuffer:
@@ -188,6 +194,10 @@ class PinnedBuffer:
         if self._buffer:
             llama().ggml_backend_buffer_free(self._buffer)
             self._buffer = None
+
+
+def _all(work: Sequence[Callable[[], T]]) -> list[T]:
+    return [part() for part in work]
 
 
 def _results(tasks: Sequence[Future[T]]) -> list[T]:

@@ -20,7 +20,6 @@ from emberkeep.engine.llamacpp.kv_state import (
     LayerTensor,
     Layout,
     cell_count,
-    skeleton_of,
 )
 
 _NUMBER_BYTES = {0: 4, 1: 2, 30: 2}
@@ -93,7 +92,7 @@ def _flipped(part: Attention) -> Attention:
 
 def _rearrange_part(source: Attention, state: Bytes, target: Attention, copy: Bytes, cells: int) -> None:
     """`copy` is one of `state` but for V: it becomes what `target` says."""
-    offsets, said = skeleton_of(target, cells)
+    offsets, said = target.skeleton(cells)
     copy[offsets] = said
     values = zip(_values(source, state, cells), _values(target, copy, cells), strict=True)
     for numbers, rearranged in values:
