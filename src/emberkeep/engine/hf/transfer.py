@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from emberkeep.engine.base import Payload
 from emberkeep.engine.hf.host_memory import HostMemory
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, Cells, KvMemory, StreamGroup
 from emberkeep.engine.hf.side_stream import Mark, SideStream
+from emberkeep.engine.hf.staging import Staging
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
 from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError
@@ -38,13 +40,14 @@ Rows = list[torch.Tensor]
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
 
-_TOGETHER = 16
-"""Payloads that are gathered, or put into place, between copies to the host or from it; of one length."""
+_TOGETHER = 8
+"""Payloads that are gathered, or put into place, at once; of one length."""
 _CHUNK = 128
 """Tokens of the payloads that there are most of: their memory is prepared for fast copies."""
 
 _Place = slice | Cells
 """Where a range is in the pool: as cells that lie one after the other, or anywhere."""
+_Where = TypeVar("_Where", slice, Cells, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,7 @@ class Transfer:
         self._packing = Packing(memory)
         self._payloads = PayloadMemory(self._size(_CHUNK))
         self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
-        # Each is used by one stream only, in order.
-        self._outgoing, self._incoming = _Staging(memory), _Staging(memory)
+        self._outgoing, self._incoming = Staging(memory), Staging(memory)
         self._readings: list[_Reading] = []
 
     @property
@@ -91,10 +93,16 @@ class Transfer:
         """The ranges between `borders`, and when their bytes are there."""
         if bits != 16:
             return [self._pack(table, start, end, bits) for start, end in pairwise(borders)], Mark()
-        buffers = [self._new_payload(start, end - start) for start, end in pairwise(borders)]
-        place = table.place(borders[0], borders[-1])
-        mark = self._stores.run(partial(self._gather, place, borders, buffers), held=buffers)
-        reading = _Reading(mark, frozenset(table.blocks_of(borders[0], borders[-1])))
+        place, first, mark = table.place(borders[0], borders[-1]), borders[0], Mark()
+        buffers: list[Bytes] = []
+        self._outgoing.begin()
+        for span in _alike(borders):
+            tokens = span[1] - span[0]
+            new = [self._new_payload(start, tokens) for start in span[:-1]]
+            here = _part(place, span[0] - first, span[-1] - first)
+            mark = self._stores.run(partial(self._gather, here, tokens, new), held=new)
+            buffers += new
+        reading = _Reading(mark, frozenset(table.blocks_of(first, borders[-1])))
         self._readings = [each for each in (*self._readings, reading) if not each.mark.has_passed]
         return [memoryview(buffer) for buffer in buffers], mark
 
@@ -106,24 +114,25 @@ class Transfer:
         write_head(memoryview(buffer), start, tokens)
         return buffer
 
-    def _gather(self, place: _Place, borders: Sequence[int], buffers: Sequence[Bytes]) -> None:
-        """Copy what is at `place` into payloads: on a GPU it is put together there, so that each is one copy."""
-        cells, left, groups = self._cells(place), iter(buffers), self._memory.groups
-        for span in _alike(borders):
-            tokens, targets = span[1] - span[0], [self._body(buffer) for buffer in islice(left, len(span) - 1)]
-            here = _part(cells, span[0] - borders[0], span[-1] - borders[0])
-            if not self._gathers:
-                for index, target in enumerate(targets):
-                    piece = _part(here, index * tokens, (index + 1) * tokens)
-                    self._memory.read_into(piece, rows_of(target, groups, tokens))
-                continue
-            gathered = self._outgoing.take(len(targets), tokens)
-            self._memory.read_ranges(here, rows_of(gathered, groups, tokens))
-            for target, data in zip(targets, gathered, strict=True):
-                target.copy_(data, non_blocking=True)
+    def _gather(self, place: _Place, tokens: int, buffers: Sequence[Bytes]) -> None:
+        """Copy what is at `place` into payloads of so many tokens each: on a GPU it is put together there, so that
+        each is one copy."""
+        groups = self._memory.groups
+        targets = [torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype) for buffer in buffers]
+        if not self._gathers:
+            cells = self._cells(place)
+            for index, target in enumerate(targets):
+                piece = _part(cells, index * tokens, (index + 1) * tokens)
+                self._memory.read_into(piece, rows_of(target, groups, tokens))
+            return
+        half = self._outgoing.take(len(targets), tokens)
 
-    def _body(self, buffer: Bytes) -> torch.Tensor:
-        return torch.from_numpy(buffer[HEAD.size :]).view(self._memory.dtype)
+        def gather() -> None:
+            self._memory.read_ranges(self._cells(place), rows_of(half.data, groups, tokens))
+
+        with self._outgoing.copying(half, gather):
+            for target, data in zip(targets, half.data, strict=True):
+                target.copy_(data, non_blocking=True)
 
     def before_overwriting(self, table: BlockTable, start: int) -> None:
         """The table's cells from `start` on are given back: what the device is told next waits for exports that
@@ -157,30 +166,48 @@ class Transfer:
         self, place: _Place, start: int, end: int, payloads: Sequence[Payload], borders: Sequence[int]
     ) -> None:
         cells, left = self._cells(place), iter(payloads)
-        for span in _alike(borders):
-            given = list(islice(left, len(span) - 1))
-            if not self._gathers or any(is_packed(payload) for payload in given):
-                rows = [self.rows(payload, begin) for payload, begin in zip(given, span, strict=False)]
-            else:
-                staged, tokens = self._stage(given, span[1] - span[0]), span[1] - span[0]
-                if start <= span[0] and span[-1] <= end:
-                    # At once: telling the device about each of them takes as long as it takes to copy it.
-                    here = _part(cells, span[0] - start, span[-1] - start)
-                    self._memory.write_ranges(here, rows_of(staged, self._memory.groups, tokens))
-                    continue
-                rows = [rows_of(there, self._memory.groups, tokens) for there in staged]
-            for (begin, until), parts in zip(pairwise(span), rows, strict=True):
-                first, last = max(start, begin), min(end, until)
-                if first < last:
-                    wanted = [part[:, first - begin : last - begin] for part in parts]
-                    self._memory.write(_part(cells, first - start, last - start), wanted)
+        with self._incoming.placing():
+            for span in _alike(borders):
+                given = list(islice(left, len(span) - 1))
+                if not self._gathers or any(is_packed(payload) for payload in given):
+                    rows = [self.rows(payload, begin) for payload, begin in zip(given, span, strict=False)]
+                    self._place(cells, start, end, span, rows)
+                else:
+                    self._load_half(cells, start, end, span, given)
 
-    def _stage(self, payloads: Sequence[Payload], tokens: int) -> torch.Tensor:
-        """What payloads of one length hold, on the device."""
-        staged = self._incoming.take(len(payloads), tokens)
-        for there, payload in zip(staged, payloads, strict=True):
+    def _load_half(
+        self,
+        cells: slice | torch.Tensor,
+        start: int,
+        end: int,
+        span: Sequence[int],
+        payloads: Sequence[Payload],
+    ) -> None:
+        tokens, groups = span[1] - span[0], self._memory.groups
+        half = self._incoming.take(len(payloads), tokens)
+        half.wait()
+        for there, payload in zip(half.data, payloads, strict=True):
             there.copy_(as_tensor(payload, self._memory.dtype, HEAD.size), non_blocking=True)
-        return staged
+
+        def place() -> None:
+            if start <= span[0] and span[-1] <= end:
+                # At once: telling the device about each of them takes as long as it takes to copy it.
+                here = _part(cells, span[0] - start, span[-1] - start)
+                self._memory.write_ranges(here, rows_of(half.data, groups, tokens))
+            else:
+                self._place(cells, start, end, span, [rows_of(there, groups, tokens) for there in half.data])
+
+        self._incoming.after_copies(half, place)
+
+    def _place(
+        self, cells: slice | torch.Tensor, start: int, end: int, span: Sequence[int], rows: Sequence[Rows]
+    ) -> None:
+        """What of the ranges of `span` is within [start, end), whose cells are given."""
+        for (begin, until), parts in zip(pairwise(span), rows, strict=True):
+            first, last = max(start, begin), min(end, until)
+            if first < last:
+                wanted = [part[:, first - begin : last - begin] for part in parts]
+                self._memory.write(_part(cells, first - start, last - start), wanted)
 
     def rows(self, payload: Payload, start: int) -> list[torch.Tensor]:
         """The rows of a payload that begins at `start`, one tensor per group, on the device. Raises EngineError.
@@ -228,22 +255,7 @@ class Transfer:
         return HEAD.size + tokens * self._bytes_per_token
 
 
-class _Staging:
-    """Memory of the device for payloads without their heads. Used, and so allocated, by one stream."""
-
-    def __init__(self, memory: KvMemory) -> None:
-        self._memory = memory
-        self._data = torch.empty(0, dtype=memory.dtype, device=memory.device)
-
-    def take(self, count: int, tokens: int) -> torch.Tensor:
-        """For so many; what was taken before is overwritten."""
-        size = tokens * self._memory.bytes_per_token // self._memory.dtype.itemsize
-        if len(self._data) < count * size:
-            self._data = torch.empty(count * size, dtype=self._memory.dtype, device=self._memory.device)
-        return self._data[: count * size].view(count, size)
-
-
-def _part(cells: slice | torch.Tensor, start: int, end: int) -> slice | torch.Tensor:
+def _part(cells: _Where, start: int, end: int) -> _Where:
     return slice(cells.start + start, cells.start + end) if isinstance(cells, slice) else cells[start:end]
 
 
