@@ -6,7 +6,8 @@
     transfer     moving state between RAM and the device, against copying pinned bytes
     decode       a decode step, against transformers and against reading the weights once
     speculation  decoding with a draft model, against plain decoding
-    streaming    a model larger than its share of the device: its steps against the link, and with drafts
+    streaming    a model larger than its share of the device: its steps against the link (`streaming`), and with
+                 drafts (`streamed_drafts`)
 
 Of the package's dependencies it needs only those of the engine, the scheduler and the store, so that
 `python -m benchmarks.gpu` also runs where little is installed.
@@ -41,6 +42,12 @@ _PARTS: dict[str, Callable[[Rig, Workload], Iterator[Table]]] = {
 }
 """Memory first, and transformers, which has weights of its own, last: nothing else is on the device then."""
 
+_ALONE: dict[str, Callable[[Workload], Iterator[Table]]] = {
+    "streaming": streaming.measure,
+    "streamed_drafts": streaming.measure_drafts,
+}
+"""With engines of their own, and nothing else on the device."""
+
 
 async def run(place: Folder, plan: Workload) -> BenchResult:
     *_, last = measure(plan, place.say)
@@ -51,11 +58,12 @@ def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[BenchResult]
     """Everything that is known, again after every table. Blocks. Raises EngineError."""
     tables: list[Table] = []
     with_rig = [name for name in plan.parts if name in _PARTS]
-    if "streaming" in plan.parts and plan.engine == "hf":
-        say("streaming")  # alone on the device
-        for table in streaming.measure(plan):
-            tables.append(table)
-            yield BenchResult("gpu", tuple(tables), _NOTES)
+    for name in plan.parts:
+        if name in _ALONE and plan.engine == "hf":
+            say(name)
+            for table in _ALONE[name](plan):
+                tables.append(table)
+                yield BenchResult("gpu", tuple(tables), _NOTES)
     if not with_rig:
         return
     with open_rig(plan) as rig:

@@ -47,9 +47,17 @@ def measure(plan: Workload) -> Iterator[Table]:
     shape = f"{plan.streamed_layers} layers of {plan.streamed_hidden:,} in four bits"
     title = f"{shape}, in {plan.streamed_memory / _GB:.1f} GB: a decode step"
     yield Table(title, tuple(_row(plan, label, placing) for label, placing in placings.items()))
-    yield Table(
-        f"{shape}: {plan.streamed_tokens} tokens with drafts by {plan.draft_layers} layers", (_drafted(plan),)
-    )
+
+
+def measure_drafts(plan: Workload) -> Iterator[Table]:
+    """Blocks. Raises EngineError."""
+    shape = f"{plan.streamed_layers} layers of {plan.streamed_hidden:,} in four bits"
+    title = f"{shape}: {plan.streamed_tokens} tokens with drafts by {plan.draft_layers} layers"
+    with _pair(plan) as (loop, draft):
+        # The first one is not counted: what is worth drafting is learnt in it.
+        answers(loop, plan.streamed_tokens, [_prompt(9)], speculation=True)
+        plain = [_answer(loop, plan, seed, speculation=False)[0] for seed in range(plan.streamed_repeat)]
+        yield Table(title, tuple(_drafted(loop, draft, plan, plain, right) for right in plan.draft_right))
 
 
 def _row(plan: Workload, label: str, placing: Placing) -> Row:
@@ -116,8 +124,9 @@ def _prompt(seed: int) -> TokenArray:
 class SometimesRight:
     """An engine whose logits are, but for a share of them, those of other tokens."""
 
-    def __init__(self, engine: Engine, right: float) -> None:
-        self._engine, self._right = engine, right
+    def __init__(self, engine: Engine) -> None:
+        self.right = 1.0
+        self._engine = engine
         self._random = np.random.default_rng(1)
 
     def __getattr__(self, name: str) -> Any:
@@ -125,30 +134,18 @@ class SometimesRight:
 
     def logits(self, index: int, row: int = 0) -> Logits:
         given = self._engine.logits(index, row)
-        return given if self._random.random() < self._right else np.roll(given, 1)
+        return given if self._random.random() < self.right else np.roll(given, 1)
 
 
-def _drafted(plan: Workload) -> Row:
-    plain: list[float] = []
-    drafted: list[float] = []
-    per_step, shares = [], []
-    with _pair(plan) as loop:
-        # The first one is not counted: what is worth drafting is learnt in it.
-        answers(loop, plan.streamed_tokens, [_prompt(9)], speculation=True)
-        for seed in range(plan.streamed_repeat):
-            prompts = [_prompt(10 + seed)]
-            for speculation, found in ((False, plain), (True, drafted)):
-                endings = answers(loop, plan.streamed_tokens, prompts, speculation=speculation)
-                found.append(tokens_per_second(endings))
-            tokens, accepted, tried = (
-                sum(getattr(ending, name) for ending in endings)
-                for name in ("sampled_tokens", "accepted_tokens", "drafted_tokens")
-            )
-            per_step.append(tokens / (tokens - accepted))
-            shares.append(accepted / max(tried, 1))
-    without, with_drafts = series(plain, "tokens/s"), series(drafted, "tokens/s")
+def _drafted(loop: Scheduler, draft: SometimesRight, plan: Workload, plain: list[float], right: float) -> Row:
+    draft.right = right
+    _answer(loop, plan, 0, speculation=True)  # what is worth drafting now
+    speeds, shares, per_step = zip(
+        *(_answer(loop, plan, seed, speculation=True) for seed in range(plan.streamed_repeat)), strict=True
+    )
+    without, with_drafts = series(plain, "tokens/s"), series(speeds, "tokens/s")
     return Row(
-        f"the draft is right {plan.draft_right:.0%} of the time",
+        f"of what the draft model says, {1 - right:.0%} is replaced",
         {
             "plain": without,
             "with drafts": with_drafts,
@@ -159,8 +156,15 @@ def _drafted(plan: Workload) -> Row:
     )
 
 
+def _answer(loop: Scheduler, plan: Workload, seed: int, *, speculation: bool) -> tuple[float, float, float]:
+    """Tokens per second, the share of drafted tokens that was accepted, tokens per step."""
+    (ending,) = endings = answers(loop, plan.streamed_tokens, [_prompt(10 + seed)], speculation=speculation)
+    tokens, accepted = ending.sampled_tokens, ending.accepted_tokens
+    return tokens_per_second(endings), accepted / max(ending.drafted_tokens, 1), tokens / (tokens - accepted)
+
+
 @contextmanager
-def _pair(plan: Workload) -> Iterator[Scheduler]:
+def _pair(plan: Workload) -> Iterator[tuple[Scheduler, SometimesRight]]:
     """The draft model is on the device before the other, which has what is left. Raises EngineError."""
     thread, placing = EngineThread(), Placing(gpu_memory=plan.streamed_memory)
 
@@ -169,17 +173,18 @@ def _pair(plan: Workload) -> Iterator[Scheduler]:
         draft = HfEngine(small, replace(_settings(placing), cells=2 * _CONTEXT), "random draft")
         return _open(plan, placing)[0], draft
 
-    engine, draft = thread.submit(open_both).result()
-    stores = [KvStore(each.fingerprint, Budgets(_STORED)) for each in (engine, draft)]
+    engine, small = thread.submit(open_both).result()
+    draft = SometimesRight(small)
+    stores = [KvStore(each.fingerprint, Budgets(_STORED)) for each in (engine, small)]
     loop = Scheduler(
         engine,
         stores[0],
         SchedulerSettings(parallel=2, prefill_slice=_SLICE, draft_max=24),
         thread=thread,
-        draft=LoadedDraft("small", SometimesRight(draft, plan.draft_right), stores[1]),
+        draft=LoadedDraft("small", draft, stores[1]),
     )
     try:
-        yield loop
+        yield loop, draft
     finally:
         loop.close()
         for store in stores:

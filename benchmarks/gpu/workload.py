@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-PARTS = ("memory", "prompts", "transfer", "turns", "decode", "speculation", "streaming")
+PARTS = ("memory", "prompts", "transfer", "turns", "decode", "speculation", "streaming", "streamed_drafts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Workload:
     """Of a model in four bits, and what it may take of the device in all."""
     streamed_memory: int = 12_000_000_000
     streamed_steps: int = 16
-    streamed_tokens: int = 96
+    streamed_tokens: int = 64
     streamed_repeat: int = 2
-    draft_right: float = 0.8
-    """Of the tokens that a draft model says: 40% of long drafts are accepted then."""
+    draft_right: tuple[float, ...] = (1.0, 0.9, 0.8)
+    """Shares of what a draft model says that are left as it says it."""
     turns: int = 8
     first_tokens: int = 4096
     turn_tokens: int = 256

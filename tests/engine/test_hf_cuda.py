@@ -73,6 +73,18 @@ def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
             np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
 
 
+def test_recorded_steps_of_every_size_give_what_plain_attention_gives(opened):
+    engine = opened()
+    for rows in (1, 2, 5, 20, 64, 100, 150, 250, 300, 512):
+        recorded = fill(engine, 0, rows)
+        engine.trim(0, 0)
+        engine.attention.switch(AttentionTier.PLAIN)
+        plain = fill(engine, 0, rows)
+        engine.attention.switch(AttentionTier.OWN)
+        engine.trim(0, 0)
+        np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
+
+
 def test_recorded_steps_follow_sequences_of_different_lengths(opened):
     engine = opened()
     lengths = {0: 1, 1: 31, 2: 32, 3: 500}

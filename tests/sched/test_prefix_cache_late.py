@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from helpers.late_exports import LateEngine
 from helpers.scheduling import (
     CLOSING,
     LONG,
+    PATIENCE,
     PROMPT,
     SLICE,
     Gate,
@@ -203,3 +205,48 @@ def test_of_a_user_that_is_forgotten_nothing_arrives(rig, engine):
     rig.settle()
     assert engine.begun == 3
     assert stored(rig, LONG) == 2 * SLICE
+
+
+# ── an engine that computes on when `evaluate` has returned ──
+
+
+class AheadEngine(FakeEngine):
+    """Tells in which order steps and exports were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(cells=1 << 15, context=1 << 14)
+        self.capabilities = replace(self.capabilities, runs_ahead=True)
+        self.asked: list[str] = []
+        self.exported_tokens: list[int] = []
+
+    def evaluate(self, batch):
+        self.asked.append("outputs" if any(rows.outputs for rows in batch) else "step")
+        return super().evaluate(batch)
+
+    def export_kv(self, sequence, borders, bits=16):
+        self.asked.append("export")
+        self.exported_tokens.append(borders[-1] - borders[0])
+        return super().export_kv(sequence, borders, bits)
+
+
+def test_nothing_waits_for_a_step_that_nobody_waits_for(tmp_path):
+    """A prompt of several slices is stored when its first token is there."""
+    engine = AheadEngine()
+    with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
+        first = rig.run(LONG, max_new=4)
+        steps = engine.asked[: engine.asked.index("outputs")]
+        assert len(steps) > 2 and set(steps) == {"step"}
+        assert "export" in engine.asked
+        assert rig.run(LONG, max_new=4).answer == first.answer == reference(LONG, max_new=4)
+        rig.scheduler.forget({""}).result(PATIENCE)
+        again = rig.run(LONG, max_new=4)
+        assert (again.answer, again.lookup.reused_tokens) == (first.answer, len(LONG) - 1)
+
+
+def test_a_long_prompt_is_stored_between_several_steps(tmp_path):
+    prompt, engine = text(9000), AheadEngine()
+    with Rig(tmp_path, engine, prefill_slice=512) as rig:
+        assert rig.run(prompt, max_new=8).answer == reference(prompt, max_new=8)
+        assert len(engine.exported_tokens) > 2 and max(engine.exported_tokens) <= 4096
+        rig.scheduler.forget({""}).result(PATIENCE)
+        assert rig.run(prompt, max_new=8).lookup.reused_tokens == len(prompt) - 1

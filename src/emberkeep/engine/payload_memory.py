@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import Event, Thread
+from time import sleep
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,12 @@ log = logging.getLogger("emberkeep.engine")
 
 Bytes = npt.NDArray[np.uint8]
 
-SLAB = 256 << 20
-"""Bytes that are prepared at once."""
+SLAB = 64 << 20
+"""Bytes that are prepared at once, about: whoever computes or copies meanwhile is held up for so long."""
+_LARGEST = 256 << 20
+"""Of a payload that memory is prepared for."""
+_PAUSE_S = 0.01
+"""Between slabs, unless less than half of what is to be ready is."""
 _AHEAD, _PART_AHEAD = 1 << 30, 16
 """Bytes that are kept ready, and no more than one part of RAM of so many."""
 _MOST_PART = 4
@@ -41,12 +46,13 @@ class PayloadMemory:
         self.size = -(-(size + _HEAD) // _PAGE) * _PAGE
         self._free: deque[Bytes] = deque()  # also filled by finalizers, which run on any thread
         self._ahead = min(_AHEAD, total_ram() // _PART_AHEAD)
+        self._slab = max(SLAB // self.size, 1) * self.size
         self._is_low, self._is_closed = Event(), False
 
     def start(self, make: Callable[[int], Bytes], begin: Callable[[], None] = lambda: None) -> None:
         """From now on a thread keeps pieces ready, in memory that it lets `make`. `begin` is what it does first,
         and has done when this returns."""
-        if self.size <= SLAB:
+        if self.size <= _LARGEST:
             has_begun = Event()
             self._is_low.set()
             arguments = (make, begin, has_begun)
@@ -71,13 +77,17 @@ class PayloadMemory:
             memory = self._free.popleft() if self._payload <= size <= self.size else None
         except IndexError:
             memory = None
-        if len(self._free) * self.size < self._ahead:
+        if self._ready < self._ahead:
             self._is_low.set()
         if memory is None:
             return None
         piece = memory[:length]
         weakref.finalize(piece, self._free.append, memory)
         return piece
+
+    @property
+    def _ready(self) -> int:
+        return len(self._free) * self.size
 
     def close(self) -> None:
         """Nothing more is prepared. What was taken stays."""
@@ -87,13 +97,15 @@ class PayloadMemory:
     def _prepare(self, make: Callable[[int], Bytes], begin: Callable[[], None], has_begun: Event) -> None:
         begin()
         has_begun.set()
-        left = total_ram() // _MOST_PART // SLAB
+        left = total_ram() // _MOST_PART // self._slab
         while left:
             self._is_low.wait()
             self._is_low.clear()
-            while left and not self._is_closed and len(self._free) * self.size < self._ahead:
+            while left and not self._is_closed and self._ready < self._ahead:
+                if self._ready > self._ahead // 2:
+                    sleep(_PAUSE_S)
                 try:
-                    self.add(make(SLAB))
+                    self.add(make(self._slab))
                 except (MemoryError, OSError, RuntimeError) as error:
                     log.info("no more memory is prepared for stored state: %s", error)
                     return

@@ -44,6 +44,8 @@ log = logging.getLogger("emberkeep.sched")
 _EXCERPT_TOKENS = 12
 _WORTH_WAITING = 16
 """Tokens that a sequence under way must be about to compute for a newcomer to wait for it."""
+_SAVED_AT_ONCE = 32 * CHUNK_TOKENS
+"""Tokens that are stored between two steps at most."""
 _WORTH_A_CHUNK = 16
 """Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
 
@@ -338,8 +340,8 @@ class PrefixCache:
     # ── commit ──
 
     def commit(self, sequence: Sequence) -> None:
-        """Store every complete chunk. Cheap when there is none. What the engine does not have at once is stored by
-        the next one.
+        """Store complete chunks, a bounded number of them, so that whoever is waiting for a token waits for less
+        than a step. Cheap when there is none. What the engine does not have at once is stored by the next one.
 
         With snapshots nothing is stored between them: no lookup could use it.
         """
@@ -350,7 +352,8 @@ class PrefixCache:
             return
         self._finish_save(sequence)
         if sequence.unsaved >= CHUNK_TOKENS:
-            self._begin_save(sequence, sequence.computed, tail=False, fork=False)
+            end = min(sequence.computed, sequence.cursor.position + _SAVED_AT_ONCE)
+            self._begin_save(sequence, end, tail=False, fork=False)
 
     def has_to_commit(self, sequence: Sequence) -> bool:
         """Whether `commit` would store something."""

@@ -467,6 +467,8 @@ class Scheduler:
 
     def _store_computed(self, batch: list[Planned]) -> None:
         """Once everyone has what is new: storing a long prompt takes as long as some tokens."""
+        if self._engine.capabilities.runs_ahead and not any(each.rows.outputs for each in batch):
+            return  # the next step is prepared while this one runs
         storing = []
         for sequence in (each.sequence for each in batch if each.sequence.is_active):
             with self._only(sequence):

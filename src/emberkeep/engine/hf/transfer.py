@@ -130,7 +130,7 @@ class Transfer:
         def gather() -> None:
             self._memory.read_ranges(self._cells(place), rows_of(half.data, groups, tokens))
 
-        with self._outgoing.copying(half, gather):
+        with self._outgoing.leaving(half, gather):
             for target, data in zip(targets, half.data, strict=True):
                 target.copy_(data, non_blocking=True)
 
@@ -166,14 +166,14 @@ class Transfer:
         self, place: _Place, start: int, end: int, payloads: Sequence[Payload], borders: Sequence[int]
     ) -> None:
         cells, left = self._cells(place), iter(payloads)
-        with self._incoming.placing():
-            for span in _alike(borders):
-                given = list(islice(left, len(span) - 1))
-                if not self._gathers or any(is_packed(payload) for payload in given):
-                    rows = [self.rows(payload, begin) for payload, begin in zip(given, span, strict=False)]
-                    self._place(cells, start, end, span, rows)
-                else:
-                    self._load_half(cells, start, end, span, given)
+        self._incoming.begin()
+        for span in _alike(borders):
+            given = list(islice(left, len(span) - 1))
+            if not self._gathers or any(is_packed(payload) for payload in given):
+                rows = [self.rows(payload, begin) for payload, begin in zip(given, span, strict=False)]
+                self._place(cells, start, end, span, rows)
+            else:
+                self._load_half(cells, start, end, span, given)
 
     def _load_half(
         self,
@@ -185,9 +185,6 @@ class Transfer:
     ) -> None:
         tokens, groups = span[1] - span[0], self._memory.groups
         half = self._incoming.take(len(payloads), tokens)
-        half.wait()
-        for there, payload in zip(half.data, payloads, strict=True):
-            there.copy_(as_tensor(payload, self._memory.dtype, HEAD.size), non_blocking=True)
 
         def place() -> None:
             if start <= span[0] and span[-1] <= end:
@@ -197,7 +194,9 @@ class Transfer:
             else:
                 self._place(cells, start, end, span, [rows_of(there, groups, tokens) for there in half.data])
 
-        self._incoming.after_copies(half, place)
+        with self._incoming.entering(half, place):
+            for there, payload in zip(half.data, payloads, strict=True):
+                there.copy_(as_tensor(payload, self._memory.dtype, HEAD.size), non_blocking=True)
 
     def _place(
         self, cells: slice | torch.Tensor, start: int, end: int, span: Sequence[int], rows: Sequence[Rows]

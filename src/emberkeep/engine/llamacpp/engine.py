@@ -155,6 +155,7 @@ class LlamaEngine:
             kv_bytes_per_token=self._row_bytes(),
             snapshot_bytes=self._snapshot_bytes(),
             packs=packs(layout),
+            runs_ahead=self._model.offloads,
             wide_rows=self._wide_rows(),
         )
 

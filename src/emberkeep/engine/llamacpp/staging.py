@@ -11,6 +11,7 @@ out of it, or put together, other threads do while the next one is on its way, a
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, cycle, pairwise, repeat
+from itertools import cycle, pairwise
 from pathlib import Path
 from threading import get_native_id
 from typing import Any, TypeVar
@@ -37,8 +38,8 @@ T = TypeVar("T")
 
 _STAGE = 128 << 20
 """Bytes that are on their way at once: a copy of a layer's rows is then large enough for the full speed."""
-_FIRST_SHARES = (8, 3)
-"""What is loaded first is one part of a stage of so many, and so on."""
+_FIRST_PART = 4
+"""What is loaded first is one part of a stage of so many."""
 _STAGES = 4
 _MOST_THREADS = 8
 
@@ -155,16 +156,15 @@ class Staging:
             first = last
 
     def _groups(self, states: Sequence[Bytes], ends: Sequence[int]) -> Iterator[tuple[list[Bytes], int]]:
-        """Neighbouring states that together fit a stage, each with where it ends. The first are smaller: the
-        device has nothing to do until the first is put together."""
+        """Neighbouring states that together fit a stage, and where they end. The first are fewer: the device has
+        nothing to do until they are put together."""
         group: list[Bytes] = []
-        shares = chain(_FIRST_SHARES, repeat(1))
-        most = self._stage_bytes // next(shares)
+        most = self._stage_bytes // _FIRST_PART
         for state, end, following in zip(states, ends, [*states[1:], None], strict=True):
             group.append(state)
             if following is None or sum(map(len, group)) + len(following) > most:
                 yield group, end
-                group, most = [], self._stage_bytes // next(shares)
+                group, most = [], self._stage_bytes
 
     def _join(self, layout: Layout, states: list[Bytes]) -> tuple[Bytes, list[Future[list[None]]]]:
         if len(states) == 1:
@@ -210,8 +210,11 @@ def _pack(layout: Layout, cut: Callable[[], Payload], cells: int, bits: int) -> 
 
 
 def _touched(size: int) -> Bytes:
-    memory = np.empty(size, np.uint8)
-    memory.fill(0)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    memory[:: mmap.PAGESIZE] = 0
     return memory
 
 
