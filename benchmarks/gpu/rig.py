@@ -72,7 +72,8 @@ class Rig:
         listener = Listener()
         self._loop.submit(Sequence_(prompt, request, sampler, listener))
         ending = listener.ending.result()
-        self._loop.call(lambda: None).result()  # what is stored after the answer belongs to this request
+        while self._loop.call(self._loop.stats).result()["active"]:
+            pass  # what is stored after the answer belongs to this request
         return Answer(1e3 * (listener.first - listener.submitted), tuple(listener.tokens), ending.lookup)
 
     def leave_engine(self) -> None:

@@ -46,7 +46,7 @@ def _against(prefill: Series, label: str, answers: list[Answer]) -> Row:
 
 
 def measure_turns(rig: Rig, plan: Workload) -> Iterator[Table]:
-    """A conversation that goes on, each turn also evaluated afresh."""
+    """A conversation that goes on, and afterwards each of its turns evaluated afresh."""
     talks = [_talk(rig, plan) for _ in range(1 + plan.repeat)][1:]
     rows = [_turn_row(number, list(turns)) for number, turns in enumerate(zip(*talks, strict=True), 1)]
     title = f"{plan.turns} turns of {plan.turn_tokens} new tokens, after the first {plan.first_tokens:,}"
@@ -55,14 +55,13 @@ def measure_turns(rig: Rig, plan: Workload) -> Iterator[Table]:
 
 def _talk(rig: Rig, plan: Workload) -> list[tuple[Answer, Answer]]:
     """(with what is stored, afresh) of every turn."""
-    prompt, turns = rig.prompt(plan.first_tokens), []
+    history, prompts, answers = rig.prompt(plan.first_tokens), [], []
     for _ in range(plan.turns):
-        prompt = np.concatenate([prompt, rig.prompt(plan.turn_tokens)])
-        fresh = rig.ask(prompt, afresh=True)
-        answer = rig.ask(prompt, plan.answer_tokens)
-        turns.append((answer, fresh))
-        prompt = np.concatenate([prompt, np.array(answer.tokens, np.int32)])
-    return turns
+        prompts.append(np.concatenate([history, rig.prompt(plan.turn_tokens)]))
+        answers.append(rig.ask(prompts[-1], plan.answer_tokens))
+        history = np.concatenate([prompts[-1], np.array(answers[-1].tokens, np.int32)])
+    # Not before the end: what is evaluated afresh takes the engine for itself.
+    return [(answer, rig.ask(prompt, afresh=True)) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def _turn_row(number: int, turns: list[tuple[Answer, Answer]]) -> Row:
