@@ -72,6 +72,7 @@ def test_the_help_does_not_threaten_the_folder_that_is_measured() -> None:
 def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
     arguments = ("all", "--quick", "--model", str(model), "--data-dir", "data", "--json", "report.json")
+    arguments += ("--plot", "plot.svg")
     done = run_module("emberkeep", "bench", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -84,6 +85,8 @@ def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     assert [row["mostly from"] for row in (disk, ram, hot)] == ["cold", "warm", "hot"]
     assert all(result["name"] in done.stdout for result in report["results"])
     assert list((tmp_path / "data").iterdir()) == []
+    picture = (tmp_path / "plot.svg").read_text()
+    assert all(f">{name}: " in picture for name in ("restart", "turns", "load"))
 
 
 def test_a_model_that_is_not_there_is_explained(tmp_path: Path) -> None:

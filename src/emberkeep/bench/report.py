@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from emberkeep.bench.figures import Series
 from emberkeep.types import Json
@@ -50,6 +51,31 @@ class BenchResult:
         }
 
 
+def read_report(report: Mapping[str, Any]) -> list[BenchResult]:
+    """What `report_json` has written. Raises KeyError, TypeError, ValueError or AttributeError otherwise."""
+    return [
+        BenchResult(str(one["name"]), tuple(_read_table(table) for table in one["tables"]), tuple(one["notes"]))
+        for one in report["results"]
+    ]
+
+
+def _read_table(table: Mapping[str, Any]) -> Table:
+    rows = (
+        Row(str(row["label"]), {column: _read_value(value) for column, value in row.items() if column != "label"})
+        for row in table["rows"]
+    )
+    return Table(str(table["title"]), tuple(rows))
+
+
+def _read_value(value: Any) -> Value:
+    if isinstance(value, Mapping):
+        samples = tuple(float(sample) for sample in value["samples"])
+        if not samples or not all(map(isfinite, samples)):
+            raise ValueError("a quantity without a number")
+        return Series(samples, str(value["unit"]))
+    return value if isinstance(value, int) else str(value)
+
+
 def report_json(results: Sequence[BenchResult], surroundings: Mapping[str, Json]) -> dict[str, Json]:
     return {**surroundings, "results": [result.json() for result in results]}
 
@@ -91,11 +117,11 @@ def _grid(name: str, table: Table) -> Grid:
     for column in table.columns:
         grid.add_column(column, justify="right")
     for row in table.rows:
-        grid.add_row(row.label, *(_cell(row.values.get(column)) for column in table.columns))
+        grid.add_row(row.label, *(readable_value(row.values.get(column)) for column in table.columns))
     return grid
 
 
-def _cell(value: Value | None) -> str:
+def readable_value(value: Value | None) -> str:
     if value is None:
         return ""
     if isinstance(value, Series):
@@ -105,13 +131,13 @@ def _cell(value: Value | None) -> str:
 
 def readable_series(value: Series) -> str:
     """`41.2 ms (39.8–44.0)`: median, then the lowest and the highest sample."""
-    middle, low, high = (_number(n) for n in (value.median, value.low, value.high))
+    middle, low, high = (readable_number(n) for n in (value.median, value.low, value.high))
     spread = f" ({low}–{high})" if low != high else ""
     unit = f" {value.unit}" if value.unit not in ("", "×") else value.unit
     return f"{middle}{unit}{spread}"
 
 
-def _number(number: float) -> str:
+def readable_number(number: float) -> str:
     """About three digits that mean something."""
     size = abs(number)
     if size >= 100:

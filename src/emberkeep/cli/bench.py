@@ -13,7 +13,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import BadParameter, Option, Typer
+from typer import Argument, BadParameter, Option, Typer
 
 from emberkeep.cli.console import console, show, show_facts
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, with_flags
@@ -54,14 +54,15 @@ class Flags:
     json_file: Annotated[
         Path | None, Option("--json", help="Write every sample, the machine and the versions to this file.")
     ] = None
+    plot_file: Annotated[Path | None, Option("--plot", help="Draw what was measured into this SVG file.")] = None
     quick: Annotated[bool, Option("--quick", help="Small sizes: does it run? The numbers mean little.")] = False
     config: ConfigFlag = None
 
 
-COMMON = ("data_dir", "json_file", "quick")
+COMMON = ("data_dir", "json_file", "plot_file", "quick")
 WITH_MODEL = ("model", "config", *COMMON)
 OF_ALL = ("sizes", "sessions", "prefix_tokens", "repeat")
-LAST = ("data_dir", "repeat", "json_file", "quick", "config")
+LAST = ("data_dir", "repeat", "json_file", "plot_file", "quick", "config")
 
 
 class Needs(IntEnum):
@@ -157,7 +158,22 @@ def make_app(
         app.command(benchmark.name, help=benchmark.sentence)(_command([benchmark], flags, chosen))
     everything = _command([by_name[name] for name in in_all], flags, _parameters(flags, WITH_MODEL + OF_ALL))
     app.command("all", help="All of them, one after the other.")(everything)
+    app.command("report", help="Pictures and tables of what --json has written, as a page.")(report)
     return app
+
+
+def report(
+    folder: Annotated[Path, Argument(metavar="DIR", exists=True, file_okay=False, help="Folder of the files.")],
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", dir_okay=False, help="The page (default: report.html in the folder)."),
+    ] = None,
+) -> None:
+    from emberkeep.bench.report_page import page, read_reports
+
+    target = output or folder / "report.html"
+    target.write_text(page(read_reports(folder)))
+    show(f"{target}: open it in a browser.")
 
 
 def _parameters(flags: type[Flags], names: tuple[str, ...]) -> list[Parameter]:
@@ -186,16 +202,19 @@ app = make_app(
 
 
 def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
+    from emberkeep.bench.charts import charts_of
     from emberkeep.bench.report import render, report_json
     from emberkeep.bench.stage import require_context
     from emberkeep.bench.surroundings import surroundings
+    from emberkeep.bench.svg import draw
 
     for benchmark in benchmarks:
         benchmark.check(flags)
     plans = [benchmark.plan(flags) for benchmark in benchmarks]
-    if flags.json_file is not None:
-        # Tried before anything is measured: an hour's figures need a place to go.
-        flags.json_file.open("a").close()
+    for file in (flags.json_file, flags.plot_file):
+        if file is not None:
+            # Tried before anything is measured: an hour's figures need a place to go.
+            file.open("a").close()
     needs = max(benchmark.needs for benchmark in benchmarks)
     model = _model_file(flags) if needs >= Needs.MODEL else None
     if model is not None and needs is Needs.WORDS:
@@ -213,6 +232,8 @@ def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
             if flags.json_file is not None:
                 # After every benchmark: an hour of measuring must not be lost to a Ctrl-C in the last one.
                 flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
+            if flags.plot_file is not None:
+                flags.plot_file.write_text(draw(charts_of(results)))
 
 
 def _tell_machine(flags: Flags) -> dict[str, str]:
