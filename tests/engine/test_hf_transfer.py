@@ -217,12 +217,27 @@ def given_up_by_the_last_who_shared_it(engine) -> None:
     dropped(engine)
 
 
+def left_to_another_who_writes_there(engine) -> None:
+    """Both go on in one step: the first leaves the block that they shared, and the other has it alone."""
+    engine.copy_kv(0, 1, 88)
+    rows = [Rows(0, 90, TOKENS[90:91], outputs=1), Rows(1, 88, OTHER[88:90], outputs=1)]
+    assert engine.evaluate(rows) is Outcome.DONE
+
+
 def cut_out(engine) -> None:
     assert engine.splice(0, 10, 50, TOKENS[:3]) is Outcome.DONE
 
 
 @pytest.mark.parametrize(
-    "meanwhile", [trimmed, dropped, given_to_a_load, given_up_by_the_last_who_shared_it, cut_out]
+    "meanwhile",
+    [
+        trimmed,
+        dropped,
+        given_to_a_load,
+        given_up_by_the_last_who_shared_it,
+        left_to_another_who_writes_there,
+        cut_out,
+    ],
 )
 @pytest.mark.parametrize("gathers", [True, False], ids=["as on a GPU", "as on a CPU"])
 def test_what_is_copied_late_is_what_was_there(open_hf, meanwhile, gathers):

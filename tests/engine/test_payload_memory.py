@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from threading import get_ident
 
 import numpy as np
@@ -73,6 +75,24 @@ def test_a_thread_keeps_pieces_ready_until_it_is_closed():
         assert eventually(lambda: len(made) > before)
     memory.close()
     held.clear()
+
+
+HELD_AT_EXIT = """
+import atexit
+import numpy as np
+from emberkeep.engine.payload_memory import PayloadMemory
+
+memory = PayloadMemory(1000)
+atexit.register(lambda: print(memory.take(1000).fill(7), held.min(), held.max()))  # comes after the finalizers
+memory.add(np.zeros(memory.size, np.uint8))
+held = memory.take(1000)
+held.fill(1)
+"""
+
+
+def test_memory_that_is_held_when_the_program_ends_is_given_to_nobody():
+    ran = subprocess.run([sys.executable, "-c", HELD_AT_EXIT], capture_output=True, text=True, check=True)
+    assert ran.stdout == "None 1 1\n"
 
 
 def test_memory_that_cannot_be_had_is_done_without():

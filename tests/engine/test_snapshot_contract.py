@@ -355,3 +355,13 @@ def test_conversations_that_come_and_go_are_answered_as_alone(make):
             evaluate(engine, slot, len(tokens), len(whole), whole),
             evaluate(make(), 0, 0, len(whole), whole),
         )
+
+
+@pytest.mark.parametrize("kind", ["dense", *SNAPSHOT_KINDS])
+def test_an_engine_with_snapshots_does_not_run_ahead(open_engine, kind):
+    """On a GPU either: they are taken where a step ends, and would be missing if that were put off."""
+    engine = open_engine(kind)
+    assert not engine.capabilities.runs_ahead  # on a CPU nothing does
+    engine._model.offloads = True
+    assert engine._learn_capabilities().runs_ahead is (kind == "dense")
+    engine._model.offloads = False

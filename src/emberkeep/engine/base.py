@@ -72,7 +72,8 @@ class Capabilities:
     packs: frozenset[int] = frozenset({16})
     """Bits in which ranges can be exported; any of them can be imported."""
     runs_ahead: bool = False
-    """`evaluate` returns while a step without outputs still runs, and `export_kv` waits for it."""
+    """`evaluate` returns while a step without outputs still runs, and `export_kv` waits for it. Not with
+    snapshots, which are exported right after the step that ends where they are."""
     wide_rows: int | None = None
     """Rows of one sequence in a step from which on its state has the same bytes however it is cut into such steps,
     while the engine holds nothing else; None where each number of rows rounds in its own way."""

@@ -82,7 +82,8 @@ class PayloadMemory:
         if memory is None:
             return None
         piece = memory[:length]
-        weakref.finalize(piece, self._free.append, memory)
+        # Not at exit: pieces are still held then, and threads may still take some.
+        weakref.finalize(piece, self._free.append, memory).atexit = False
         return piece
 
     @property

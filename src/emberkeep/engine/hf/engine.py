@@ -278,7 +278,7 @@ class HfEngine:
 
     def trim(self, sequence: int, start: int) -> None:
         self._settle(sequence)
-        self._transfer.before_overwriting(self._tables[sequence], start)
+        self._transfer.before_overwriting(self._tables[sequence].blocks[start // BLOCK :])
         self._pool.trim(self._tables[sequence], start)
         if start == 0:
             del self._tables[sequence]
@@ -291,7 +291,7 @@ class HfEngine:
         self._settle(sequence)
         with translate_errors():
             followers = self._followers(table, end, by=stop - end)
-        self._transfer.before_overwriting(table, start)
+        self._transfer.before_overwriting(table.blocks[start // BLOCK :])
         copies = self._pool.regrow(table, start, table.length + stop - end)
         if copies is None:
             return Outcome.NO_ROOM
@@ -373,7 +373,10 @@ class HfEngine:
         has_room = needed <= self._pool.free
         if has_room:
             for table, end in zip(tables, ends, strict=True):
-                self._memory.copy(self._pool.grow(table, end) or ())
+                copies = self._pool.grow(table, end) or ()
+                # Whoever shared a block with this table may have it alone now, and write to it.
+                self._transfer.before_overwriting([copy.source for copy in copies])
+                self._memory.copy(copies)
         try:
             with translate_errors():
                 yield has_room

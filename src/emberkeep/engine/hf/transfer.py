@@ -26,7 +26,7 @@ import torch
 
 from emberkeep.engine.base import Payload
 from emberkeep.engine.hf.host_memory import HostMemory
-from emberkeep.engine.hf.pool import BLOCK, BlockTable, Cells, KvMemory, StreamGroup
+from emberkeep.engine.hf.pool import BlockTable, Cells, KvMemory, StreamGroup
 from emberkeep.engine.hf.side_stream import Mark, SideStream
 from emberkeep.engine.hf.staging import Staging
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
@@ -40,8 +40,9 @@ Rows = list[torch.Tensor]
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
 
-_TOGETHER = 8
-"""Payloads that are gathered, or put into place, at once; of one length."""
+_TOGETHER, _TOGETHER_BYTES = 8, 64 << 20
+"""Payloads of one length that are gathered, or put into place, at once, and no more than have so many bytes:
+the device holds four such groups."""
 _CHUNK = 128
 """Tokens of the payloads that there are most of: their memory is prepared for fast copies."""
 
@@ -96,7 +97,7 @@ class Transfer:
         place, first, mark = table.place(borders[0], borders[-1]), borders[0], Mark()
         buffers: list[Bytes] = []
         self._outgoing.begin()
-        for span in _alike(borders):
+        for span in self._alike(borders):
             tokens = span[1] - span[0]
             new = [self._new_payload(start, tokens) for start in span[:-1]]
             here = _part(place, span[0] - first, span[-1] - first)
@@ -134,12 +135,11 @@ class Transfer:
             for target, data in zip(targets, half.data, strict=True):
                 target.copy_(data, non_blocking=True)
 
-    def before_overwriting(self, table: BlockTable, start: int) -> None:
-        """The table's cells from `start` on are given back: what the device is told next waits for exports that
-        still read them."""
-        if not self._readings:
+    def before_overwriting(self, blocks: Sequence[int]) -> None:
+        """A table gives these back: what the device is told next waits for exports that still read them."""
+        if not self._readings or not blocks:
             return
-        lost = frozenset(table.blocks[start // BLOCK :])
+        lost = frozenset(blocks)
         for reading in self._readings:
             if lost & reading.blocks:
                 reading.mark.hold_back()
@@ -167,7 +167,7 @@ class Transfer:
     ) -> None:
         cells, left = self._cells(place), iter(payloads)
         self._incoming.begin()
-        for span in _alike(borders):
+        for span in self._alike(borders):
             given = list(islice(left, len(span) - 1))
             if not self._gathers or any(is_packed(payload) for payload in given):
                 rows = [self.rows(payload, begin) for payload, begin in zip(given, span, strict=False)]
@@ -249,6 +249,17 @@ class Transfer:
         if isinstance(place, slice):
             return place
         return torch.from_numpy(place).to(self._memory.device, non_blocking=True)
+
+    def _alike(self, borders: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Neighbouring ranges of one length, so many that they may be moved at once."""
+        first = 0
+        while first < len(borders) - 1:
+            tokens, last = borders[first + 1] - borders[first], first + 1
+            most = min(_TOGETHER, max(_TOGETHER_BYTES // self._size(tokens), 1))
+            while last < len(borders) - 1 and last - first < most and borders[last + 1] - borders[last] == tokens:
+                last += 1
+            yield borders[first : last + 1]
+            first = last
 
     def _size(self, tokens: int) -> int:
         return HEAD.size + tokens * self._bytes_per_token
@@ -413,18 +424,3 @@ def rows_of(data: torch.Tensor, groups: Sequence[StreamGroup], tokens: int) -> R
         rows.append(data[..., offset : offset + size].unflatten(-1, shape))
         offset += size
     return rows
-
-
-def _alike(borders: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Neighbouring ranges of one length, at most `_TOGETHER`."""
-    first = 0
-    while first < len(borders) - 1:
-        last = first + 1
-        while (
-            last < len(borders) - 1
-            and last - first < _TOGETHER
-            and borders[last + 1] - borders[last] == borders[first + 1] - borders[first]
-        ):
-            last += 1
-        yield borders[first : last + 1]
-        first = last

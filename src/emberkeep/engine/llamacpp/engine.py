@@ -155,7 +155,8 @@ class LlamaEngine:
             kv_bytes_per_token=self._row_bytes(),
             snapshot_bytes=self._snapshot_bytes(),
             packs=packs(layout),
-            runs_ahead=self._model.offloads,
+            # Snapshots are taken where a step ends, so they cannot come later.
+            runs_ahead=self._model.offloads and not self._unit.has_snapshots,
             wide_rows=self._wide_rows(),
         )
 
