@@ -83,9 +83,10 @@ def serve_mcp(host: McpHost, config: Config) -> None:
 
 def banner(config: Config, backend: Backend, listener: socket.socket) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
-    card = backend.card
+    card, address = backend.card, f"http://{host}:{listener.getsockname()[1]}"
     return (
-        f"Emberkeep is ready at http://{host}:{listener.getsockname()[1]}/v1\n"
+        f"Emberkeep is ready at {address}/v1\n"
+        f"  page   {address}\n"
         f"  model  {card.id}, {card.context:,} tokens of context\n"
         f"  data   {config.data_dir}\n"
         f"  stop   Ctrl-C"

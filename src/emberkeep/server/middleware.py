@@ -251,7 +251,7 @@ class SecurityMiddleware:
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             await _preflight(headers)(scope, receive, send)
-        elif scope["path"] in OPEN_PATHS or self._has_key(headers):
+        elif _is_open(scope["path"], headers) or self._has_key(headers):
             await self.app(scope, receive, send)
         else:
             await failure_response(_NO_KEY)(scope, receive, send)
@@ -285,6 +285,12 @@ class SecurityMiddleware:
         given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         # Header bytes are read as Latin-1; this gives them back as they were sent.
         return hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+
+
+def _is_open(path: str, headers: Headers) -> bool:
+    """For everyone: whether the server is well, and the page, which asks for the key by itself."""
+    is_page = path.startswith("/page/") or (path == "/" and "text/html" in headers.get("accept", ""))
+    return path in OPEN_PATHS or is_page
 
 
 def _forbidden(message: str) -> Refused:

@@ -21,6 +21,7 @@ from emberkeep.server.json_response import json_response, list_response
 from emberkeep.server.middleware import Drain
 from emberkeep.server.model_routes import OfModel
 from emberkeep.server.openapi import HELLO, takes
+from emberkeep.server.page_routes import page_response, wants_page
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
 from emberkeep.types import Json
@@ -58,7 +59,9 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
     router, backend = APIRouter(), models.default
 
     @router.get("/")
-    async def pointer() -> Response:
+    async def pointer(http: HttpRequest) -> Response:
+        if wants_page(http):
+            return page_response(http)
         return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
     @router.get("/v1/health", include_in_schema=False)

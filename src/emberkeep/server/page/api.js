@@ -1,0 +1,75 @@
+// Talks to the server that this page came from.
+
+const NAME = "emberkeep.key";
+
+export const key = {
+  get: () => sessionStorage.getItem(NAME) ?? localStorage.getItem(NAME) ?? "",
+  set(value, isKept) {
+    key.forget();
+    (isKept ? localStorage : sessionStorage).setItem(NAME, value);
+  },
+  forget() {
+    sessionStorage.removeItem(NAME);
+    localStorage.removeItem(NAME);
+  },
+};
+
+export class ApiError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** The answer to a request, as JSON. Throws ApiError. */
+export async function call(path, { method = "GET", body, signal } = {}) {
+  const response = await request(path, { method, body, signal });
+  return response.json();
+}
+
+/** The events of a stream, as `{name, data}`, until the server has said everything. Throws ApiError. */
+export async function* stream(path, body, signal) {
+  const response = await request(path, { method: "POST", body, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const frames = (rest + value).split("\n\n");
+    rest = frames.pop();
+    for (const frame of frames) {
+      const event = parseFrame(frame);
+      if (event === null) continue;
+      if (event.data.error) throw new ApiError(event.data.error.message, response.status);
+      yield event;
+    }
+  }
+}
+
+async function request(path, { method, body, signal }) {
+  const headers = {};
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+  let response;
+  try {
+    response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server does not answer: is it still running?");
+  }
+  if (response.ok) return response;
+  const told = await response.json().catch(() => ({}));
+  throw new ApiError(told.error?.message ?? `The server answered ${response.status}.`, response.status);
+}
+
+/** Null for comments, and for the word that ends a stream. */
+export function parseFrame(frame) {
+  let name = "message";
+  const data = [];
+  for (const line of frame.split("\n")) {
+    if (line.startsWith("event:")) name = line.slice(6).trim();
+    else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+  }
+  const text = data.join("\n");
+  return text === "" || text === "[DONE]" ? null : { name, data: JSON.parse(text) };
+}

@@ -1,0 +1,70 @@
+// A conversation is a tree of messages: to edit one, or to ask again, adds a branch, and nothing is lost.
+
+export const ROOT = "root";
+
+export function newConversation(settings = {}) {
+  const now = Date.now();
+  const root = { id: ROOT, parent: null, children: [], chosen: 0 };
+  return { id: crypto.randomUUID(), title: "", created: now, updated: now, settings, nodes: { [ROOT]: root } };
+}
+
+/** Adds a message below another one and makes it the one that is shown. */
+export function add(conversation, parent, message) {
+  const node = { id: crypto.randomUUID(), parent, children: [], chosen: 0, ...message };
+  const above = conversation.nodes[parent];
+  conversation.nodes[node.id] = node;
+  above.children.push(node.id);
+  above.chosen = above.children.length - 1;
+  conversation.updated = Date.now();
+  if (!conversation.title && node.role === "user") conversation.title = headOf(node.content);
+  return node;
+}
+
+/** The messages that are shown, from the first on. */
+export function shown(conversation) {
+  const path = [];
+  let node = conversation.nodes[ROOT];
+  while (node.children.length) {
+    node = conversation.nodes[node.children[node.chosen]];
+    path.push(node);
+  }
+  return path;
+}
+
+/** What the model is sent: the system message and everything up to a node. */
+export function messagesUpTo(conversation, id) {
+  const messages = [];
+  for (let node = conversation.nodes[id]; node.id !== ROOT; node = conversation.nodes[node.parent]) {
+    if (node.content || node.role === "user") messages.unshift({ role: node.role, content: node.content });
+  }
+  const system = conversation.settings.system?.trim();
+  return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+export function branchesOf(conversation, node) {
+  const above = conversation.nodes[node.parent];
+  return { count: above.children.length, index: above.children.indexOf(node.id) };
+}
+
+export function choose(conversation, node, step) {
+  const above = conversation.nodes[node.parent];
+  const count = above.children.length;
+  above.chosen = (above.children.indexOf(node.id) + step + count) % count;
+}
+
+export function matches(conversation, query) {
+  const wanted = query.toLowerCase();
+  if (conversation.title.toLowerCase().includes(wanted)) return true;
+  return Object.values(conversation.nodes).some((node) => node.content?.toLowerCase().includes(wanted));
+}
+
+/** As people read it. */
+export function asMarkdown(conversation) {
+  const parts = shown(conversation).map((node) => `## ${node.role === "user" ? "You" : "Model"}\n\n${node.content}`);
+  return `# ${conversation.title || "Conversation"}\n\n${parts.join("\n\n")}\n`;
+}
+
+function headOf(text) {
+  const line = text.trim().split("\n", 1)[0];
+  return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+}

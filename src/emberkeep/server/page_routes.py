@@ -1,0 +1,101 @@
+"""The page: files of this package as a browser gets them, from memory, packed once."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data: blob:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""Whatever a model writes, nothing runs that is not in this package, and nothing is fetched from elsewhere."""
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked for again, and answered 304
+    "Vary": "Accept-Encoding",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    media_type: str
+    body: bytes
+    packed: bytes
+    etag: str
+
+
+@cache
+def assets() -> dict[str, Asset]:
+    """By their paths below `/page/`."""
+    return dict(_walk(files("emberkeep.server") / "page", ""))
+
+
+def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
+    found: list[tuple[str, Asset]] = []
+    for entry in folder.iterdir():
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            found += _walk(entry, f"{name}/")
+        elif (media_type := _TYPES.get(f".{entry.name.rpartition('.')[2]}")) is not None:
+            body = entry.read_bytes()
+            etag = f'"{sha256(body).hexdigest()[:24]}"'
+            found.append((name, Asset(media_type, body, gzip.compress(body, mtime=0), etag)))
+    return found
+
+
+def page_routes() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/page/{path:path}")
+    async def file(http: HttpRequest, path: str) -> Response:
+        return page_response(http, path or INDEX)
+
+    return router
+
+
+def wants_page(http: HttpRequest) -> bool:
+    """Whether it is a browser that someone sits in front of."""
+    return "text/html" in http.headers.get("accept", "")
+
+
+def page_response(http: HttpRequest, path: str = INDEX) -> Response:
+    """Raises HTTPException."""
+    asset = assets().get(path)
+    if asset is None:
+        raise HTTPException(404)
+    headers = {**_HEADERS, "ETag": asset.etag}
+    if asset.etag in http.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" in http.headers.get("accept-encoding", ""):
+        return Response(asset.packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=asset.media_type)
+    return Response(asset.body, headers=headers, media_type=asset.media_type)

@@ -1,0 +1,62 @@
+"""A real Chromium, and a server whose model says what a test wants. Skipped where there is no Chromium."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from emberkeep.config import Config
+from helpers.scripted_server import Running, ScriptedBackend, running
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FIELD = "textarea[aria-label='Your message']"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    api = pytest.importorskip("playwright.sync_api")
+    program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("needs Chromium (apt install chromium)")
+    with api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    with running(ScriptedBackend(), Config()) as server:
+        yield server
+
+
+@pytest.fixture
+def backend(server: Running) -> ScriptedBackend:
+    server.backend.reset()
+    return server.backend
+
+
+def _is_complaint(said: ConsoleMessage) -> bool:
+    """A status that the page tells about itself is none."""
+    return said.type == "error" and not said.text.startswith("Failed to load resource")
+
+
+@pytest.fixture
+def page(browser: Browser, server: Running, backend: ScriptedBackend) -> Iterator[Page]:
+    """Of a browser that was never here; whatever it complains about fails the test."""
+    context = browser.new_context()
+    page, complaints = context.new_page(), []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda said: complaints.append(said.text) if _is_complaint(said) else None)
+    page.goto(server.url)
+    page.wait_for_selector(FIELD)
+    yield page
+    backend.release.set()
+    context.close()
+    assert complaints == []
