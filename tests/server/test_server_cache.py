@@ -290,6 +290,39 @@ def test_nothing_was_ever_stored(sea: Served, user_id: str) -> None:
     assert explained["explanation"].startswith(f"0 of {explained['prompt_tokens']} tokens can be reused.")
 
 
+def test_a_prompt_is_shown_by_where_its_state_is(sea: Served, user_id: str) -> None:
+    asked = [SYSTEM, user("Where is “Ångström”? 🙂")]
+    answer = sea.chat(*asked, user_id=user_id)
+    told = answer["emberkeep"]["sources"]
+    assert sum(part["tokens"] for part in told) == answer["usage"]["prompt_tokens"]
+    assert told[-1]["from"] == "evaluated"
+    now = sea.explain(*asked, user_id=user_id, with_prompt=True)
+    assert [(part["from"], part["tokens"]) for part in now["prompt"]] == [
+        ("hot", answer["usage"]["prompt_tokens"] - 1),
+        ("evaluated", 1),
+    ]
+    assert "Where is “Ångström”? 🙂" in "".join(part["text"] for part in now["prompt"])
+    then = sea.explain(*asked, user_id=user_id, with_prompt=True, sources=told)
+    assert [(part["from"], part["tokens"]) for part in then["prompt"]] == [
+        (part["from"], part["tokens"]) for part in told
+    ]
+    assert "".join(part["text"] for part in then["prompt"]) == "".join(part["text"] for part in now["prompt"])
+    # What does not add up is not believed.
+    wrong = sea.explain(*asked, user_id=user_id, with_prompt=True, sources=[{"from": "cold", "tokens": 3}])
+    assert wrong["prompt"] == now["prompt"]
+    assert "prompt" not in sea.explain(*asked, user_id=user_id)
+
+
+@pytest.mark.parametrize(
+    "sources", [5, [5], [{"from": "hot"}], [{"from": "here", "tokens": 1}], [{"from": "hot", "tokens": 0}]]
+)
+def test_sources_that_are_none_are_refused(sea: Served, sources: object) -> None:
+    body = {"messages": [user("Hello")], "with_prompt": True, "sources": sources}
+    response = sea.client.post("/v1/cache/explain", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("sources")
+
+
 def test_everything_is_stored(sea: Served, user_id: str) -> None:
     asked = [SYSTEM, user("Are you ready?")]
     answer = sea.chat(*asked, user_id=user_id)

@@ -105,6 +105,7 @@ def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, h
         "load_ms": 0.5,
         "reason": "none",
         "divergence": None,
+        "sources": [],
         "ttft_ms": 21.0,
         "queue_ms": 1.0,
         "plan": None,

@@ -447,6 +447,7 @@ def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
         "approximate": lookup.is_approximate,
         "reason": lookup.reason,
         "divergence": _divergence_json(lookup.divergence) if lookup.divergence else None,
+        "sources": [{"from": part.source, "tokens": part.tokens} for part in lookup.sources],
     }
 
 

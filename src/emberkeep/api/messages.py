@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
@@ -415,13 +415,17 @@ class ChatBody(GenerationBody, RoomFields):
         return None
 
 
-def read_chat_or_completion(value: Mapping[str, Json]) -> ChatBody | CompletionBody:
-    """The body of a chat or of a text completion. Raises InvalidField."""
+C = TypeVar("C", bound=ChatBody)
+P = TypeVar("P", bound=CompletionBody)
+
+
+def read_chat_or_completion(value: Mapping[str, Json], chat: type[C], completion: type[P]) -> C | P:
+    """The body of a chat or of a text completion, of these kinds. Raises InvalidField."""
     if value.get("prompt") is None:
-        return validate(ChatBody, value)
+        return validate(chat, value)
     if value.get("messages") is not None:
         raise InvalidField("prompt", "goes without messages: leave one of them out.")
-    return validate(CompletionBody, value)
+    return validate(completion, value)
 
 
 def to_one_request(body: ChatBody | CompletionBody) -> Request:

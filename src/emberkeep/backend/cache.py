@@ -19,6 +19,7 @@ from emberkeep.session.hygiene import Hygiene
 from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import (
+    Approximation,
     CacheEntry,
     Divergence,
     EntryText,
@@ -29,6 +30,8 @@ from emberkeep.types import (
     MissReason,
     Removed,
     Request,
+    Source,
+    Sourced,
     Verified,
 )
 
@@ -150,20 +153,32 @@ class Explainer:
         request = self._equip(self._hygiene.apply(request, learn=False))
         approximation = self._lineages.approximation(request)
         prompt = self._conversations.dry_run(request, self._lineages.of(request)).prompt
+        pieces = self._scheduler.vocab.pieces
+        found = self._explain(request, prompt, approximation)
+        return replace(found, pieces=[pieces[token] for token in prompt.tokens.tolist()])
+
+    def _explain(self, request: Request, prompt: Prompt, approximation: Approximation | None) -> Explanation:
         if not request.use_cache:
-            fresh = LookupRecord(prompt_tokens=len(prompt.tokens), reason=MissReason.DISABLED)
+            fresh = LookupRecord(
+                prompt_tokens=len(prompt.tokens),
+                reason=MissReason.DISABLED,
+                sources=(Sourced(Source.EVALUATED, len(prompt.tokens)),),
+            )
             return Explanation(fresh, "Nothing is reused: the request asks for everything to be evaluated afresh.")
         wanted = prompt.tokens[:-1]
         hot = self._scheduler.hot_tokens(prompt.lineage, wanted).result()
         peek = self._store.peek(prompt.lineage, wanted, snapshots=self._scheduler.kv_unit.has_snapshots)
+        warm = max(peek.warm_tokens - hot, 0) if hot < peek.tokens else 0
+        cold, reused = max(peek.tokens - max(peek.warm_tokens, hot), 0), max(hot, peek.tokens)
+        parts = zip(Source, (hot, warm, cold, 0, len(prompt.tokens) - hot - warm - cold), strict=True)
         lookup = LookupRecord(
             prompt_tokens=len(prompt.tokens),
             hot_tokens=hot,
-            warm_tokens=max(peek.warm_tokens - hot, 0) if hot < peek.tokens else 0,
-            cold_tokens=max(peek.tokens - max(peek.warm_tokens, hot), 0),
+            warm_tokens=warm,
+            cold_tokens=cold,
             reason=MissReason.NEW,
+            sources=tuple(Sourced(source, tokens) for source, tokens in parts if tokens),
         )
-        reused = max(hot, peek.tokens)
         if reused >= len(wanted):
             return Explanation(replace(lookup, reason=MissReason.NONE), f"All {reused:,} tokens are stored.")
         moved = self._store.peek_elsewhere(prompt.lineage, wanted, reused, approximation) if approximation else 0

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from emberkeep.api.messages import read_chat_or_completion, to_one_request
+from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
+from emberkeep.api.request import CompletionBody
 from emberkeep.api.stored import MAX_VERIFY_S, entry_from_json, lookup_from_json, shown_json
 from emberkeep.cli.console import complain
 from emberkeep.cli.model_setup import install_model, open_model
@@ -152,7 +153,7 @@ class _LoadedModel:
         return shown["text"], shown["text_chars"]
 
     def explain(self, body: dict[str, Json]) -> Explanation:
-        return self._llm.cache.explain(to_one_request(read_chat_or_completion(body)))
+        return self._llm.cache.explain(to_one_request(read_chat_or_completion(body, ChatBody, CompletionBody)))
 
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
         return self._llm.verify_entry(entry.id, tokens)

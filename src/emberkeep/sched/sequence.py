@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice, pairwise
 from time import monotonic
@@ -32,6 +32,8 @@ from emberkeep.types import (
     MissReason,
     Progress,
     Request,
+    Source,
+    Sourced,
     TokenLogprob,
 )
 
@@ -161,15 +163,36 @@ class StoredPiece:
 class Reuse:
     """What of a prompt was not evaluated, by where it came from, and why not more."""
 
-    hot: int = 0
-    warm: int = 0
-    cold: int = 0
-    moved: int = 0
+    spans: list[tuple[int, int, Source]] = field(default_factory=list)
+    """Positions [start, end) and where their state came from, in order and apart from each other."""
     repaired: int = 0
     reason: MissReason = MissReason.NEW
     divergence: Divergence | None = None
     load_seconds: float = 0.0
     splice_seconds: float = 0.0
+
+    def add(self, start: int, end: int, source: Source) -> None:
+        if start < end:
+            self.spans.append((start, end, source))
+
+    def count(self, source: Source) -> int:
+        return sum(end - start for start, end, known in self.spans if known is source)
+
+    @property
+    def hot(self) -> int:
+        return self.count(Source.HOT)
+
+    @property
+    def warm(self) -> int:
+        return self.count(Source.WARM)
+
+    @property
+    def cold(self) -> int:
+        return self.count(Source.COLD)
+
+    @property
+    def moved(self) -> int:
+        return self.count(Source.MOVED)
 
     @property
     def in_place(self) -> int:
@@ -177,10 +200,26 @@ class Reuse:
 
     def only(self, length: int, moved: int = 0) -> None:
         """Of what was loaded, only the first tokens were of use, and `moved` that were moved up."""
-        self.hot = min(self.hot, length)
-        self.warm = min(self.warm, length - self.hot)
-        self.cold = min(self.cold, length - self.hot - self.warm)
-        self.moved = moved
+        kept, self.spans = self.spans, []
+        for start, end, source in kept:
+            self.add(start, min(end, length), source)
+        self.add(length, length + moved, Source.MOVED)
+
+    def sources(self, length: int) -> tuple[Sourced, ...]:
+        """Of the first `length` tokens: what has no other source was evaluated."""
+        found: list[Sourced] = []
+        reached = 0
+        for start, end, source in (*self.spans, (length, length, Source.EVALUATED)):
+            runs = ((Source.EVALUATED, min(start, length) - reached), (source, min(end, length) - start))
+            for each, tokens in runs:
+                if tokens <= 0:
+                    continue
+                if found and found[-1].source is each:
+                    found[-1] = Sourced(each, found[-1].tokens + tokens)
+                else:
+                    found.append(Sourced(each, tokens))
+            reached = max(reached, min(end, length))
+        return tuple(found)
 
 
 class TokenBuffer:
@@ -384,7 +423,9 @@ class Sequence:
         """It has a slot, which holds the state of its first `reused` tokens, those of `hot`."""
         self.slot = slot
         self.cursor = cursor
-        self.computed = self.reuse.hot = reused
+        self.computed = reused
+        self.reuse.spans.clear()
+        self.reuse.add(0, reused, Source.HOT)
         self.phase = Phase.EVALUATING
         self.started = self.last_used = monotonic()
         self.patience_ends = self.started + PATIENCE_S
@@ -411,7 +452,7 @@ class Sequence:
 
     def loaded(self, load: Load) -> None:
         """A chunk's state is in the engine."""
-        chunk, tokens = load.chunk, load.end - self.computed
+        chunk, before = load.chunk, self.computed
         is_packed = chunk.lineage.bits != EXACT_BITS
         self.holds(load.end, chunk.made.steps & ~Made.REPRODUCIBLE if is_packed else chunk.made.steps)
         self.patience_ends = monotonic() + PATIENCE_S
@@ -421,10 +462,8 @@ class Sequence:
                 self.rests_on_moved(chunk.start)
             here = Cursor(chunk, load.end - chunk.start, self.lineage)
             self.cursor = place_at(here, load.end) if chunk.is_snapshot else here
-        if chunk.key in self.prompt.read_ahead or chunk.key in self.from_disk:
-            self.reuse.cold += tokens
-        else:
-            self.reuse.warm += tokens
+        is_cold = chunk.key in self.prompt.read_ahead or chunk.key in self.from_disk
+        self.reuse.add(before, load.end, Source.COLD if is_cold else Source.WARM)
 
     def stop_loading(self) -> None:
         """All that can be had is there."""
@@ -434,7 +473,8 @@ class Sequence:
 
     def nothing_loaded(self) -> None:
         """What was loaded is of no use without the rest."""
-        self.computed = self.reuse.hot = self.reuse.warm = self.reuse.cold = 0
+        self.computed = 0
+        self.reuse.spans.clear()
 
     # ── going on ──
 
@@ -562,7 +602,7 @@ class Sequence:
         self.rests_on_moved(self.computed)
         while self.pieces and self.pieces[0].start < end:
             piece = self.pieces.popleft()
-            self.reuse.moved += min(piece.end, end) - piece.start
+            self.reuse.add(piece.start, min(piece.end, end), Source.MOVED)
             if piece.end > end:
                 self.pieces.appendleft(piece.part(end, piece.end))
         self.reuse.repaired += repaired
@@ -680,6 +720,7 @@ class Sequence:
             cut_ms=splice_ms,
             reason=MissReason.NONE if reused_all else reuse.reason,
             divergence=None if reused_all else reuse.divergence,
+            sources=reuse.sources(self.prompt_length),
         )
 
 

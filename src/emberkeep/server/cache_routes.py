@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Literal
@@ -26,12 +27,13 @@ from emberkeep.server.model_routes import OfModel
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
 from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
-from emberkeep.types import CacheEntry, Explanation, Json, Removed, Verified
+from emberkeep.types import CacheEntry, Explanation, Json, Removed, Source, Sourced, Verified
 
 SAMPLE = 4
 TOKENS = 16
 VERIFY_S = 60
 SHOWN_CHARS = 2000
+MAX_PARTS = 100_000
 
 _ACTIONS = ("pin", "unpin", "gc", "explain", "verify")
 
@@ -53,6 +55,24 @@ class VerifyBody(Body):
         """Raises InvalidField where fields contradict each other."""
         if self.ids is not None and self.sample is not None:
             raise InvalidField("sample", "goes without ids: leave one of them out.")
+
+
+class SourcedTokens(Body):
+    source: Annotated[Literal["hot", "warm", "cold", "moved", "evaluated"], Field(alias="from")]
+    tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
+
+
+class ShownPrompt(Body):
+    with_prompt: bool | None = None
+    sources: Annotated[list[SourcedTokens], Field(max_length=MAX_PARTS)] | None = None
+
+
+class ExplainedChat(ChatBody, ShownPrompt):
+    """A chat, and whether its prompt is shown, by where its state is or by what an answer has told."""
+
+
+class ExplainedCompletion(CompletionBody, ShownPrompt):
+    """The same for a text completion."""
 
 
 class _EntryId(StringConvertor):
@@ -116,14 +136,14 @@ def _add_changes(router: APIRouter, models: Models, side: SideWork) -> None:
 
 
 def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
-    @router.post("/v1/cache/explain", openapi_extra=takes(ChatBody, CompletionBody, messages=[HELLO]))
+    @router.post("/v1/cache/explain", openapi_extra=takes(ExplainedChat, ExplainedCompletion, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
         asked = await read_object(http)
-        body = await make_of_body(http, lambda: read_chat_or_completion(asked))
+        body = await make_of_body(http, lambda: read_chat_or_completion(asked, ExplainedChat, ExplainedCompletion))
         backend = models.find(body.model)
         request = await make_of_body(http, lambda: to_one_request(body))
         explanation = await side.run_on(lambda loaded: cache_of(loaded).explain(request), backend)
-        return json_response(explained_json(explanation))
+        return await side.run(lambda: json_response(explained_json(explanation, body)))
 
     verifying = asyncio.Semaphore()
 
@@ -188,13 +208,29 @@ def removed_json(removed: Removed) -> dict[str, Json]:
     }
 
 
-def explained_json(explanation: Explanation) -> dict[str, Json]:
-    return {
+def explained_json(explanation: Explanation, shown: ShownPrompt) -> dict[str, Json]:
+    told = {
         "object": "cache.explanation",
         "explanation": explanation.sentence,
         "prompt_tokens": explanation.lookup.prompt_tokens,
         **lookup_json(explanation.lookup),
     }
+    if not shown.with_prompt:
+        return told
+    given = [Sourced(Source(part.source), part.tokens) for part in shown.sources or ()]
+    is_same = sum(part.tokens for part in given) == len(explanation.pieces)
+    return {**told, "prompt": _prompt_json(explanation.pieces, given if is_same else explanation.lookup.sources)}
+
+
+def _prompt_json(pieces: Sequence[bytes], sources: Sequence[Sourced]) -> list[Json]:
+    """The prompt's text, part by part. A character that two parts share belongs to the later one."""
+    decoder, parts, at = getincrementaldecoder("utf-8")("replace"), [], 0
+    for part in sources:
+        end = at + part.tokens
+        text = decoder.decode(b"".join(pieces[at:end]), final=end >= len(pieces))
+        parts.append({"from": part.source, "tokens": part.tokens, "text": text})
+        at = end
+    return parts
 
 
 def verified_json(results: Sequence[Verified], left: Sequence[str]) -> dict[str, Json]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -124,3 +125,5 @@ class Explanation:
 
     lookup: LookupRecord
     sentence: str
+    pieces: Sequence[bytes] = ()
+    """The prompt, token by token, where it is known."""

@@ -153,6 +153,24 @@ class MissReason(StrEnum):
     DISABLED = "disabled"  # the request asked for fresh evaluation
 
 
+class Source(StrEnum):
+    """Where the state of a token came from."""
+
+    HOT = "hot"  # it was in the engine
+    WARM = "warm"  # from RAM
+    COLD = "cold"  # from disk
+    MOVED = "moved"  # computed at another position
+    EVALUATED = "evaluated"
+
+
+@dataclass(frozen=True, slots=True)
+class Sourced:
+    """Tokens of a prompt, one after the other, whose state came from one place."""
+
+    source: Source
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class LookupRecord:
     """What one request reused, from where, and why not more."""
@@ -177,6 +195,8 @@ class LookupRecord:
     """Time of the engine to splice out what left the context."""
     reason: MissReason = MissReason.NEW
     divergence: Divergence | None = None
+    sources: tuple[Sourced, ...] = ()
+    """Of the whole prompt, in its order; empty where that is not known."""
 
     @property
     def reused_tokens(self) -> int:
