@@ -3,6 +3,7 @@
 import { ApiError, stream } from "./api.js";
 import { ROOT, add, branchesOf, choose, messagesUpTo, shown } from "./conversation.js";
 import { Cost, costOf } from "./cost.js";
+import { PromptDialog } from "./prompt.js";
 import { loadColours, needsColours, toHtml } from "./markdown.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -33,7 +34,7 @@ export async function answer(conversation, below, { signal, onChange }) {
   }
 }
 
-function bodyOf(conversation, below) {
+export function bodyOf(conversation, below) {
   const { model, temperature, maxTokens } = conversation.settings;
   return {
     model: model || undefined,
@@ -58,7 +59,7 @@ export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange })
   const last = messages.at(-1);
   useEffect(() => {
     if (isNearEnd(end.current)) end.current.scrollIntoView({ block: "end" });
-  }, [last?.id, last?.content.length]);
+  }, [last?.id, last?.content.length, last?.isRunning]);
   return html`<section class="chat" aria-label="Conversation">
     <div class="messages" role="region" aria-label="Messages" tabindex="0">
       ${messages.length === 0 && html`<${Welcome} />`}
@@ -92,6 +93,7 @@ function Welcome() {
 
 function Message({ node, conversation, isBusy, onAsk, onAgain, onChange }) {
   const [isEdited, setEdited] = useState(false);
+  const [isShown, setShown] = useState(false);
   const isUser = node.role === "user";
   const resend = (text) => {
     setEdited(false);
@@ -103,7 +105,13 @@ function Message({ node, conversation, isBusy, onAsk, onAgain, onChange }) {
       ? html`<${Editor} text=${node.content} onSend=${resend} onCancel=${() => setEdited(false)} />`
       : isUser
         ? html`<div class="text">${node.content}</div>`
-        : html`<${Answer} node=${node} />`}
+        : html`<${Answer} node=${node} onShow=${() => setShown(true)} />`}
+    ${isShown &&
+    html`<${PromptDialog}
+      body=${bodyOf(conversation, node.parent)}
+      cost=${node.cost}
+      onClose=${() => setShown(false)}
+    />`}
     ${!node.isRunning &&
     !isEdited &&
     html`<div class="actions">
@@ -130,14 +138,14 @@ function Branches({ node, conversation, isBusy, onChange }) {
   </span>`;
 }
 
-function Answer({ node }) {
+function Answer({ node, onShow }) {
   return html`
     ${node.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><div class="text">${node.reasoning}</div></details>`}
     ${node.tools.map((tool) => html`<${ToolCall} key=${tool.id} tool=${tool} />`)}
     <${Markdown} text=${node.content} isRunning=${node.isRunning} />
     ${node.isStopped && html`<p class="note">Stopped.</p>`}
     ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
-    ${node.cost && html`<${Cost} cost=${node.cost} />`}
+    ${node.cost && html`<${Cost} cost=${node.cost} onShow=${node.cost.sources?.length && onShow} />`}
   `;
 }
 

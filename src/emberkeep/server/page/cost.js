@@ -2,7 +2,7 @@
 
 import { html } from "./vendor/preact-htm.js";
 
-const TIERS = [
+export const TIERS = [
   ["hot", "from the engine"],
   ["warm", "from RAM"],
   ["cold", "from disk"],
@@ -31,6 +31,8 @@ export function costOf({ usage, timings, emberkeep }) {
   const evaluated = Math.max(usage.prompt_tokens - hot - warm - cold - moved, 0);
   return {
     tokens: { hot, warm, cold, moved, evaluated },
+    sources: emberkeep.sources,
+    divergence: emberkeep.divergence,
     prompt: usage.prompt_tokens,
     completion: usage.completion_tokens,
     first: emberkeep.ttft_ms,
@@ -43,7 +45,7 @@ export function costOf({ usage, timings, emberkeep }) {
   };
 }
 
-export function Cost({ cost }) {
+export function Cost({ cost, onShow }) {
   const used = TIERS.filter(([tier]) => cost.tokens[tier] > 0);
   const reused = cost.prompt - cost.tokens.evaluated;
   const label = used.map(([tier, words]) => `${number(cost.tokens[tier])} ${words}`).join(", ");
@@ -59,6 +61,7 @@ export function Cost({ cost }) {
       ${cost.reason && html` · not more: ${cost.reason}${cost.where && ` (${cost.where})`}`}
       ${cost.out > 0 && html` · ${cost.out} messages left for the memory`}
       ${cost.recalled > 0 && html` · ${cost.recalled} remembered`}
+      ${onShow && html` · <button class="link" onClick=${onShow}>show the prompt</button>`}
     </p>
   </div>`;
 }
