@@ -42,6 +42,7 @@ from emberkeep.server.ollama_routes import ollama_routes
 from emberkeep.server.openai import openai_routes
 from emberkeep.server.openapi import DescribedApp
 from emberkeep.server.page_routes import page_routes
+from emberkeep.server.pulse import pulse_routes
 from emberkeep.server.responses_routes import responses_routes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
@@ -79,6 +80,7 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.include_router(expert_routes(models))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes())
+    app.include_router(pulse_routes(models, drain))
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)

@@ -29,7 +29,7 @@ export async function call(path, { method = "GET", body, signal } = {}) {
 
 /** The events of a stream, as `{name, data}`, until the server has said everything. Throws ApiError. */
 export async function* stream(path, body, signal) {
-  const response = await request(path, { method: "POST", body, signal });
+  const response = await request(path, { method: body === undefined ? "GET" : "POST", body, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -1,10 +1,16 @@
 // What is on the page, and which conversation is open.
 
 import { ApiError, call, key } from "./api.js";
+import { CacheView } from "./cache.js";
 import { Chat, answer } from "./chat.js";
 import { add, asMarkdown, matches, newConversation } from "./conversation.js";
 import { allKept, drop, keep } from "./kept.js";
 import { html, render, useEffect, useReducer, useRef, useState } from "./vendor/preact-htm.js";
+
+const VIEWS = [
+  ["chat", "Chat"],
+  ["cache", "Cache"],
+];
 
 function App() {
   const [models, setModels] = useState(null);
@@ -46,6 +52,7 @@ function Workplace({ models }) {
   const [list, setList] = useState([]);
   const [current, setCurrent] = useState(() => newConversation());
   const [isOpen, setOpen] = useState(false);
+  const [view, setView] = useState("chat");
   const [, redraw] = useReducer((count) => count + 1, 0);
   const running = useRef(null);
 
@@ -66,6 +73,7 @@ function Workplace({ models }) {
     running.current?.abort();
     setCurrent(conversation);
     setOpen(false);
+    setView("chat");
     history.replaceState(null, "", `#${conversation.id}`);
   };
   const complete = async (below) => {
@@ -91,17 +99,22 @@ function Workplace({ models }) {
     <header>
       <button class="menu" aria-expanded=${isOpen} aria-controls="side" onClick=${() => setOpen(!isOpen)}>Conversations</button>
       <a class="brand" href="/">Emberkeep</a>
+      <nav class="views" aria-label="Views">
+        ${VIEWS.map(([name, words]) => html`<button aria-current=${view === name ? "page" : undefined} onClick=${() => setView(name)}>${words}</button>`)}
+      </nav>
     </header>
     <${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed }} />
     <main>
-      <${Chat}
-        conversation=${current}
-        isBusy=${running.current !== null}
-        onAsk=${ask}
-        onAgain=${complete}
-        onStop=${() => running.current?.abort()}
-        onChange=${changed}
-      />
+      ${view === "cache"
+        ? html`<${CacheView} />`
+        : html`<${Chat}
+            conversation=${current}
+            isBusy=${running.current !== null}
+            onAsk=${ask}
+            onAgain=${complete}
+            onStop=${() => running.current?.abort()}
+            onChange=${changed}
+          />`}
     </main>
   </div>`;
 }

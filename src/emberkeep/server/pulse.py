@@ -1,0 +1,145 @@
+"""What the server does right now, a few times a second, for whoever watches: one reading of the figures for all of
+them, and none while nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response, StreamingResponse
+
+from emberkeep.backend.models import Models
+from emberkeep.errors import Overloaded
+from emberkeep.server.middleware import Drain
+from emberkeep.types import Json
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 0.5
+_SILENCE_S = 10.0
+"""After which a comment says that nothing has changed."""
+_MOST_WATCHERS = 64
+
+
+class Pulse:
+    """Belongs to the event loop. `read` may block, and runs in a thread."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Json]], every_s: float = _EVERY_S) -> None:
+        self._read = read
+        self._every_s = every_s
+        self._watchers: set[asyncio.Queue[bytes]] = set()
+        self._beating: asyncio.Task[None] | None = None
+        self._latest = b""
+
+    async def watch(self, is_over: Callable[[], bool]) -> AsyncGenerator[bytes]:
+        """Frames of server-sent events: what is known at once, then whatever changes, until it `is_over`. Who
+        reads slowly misses some. Raises Overloaded."""
+        if len(self._watchers) >= _MOST_WATCHERS:
+            raise Overloaded(f"{_MOST_WATCHERS} watch this server already: close one of these pages.", 5.0)
+        frames: asyncio.Queue[bytes] = asyncio.Queue(1)
+        self._watchers.add(frames)
+        if self._beating is None or self._beating.done():
+            self._latest = b""
+            self._beating = asyncio.create_task(self._beat())
+        elif self._latest:
+            frames.put_nowait(self._latest)
+        try:
+            silent_s = 0.0
+            while not is_over():
+                frame = await _next_within(frames, 2 * self._every_s)
+                silent_s = 0.0 if frame else silent_s + 2 * self._every_s
+                if frame is not None:
+                    yield frame
+                elif silent_s >= _SILENCE_S:
+                    silent_s = 0.0
+                    yield b": nothing has changed\n\n"
+        finally:
+            self._watchers.discard(frames)
+
+    async def _beat(self) -> None:
+        while self._watchers:
+            try:
+                told = await asyncio.to_thread(self._read)
+                frame = f"data: {json.dumps(told, separators=(',', ':'))}\n\n".encode()
+            except Exception:
+                log.exception("what the server does could not be told")
+                frame = self._latest
+            if frame != self._latest:
+                self._latest = frame
+                for frames in self._watchers:
+                    with suppress(asyncio.QueueEmpty):
+                        frames.get_nowait()  # only the latest counts
+                    frames.put_nowait(frame)
+            await asyncio.sleep(self._every_s)
+
+
+async def _next_within(frames: asyncio.Queue[bytes], seconds: float) -> bytes | None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await frames.get()
+    return None
+
+
+def pulse_routes(models: Models, drain: Drain) -> APIRouter:
+    router, pulse = APIRouter(), Pulse(lambda: pulse_json(models.default.stats()))
+
+    @router.get("/v1/events", include_in_schema=False)  # it has no end, which a document cannot say
+    async def events() -> Response:
+        frames = pulse.watch(lambda: drain.draining)
+        first = await anext(frames, b"")  # so that a refusal has its status
+        return StreamingResponse(_after(first, frames), media_type="text/event-stream", headers=_HEADERS)
+
+    return router
+
+
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+async def _after(first: bytes, frames: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(frames):
+        yield first
+        async for frame in frames:
+            yield frame
+
+
+def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
+    """Of all figures those that move while requests are served. A backend without a store has fewer."""
+    scheduler, store = stats.get("scheduler") or {}, stats.get("store") or {}
+    warm, cold = store.get("warm") or {}, store.get("cold") or {}
+    evictions = store.get("evictions") or {}
+    return {
+        "model": stats.get("model"),
+        "active": scheduler.get("active", 0),
+        "waiting": scheduler.get("waiting", 0),
+        "tiers": {
+            "hot": {"tokens": scheduler.get("resident_tokens", 0)},
+            "warm": {name: warm.get(name, 0) for name in ("tokens", "bytes", "budget")},
+            "cold": {name: cold.get(name, 0) for name in ("tokens", "bytes", "budget")},
+        },
+        "tokens": {
+            "prompt": scheduler.get("prompt_tokens", 0),
+            "evaluated": scheduler.get("evaluated_tokens", 0),
+            "hot": scheduler.get("reused_hot_tokens", 0),
+            "warm": scheduler.get("reused_warm_tokens", 0),
+            "cold": scheduler.get("reused_cold_tokens", 0),
+            "moved": scheduler.get("moved_tokens", 0),
+            "sampled": scheduler.get("sampled_tokens", 0),
+        },
+        "disk": {
+            "read_bytes": cold.get("read_bytes", 0),
+            "written_bytes": cold.get("written_bytes", 0),
+            "pending_chunks": cold.get("pending_chunks", 0),
+        },
+        "evicted": {tier: sum(by.values()) for tier, by in evictions.items()},
+        "slots": [_slot_json(slot) for slot in scheduler.get("slots") or ()],
+    }
+
+
+def _slot_json(slot: Mapping[str, Any]) -> dict[str, Json]:
+    names = ("id", "is_processing", "entry", "n_tokens", "n_prompt_tokens", "n_prompt_tokens_cache")
+    return {name: slot.get(name) for name in names}
