@@ -73,7 +73,7 @@ def test_to_ask_again_is_a_branch_of_the_answer(page: Page, backend: ScriptedBac
     backend.reset(*says("Once more"))
     page.click("text=Ask again")
     page.wait_for_selector(f"{ANSWERS} :text('Once more')")
-    assert "2 / 2" in page.inner_text(ANSWERS)
+    page.wait_for_selector(f"{ANSWERS} >> text=2 / 2")
     assert [message.content for message in backend.last.messages] == ["Hello?"]
 
 
@@ -92,6 +92,57 @@ def test_a_conversation_survives_a_reload_and_goes_on(page: Page, backend: Scrip
     page.fill("input[aria-label='Search conversations']", "number 7")
     page.click("nav >> text=Remember the number 7.")
     assert page.locator(QUESTIONS).count() == 2
+
+
+def test_an_answer_that_a_reload_interrupts_is_not_lost_and_not_running(
+    page: Page, backend: ScriptedBackend
+) -> None:
+    backend.script = [says("Once upon")[0], HANG, *says(" a time")]
+    send(page, "A story")
+    page.wait_for_selector(f"{ANSWERS} :text('Once upon')")
+    page.wait_for_timeout(4000)  # it is kept every few seconds
+    page.reload()
+    page.wait_for_selector("text=Stopped.")
+    assert page.locator(".running").count() == 0
+    backend.release.set()
+    backend.reset()
+    page.click("text=Ask again")
+    page.wait_for_selector(f"{ANSWERS} :text('Hello world')")
+
+
+def test_a_conversation_that_is_removed_while_it_is_answered_stays_away(
+    page: Page, backend: ScriptedBackend
+) -> None:
+    page.on("dialog", lambda dialog: dialog.accept())
+    backend.script = [says("Once upon")[0], HANG, *says(" a time")]
+    send(page, "A story")
+    page.wait_for_selector(f"{ANSWERS} :text('Once upon')")
+    page.click("button[aria-label='Remove A story']")
+    assert backend.stopped_early.wait(20)
+    page.wait_for_timeout(300)
+    page.reload()
+    page.wait_for_selector(FIELD)
+    page.wait_for_timeout(300)
+    assert page.locator("nav li").count() == 0
+
+
+MISSING = {
+    "what plain http lacks": "delete Crypto.prototype.randomUUID; delete Navigator.prototype.clipboard",
+    "a place to keep anything": "IDBFactory.prototype.open = () => { throw new Error('no room') }",
+}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_it_works_without(browser: Browser, server: Running, backend: ScriptedBackend, missing: str) -> None:
+    page = browser.new_page()
+    page.add_init_script(MISSING[missing])
+    page.goto(server.url)
+    page.wait_for_selector(FIELD)
+    for number in range(2):
+        send(page, f"Question {number}")
+        page.locator(".cost").nth(number).wait_for()
+    assert page.locator("text=does not keep conversations now").count() == ("keep" in missing)
+    page.close()
 
 
 def test_settings_reach_the_model(page: Page, backend: ScriptedBackend) -> None:
@@ -170,6 +221,9 @@ def test_a_server_with_a_key_asks_for_it(browser: Browser) -> None:
     with running(ScriptedBackend(), Config(api_key="open sesame")) as server:
         page = browser.new_page()
         page.goto(server.url)
+        page.fill("input[type=password]", "odd\u200bkey")
+        page.click("text=Continue")
+        page.wait_for_selector("[role=alert]:has-text('That cannot be a key')")
         page.fill("input[type=password]", "wrong")
         page.click("text=Continue")
         page.wait_for_selector("text=That key was not accepted.")

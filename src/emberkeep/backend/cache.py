@@ -12,8 +12,9 @@ from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.forgotten import of_user
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Cursor, tokens_to
+from emberkeep.kv.tree import Cursor, Peek, tokens_to
 from emberkeep.sched.scheduler import Scheduler
+from emberkeep.sched.sequence import Reuse
 from emberkeep.session.conversation import Conversations
 from emberkeep.session.hygiene import Hygiene
 from emberkeep.session.volatility import Volatility, remedy, told
@@ -170,14 +171,13 @@ class Explainer:
         peek = self._store.peek(prompt.lineage, wanted, snapshots=self._scheduler.kv_unit.has_snapshots)
         warm = max(peek.warm_tokens - hot, 0) if hot < peek.tokens else 0
         cold, reused = max(peek.tokens - max(peek.warm_tokens, hot), 0), max(hot, peek.tokens)
-        parts = zip(Source, (hot, warm, cold, 0, len(prompt.tokens) - hot - warm - cold), strict=True)
         lookup = LookupRecord(
             prompt_tokens=len(prompt.tokens),
             hot_tokens=hot,
             warm_tokens=warm,
             cold_tokens=cold,
             reason=MissReason.NEW,
-            sources=tuple(Sourced(source, tokens) for source, tokens in parts if tokens),
+            sources=self._sources(peek, hot, len(prompt.tokens)),
         )
         if reused >= len(wanted):
             return Explanation(replace(lookup, reason=MissReason.NONE), f"All {reused:,} tokens are stored.")
@@ -185,6 +185,16 @@ class Explainer:
         found = self._why(request, prompt, replace(lookup, moved_tokens=moved), peek.cursor, reused)
         also = f" {moved:,} tokens of what follows are stored at other places and would be moved."
         return replace(found, sentence=found.sentence + also) if moved else found
+
+    def _sources(self, peek: Peek, hot: int, length: int) -> tuple[Sourced, ...]:
+        """What would be moved is not told apart from what would be evaluated."""
+        if self._scheduler.kv_unit.has_snapshots and hot < peek.tokens:
+            hot = 0  # a snapshot is restored as a whole
+        reuse = Reuse()
+        reuse.add(0, hot, Source.HOT)
+        for start, end, is_warm in peek.spans:
+            reuse.add(max(start, hot), end, Source.WARM if is_warm else Source.COLD)
+        return reuse.sources(length)
 
     def _why(
         self, request: Request, prompt: Prompt, lookup: LookupRecord, cursor: Cursor, reused: int

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from emberkeep.bench.figures import Series
 from emberkeep.bench.report import BenchResult, Table
 
-_GROWING = re.compile(r"(?:(?P<what>turn) )?(?P<number>[\d,]+)(?: (?P<unit>\w+))?(?:, (?P<rest>.+))?$")
+_GROWING = re.compile(r"(?:(?P<what>turn) )?(?P<number>\d[\d,]{0,20})(?: (?P<unit>\w+))?(?:, (?P<rest>.+))?$")
 _COMPARED = frozenset({"", "×", "%"})
 """Units of what was computed from something else that is drawn."""
 

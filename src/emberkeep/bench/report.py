@@ -54,7 +54,9 @@ class BenchResult:
 def read_report(report: Mapping[str, Any]) -> list[BenchResult]:
     """What `report_json` has written. Raises KeyError, TypeError, ValueError or AttributeError otherwise."""
     return [
-        BenchResult(str(one["name"]), tuple(_read_table(table) for table in one["tables"]), tuple(one["notes"]))
+        BenchResult(
+            str(one["name"]), tuple(_read_table(table) for table in one["tables"]), tuple(map(str, one["notes"]))
+        )
         for one in report["results"]
     ]
 

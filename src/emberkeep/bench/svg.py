@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil, floor, log10
 from xml.sax.saxutils import escape
 
@@ -90,13 +91,14 @@ def _lines(chart: Lines) -> tuple[Iterator[str], float]:
     points = [point for line in chart.lines for point in line.points]
     across = _along([point.x for point in points], _LEFT, _WIDTH - _RIGHT)
     values = [edge for point in points for edge in (point.y.low, point.y.high)]
-    up = scale(min(values), max(values), _TOP + _PLOT_HEIGHT, _TOP)
-    return _plot(chart, across, up), _TOP + _PLOT_HEIGHT + _BOTTOM
+    legend, lower = _legend([line.name for line in chart.lines])
+    top = _TOP + lower
+    up = scale(min(values), max(values), top + _PLOT_HEIGHT, top)
+    return chain(legend, _plot(chart, across, up, top)), top + _PLOT_HEIGHT + _BOTTOM
 
 
-def _plot(chart: Lines, across: Scale, up: Scale) -> Iterator[str]:
-    bottom = _TOP + _PLOT_HEIGHT
-    yield from _legend([line.name for line in chart.lines])
+def _plot(chart: Lines, across: Scale, up: Scale, top: int) -> Iterator[str]:
+    bottom = top + _PLOT_HEIGHT
     for tick in up.ticks:
         y = _n(up.place(tick))
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
@@ -104,7 +106,7 @@ def _plot(chart: Lines, across: Scale, up: Scale) -> Iterator[str]:
     for tick in across.ticks:
         x = _n(across.place(tick))
         yield f'<text class="faint" x="{x}" y="{bottom + 18}" text-anchor="middle">{_label(tick)}</text>'
-    yield f'<text class="faint" x="{_LEFT - 8}" y="{_TOP - 14}" text-anchor="end">{_text(chart.unit)}</text>'
+    yield f'<text class="faint" x="{_LEFT - 8}" y="{top - 14}" text-anchor="end">{_text(chart.unit)}</text>'
     end = _WIDTH - _RIGHT
     yield f'<text class="faint" x="{end}" y="{bottom + 36}" text-anchor="end">{_text(chart.along)}</text>'
     for number, line in enumerate(chart.lines):
@@ -130,14 +132,19 @@ def _mark(point: Point, x: float, y: float, colour: str, up: Scale) -> str:
     )
 
 
-def _legend(names: Sequence[str]) -> Iterator[str]:
-    if len(names) == 1 and not names[0]:
-        return
-    x = float(_LEFT)
-    for number, name in enumerate(names):
-        yield f'<rect class="c{number % _COLOURS}" x="{_n(x)}" y="28" width="10" height="10" rx="2"/>'
-        yield f'<text x="{_n(x + 15)}" y="37">{_text(name)}</text>'
-        x += 34 + 6.6 * len(name)
+def _legend(names: Sequence[str]) -> tuple[list[str], int]:
+    """And by how much everything below is lower, where it takes several lines."""
+    parts: list[str] = []
+    x, y = float(_LEFT), 28
+    for number, name in enumerate(names if names != [""] else ()):
+        said = _shortened(name)
+        width = 34 + 6.6 * len(said)
+        if x > _LEFT and x + width > _WIDTH:
+            x, y = float(_LEFT), y + 16
+        parts.append(f'<rect class="c{number % _COLOURS}" x="{_n(x)}" y="{y}" width="10" height="10" rx="2"/>')
+        parts.append(f'<text x="{_n(x + 15)}" y="{y + 9}">{_text(said)}</text>')
+        x += width
+    return parts, y - 28
 
 
 def _along(values: Sequence[float], begin: float, end: float) -> Scale:
@@ -178,9 +185,10 @@ def _steps(highest: float) -> tuple[float, ...]:
 
 def _bars(chart: Bars) -> tuple[list[str], float]:
     names = list(dict.fromkeys(bar.name for bar in chart.bars))
-    longest = max(bar.value.high for bar in chart.bars) or 1.0
+    longest = max(*(bar.value.high for bar in chart.bars), 0.0) or 1.0
     room = _WIDTH - _LABELS - _VALUES
-    parts, y, before = list(_legend(names)), 36.0 if names == [""] else 56.0, None
+    parts, lower = _legend(names)
+    y, before = 36.0 if names == [""] else 56.0 + lower, None
     for bar in chart.bars:
         if bar.label != before and before is not None:
             y += _GAP
@@ -197,7 +205,7 @@ def _bars(chart: Bars) -> tuple[list[str], float]:
 
 def _bar(value: Series, colour: int, y: float, per_unit: float) -> Iterator[str]:
     middle, width = _n(y + _BAR / 2), max(value.median * per_unit, 1.0)
-    low, high = (_n(_LABELS + edge * per_unit) for edge in (value.low, value.high))
+    low, high = (_n(_LABELS + max(edge * per_unit, 0)) for edge in (value.low, value.high))
     yield f'<rect class="c{colour}" x="{_LABELS}" y="{_n(y)}" width="{_n(width)}" height="{_BAR}" rx="2"/>'
     yield f'<line class="spread grid" x1="{low}" x2="{high}" y1="{middle}" y2="{middle}"/>'
     end = _LABELS + max(width, value.high * per_unit) + 8

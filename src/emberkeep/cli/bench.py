@@ -172,7 +172,7 @@ def report(
     from emberkeep.bench.report_page import page, read_reports
 
     target = output or folder / "report.html"
-    target.write_text(page(read_reports(folder)))
+    target.write_text(page(read_reports(folder)), encoding="utf-8")
     show(f"{target}: open it in a browser.")
 
 
@@ -233,7 +233,7 @@ def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
                 # After every benchmark: an hour of measuring must not be lost to a Ctrl-C in the last one.
                 flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
             if flags.plot_file is not None:
-                flags.plot_file.write_text(draw(charts_of(results)))
+                flags.plot_file.write_text(draw(charts_of(results)), encoding="utf-8")
 
 
 def _tell_machine(flags: Flags) -> dict[str, str]:

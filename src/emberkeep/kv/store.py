@@ -185,8 +185,10 @@ class KvStore:
             segments = path_to(cursor)
             snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
             end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
-            in_ram = sum(max(min(s.end, end) - s.start, 0) for s in segments if s.chunk.payload is not None)
-            return Peek(cursor, end, in_ram)
+            spans = tuple(
+                (s.start, min(s.end, end), s.chunk.payload is not None) for s in segments if s.start < end
+            )
+            return Peek(cursor, end, sum(until - start for start, until, is_warm in spans if is_warm), spans)
 
     def peek_elsewhere(
         self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation

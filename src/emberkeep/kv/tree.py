@@ -248,6 +248,8 @@ class Peek:
     """How many could be reused."""
     warm_tokens: int
     """How many of these are in RAM."""
+    spans: tuple[tuple[int, int, bool], ...] = ()
+    """Positions [start, end) of these, in order, and whether they are in RAM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class ContextShift:
         if reached >= splice.end + _WORTH_SPLICING and self._splice(sequence, splice):
             sequence.splice = None
             sequence.spliced(splice, reached)
-            sequence.reuse.only(splice.start, moved=reached - splice.end)
+            sequence.reuse.only(splice.start, moved=reached - splice.end, behind=len(splice.insert))
         else:
             self.give_up(sequence)
 

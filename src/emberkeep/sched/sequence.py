@@ -198,12 +198,13 @@ class Reuse:
     def in_place(self) -> int:
         return self.hot + self.warm + self.cold
 
-    def only(self, length: int, moved: int = 0) -> None:
-        """Of what was loaded, only the first tokens were of use, and `moved` that were moved up."""
+    def only(self, length: int, moved: int = 0, behind: int = 0) -> None:
+        """Of what was loaded, only the first tokens were of use, and `moved` that were moved up, `behind` so many
+        others."""
         kept, self.spans = self.spans, []
         for start, end, source in kept:
             self.add(start, min(end, length), source)
-        self.add(length, length + moved, Source.MOVED)
+        self.add(length + behind, length + behind + moved, Source.MOVED)
 
     def sources(self, length: int) -> tuple[Sourced, ...]:
         """Of the first `length` tokens: what has no other source was evaluated."""

@@ -218,8 +218,9 @@ def explained_json(explanation: Explanation, shown: ShownPrompt) -> dict[str, Js
     if not shown.with_prompt:
         return told
     given = [Sourced(Source(part.source), part.tokens) for part in shown.sources or ()]
-    is_same = sum(part.tokens for part in given) == len(explanation.pieces)
-    return {**told, "prompt": _prompt_json(explanation.pieces, given if is_same else explanation.lookup.sources)}
+    is_same = bool(given) and sum(part.tokens for part in given) == len(explanation.pieces)
+    parts = given if is_same else explanation.lookup.sources
+    return {**told, "as_told": is_same, "prompt": _prompt_json(explanation.pieces, parts)}
 
 
 def _prompt_json(pieces: Sequence[bytes], sources: Sequence[Sourced]) -> list[Json]:

@@ -86,7 +86,7 @@ def banner(config: Config, backend: Backend, listener: socket.socket) -> str:
     card, address = backend.card, f"http://{host}:{listener.getsockname()[1]}"
     return (
         f"Emberkeep is ready at {address}/v1\n"
-        f"  page   {address}\n"
+        f"  page   {reachable_url(config.host, listener.getsockname()[1])}\n"
         f"  model  {card.id}, {card.context:,} tokens of context\n"
         f"  data   {config.data_dir}\n"
         f"  stop   Ctrl-C"

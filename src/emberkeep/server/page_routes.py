@@ -27,7 +27,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self' data: blob:",
+        "img-src 'self'",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
@@ -42,7 +42,8 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # asked for again, and answered 304
-    "Vary": "Accept-Encoding",
+    "Vary": "Accept, Accept-Encoding",
+    "X-DNS-Prefetch-Control": "off",  # the name of a link's host is a message, too
 }
 
 
@@ -78,7 +79,7 @@ def page_routes() -> APIRouter:
 
     @router.get("/page/{path:path}")
     async def file(http: HttpRequest, path: str) -> Response:
-        return page_response(http, path or INDEX)
+        return page_response(http, path)
 
     return router
 

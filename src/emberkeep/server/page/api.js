@@ -34,10 +34,12 @@ export async function* stream(path, body, signal) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done && body === undefined) return;
+    if (done) throw new ApiError("The answer broke off: ask again.");
     const frames = (rest + value).split("\n\n");
     rest = frames.pop();
     for (const frame of frames) {
+      if (frame.trim() === "data: [DONE]") return;
       const event = parseFrame(frame);
       if (event === null) continue;
       if (event.data.error) throw new ApiError(event.data.error.message, response.status);

@@ -7,6 +7,9 @@ import { add, asMarkdown, matches, newConversation } from "./conversation.js";
 import { allKept, drop, keep } from "./kept.js";
 import { html, render, useEffect, useReducer, useRef, useState } from "./vendor/preact-htm.js";
 
+const SAVED_MS = 3000; // while an answer is written
+const PATIENCE_MS = 500;
+
 const VIEWS = [
   ["chat", "Chat"],
   ["cache", "Cache"],
@@ -25,22 +28,35 @@ function App() {
   };
   useEffect(() => void enter(), []);
   if (problem instanceof ApiError && problem.status === 401) return html`<${KeyPrompt} onKey=${enter} />`;
-  if (problem) return html`<main class="alone"><p role="alert">${problem.message}</p><button onClick=${enter}>Try again</button></main>`;
+  const otherKey = () => (key.forget(), enter());
+  if (problem) {
+    return html`<main class="alone">
+      <p role="alert">${problem.message}</p>
+      <button class="main" onClick=${enter}>Try again</button>
+      ${key.get() && html`<button onClick=${otherKey}>Use another key</button>`}
+    </main>`;
+  }
   return models && html`<${Workplace} models=${models} />`;
 }
 
 function KeyPrompt({ onKey }) {
   const [value, setValue] = useState("");
   const [isKept, setKept] = useState(false);
+  const [isOdd, setOdd] = useState(false);
   const submit = (event) => {
     event.preventDefault();
+    setOdd(!/^[\x20-\xff]+$/.test(value.trim()));
+    if (!/^[\x20-\xff]+$/.test(value.trim())) return; // no header can have it
     key.set(value.trim(), isKept);
     onKey();
   };
   return html`<main class="alone">
     <form onSubmit=${submit}>
       <h1>Emberkeep</h1>
-      <p>${key.get() ? "That key was not accepted." : "This server has an API key."} Its operator knows it (api_key).</p>
+      <p role=${key.get() || isOdd ? "alert" : undefined}>
+        ${isOdd ? "That cannot be a key: it has other characters than a key may have." : key.get() ? "That key was not accepted." : "This server has an API key."}
+        ${" "}Its operator knows it (api_key).
+      </p>
       <label>Key <input type="password" autocomplete="current-password" required value=${value} onInput=${(e) => setValue(e.target.value)} /></label>
       <label class="check"><input type="checkbox" checked=${isKept} onChange=${(e) => setKept(e.target.checked)} /> Remember it in this browser</label>
       <button class="main" type="submit">Continue</button>
@@ -54,45 +70,69 @@ function Workplace({ models }) {
   const [isOpen, setOpen] = useState(false);
   const [view, setView] = useState("chat");
   const [, redraw] = useReducer((count) => count + 1, 0);
+  const [trouble, setTrouble] = useState("");
   const running = useRef(null);
+  const removed = useRef(new Set()).current;
 
+  const trying = async (action) => {
+    try {
+      await action();
+      setTrouble("");
+    } catch (error) {
+      setTrouble(`This browser does not keep conversations now (${error?.message ?? "no room"}): export what you need.`);
+    }
+  };
   useEffect(() => {
-    allKept().then((kept) => {
+    trying(async () => {
+      const kept = await allKept();
       setList(kept);
-      const id = location.hash.slice(1);
-      const wanted = kept.find((one) => one.id === id);
+      const wanted = kept.find((one) => one.id === location.hash.slice(1));
       if (wanted) setCurrent(wanted);
     });
   }, []);
 
-  const save = async (conversation) => {
-    await keep(structuredClone(conversation));
-    setList(await allKept());
-  };
+  const save = (conversation) =>
+    trying(async () => {
+      if (removed.has(conversation.id)) return;
+      await keep(structuredClone(conversation));
+      setList(await allKept());
+    });
   const open = (conversation) => {
-    running.current?.abort();
-    setCurrent(conversation);
     setOpen(false);
     setView("chat");
+    if (conversation.id === current.id) return;
+    running.current?.abort();
+    setCurrent(conversation);
     history.replaceState(null, "", `#${conversation.id}`);
   };
   const complete = async (below) => {
+    if (running.current) return;
     const conversation = current;
-    running.current = new AbortController();
+    const mine = (running.current = new AbortController());
     redraw();
     history.replaceState(null, "", `#${conversation.id}`);
-    await save(conversation);
-    await answer(conversation, below, { signal: running.current.signal, onChange: redraw });
-    running.current = null;
-    await save(conversation);
-    redraw();
+    const saving = setInterval(() => save(conversation), SAVED_MS);
+    save(conversation);
+    try {
+      await answer(conversation, below, { signal: mine.signal, onChange: redraw });
+    } finally {
+      clearInterval(saving);
+      if (running.current === mine) running.current = null;
+      // What is shown as finished is kept, unless that takes long.
+      await Promise.race([save(conversation), new Promise((resolve) => setTimeout(resolve, PATIENCE_MS))]);
+      redraw();
+    }
   };
-  const ask = (below, text) => complete(add(current, below, { role: "user", content: text }).id);
+  const ask = (below, text) => running.current || complete(add(current, below, { role: "user", content: text }).id);
   const changed = () => (redraw(), save(current));
-  const remove = async (conversation) => {
-    await drop(conversation.id);
-    setList(await allKept());
+  const remove = (conversation) => {
+    if (!confirm(`Remove “${conversation.title || "this conversation"}” from this browser?`)) return;
+    removed.add(conversation.id);
     if (conversation.id === current.id) open(newConversation(current.settings));
+    trying(async () => {
+      await drop(conversation.id);
+      setList(await allKept());
+    });
   };
 
   return html`<div class="workplace">
@@ -103,8 +143,9 @@ function Workplace({ models }) {
         ${VIEWS.map(([name, words]) => html`<button aria-current=${view === name ? "page" : undefined} onClick=${() => setView(name)}>${words}</button>`)}
       </nav>
     </header>
-    <${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed }} />
+    <${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed, redraw }} />
     <main>
+      ${trouble && html`<p class="error trouble" role="alert">${trouble}</p>`}
       ${view === "cache"
         ? html`<${CacheView} />`
         : html`<${Chat}
@@ -119,7 +160,7 @@ function Workplace({ models }) {
   </div>`;
 }
 
-function Side({ id, list, current, isOpen, open, remove, models, changed }) {
+function Side({ id, list, current, isOpen, open, remove, models, changed, redraw }) {
   const [query, setQuery] = useState("");
   const found = query ? list.filter((one) => matches(one, query)) : list;
   return html`<nav id=${id} class=${`side ${isOpen ? "open" : ""}`} aria-label="Conversations">
@@ -133,36 +174,40 @@ function Side({ id, list, current, isOpen, open, remove, models, changed }) {
         </li>`,
       )}
     </ul>
-    <${Settings} ...${{ current, models, changed }} />
+    <${Settings} ...${{ current, models, changed, redraw }} />
   </nav>`;
 }
 
-function Settings({ current, models, changed }) {
-  const set = (name, value) => {
-    current.settings[name] = value;
-    changed();
-  };
-  const numeric = (event) => (event.target.value === "" ? null : Number(event.target.value));
+/** Every letter counts at once, since the page may be drawn again at any time; it is kept when the field is left. */
+function Settings({ current, models, changed, redraw }) {
+  const field = (name, read = (target) => target.value) => ({
+    value: current.settings[name] ?? "",
+    onInput: ({ target }) => ((current.settings[name] = read(target)), redraw()),
+    onChange: changed,
+  });
+  const numeric = (target) => (target.value === "" ? null : Number(target.value));
+  const title = { value: current.title, onInput: (e) => ((current.title = e.target.value), redraw()), onChange: changed };
   return html`<details class="settings">
     <summary>Settings</summary>
-    <label>Title <input value=${current.title} onChange=${(e) => ((current.title = e.target.value), changed())} /></label>
+    <label>Title <input ...${title} /></label>
     <label>Model
-      <select value=${current.settings.model ?? ""} onChange=${(e) => set("model", e.target.value)}>
+      <select ...${field("model")}>
         <option value="">default</option>
         ${models.map((model) => html`<option value=${model}>${model}</option>`)}
       </select>
     </label>
-    <label>System prompt <textarea rows="3" value=${current.settings.system ?? ""} onChange=${(e) => set("system", e.target.value)}></textarea></label>
-    <label>Temperature <input type="number" min="0" max="2" step="0.1" value=${current.settings.temperature ?? ""} onChange=${(e) => set("temperature", numeric(e))} /></label>
-    <label>Longest answer, tokens <input type="number" min="1" value=${current.settings.maxTokens ?? ""} onChange=${(e) => set("maxTokens", numeric(e))} /></label>
+    <label>System prompt <textarea rows="3" ...${field("system")}></textarea></label>
+    <label>Temperature <input type="number" min="0" max="2" step="0.1" ...${field("temperature", numeric)} /></label>
+    <label>Longest answer, tokens <input type="number" min="1" ...${field("maxTokens", numeric)} /></label>
     <button onClick=${() => download(current)}>Export</button>
+    ${key.get() && html`<button onClick=${() => (key.forget(), location.reload())}>Forget the key</button>`}
   </details>`;
 }
 
 function download(conversation) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([asMarkdown(conversation)], { type: "text/markdown" }));
-  link.download = `${(conversation.title || "conversation").replace(/[^\w-]+/g, "-").slice(0, 40)}.md`;
+  link.download = `${(conversation.title || "conversation").replace(/[^\p{L}\p{N}-]+/gu, "-").slice(0, 40)}.md`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

@@ -9,19 +9,21 @@ import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const REDRAWN_MS = 60;
 
-/** Asks the model below a node, and fills the new message as it arrives. */
+/** Asks the model below a node, and fills the new message as it arrives; that it is over is not told to `onChange`. */
 export async function answer(conversation, below, { signal, onChange }) {
-  const node = add(conversation, below, { role: "assistant", content: "", reasoning: "", tools: [], isRunning: true });
+  const asked = { ...conversation.settings };
+  const node = add(conversation, below, { role: "assistant", content: "", reasoning: "", tools: [], isRunning: true, asked });
   onChange();
   const told = {};
   try {
-    for await (const { data } of stream("/v1/chat/completions", bodyOf(conversation, below), signal)) {
+    for await (const { data } of stream("/v1/chat/completions", bodyOf(conversation, below, asked), signal)) {
       const delta = data.choices?.[0]?.delta ?? {};
       node.content += delta.content ?? "";
       node.reasoning += delta.reasoning_content ?? "";
       if (data.emberkeep?.tool) noteTool(node, data.emberkeep.tool);
       else if (data.emberkeep) Object.assign(told, { emberkeep: data.emberkeep, timings: data.timings });
       if (data.usage) told.usage = data.usage;
+      if (data.choices?.[0]?.finish_reason === "length") node.isCut = true;
       onChange();
     }
     node.cost = costOf(told);
@@ -30,15 +32,14 @@ export async function answer(conversation, below, { signal, onChange }) {
     else node.error = error instanceof ApiError ? error.message : `Something went wrong: ${error.message}`;
   } finally {
     node.isRunning = false;
-    onChange();
   }
 }
 
-export function bodyOf(conversation, below) {
-  const { model, temperature, maxTokens } = conversation.settings;
+function bodyOf(conversation, below, settings) {
+  const { model, temperature, maxTokens } = settings;
   return {
     model: model || undefined,
-    messages: messagesUpTo(conversation, below),
+    messages: messagesUpTo(conversation, below, settings),
     stream: true,
     stream_options: { include_usage: true },
     temperature: temperature ?? undefined,
@@ -55,32 +56,42 @@ function noteTool(node, tool) {
 
 export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange }) {
   const messages = shown(conversation);
-  const end = useRef(null);
   const last = messages.at(-1);
-  useEffect(() => {
-    if (isNearEnd(end.current)) end.current.scrollIntoView({ block: "end" });
-  }, [last?.id, last?.content.length, last?.isRunning]);
+  const hasAnswered = useRef(false);
+  hasAnswered.current ||= isBusy;
+  const said = isBusy ? "The model is answering." : hasAnswered.current && !last?.error ? "Answered." : "";
+  const list = useStickyEnd(conversation.id);
   return html`<section class="chat" aria-label="Conversation">
-    <div class="messages" role="region" aria-label="Messages" tabindex="0">
+    <div ref=${list} class="messages" role="region" aria-label="Messages" tabindex="0">
       ${messages.length === 0 && html`<${Welcome} />`}
       <ol>
         ${messages.map(
-          (node) => html`<${Message}
-            key=${node.id}
+          (node, index) => html`<${Message}
+            key=${index}
+            isLast=${node === last}
             ...${{ node, conversation, isBusy, onAsk, onAgain, onChange }}
           />`,
         )}
       </ol>
-      <div ref=${end}></div>
     </div>
-    <p class="spoken" role="status">${isBusy ? "The model is answering." : last?.role === "assistant" ? "Answered." : ""}</p>
+    <p class="spoken" role="status">${said}</p>
     <${Composer} key=${conversation.id} isBusy=${isBusy} onSend=${(text) => onAsk(last?.id ?? ROOT, text)} onStop=${onStop} />
   </section>`;
 }
 
-function isNearEnd(element) {
-  const list = element?.parentElement;
-  return list && list.scrollHeight - list.scrollTop - list.clientHeight < 240;
+/** A list that stays at its end while that grows, unless someone has scrolled away from it. */
+function useStickyEnd(id) {
+  const list = useRef(null);
+  useEffect(() => {
+    const element = list.current;
+    let sticks = true;
+    const onScroll = () => (sticks = element.scrollHeight - element.scrollTop - element.clientHeight < 80);
+    const observer = new ResizeObserver(() => sticks && (element.scrollTop = element.scrollHeight));
+    observer.observe(element.querySelector("ol"));
+    element.addEventListener("scroll", onScroll);
+    return () => (observer.disconnect(), element.removeEventListener("scroll", onScroll));
+  }, [id]);
+  return list;
 }
 
 function Welcome() {
@@ -91,7 +102,7 @@ function Welcome() {
     </p>`;
 }
 
-function Message({ node, conversation, isBusy, onAsk, onAgain, onChange }) {
+function Message({ node, isLast, conversation, isBusy, onAsk, onAgain, onChange }) {
   const [isEdited, setEdited] = useState(false);
   const [isShown, setShown] = useState(false);
   const isUser = node.role === "user";
@@ -102,13 +113,13 @@ function Message({ node, conversation, isBusy, onAsk, onAgain, onChange }) {
   return html`<li class=${`message ${node.role}`} data-testid=${node.role}>
     <h2 class="spoken">${isUser ? "You" : "Model"}</h2>
     ${isEdited
-      ? html`<${Editor} text=${node.content} onSend=${resend} onCancel=${() => setEdited(false)} />`
+      ? html`<${Editor} text=${node.content} isBusy=${isBusy} onSend=${resend} onCancel=${() => setEdited(false)} />`
       : isUser
         ? html`<div class="text">${node.content}</div>`
         : html`<${Answer} node=${node} onShow=${() => setShown(true)} />`}
     ${isShown &&
     html`<${PromptDialog}
-      body=${bodyOf(conversation, node.parent)}
+      body=${bodyOf(conversation, node.parent, node.asked ?? conversation.settings)}
       cost=${node.cost}
       onClose=${() => setShown(false)}
     />`}
@@ -119,7 +130,8 @@ function Message({ node, conversation, isBusy, onAsk, onAgain, onChange }) {
       ${isUser
         ? html`<button disabled=${isBusy} onClick=${() => setEdited(true)}>Edit</button>`
         : html`<button disabled=${isBusy} onClick=${() => onAgain(node.parent)}>Ask again</button>`}
-      <button onClick=${() => navigator.clipboard?.writeText(node.content)}>Copy</button>
+      ${isUser && isLast && html`<button disabled=${isBusy} onClick=${() => onAgain(node.id)}>Ask</button>`}
+      ${navigator.clipboard && html`<button onClick=${() => navigator.clipboard.writeText(node.content)}>Copy</button>`}
     </div>`}
   </li>`;
 }
@@ -144,8 +156,9 @@ function Answer({ node, onShow }) {
     ${node.tools.map((tool) => html`<${ToolCall} key=${tool.id} tool=${tool} />`)}
     <${Markdown} text=${node.content} isRunning=${node.isRunning} />
     ${node.isStopped && html`<p class="note">Stopped.</p>`}
+    ${node.isCut && html`<p class="note">It ends here because it may not be longer: see Settings, or ask to go on.</p>`}
     ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
-    ${node.cost && html`<${Cost} cost=${node.cost} onShow=${node.cost.sources?.length && onShow} />`}
+    ${node.cost && html`<${Cost} cost=${node.cost} onShow=${node.cost.sources?.length > 0 && onShow} />`}
   `;
 }
 
@@ -165,8 +178,9 @@ function Markdown({ text, isRunning }) {
   useEffect(() => {
     const wait = isRunning ? Math.max(due.current - Date.now(), 0) : 0;
     const timer = setTimeout(() => {
-      due.current = Date.now() + REDRAWN_MS;
+      const begun = Date.now();
       setDrawn(toHtml(text));
+      due.current = Date.now() + Math.max(REDRAWN_MS, 4 * (Date.now() - begun));
     }, wait);
     if (needsColours(text)) loadColours().then(() => setColours((before) => before + 1));
     return () => clearTimeout(timer);
@@ -174,10 +188,13 @@ function Markdown({ text, isRunning }) {
   return html`<div class=${`markdown ${isRunning ? "running" : ""}`} dangerouslySetInnerHTML=${{ __html: drawn }}></div>`;
 }
 
-function Editor({ text, onSend, onCancel }) {
+function Editor({ text, isBusy, onSend, onCancel }) {
   const [draft, setDraft] = useState(text);
-  return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), draft.trim() && onSend(draft))}>
+  const field = useRef(null);
+  useEffect(() => field.current.focus(), []);
+  return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), draft.trim() && !isBusy && onSend(draft))}>
     <textarea
+      ref=${field}
       aria-label="Edit your message"
       rows=${Math.min(draft.split("\n").length + 1, 12)}
       value=${draft}
@@ -185,7 +202,7 @@ function Editor({ text, onSend, onCancel }) {
       onKeyDown=${(event) => event.key === "Escape" && onCancel()}
     ></textarea>
     <div class="actions">
-      <button class="main" type="submit">Send as a new branch</button>
+      <button class="main" type="submit" disabled=${isBusy}>Send as a new branch</button>
       <button type="button" onClick=${onCancel}>Cancel</button>
     </div>
   </form>`;

@@ -2,15 +2,20 @@
 
 export const ROOT = "root";
 
+/** `crypto.randomUUID` is missing on pages that came over plain http from another machine. */
+function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 export function newConversation(settings = {}) {
   const now = Date.now();
   const root = { id: ROOT, parent: null, children: [], chosen: 0 };
-  return { id: crypto.randomUUID(), title: "", created: now, updated: now, settings, nodes: { [ROOT]: root } };
+  return { id: newId(), title: "", created: now, updated: now, settings, nodes: { [ROOT]: root } };
 }
 
 /** Adds a message below another one and makes it the one that is shown. */
 export function add(conversation, parent, message) {
-  const node = { id: crypto.randomUUID(), parent, children: [], chosen: 0, ...message };
+  const node = { id: newId(), parent, children: [], chosen: 0, ...message };
   const above = conversation.nodes[parent];
   conversation.nodes[node.id] = node;
   above.children.push(node.id);
@@ -32,13 +37,31 @@ export function shown(conversation) {
 }
 
 /** What the model is sent: the system message and everything up to a node. */
-export function messagesUpTo(conversation, id) {
+export function messagesUpTo(conversation, id, settings) {
   const messages = [];
   for (let node = conversation.nodes[id]; node.id !== ROOT; node = conversation.nodes[node.parent]) {
     if (node.content || node.role === "user") messages.unshift({ role: node.role, content: node.content });
   }
-  const system = conversation.settings.system?.trim();
+  const system = settings.system?.trim();
   return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+/** A conversation as it was kept: what was being written when it was kept is over. */
+export function restored(conversation) {
+  for (const node of Object.values(conversation.nodes)) {
+    if (node.isRunning) Object.assign(node, { isRunning: false, isStopped: true });
+  }
+  return conversation;
+}
+
+/** Two versions of one conversation, from two tabs: what either has is in it. */
+export function merged(conversation, other) {
+  const nodes = { ...other.nodes, ...conversation.nodes };
+  for (const [id, node] of Object.entries(nodes)) {
+    const more = other.nodes[id]?.children.filter((child) => !node.children.includes(child)) ?? [];
+    if (more.length) nodes[id] = { ...node, children: [...node.children, ...more] };
+  }
+  return { ...conversation, nodes };
 }
 
 export function branchesOf(conversation, node) {

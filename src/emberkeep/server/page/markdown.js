@@ -31,8 +31,12 @@ const marked = new Marked({
 });
 
 export function toHtml(text) {
-  if (text.length > LONGEST) return `<pre>${escapeHtml(text)}</pre>`;
-  return DOMPurify.sanitize(marked.parse(text), RULES);
+  try {
+    if (text.length <= LONGEST) return DOMPurify.sanitize(marked.parse(text), RULES);
+  } catch {
+    // Nested too deeply to be read.
+  }
+  return `<pre>${escapeHtml(text)}</pre>`;
 }
 
 /** Resolves once code is coloured; asked for when there is some. */

@@ -22,6 +22,7 @@ export function PromptDialog({ body, cost, onClose }) {
     <${Legend} tokens=${cost.tokens} />
     ${cost.reason && html`<p>Not more was reused: ${cost.reason}${cost.where && ` (${cost.where})`}.</p>`}
     ${cost.divergence && html`<${Divergence} divergence=${cost.divergence} />`}
+    ${told?.as_told === false && html`<p class="note">The prompt would be another one now, so it is shown with what is stored now.</p>`}
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
     ${told && html`<pre tabindex="0" aria-label="The prompt">${told.prompt.map((part) => html`<${Part} part=${part} />`)}</pre>`}
   </dialog>`;
