@@ -20,6 +20,16 @@ ANSWERS = "[data-testid=assistant]"
 QUESTIONS = "[data-testid=user]"
 
 
+KEPT = """() => new Promise((resolve) => {
+  indexedDB.open("emberkeep").onsuccess = ({ target: { result: database } }) => {
+    database.transaction("conversations").objectStore("conversations").getAll().onsuccess = ({ target }) => {
+      resolve(JSON.stringify(target.result));
+      database.close();
+    };
+  };
+})"""
+
+
 def send(page: Page, text: str) -> None:
     page.fill(FIELD, text)
     page.press(FIELD, "Enter")
@@ -100,7 +110,8 @@ def test_an_answer_that_a_reload_interrupts_is_not_lost_and_not_running(
     backend.script = [says("Once upon")[0], HANG, *says(" a time")]
     send(page, "A story")
     page.wait_for_selector(f"{ANSWERS} :text('Once upon')")
-    page.wait_for_timeout(4000)  # it is kept every few seconds
+    while "Once upon" not in page.evaluate(KEPT):  # which happens every few seconds
+        page.wait_for_timeout(100)
     page.reload()
     page.wait_for_selector("text=Stopped.")
     assert page.locator(".running").count() == 0

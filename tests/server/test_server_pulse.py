@@ -94,7 +94,8 @@ def test_figures_are_read_once_for_all_and_never_for_nobody() -> None:
             assert value(await anext(one)) == value(await anext(other)) == 0
             figures.value = 7
             assert value(await anext(one)) == value(await anext(other)) == 7
-        await asyncio.sleep(0.05)
+        assert beat._beating is not None
+        await beat._beating
         reads = figures.reads
         await asyncio.sleep(0.05)
         assert figures.reads == reads
@@ -111,7 +112,8 @@ def test_who_reads_slowly_gets_the_latest() -> None:
         async with aclosing(beat.watch(lambda: False)) as frames:
             await anext(frames)
             for figures.value in (1, 2, 3):
-                await asyncio.sleep(0.05)
+                while value(beat._latest) != figures.value:
+                    await asyncio.sleep(0.01)
             assert value(await anext(frames)) == 3
 
     asyncio.run(watch())
