@@ -18,8 +18,10 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 FIELD = "textarea[aria-label='Your message']"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Not for longer: while Playwright is there, this thread has an event loop that runs, and no test of another
+    module could have its own."""
     api = pytest.importorskip("playwright.sync_api")
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     if program is None:

@@ -59,7 +59,7 @@ def test_an_idle_server_stops_at_once_and_without_complaint(model: Path, tmp_pat
         server.chat([user("hello")], max_tokens=4)
         server.stop()
         *banner, asked = server.log.splitlines()
-        assert len(banner) == 4, server.log
+        assert len(banner) == 5, server.log
         assert "POST /v1/chat/completions 200: " in asked
 
 
