@@ -69,7 +69,9 @@ def told(answer: Answer) -> dict[str, Json]:
     """What must be the same again."""
     lookup = answer.lookup
     stored = lookup.warm_tokens + lookup.cold_tokens  # a part of it may have been read ahead, or be shared
+    assert sum(part.tokens for part in lookup.sources) == lookup.prompt_tokens
     rest = asdict(replace(lookup, warm_tokens=stored, cold_tokens=0))
+    del rest["sources"]  # the earlier version did not tell them
     if rest["divergence"]:
         assert rest["divergence"].pop("volatile") == ()  # what was recorded knows nothing of it
     return {"ids": answer.ids, "lookup": {k: v for k, v in rest.items() if not k.endswith("_ms")}}
