@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from emberkeep.config import Config
+from helpers.cache_server import Served, served
 from helpers.scripted_server import Running, ScriptedBackend, running
 
 if TYPE_CHECKING:
@@ -62,3 +65,13 @@ def page(browser: Browser, server: Running, backend: ScriptedBackend) -> Iterato
     backend.release.set()
     context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def sea(tmp_path: Path) -> Iterator[Served]:
+    """A server with a real store and a real scheduler, opened and closed by another thread: Playwright has an
+    event loop running in this one."""
+    opening = served(tmp_path)
+    with ThreadPoolExecutor(1) as other:
+        yield other.submit(opening.__enter__).result()
+        other.submit(opening.__exit__, None, None, None).result()

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from helpers.cache_server import SYSTEM, Served, served, user
+from helpers.cache_server import SYSTEM, Served, user
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def sea(tmp_path: Path) -> Iterator[Served]:
-    """Opened and closed by another thread: Playwright has an event loop running in this one."""
-    opening = served(tmp_path)
-    with ThreadPoolExecutor(1) as other:
-        yield other.submit(opening.__enter__).result()
-        other.submit(opening.__exit__, None, None, None).result()
 
 
 @pytest.fixture

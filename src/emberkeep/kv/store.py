@@ -188,7 +188,7 @@ class KvStore:
             spans = tuple(
                 (s.start, min(s.end, end), s.chunk.payload is not None) for s in segments if s.start < end
             )
-            return Peek(cursor, end, sum(until - start for start, until, is_warm in spans if is_warm), spans)
+            return Peek(cursor, end, spans)
 
     def peek_elsewhere(
         self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation

@@ -246,10 +246,12 @@ class Peek:
     cursor: Cursor
     tokens: int
     """How many could be reused."""
-    warm_tokens: int
-    """How many of these are in RAM."""
-    spans: tuple[tuple[int, int, bool], ...] = ()
+    spans: tuple[tuple[int, int, bool], ...]
     """Positions [start, end) of these, in order, and whether they are in RAM."""
+
+    @property
+    def warm_tokens(self) -> int:
+        return sum(end - start for start, end, is_warm in self.spans if is_warm)
 
 
 @dataclass(frozen=True, slots=True)

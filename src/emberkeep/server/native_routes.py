@@ -61,7 +61,7 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
     @router.get("/")
     async def pointer(http: HttpRequest) -> Response:
         if wants_page(http):
-            return page_response(http)
+            return await page_response(http)
         return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
     @router.get("/v1/health", include_in_schema=False)

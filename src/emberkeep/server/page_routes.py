@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 from dataclasses import dataclass
 from functools import cache
@@ -79,7 +80,7 @@ def page_routes() -> APIRouter:
 
     @router.get("/page/{path:path}")
     async def file(http: HttpRequest, path: str) -> Response:
-        return page_response(http, path)
+        return await page_response(http, path)
 
     return router
 
@@ -89,9 +90,9 @@ def wants_page(http: HttpRequest) -> bool:
     return "text/html" in http.headers.get("accept", "")
 
 
-def page_response(http: HttpRequest, path: str = INDEX) -> Response:
+async def page_response(http: HttpRequest, path: str = INDEX) -> Response:
     """Raises HTTPException."""
-    asset = assets().get(path)
+    asset = (await asyncio.to_thread(assets)).get(path)  # the first time it packs them
     if asset is None:
         raise HTTPException(404)
     headers = {**_HEADERS, "ETag": asset.etag}

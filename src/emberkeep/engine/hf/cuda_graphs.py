@@ -28,7 +28,7 @@ from emberkeep.engine.hf.streaming import LayerStream
 
 _WARM_UPS = 3
 _TILE_NUMBERS = 4
-_EXACT = 128
+_FINER = 128
 """Rows from which on a step takes about as long as it has rows: what it has room for and lacks is not free."""
 
 
@@ -198,12 +198,12 @@ def _without_collection() -> Iterator[None]:
 
 
 def _sizes(most: int) -> list[int]:
-    """Powers of two, from `_EXACT` on also what lies halfway between two of them, and the most there can be."""
+    """Powers of two, from `_FINER` on also what lies halfway between two of them, and the most there can be."""
     sizes = [1]
     while sizes[-1] < most:
         last = sizes[-1]
         is_power = last & (last - 1) == 0
-        following = 2 * last if last < _EXACT else 3 * last // 2 if is_power else 4 * last // 3
+        following = 2 * last if last < _FINER else 3 * last // 2 if is_power else 4 * last // 3
         sizes.append(min(following, most))
     return sizes
 
