@@ -75,17 +75,22 @@ def completed(backend: LocalBackend, request: Request) -> Completed:
 
 def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
     """Declare, and wait until its thread has seen to it."""
-    done = threading.Event()
-    sweep = backend.warmer.sweep
+    warmer, done = backend.warmer, threading.Event()
+    sweep = warmer.sweep
 
     def swept() -> None:
         sweep()
-        if not backend.warmer._due():
+        if not warmer._due():
             done.set()
 
-    backend.warmer.sweep = swept  # type: ignore[method-assign]
-    backend.warmer.keep_warm(prefixes)
-    assert done.wait(20)
+    def is_swept() -> bool:
+        with warmer._changed:  # the sweep that warms them may have begun before this one took its place
+            warmer._changed.notify_all()
+        return done.wait(0.05)
+
+    warmer.sweep = swept  # type: ignore[method-assign]
+    warmer.keep_warm(prefixes)
+    assert eventually(is_swept)
     settle(backend)
 
 
