@@ -1,7 +1,6 @@
 // What is on the page, and which conversation is open.
 
 import { ApiError, call, key } from "./api.js";
-import { CacheView } from "./cache.js";
 import { Chat, answer } from "./chat.js";
 import { add, asMarkdown, matches, newConversation } from "./conversation.js";
 import { allKept, drop, keep } from "./kept.js";
@@ -13,6 +12,11 @@ const PATIENCE_MS = 500;
 const VIEWS = [
   ["chat", "Chat"],
   ["cache", "Cache"],
+  ["requests", "Requests"],
+  ["models", "Models"],
+  ["tools", "Tools"],
+  ["memory", "Memory"],
+  ["benchmarks", "Benchmarks"],
 ];
 
 function App() {
@@ -68,7 +72,7 @@ function Workplace({ models }) {
   const [list, setList] = useState([]);
   const [current, setCurrent] = useState(() => newConversation());
   const [isOpen, setOpen] = useState(false);
-  const [view, setView] = useState("chat");
+  const [view, setView] = useState(viewInAddress);
   const [, redraw] = useReducer((count) => count + 1, 0);
   const [trouble, setTrouble] = useState("");
   const running = useRef(null);
@@ -90,7 +94,16 @@ function Workplace({ models }) {
       if (wanted) setCurrent(wanted);
     });
   }, []);
+  useEffect(() => {
+    const follow = () => setView(viewInAddress());
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
 
+  const show = (name) => {
+    setView(name);
+    history.replaceState(null, "", name === "chat" ? `#${current.id}` : `#/${name}`);
+  };
   const save = (conversation) =>
     trying(async () => {
       if (removed.has(conversation.id)) return;
@@ -99,7 +112,6 @@ function Workplace({ models }) {
     });
   const open = (conversation) => {
     setOpen(false);
-    setView("chat");
     if (conversation.id === current.id) return;
     running.current?.abort();
     setCurrent(conversation);
@@ -135,19 +147,19 @@ function Workplace({ models }) {
     });
   };
 
-  return html`<div class="workplace">
+  return html`<div class="workplace" data-view=${view}>
     <header>
       <button class="menu" aria-expanded=${isOpen} aria-controls="side" onClick=${() => setOpen(!isOpen)}>Conversations</button>
       <a class="brand" href="/">Emberkeep</a>
       <nav class="views" aria-label="Views">
-        ${VIEWS.map(([name, words]) => html`<button aria-current=${view === name ? "page" : undefined} onClick=${() => setView(name)}>${words}</button>`)}
+        ${VIEWS.map(([name, words]) => html`<button aria-current=${view === name ? "page" : undefined} onClick=${() => show(name)}>${words}</button>`)}
       </nav>
     </header>
-    <${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed, redraw }} />
+    ${view === "chat" && html`<${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed, redraw }} />`}
     <main>
       ${trouble && html`<p class="error trouble" role="alert">${trouble}</p>`}
-      ${view === "cache"
-        ? html`<${CacheView} />`
+      ${view !== "chat"
+        ? html`<${OtherView} key=${view} name=${view} />`
         : html`<${Chat}
             conversation=${current}
             isBusy=${running.current !== null}
@@ -158,6 +170,20 @@ function Workplace({ models }) {
           />`}
     </main>
   </div>`;
+}
+
+function viewInAddress() {
+  const named = location.hash.startsWith("#/") ? location.hash.slice(2) : "chat";
+  return VIEWS.some(([name]) => name === named) ? named : "chat";
+}
+
+/** A view is fetched when someone looks at it: a module of its name, which exports `View`. */
+function OtherView({ name }) {
+  const [module, setModule] = useState(null);
+  const [problem, setProblem] = useState("");
+  useEffect(() => void import(`./${name}.js`).then(setModule, () => setProblem("The server does not answer: is it still running?")), []);
+  if (problem) return html`<p class="error trouble" role="alert">${problem}</p>`;
+  return module && html`<${module.View} />`;
 }
 
 function Side({ id, list, current, isOpen, open, remove, models, changed, redraw }) {

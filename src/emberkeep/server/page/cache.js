@@ -1,56 +1,16 @@
 // The cache, live: what is where, what moves, and what is kept.
 
-import { call, stream } from "./api.js";
-import { number } from "./cost.js";
+import { call } from "./api.js";
+import { ago, bytes, number } from "./words.js";
+import { REUSED, SHOWN, usePulse } from "./pulse.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
-const SHOWN = 120; // moments in the picture
 const REFRESHED_MS = 1500;
-const RETRY_MS = 2000;
-const REUSED = ["hot", "warm", "cold", "moved"];
 const NAMES = { hot: "Engine", warm: "RAM", cold: "Disk" };
 
-/** What the server does now, and the tokens between each moment and the one before. */
-function usePulse() {
-  const [now, setNow] = useState(null);
-  const [moments, setMoments] = useState([]);
-  const [problem, setProblem] = useState("");
-  useEffect(() => {
-    const leaving = new AbortController();
-    let before = null;
-    const watch = async () => {
-      while (!leaving.signal.aborted) {
-        try {
-          for await (const { data } of stream("/v1/events", undefined, leaving.signal)) {
-            setProblem("");
-            setNow(data);
-            const moment = before && momentOf(before.tokens, data.tokens);
-            before = data;
-            if (moment) setMoments((known) => [...known.slice(1 - SHOWN), moment]);
-          }
-        } catch (error) {
-          if (leaving.signal.aborted) return;
-          setProblem(error.message);
-        }
-        before = null; // the server may be another one now
-        await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
-      }
-    };
-    watch();
-    return () => leaving.abort();
-  }, []);
-  return { now, moments, problem };
-}
-
-function momentOf(before, after) {
-  const reused = REUSED.reduce((sum, tier) => sum + after[tier] - before[tier], 0);
-  const evaluated = after.evaluated - before.evaluated;
-  return reused > 0 || evaluated > 0 ? { reused, evaluated } : null;
-}
-
-export function CacheView() {
+export function View() {
   const { now, moments, problem } = usePulse();
-  return html`<section class="cache" aria-label="The cache">
+  return html`<section class="view cache" aria-label="The cache">
     <h1>The cache</h1>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
     ${now && html`<${Totals} tokens=${now.tokens} active=${now.active} waiting=${now.waiting} />`}
@@ -145,17 +105,4 @@ function Entries({ beat }) {
       </table>
     </div>`
   );
-}
-
-function ago(seconds) {
-  if (seconds < 60) return "just now";
-  if (seconds < 3600) return `${Math.round(seconds / 60)} min ago`;
-  return seconds < 86400 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
-}
-
-function bytes(count) {
-  const units = ["B", "KB", "MB", "GB", "TB"];
-  const power = count > 0 ? Math.min(Math.floor(Math.log10(count) / 3), 4) : 0;
-  const value = count / 1000 ** power;
-  return `${value < 10 && power ? value.toFixed(1) : Math.round(value)} ${units[power]}`;
 }

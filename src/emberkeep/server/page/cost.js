@@ -1,5 +1,6 @@
 // Under an answer: where the state of its prompt came from, how long it took, and why no more was reused.
 
+import { milliseconds, number } from "./words.js";
 import { html } from "./vendor/preact-htm.js";
 
 export const TIERS = [
@@ -65,9 +66,6 @@ export function Cost({ cost, onShow }) {
     </p>
   </div>`;
 }
-
-export const number = (value) => value.toLocaleString("en-US");
-export const milliseconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 function share(part, whole) {
   const percent = whole ? (100 * part) / whole : 0;

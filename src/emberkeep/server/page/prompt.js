@@ -1,7 +1,8 @@
 // The prompt of an answer as the cache sees it: its text, coloured by where its state came from.
 
 import { call } from "./api.js";
-import { TIERS, number } from "./cost.js";
+import { TIERS } from "./cost.js";
+import { number } from "./words.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 /** `body` is what the model was sent, `cost` what its answer has told. */

@@ -1,0 +1,17 @@
+// Figures as people read them.
+
+export const number = (value) => value.toLocaleString("en-US");
+export const milliseconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+export function ago(seconds) {
+  if (seconds < 60) return "just now";
+  if (seconds < 3600) return `${Math.round(seconds / 60)} min ago`;
+  return seconds < 86400 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
+}
+
+export function bytes(count) {
+  const units = ["B", "KB", "MB", "GB", "TB"];
+  const power = count > 0 ? Math.min(Math.floor(Math.log10(count) / 3), 4) : 0;
+  const value = count / 1000 ** power;
+  return `${value < 10 && power ? value.toFixed(1) : Math.round(value)} ${units[power]}`;
+}
